@@ -170,6 +170,10 @@ class Handle:
         """The model, which must live as long as someone reads."""
         self.prompt_tokens = 0
         """Tokens of the prompt as fed, after any truncation; the engine fills it in."""
+        self.most_tokens = 0
+        """Tokens of the prompt and of all outputs at most; the engine fills it in."""
+        self.generated: Callable[[], int] = int
+        """Tells how many tokens there are of all outputs so far; the engine fills it in."""
         self._outputs = outputs
         self._tokens: list[int] = []
         self._finalizer = None if keep else weakref.finalize(self, cancel)

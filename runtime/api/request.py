@@ -34,6 +34,8 @@ class Request:
         shown_tokens: special tokens whose names are part of the text; others give none.
         draft_scope: a name; prompt lookup may find what comes next in ended answers to requests of the same name as
             well. None: in the request's own text alone. It means nothing to engines without ``draft="lookup"``.
+        prefix_scope: a name; cached prefixes are shared with requests of the same name alone. None: with those that
+            have none.
         thinking: the reasoning before the answer: forms count from the answer on, and a budget bounds it.
     """
 
@@ -48,6 +50,7 @@ class Request:
     add_special_tokens: bool = True
     shown_tokens: tuple[int, ...] = ()
     draft_scope: str | None = None
+    prefix_scope: str | None = None
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
@@ -65,7 +68,8 @@ class Request:
                 raise UsageError(f"{name} is {written(getattr(self, name))}, expected a function or None")
         if self.thinking is not None and not isinstance(self.thinking, Thinking):
             raise UsageError(f"thinking is {written(self.thinking)}, expected Thinking or None")
-        _check_scope(self.draft_scope)
+        _check_scope("draft_scope", self.draft_scope)
+        _check_scope("prefix_scope", self.prefix_scope)
         if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > 1000:
             raise UsageError(
                 f"priority is {written(self.priority)}, expected an integer from -1000 to 1000 (lower is sooner)"
@@ -78,8 +82,6 @@ class Request:
             )
 
 
-def _check_scope(scope: object) -> None:
+def _check_scope(name: str, scope: object) -> None:
     if scope is not None and not (isinstance(scope, str) and 0 < len(scope) <= LONGEST_SCOPE):
-        raise UsageError(
-            f"draft_scope is {written(scope)}, expected a name of up to {LONGEST_SCOPE} characters, or None"
-        )
+        raise UsageError(f"{name} is {written(scope)}, expected a name of up to {LONGEST_SCOPE} characters, or None")

@@ -159,7 +159,8 @@ class Engine:
             self.metrics.refuse()
             raise
         made = handle(collector, partial(self._cancel, state.number), state.streams, keep=request.on_delta is not None)
-        made.prompt_tokens = len(state.prompt)
+        made.prompt_tokens, made.most_tokens = len(state.prompt), state.most_tokens
+        made.generated = partial(getattr, state.timeline, "output_tokens")
         return made
 
     def call(self, function: Callable[[], _T]) -> _T:

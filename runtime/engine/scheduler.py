@@ -217,7 +217,7 @@ class Scheduler:
         limit = len(sequence.context) - 2
         if self._prefixes is None or limit < self._prefixes.block or sequence.group.wants_prompt:
             return
-        with self._prefixes.match(sequence.context, limit) as match:
+        with self._prefixes.match(sequence.context, limit, sequence.request.request.prefix_scope) as match:
             for i, values in enumerate(match.blocks):
                 start = i * self._prefixes.block
                 self._cache.write(sequence.row, start, start + self._prefixes.block, values)
@@ -329,7 +329,8 @@ class Scheduler:
         """Put the first ``length`` positions of a sequence into the prefix cache."""
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
-            self._prefixes.insert(sequence.context[:length], read, self._cache.whole_from(sequence.row))
+            scope, whole_from = sequence.request.request.prefix_scope, self._cache.whole_from(sequence.row)
+            self._prefixes.insert(sequence.context[:length], read, scope, whole_from)
 
     def _let_go(self, sequence: Sequence) -> None:
         """Free what windows have passed; the prefix cache has the last chance to keep it."""

@@ -215,6 +215,11 @@ class RequestState:
         return max(self.params.best_of or self.params.n, self.params.num_return_sequences or 1)
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of all outputs, at most."""
+        return len(self.prompt) + self.params.max_tokens * self.streams
+
+    @property
     def compares(self) -> bool:
         """True if its samples are ranked by one another, which may take long."""
         return self.params.consensus is not None or self.request.similarity is not None

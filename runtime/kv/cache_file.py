@@ -57,9 +57,11 @@ _NUMBERS = re.compile(r"[<>|][iuf][1248]")  # numpy's dtype.str
 _LEAD = struct.Struct(f"<8sII{DIGEST_BYTES}s")
 
 
-def root_hash(key: str) -> bytes:
-    """The beginning of one model's chains; the key names everything that cached values depend on."""
-    return _digest(json.dumps([key, ""]).encode())  # the second is an adapter's name, and there are none
+def root_hash(key: str, scope: str | None = None) -> bytes:
+    """The beginning of one model's chains, of those that share a scope; the key names everything that cached values
+    depend on."""
+    named = [key, ""] if scope is None else [key, "", scope]  # the second is an adapter's name, and there are none
+    return _digest(json.dumps(named).encode())
 
 
 def chain_hashes(parent: bytes, tokens: NDArray[np.int64], block: int) -> list[bytes]:

@@ -110,10 +110,9 @@ class PrefixCache:
         self._bytes = 0
         self._pinned = 0  # bytes of nodes with pins
         self._block_bytes = 0  # of one block; known from the first one on
-        self._root = root_hash(key)
 
     @contextmanager
-    def match(self, tokens: Sequence[int], limit: int | None = None) -> Iterator[Match]:
+    def match(self, tokens: Sequence[int], limit: int | None = None, scope: str | None = None) -> Iterator[Match]:
         """The longest cached prefix of ``tokens`` in whole blocks, in memory or on disk, of at most ``limit`` tokens.
 
         It stays in memory until the block ends. A prompt needs logits, so its last token must be computed: pass
@@ -121,16 +120,17 @@ class PrefixCache:
 
         Args:
             limit: tokens; all of them by default.
+            scope: only what was inserted with the same one is found.
         """
-        _, hashes = self._hashes(tokens, limit)
+        root, _, hashes = self._hashes(tokens, limit, scope)
         path = self._path(hashes)
         self._pin(path)
         try:
-            loaded = self._load(hashes[len(path) :])
+            loaded = self._load(root, hashes[len(path) :])
             path += loaded
             self._use(path)
             if self._store is not None and path and not loaded:
-                self._store.touch(self._root, hashes[: len(path)])
+                self._store.touch(root, hashes[: len(path)])
             self._count(
                 hits=bool(path),
                 misses=not path,
@@ -142,18 +142,19 @@ class PrefixCache:
         finally:
             self._unpin(path)
 
-    def insert(self, tokens: Sequence[int], read: Read, whole_from: int = 0) -> int:
+    def insert(self, tokens: Sequence[int], read: Read, scope: str | None = None, whole_from: int = 0) -> int:
         """Keep the whole blocks of ``tokens`` that memory has room for, and have them written to disk.
 
         Args:
             read: gives the blocks of a span of positions, which nobody changes any more; called once, and only if a
                 block is missing.
+            scope: as of :meth:`match`.
             whole_from: the first position that it can read; where blocks before it are missing, nothing is added.
 
         Returns:
             How many leading tokens are cached now.
         """
-        ids, hashes = self._hashes(tokens, None)
+        root, ids, hashes = self._hashes(tokens, None, scope)
         path = self._path(hashes)
         self._pin(path)
         try:
@@ -163,16 +164,19 @@ class PrefixCache:
             self._use(path)
             if self._store is not None and path:
                 kept = len(path)
-                self._store.put(self._root, hashes[:kept], ids[: kept * self.block], [node.values for node in path])
+                self._store.put(root, hashes[:kept], ids[: kept * self.block], [node.values for node in path])
         finally:
             self._unpin(path)
         self._count()
         return len(path) * self.block
 
-    def _hashes(self, tokens: Sequence[int], limit: int | None) -> tuple[NDArray[np.int64], list[bytes]]:
+    def _hashes(
+        self, tokens: Sequence[int], limit: int | None, scope: str | None
+    ) -> tuple[bytes, NDArray[np.int64], list[bytes]]:
+        root = root_hash(self.key, scope)
         length = len(tokens) if limit is None else max(0, min(limit, len(tokens)))
         ids = np.asarray(tokens[: length - length % self.block], np.int64)
-        return ids, chain_hashes(self._root, ids, self.block)
+        return root, ids, chain_hashes(root, ids, self.block)
 
     def _path(self, hashes: Sequence[bytes]) -> list[_Node]:
         """The nodes of the leading hashes that are in memory."""
@@ -188,11 +192,11 @@ class PrefixCache:
         """Blocks that fit once all that is not pinned is evicted; as many as there are bytes before the first one."""
         return (self.max_bytes - self._pinned) // max(1, self._block_bytes)
 
-    def _load(self, hashes: Sequence[bytes]) -> list[_Node]:
+    def _load(self, root: bytes, hashes: Sequence[bytes]) -> list[_Node]:
         """Bring blocks from disk into memory, pinned."""
         if self._store is None or not hashes:
             return []
-        blocks = self._store.load(self._root, hashes, self.max_bytes - self._pinned)
+        blocks = self._store.load(root, hashes, self.max_bytes - self._pinned)
         if self._form is not None:  # what the model could not take is not there
             blocks = list(takewhile(lambda block: (block.shape, block.dtype) == self._form, blocks))
         return self._add(hashes[: len(blocks)], blocks)

@@ -45,9 +45,9 @@ def _state(service: Service, name: str) -> dict[str, Any]:
 
 @router.get("")
 async def models(service: Served) -> dict[str, Any]:
-    """All models: their phase, the reason of the last failure, the memory that they hold, and who uses them."""
+    """The models of the admin's key: phase, reason of the last failure, memory that they hold, and who uses them."""
     plan = {"memory": service.pool.memory, "memory_taken": service.pool.memory_taken}
-    return {"object": "list", "data": [_state(service, name) for name in service.pool.names], **plan}
+    return {"object": "list", "data": [_state(service, name) for name in service.names], **plan}
 
 
 @router.post("/{name:path}/reload")

@@ -181,7 +181,8 @@ async def chunks(body: CompletionRequest, service: Service, model: Model, handle
 async def _opened(body: CompletionRequest, held: AsyncExitStack, service: Service) -> tuple[Model, list[Handle]]:
     """Submit a request for each prompt; model and requests are held until ``held`` is closed."""
     note(user=body.user)
-    arguments, prompts = service.bounded(body.arguments()), body.prompts()
+    prompts = body.prompts()
+    arguments = service.bounded(body.arguments(), len(prompts))
     arguments["parse_special"] = service.parses_special(body.parse_special, service.config.allow_special)
     model = await held.enter_async_context(service.generator(body.model))
     handles = []

@@ -130,6 +130,9 @@ class ServerConfig:
     prefix_cache_disk_bytes: int | None = _setting(
         MODELS, None, "Most that this folder may hold; default: 4 GiB.", unit="bytes", low=0
     )
+    prefix_cache_scope: Literal["key", "shared"] = _setting(
+        MODELS, "key", "Who shares cached prefixes: the requests of one key, or all; without keys all do."
+    )
 
     host: str = _setting(LISTEN, "127.0.0.1", "Address to listen on; others than this machine's own need keys.")
     port: int = _setting(LISTEN, 8000, "TCP port; 0 takes a free one.", low=0, high=65535)

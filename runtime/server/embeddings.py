@@ -157,7 +157,7 @@ async def encoded(
         raise QueueFullError(f"{most} requests for vectors or scores wait already; try again later")
     seconds, began = service.config.request_deadline_s, time.monotonic()
     rows = await to_thread.run_sync(tokenize, limiter=service.encoding)
-    spend(sum(map(len, rows)))
+    spend(tokens=sum(map(len, rows)))
     found = []
     for start in range(0, len(rows), PIECE):
         if await request.is_disconnected():

@@ -31,14 +31,15 @@ async def ready(response: Response, service: Annotated[Service, Depends(service_
     ready = service.is_ready
     response.status_code = 200 if ready else 503
     states = service.pool.states()
-    models = {name: asdict(state) for name, state in states.items()}
-    loading = [name for name in service.warm if states[name].phase == "loading" and not states[name].loads]
+    models = {name: asdict(states[name]) for name in service.names}
+    warm = (name for name in service.warm if name in models)
+    loading = [name for name in warm if states[name].phase == "loading" and not states[name].loads]
     said = {"message": f"{', '.join(loading)} is loading; {LOADING}"} if loading and not ready else {}
     return {"status": "ready" if ready else "not ready", **said, "models": models}
 
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
-    """Counters and histograms of the server and of every model that is loaded, in the text format of Prometheus."""
+    """Counters and histograms of the server, and of every model of the client's key that is loaded, for Prometheus."""
     text = await run_in_threadpool(request.app.state.metrics.exposition, service.pool)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

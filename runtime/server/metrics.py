@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmc.runtime.server.guard.accounts import allowed
+
 if TYPE_CHECKING:
     from llmc.runtime.server.pool import ModelPool
 
@@ -62,7 +64,7 @@ class HttpMetrics:
         self._seconds.labels(route, scope["method"]).observe(seconds)
 
     def exposition(self, pool: "ModelPool") -> bytes:
-        """All of it in the text format of Prometheus."""
+        """All of it that the present client may see, in the text format of Prometheus."""
         registry = CollectorRegistry()
         registry.register(_Models(pool))
         return generate_latest(self._registry) + generate_latest(registry)
@@ -83,10 +85,12 @@ class _Models:
             "llmc_model_state", "1 for the state that a model is in.", labels=("model_name", "state")
         )
         for name, state in self._pool.states().items():
-            states.add_metric((name, state.phase), 1)
+            if allowed(name):
+                states.add_metric((name, state.phase), 1)
         yield states
         families: dict[str, Any] = {}
-        for name, model in self._pool.models().items():
+        models = ((name, model) for name, model in self._pool.models().items() if allowed(name))
+        for name, model in models:
             for family in model.metric_families({"model_name": name}):
                 if family.name in families:
                     families[family.name].samples += family.samples

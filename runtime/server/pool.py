@@ -414,16 +414,12 @@ class ModelPool:
             elif not await self._change(until - time.monotonic()):
                 raise ResourceError(
                     f"{place.name}: {-(-missing // MB)} MB are missing of the {(self.memory or 0) // MB} MB that all "
-                    f"models may take, for others are in use ({self._in_use()}); try again later, or give more memory"
+                    f"models may take, for others are in use; try again later, or give more memory"
                 )
 
     @property
     def _left(self) -> int:
         return (self.memory or 0) - self.memory_taken
-
-    def _in_use(self) -> str:
-        held = (name for name, place in self._places.items() if place.current or place.former or place.loading)
-        return ", ".join(held)
 
     def _least_recently_used(self, besides: _Place) -> _Place | None:
         """A place whose model nobody uses, the one used longest ago; None where all are in use."""

@@ -15,7 +15,7 @@ from llmc.bundle import Manifest
 from llmc.errors import written
 from llmc.runtime import Handle, Model
 from llmc.runtime.server.errors import ApiError
-from llmc.runtime.server.guard.accounts import charge, check_model
+from llmc.runtime.server.guard.accounts import allowed, charge, check_model, prefix_scope, spend
 from llmc.runtime.server.logs import watch
 from llmc.runtime.server.response_store import ResponseStore
 from llmc.runtime.text.sandbox import SlowError, quickly
@@ -67,19 +67,25 @@ class Service:
         return not self.draining and self.pool.lost is None and loaded
 
     def name(self, asked: str | None) -> str:
-        """The name of the model asked for; the first one where none was.
+        """The name of the model asked for; the first one of the client's where none was.
 
         Raises:
             ApiError: 404, there is no such model; 403, the client's key is not for it.
         """
-        asked = next(iter(self.pool.names)) if asked is None else asked
+        known = self.names
+        if asked is None and not known:
+            raise ApiError(403, "the key is for none of the models here; use another one", code="model_not_allowed")
+        asked = known[0] if asked is None else asked
         if asked not in self.pool.names:
-            known = ", ".join(self.pool.names)
-            raise ApiError(
-                404, f"the model {asked[:100]!r} is not here, expected {known}", param="model", code="model_not_found"
-            )
+            said = f"the model {asked[:100]!r} is not here, expected {', '.join(known) or 'another key'}"
+            raise ApiError(404, said, param="model", code="model_not_found")
         check_model(asked)
         return asked
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Models that the present client's key is for."""
+        return tuple(name for name in self.pool.names if allowed(name))
 
     def manifest(self, asked: str | None) -> Manifest:
         """The manifest of a model, which need not be loaded."""
@@ -128,18 +134,19 @@ class Service:
         async with self.model(asked) as model:
             yield model
 
-    def bounded(self, sampling: dict[str, Any]) -> dict[str, Any]:
-        """Sampling arguments within what this server lets a request ask for.
+    def bounded(self, sampling: dict[str, Any], prompts: int = 1) -> dict[str, Any]:
+        """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes.
 
         Raises:
-            ApiError: more new tokens, of all outputs together, than ``max_request_tokens``.
+            ApiError: 400, more new tokens, of all outputs to all prompts, than ``max_request_tokens``; 429, each prompt
+                is a request, and the key's rate has no room for them.
         """
         most, longest = self.config.max_request_tokens, self.config.request_deadline_s
         if most is not None:
-            outputs = max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
+            outputs = prompts * max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
             if outputs > most:
                 said = f"{written(outputs)} outputs are asked for, of which this server allows {most} tokens"
-                raise ApiError(400, f"{said}; ask for fewer", param="n")
+                raise ApiError(400, f"{said}; ask for fewer", param="n" if prompts == 1 else "prompt")
             asked = sampling.get("max_tokens", most // outputs)
             if asked * outputs > most:
                 said = f"{written(asked)} tokens of {outputs} outputs" if outputs > 1 else written(asked)
@@ -149,7 +156,9 @@ class Service:
             sampling = {**sampling, "max_tokens": asked}
         if longest is not None:
             sampling = {**sampling, "deadline_s": min(sampling.get("deadline_s", longest), longest)}
-        return sampling
+        if prompts > 1:
+            spend(requests=prompts - 1)
+        return {**sampling, "prefix_scope": prefix_scope()}
 
     def check_retention(self, asked: str | None) -> None:
         """Refuse to keep prefixes in memory alone where a folder keeps them, too.

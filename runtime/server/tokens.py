@@ -11,7 +11,6 @@ from llmc.runtime.model import template_variables
 from llmc.runtime.server.bodies import Body
 from llmc.runtime.server.chat import ChatMessage, Tool, conversation
 from llmc.runtime.server.errors import ApiError
-from llmc.runtime.server.guard.accounts import allowed
 from llmc.runtime.server.service import Service, service_of
 from llmc.runtime.text.shown import rendered
 
@@ -59,7 +58,7 @@ def card(service: Service, name: str) -> ModelCard:
 @router.get("/v1/models")
 async def models(service: Annotated[Service, Depends(service_of)]) -> ModelList:
     """The models that are served to this client; the first of all answers requests that name none."""
-    return {"object": "list", "data": [card(service, name) for name in service.pool.names if allowed(name)]}
+    return {"object": "list", "data": [card(service, name) for name in service.names]}
 
 
 @router.get("/v1/models/{name}")

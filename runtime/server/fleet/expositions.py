@@ -6,9 +6,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from llmc.runtime.server.guard.accounts import allowed
+
 
 def joined(texts: Mapping[str, bytes]) -> bytes:
-    """One text with the families of all, and the label ``replica`` on every sample.
+    """One text with the families of all, and the label ``replica`` on every sample; without models that the present
+    client's key is not for.
 
     Args:
         texts: by the name of the replica.
@@ -29,7 +32,8 @@ class _Joined:
         families: dict[str, Any] = {}
         for replica, text in sorted(self._texts.items()):
             for family in text_string_to_metric_families(text.decode()):
-                samples = [s._replace(labels={**s.labels, "replica": replica}) for s in family.samples]
+                shown = (s for s in family.samples if "model_name" not in s.labels or allowed(s.labels["model_name"]))
+                samples = [s._replace(labels={**s.labels, "replica": replica}) for s in shown]
                 known = families.setdefault(family.name, family)
                 known.samples = samples if known is family else [*known.samples, *samples]
         yield from families.values()

@@ -16,9 +16,10 @@ from starlette.types import Message, Receive, Scope, Send
 from llmc.errors import LlmcError
 from llmc.runtime.server.errors import ApiError, from_llmc, response
 from llmc.runtime.server.fleet.answers import Answer
-from llmc.runtime.server.fleet.calls import Call, ReplicaLostError, called
+from llmc.runtime.server.fleet.calls import BILL, Call, ReplicaLostError, called
 from llmc.runtime.server.fleet.expositions import joined
 from llmc.runtime.server.fleet.sockets import converse_with
+from llmc.runtime.server.guard.accounts import NOTHING, Tab, opened_tab
 from llmc.runtime.server.streams import unless_gone
 
 log = logging.getLogger(__name__)
@@ -95,14 +96,21 @@ class Front:
         """The answer of the first replica that is not lost before it says something.
 
         Raises:
-            ApiError: all attempts failed, or no replica has room.
+            ApiError: all attempts failed, no replica has room, or the key's rates have none.
         """
+        with opened_tab() as tab:
+            await self._try_all(call, answer, tab)
+
+    async def _try_all(self, call: Call, answer: Answer, tab: Tab) -> None:
         for _ in range(ATTEMPTS):
             try:
                 async with aclosing(self._replicas.answer(call)) as messages:
                     async for several in messages:
                         for message in several:
-                            await answer.take(message)
+                            if message["type"] == BILL:
+                                tab.take(message["bill"])
+                            else:
+                                await answer.take(message)
                 return
             except ReplicaLostError as error:
                 log.warning("a replica was lost: %s", error)
@@ -110,6 +118,7 @@ class Front:
                     await answer.break_off()
                     return
                 answer.forget()
+                tab.take(NOTHING)  # what was computed in vain costs nothing
         lost = ApiError(503, "the replicas that tried to answer were lost; try again later", retry_after_s=1)
         if answer.started:
             await answer.break_off(lost)

@@ -21,9 +21,9 @@ BLOCK = 128
 MOST_BLOCKS = 1024
 
 
-def prefix_of(path: str, body: bytes) -> tuple[bytes, ...]:
+def prefix_of(path: str, body: bytes, scope: str | None = None) -> tuple[bytes, ...]:
     """A name for each block of the prompt, each made of all that stands before it, too; and before them one for the
-    client's ``prompt_cache_key``, where it gives one.
+    client's ``prompt_cache_key``, where it gives one. Those of different scopes differ.
 
     Two requests share as many names as their prompts share whole blocks from the beginning on; those of different keys
     share none, so that each key's have a replica to come back to. What is no prompt, no JSON or shorter than a block
@@ -32,6 +32,7 @@ def prefix_of(path: str, body: bytes) -> tuple[bytes, ...]:
     Args:
         path: the route.
         body: what the client sent.
+        scope: only requests of the same one share cached prefixes.
     """
     if (members := PROMPTS.get(path)) is None:
         return ()
@@ -40,8 +41,9 @@ def prefix_of(path: str, body: bytes) -> tuple[bytes, ...]:
         if not isinstance(request, dict):
             return ()
         key = request.get("prompt_cache_key")
-        first = _named(key, b"key") if isinstance(key, str) and path in KEYED else b""
-        return (*([first] if first else []), *_chained(_text(request, members), first))
+        salt = _named(scope, b"scope") if scope is not None else b""
+        first = _named(key, salt or b"key") if isinstance(key, str) and path in KEYED else b""
+        return (*([first] if first else []), *_chained(_text(request, members), first or salt))
     except (ValueError, RecursionError):
         return ()
 

@@ -16,6 +16,8 @@ from llmc.errors import EngineClosedError, GpuError, LlmcError, UsageError
 from llmc.runtime import Model
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.fleet.calls import BILL
+from llmc.runtime.server.guard.accounts import CLIENT, UNLIMITED, Bill, Client
 from llmc.runtime.server.pool import ModelPool
 
 log = logging.getLogger(__name__)
@@ -115,7 +117,8 @@ class Replica:
     async def answer(
         self, scope: dict[str, Any], body: bytes, prefix: tuple[bytes, ...] = ()
     ) -> AsyncGenerator[list[Message], None]:
-        """The application's answer, as it comes: all that is there goes into one message between the machines.
+        """The application's answer, as it comes: all that is there goes into one message between the machines, with
+        what the client took by then before it.
 
         Whoever stops reading cancels the request.
 
@@ -126,12 +129,18 @@ class Replica:
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
-        answering = asyncio.ensure_future(self._run(scope, body, sent, gone))
+        state = scope["state"]
+
+        def report(bill: Bill) -> None:
+            sent.put_nowait({"type": BILL, "bill": bill})
+
+        client = Client(state.get("key"), state.get("prefix_scope"), UNLIMITED, report)
+        answering = asyncio.ensure_future(self._run(client, scope, body, sent, gone))
         try:
             while messages := _taken(await sent.get(), sent):
                 if self._ready_pool.lost is not None:
                     self._end()
-                yield messages
+                yield [{"type": BILL, "bill": client.bill}, *messages]
             await answering
         finally:
             gone.set()
@@ -143,8 +152,14 @@ class Replica:
         os._exit(GpuError.exit_code)
 
     async def _run(
-        self, scope: dict[str, Any], body: bytes, sent: "asyncio.Queue[Message | None]", gone: asyncio.Event
+        self,
+        client: Client,
+        scope: dict[str, Any],
+        body: bytes,
+        sent: "asyncio.Queue[Message | None]",
+        gone: asyncio.Event,
     ) -> None:
+        CLIENT.set(client)  # of this request's task alone
         bodies = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def receive() -> Message:

@@ -1,9 +1,15 @@
-"""Clients: the one whose request is being answered, and the requests and tokens that each may still use."""
+"""Clients: the one whose request is being answered, and the requests and tokens that each may still use.
+
+The buckets of a key are where its requests come in: in the only process, or in the front of a fleet. What a request
+takes is known where it is answered, which tells it in a :class:`Bill`.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llmc.errors import LlmcError
 from llmc.runtime.api.handle import Handle
@@ -63,17 +69,42 @@ class Account:
         Raises:
             ApiError: 429, with the time after which it would be admitted.
         """
-        for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
-            if bucket is not None and (wait := bucket.wait(1)) > 0:
-                message = f"the rate of {bucket.size} {what} per minute is used up; try again in {math.ceil(wait)} s"
-                raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait, headers=self.headers())
+        self._check("requests", self.requests, 1)
+        self._check("tokens", self.tokens, 1)
         if self.requests is not None:
             self.requests.spend(1)
 
-    def spend(self, tokens: int) -> None:
-        """Count the tokens of a request, prompt and outputs, once they are known."""
+    def count(self, more: int) -> None:
+        """Count requests that came with one that was admitted; more than a minute's where the bucket was full.
+
+        Raises:
+            ApiError: as :meth:`admit`.
+        """
+        if self.requests is not None:
+            self._check("requests", self.requests, min(more, self.requests.size - 1))
+            self.requests.spend(more)
+
+    def reserve(self, tokens: int) -> None:
+        """Take out what a request may use at most; more than a minute's where the bucket is full.
+
+        Raises:
+            ApiError: as :meth:`admit`.
+        """
         if self.tokens is not None:
+            self._check("tokens", self.tokens, min(tokens, self.tokens.size), tokens)
             self.tokens.spend(tokens)
+
+    def give_back(self, tokens: int) -> None:
+        """Put back what was reserved and not used."""
+        if self.tokens is not None:
+            self.tokens.spend(-tokens)
+
+    def _check(self, what: str, bucket: Bucket | None, amount: int, asked: int | None = None) -> None:
+        if bucket is None or (wait := bucket.wait(amount)) <= 0:
+            return
+        left = "is used up" if asked is None else f"has no room for the {asked} of prompt and max_tokens"
+        said = f"the rate of {bucket.size} {what} per minute {left}; try again in {math.ceil(wait)} s"
+        raise ApiError(429, said, code="rate_limit_exceeded", retry_after_s=wait, headers=self.headers())
 
     def headers(self) -> dict[str, str]:
         """The state of both, as OpenAI's API tells it."""
@@ -81,39 +112,139 @@ class Account:
         return {k: v for what, bucket in named if bucket for k, v in bucket.headers(what).items()}
 
 
-@dataclass(frozen=True)
+UNLIMITED = Account(None, None)
+
+
+class Bill(NamedTuple):
+    """What a client took so far.
+
+    Attributes:
+        requests: beyond the one that each message is.
+        reserved: tokens that were used, and those that what still runs may use at most.
+        used: tokens of prompts and outputs so far.
+    """
+
+    requests: int = 0
+    reserved: int = 0
+    used: int = 0
+
+
+NOTHING = Bill()
+
+
+class Tab:
+    """An account's side of a client's bill."""
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self._bill = NOTHING
+
+    def take(self, bill: Bill) -> None:
+        """Account for what the bill has beyond the one before.
+
+        Raises:
+            ApiError: 429, there is no room for it.
+        """
+        requests, reserved, _ = self._bill
+        if bill.requests > requests:
+            self.account.count(bill.requests - requests)
+        if bill.reserved > reserved:
+            self.account.reserve(bill.reserved - reserved)
+        else:
+            self.account.give_back(reserved - bill.reserved)
+        self._bill = bill._replace(requests=max(requests, bill.requests))
+
+    def close(self) -> None:
+        """Give back what was reserved and not used."""
+        self.account.give_back(self._bill.reserved - self._bill.used)
+        self._bill = self._bill._replace(reserved=self._bill.used)
+
+
+@contextmanager
+def opened_tab() -> Iterator[Tab]:
+    """A tab of the present client's account for the time of the block."""
+    client = CLIENT.get()
+    tab = Tab(client.account if client else UNLIMITED)
+    try:
+        yield tab
+    finally:
+        tab.close()
+
+
+@dataclass
 class Client:
-    """The sender of a request.
+    """The sender of a request, or of the messages of a WebSocket.
 
     Attributes:
         key: None where none is asked for.
-        account: what it may use.
-        handles: requests to models that were not paid for yet.
+        prefix_scope: the name with which its prompts are cached.
+        account: its buckets; none at a replica, whose front has them.
+        report: takes the bill whenever it grows, and refuses what is too much.
     """
 
     key: Key | None
+    prefix_scope: str | None
     account: Account
-    handles: list[Handle] = field(default_factory=list)
+    report: Callable[[Bill], None]
+    _handles: list[Handle] = field(default_factory=list)
+    _ended: Bill = NOTHING
 
-    def settle(self, *, running: bool) -> None:
-        """Count the tokens of requests, once: of those that have ended, and with ``running`` of all, as they are."""
-        due = [handle for handle in self.handles if running or handle.done]
-        self.handles[:] = [handle for handle in self.handles if handle not in due]
-        for handle in due:
-            self.account.spend(cost(handle))
+    @property
+    def bill(self) -> Bill:
+        """The bill as it is now."""
+        for handle in [handle for handle in self._handles if handle.done]:
+            self._handles.remove(handle)
+            self._add(tokens=cost(handle))
+        requests, reserved, used = self._ended
+        return Bill(
+            requests,
+            reserved + sum(handle.most_tokens for handle in self._handles),
+            used + sum(map(cost, self._handles)),
+        )
+
+    def charge(self, handle: Handle) -> None:
+        """Reserve what a request to a model may use, until it has ended.
+
+        Raises:
+            ApiError: 429; the request is cancelled.
+        """
+        self._handles.append(handle)
+        try:
+            self.report(self.bill)
+        except ApiError:
+            self._handles.remove(handle)
+            handle.cancel()
+            raise
+
+    def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
+        """Take what is used for certain.
+
+        Raises:
+            ApiError: 429.
+        """
+        before = self._ended
+        self._add(requests, tokens)
+        try:
+            self.report(self.bill)
+        except ApiError:
+            self._ended = before
+            raise
+
+    def _add(self, requests: int = 0, tokens: int = 0) -> None:
+        known = self._ended
+        self._ended = Bill(known.requests + requests, known.reserved + tokens, known.used + tokens)
 
 
 CLIENT: ContextVar[Client | None] = ContextVar("llmc_client", default=None)
 
 
 def cost(handle: Handle) -> int:
-    """Tokens of the prompt and of all outputs; of a request that was cancelled or failed, those of its prompt and those
-    that were read."""
-    try:
-        usage = handle.result(0).usage
-    except (LlmcError, TimeoutError):
-        return handle.prompt_tokens + len(handle.token_ids)
-    return usage.prompt_tokens + usage.completion_tokens
+    """Tokens of the prompt and of all outputs; of a request that runs, was cancelled or failed, those so far."""
+    if handle.done:
+        with suppress(LlmcError):
+            usage = handle.result(0).usage
+            return usage.prompt_tokens + usage.completion_tokens
+    return handle.prompt_tokens + handle.generated()
 
 
 def allowed(model: str) -> bool:
@@ -135,13 +266,27 @@ def check_model(name: str) -> None:
         raise ApiError(403, message, param="model", code="model_not_allowed")
 
 
-def spend(tokens: int) -> None:
-    """Count tokens for the present client."""
+def prefix_scope() -> str | None:
+    """The name with which the present client's prompts are cached."""
+    client = CLIENT.get()
+    return None if client is None else client.prefix_scope
+
+
+def spend(*, requests: int = 0, tokens: int = 0) -> None:
+    """Take requests beyond the present client's one, and tokens, that are used for certain.
+
+    Raises:
+        ApiError: 429, its rates have no room for them.
+    """
     if client := CLIENT.get():
-        client.account.spend(tokens)
+        client.spend(requests=requests, tokens=tokens)
 
 
 def charge(handle: Handle) -> None:
-    """Count the tokens of a request to a model once it has ended, for the present client."""
+    """Reserve the tokens of a request to a model for the present client, until it has ended.
+
+    Raises:
+        ApiError: 429, its rate has no room for them; the request is cancelled.
+    """
     if client := CLIENT.get():
-        client.handles.append(handle)
+        client.charge(handle)

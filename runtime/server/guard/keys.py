@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmc.errors import UsageError, written
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
-from llmc.runtime.server.guard.refusal import refuse
+from llmc.runtime.server.guard.refusal import heard, refuse
 from llmc.strict import open_regular
 
 if sys.version_info >= (3, 11):
@@ -200,28 +200,51 @@ def _rate(where: str, name: str, table: Mapping[str, Any]) -> int | None:
 class Keys:
     """Ask for a key on every route but those that are open; without a file, on none.
 
-    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``key_name`` and ``has_admin`` (True if some key is an
-    admin's); what was presented is removed from the headers, so that nothing behind can log it.
+    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``key_name``, ``prefix_scope`` (the name with which its
+    prompts are cached) and ``has_admin`` (True if some key is an admin's), anew for each message of a WebSocket; what
+    was presented is removed from the headers, so that nothing behind can log it.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring | None) -> None:
         self.app = app
         self._keyring = keyring
         self._page = config.page
+        self._shares_prefixes = config.prefix_cache_scope == "shared"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         presented, scope, send = taken(scope, send)
+
+        def identify(text: str = "") -> None:
+            self._identify(scope, presented)
+
+        try:
+            identify()
+        except ApiError as error:
+            return await refuse(scope, receive, send, error)
+        if scope["type"] == "websocket":  # whose key may be withdrawn, or changed, between two messages
+            receive = heard(scope, receive, send, identify)
+        return await self.app(scope, receive, send)
+
+    def _identify(self, scope: Scope, presented: str) -> None:
+        """Note whose key was presented.
+
+        Raises:
+            ApiError: 401, it is nobody's.
+        """
         key = self._keyring.find(presented) if self._keyring and presented else None
         if self._keyring and key is None and not self._is_open(scope):
             found = "the API key is unknown" if presented else "there is no API key"
             message = f"{found}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            return await refuse(scope, receive, send, error)
-        has_admin = self._keyring is not None and self._keyring.has_admin
-        scope.setdefault("state", {}).update(key=key, key_name=key and key.name, has_admin=has_admin)
-        return await self.app(scope, receive, send)
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        name = key and key.name
+        scope.setdefault("state", {}).update(
+            key=key,
+            key_name=name,
+            prefix_scope=None if self._shares_prefixes else name,
+            has_admin=self._keyring is not None and self._keyring.has_admin,
+        )
 
     def _is_open(self, scope: Scope) -> bool:
         """True of liveness, and of the page, which must load before it can ask for a key."""

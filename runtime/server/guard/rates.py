@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
-from llmc.runtime.server.guard.accounts import CLIENT, Account, Bucket, Client, Clock
+from llmc.runtime.server.guard.accounts import CLIENT, Account, Bucket, Client, Clock, Tab
 from llmc.runtime.server.guard.keys import Key
 from llmc.runtime.server.guard.refusal import heard, refuse
 
@@ -28,17 +28,22 @@ class Rates:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
-        key = scope["state"]["key"]
-        client = Client(key, self.account(key))
+        state = scope["state"]
+        account = self.account(state["key"])
+        tab = Tab(account)
+        client = Client(state["key"], state.get("prefix_scope"), account, tab.take)
         CLIENT.set(client)  # of this request's task alone
         try:
-            await self._counted(client, scope, receive, send)
+            await self._counted(client, tab, scope, receive, send)
         finally:
-            client.settle(running=True)
+            tab.take(client.bill)
+            tab.close()
 
-    async def _counted(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _counted(self, client: Client, tab: Tab, scope: Scope, receive: Receive, send: Send) -> None:
         def admit(text: str = "") -> None:
-            client.settle(running=False)  # a message of a WebSocket may come amid the answer to another
+            client.key = scope["state"]["key"]  # which may have changed since the last message of a WebSocket
+            client.account = tab.account = self.account(client.key)
+            tab.take(client.bill)  # one may come amid the answer to another
             client.account.admit()
 
         if scope["type"] == "websocket":  # each message is a request
@@ -49,7 +54,7 @@ class Rates:
             admit()
         except ApiError as error:
             return await refuse(scope, receive, send, error)
-        return await self.app(scope, receive, _telling(client, send))
+        return await self.app(scope, receive, _telling(client, tab, send))
 
     def account(self, key: Key | None) -> Account:
         """The buckets of a key, new ones where its rates have changed; without keys, those of everybody."""
@@ -62,17 +67,18 @@ class Rates:
         return self._accounts[name, rates]
 
 
-def _telling(client: Client, send: Send) -> Send:
+def _telling(client: Client, tab: Tab, send: Send) -> Send:
     """``send`` that adds the state of the rates to an answer's headers, and counts its tokens before its end."""
     account = client.account
     if account.requests is None and account.tokens is None:
         return send
 
     async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
+        is_start = message["type"] == "http.response.start"
+        if is_start or not message.get("more_body", False):
+            tab.take(client.bill)  # the client may send the next request as soon as it has the last piece
+        if is_start:
             MutableHeaders(scope=message).update(account.headers())
-        elif not message.get("more_body", False):
-            client.settle(running=True)  # the client may send the next request as soon as it has this
         await send(message)
 
     return sending

@@ -493,6 +493,18 @@ def test_another_process_sees_what_this_one_writes_and_removes(opened: Opened, f
     assert found(forgetful, PROMPT) == BLOCK
 
 
+def test_prefixes_of_a_scope_are_found_in_it_alone(opened: Opened):
+    cache, store = opened()
+    cache.insert(PROMPT, lambda a, b: blocks(rows(PROMPT), a, b), "ann")
+    flush(store)
+    for kept in (cache, opened()[0]):  # in memory, and on disk
+        lengths = []
+        for scope in ("ben", None, "ann"):
+            with kept.match(PROMPT, scope=scope) as match:
+                lengths.append(match.length)
+        assert lengths == [0, 0, WHOLE]
+
+
 def test_values_that_another_process_wrote_anew_are_checked_against_their_own_digests(opened: Opened, folder: Path):
     """Two machines may round differently, so a file of the same name need not have the same bits."""
     keep(opened, PROMPT)

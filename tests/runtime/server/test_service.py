@@ -21,6 +21,7 @@ BOUNDED = Service(ServerConfig(max_request_tokens=50, request_deadline_s=5.0), P
 def test_a_request_may_ask_for_so_many_tokens_of_all_its_outputs():
     assert BOUNDED.bounded({"n": 2, "max_tokens": 25})["max_tokens"] == 25
     assert BOUNDED.bounded({"n": 3})["max_tokens"] == 16
+    assert BOUNDED.bounded({"n": 3}, prompts=2)["max_tokens"] == 8
     assert BOUNDED.bounded({"max_tokens": 0})["max_tokens"] == 0  # which the engine refuses by name
 
 

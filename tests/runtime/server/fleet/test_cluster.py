@@ -228,6 +228,37 @@ def test_a_fleet_for_others_needs_keys(tmp_path: Path) -> None:
         build({"models": {"tiny": str(tmp_path)}})
 
 
+def test_a_key_has_its_models_its_rate_and_its_prefixes(url: str, folder: Path, tmp_path: Path) -> None:
+    from ray import serve
+
+    from llmc.runtime.server.fleet.cluster import build
+
+    keys = tmp_path / "keys.toml"
+    tables = {"ann": 'models = ["tiny"]', "ben": "", "crowd": "tokens_per_minute = 200"}
+    keys.write_text("".join(f'[{name}]\nkey = "sk-{name:-<16}"\n{rest}\n' for name, rest in tables.items()))
+    keys.chmod(0o600)
+    models = {name: str(folder) for name in ("tiny", "secret")}
+    own = {"ray_cpus": 0.3, "ray_min_replicas": 1, "allow_no_keys": False, "keys_file": str(keys)}
+    serve.run(build({**SETTINGS, **own, "models": models}), name=f"{NAME}-keys", route_prefix="/keys")
+
+    def ask(name: str, **given: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer sk-{name:-<16}"}
+        return httpx.post(f"{url}/keys{CHAT}", json=chat(0, **given), headers=headers, timeout=WAIT_S)
+
+    def cached(name: str) -> int:
+        usage = ask(name, model="tiny", max_tokens=1).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    try:
+        assert [ask(name, model="secret", max_tokens=1).status_code for name in ("ann", "ben")] == [403, 200]
+        assert [cached(name) > 0 for name in ("ann", "ben", "ann", "ben")] == [False, False, True, True]
+        with ThreadPoolExecutor(12) as threads:
+            found = list(threads.map(lambda _: ask("crowd", model="tiny", max_tokens=8).status_code, range(12)))
+        assert sorted(found) == [200] + [429] * 11  # a prompt of more than half a minute's tokens
+    finally:
+        serve.delete(f"{NAME}-keys")
+
+
 def test_a_stream_comes_as_it_is_made(http: httpx.Client) -> None:
     with http.stream("POST", CHAT, json=chat(0, max_tokens=256, stream=True)) as answer:
         pieces = list(answer.iter_raw())

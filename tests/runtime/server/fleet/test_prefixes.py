@@ -29,6 +29,12 @@ class TestNames:
         assert shared(left, right) == (len(LONG) + len("None\n")) // BLOCK
         assert len(set(left) & set(right)) == shared(left, right)  # equal blocks after it have other names
 
+    def test_differ_for_other_scopes(self) -> None:
+        for body in ({"prompt": LONG}, {"messages": [{"role": "user", "content": LONG}], "prompt_cache_key": "k"}):
+            path = CHAT if "messages" in body else "/v1/completions"
+            several = [prefix_of(path, json.dumps(body).encode(), scope) for scope in (None, "ann", "ben", "ann")]
+            assert several[1] == several[3] and shared(several[1], several[2]) == shared(*several[:2]) == 0
+
     def test_differ_for_other_models_tools_and_systems(self) -> None:
         turns: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}]}
         tool = {"type": "function", "function": {"name": "f"}}

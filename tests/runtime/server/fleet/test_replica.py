@@ -14,7 +14,7 @@ pytest.importorskip("ray.serve", reason="needs Ray Serve")
 from llmc.errors import EngineClosedError, GpuError, UsageError
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet import replica as module
-from llmc.runtime.server.fleet.calls import called
+from llmc.runtime.server.fleet.calls import BILL, called
 from llmc.runtime.server.fleet.replica import Replica
 
 Work = Callable[[Replica, Path], Coroutine[Any, Any, None]]
@@ -44,7 +44,7 @@ def ask(replica: Replica, **body: Any) -> Any:
 
 
 async def whole(replica: Replica, **body: Any) -> dict[str, Any]:
-    messages = [message async for several in ask(replica, **body) for message in several]
+    messages = [message async for several in ask(replica, **body) for message in several if message["type"] != BILL]
     assert [message["type"] for message in messages] == ["http.response.start", "http.response.body"]
     return json.loads(messages[1]["body"])
 

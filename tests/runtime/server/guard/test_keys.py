@@ -3,6 +3,7 @@
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles.asgi import Echo, ask, converse
@@ -127,6 +128,13 @@ class TestRequests:
     def test_have_a_name_of_their_own_or_the_clients_if_it_is_sane(self, app: Guarded, echo: Echo):
         for asked in ("a b", "x" * 200, "é"):
             assert ask(app, "/health", headers={"x-request-id": asked}).headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize(("scope", "expected"), [("key", "alice"), ("shared", None)])
+def test_prefixes_are_shared_where_a_setting_says_so(echo: Echo, tmp_path: Path, scope: Any, expected: str | None):
+    keys = keys_file(tmp_path, f'[alice]\nkey = "{ALICE}"')
+    ask(Guarded(echo, ServerConfig(keys_file=keys, prefix_cache_scope=scope)), headers={"x-api-key": ALICE})
+    assert echo.scope is not None and echo.scope["state"]["prefix_scope"] == expected
 
 
 class TestReload:

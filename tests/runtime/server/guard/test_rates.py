@@ -10,7 +10,7 @@ from llmc.errors import CancelledError
 from llmc.runtime.api.results import Usage
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
-from llmc.runtime.server.guard.accounts import CLIENT, Account, Bucket, charge, check_model, spend
+from llmc.runtime.server.guard.accounts import CLIENT, Account, Bill, Bucket, Client, Tab, charge, check_model, spend
 from llmc.runtime.server.guard.keys import Key
 from llmc.runtime.server.guard.rates import Rates
 
@@ -40,40 +40,21 @@ class As:
         await self.app(scope, receive, send)
 
 
-class Ended:
-    """A handle of a request that came to its end."""
+class Asked:
+    """A handle of a request: one that runs until it is ``done``, and may have failed by then."""
 
-    def __init__(self, prompt: int, completion: int) -> None:
-        self.usage = Usage(prompt, completion)
+    def __init__(self, prompt: int, most: int, generated: int, *, done: bool = True, failed: bool = False) -> None:
+        self.prompt_tokens, self.most_tokens, self.generated = prompt, prompt + most, lambda: generated
+        self.usage = Usage(prompt, generated)
+        self.done, self.failed, self.cancelled = done, failed, False
 
-    def result(self, timeout: float) -> "Ended":
+    def result(self, timeout: float) -> "Asked":
+        if self.failed:
+            raise CancelledError("its client is gone")
         return self
 
-
-class Running(Ended):
-    """A handle of a request that ends once somebody has found it running."""
-
-    prompt_tokens, token_ids, seen = 100, (), False
-
-    @property
-    def done(self) -> bool:
-        self.seen = True
-        return False
-
-    def result(self, timeout: float) -> "Ended":
-        if not self.seen:
-            raise TimeoutError
-        return self
-
-
-class Failed:
-    """A handle of a request that was cancelled after so many tokens."""
-
-    def __init__(self, prompt: int, read: int) -> None:
-        self.prompt_tokens, self.token_ids = prompt, [7] * read
-
-    def result(self, timeout: float) -> None:
-        raise CancelledError("its client is gone")
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 class Asking(Echo):
@@ -149,53 +130,73 @@ class TestRequests:
 
 
 class TestTokens:
-    def test_that_were_spent_beyond_the_rate_are_waited_for(self, clock: Clock):
+    def test_that_are_used_up_are_waited_for(self, clock: Clock):
         app, echo = limited(clock, tokens_per_minute=600)
-        echo.handles = [Ended(100, 300), Ended(100, 200)]
-        assert ask(app, method="POST").status == 200
+        echo.handles = [Asked(100, 300, 300), Asked(100, 100, 100)]
+        assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "0"
         answer = ask(app, method="POST")
-        assert answer.status == 429 and answer.headers["retry-after"] == "11"
+        assert answer.status == 429 and answer.headers["retry-after"] == "1"
         assert "600 tokens per minute" in answer.json["error"]["message"]
-        clock.now += 11
+        clock.now += 60
         assert ask(app, method="POST").status == 200
 
-    def test_are_counted_before_the_client_has_the_whole_answer(self, clock: Clock):
+    def test_are_given_back_before_the_client_has_the_whole_answer(self, clock: Clock):
         app, echo = limited(clock, tokens_per_minute=600)
-        echo.handles = [Ended(100, 300)]
+        echo.handles = [running := Asked(100, 300, 50, done=False)]
         left = []
 
         async def noting(scope: Any, receive: Any, send: Any) -> None:
             async def note(message: Any) -> None:
                 left.append(echo.client.account.tokens.level)
+                running.done = True
                 await send(message)
 
             await app(scope, receive, note)
 
         ask(noting, method="POST")
-        assert left == [600, 200]
+        assert left == [200, 450]
 
     def test_of_texts_that_are_encoded_count_too(self, clock: Clock):
         app, echo = limited(clock, tokens_per_minute=600)
         ask(app)
         assert echo.client is not None
         CLIENT.set(echo.client)
-        spend(7)
+        spend(tokens=7)
         CLIENT.set(None)
-        spend(7)
+        spend(tokens=7)
         assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "593"
 
-    def test_of_cancelled_requests_are_the_prompts_and_those_that_were_read(self, clock: Clock):
+    @pytest.mark.parametrize("done", [True, False])
+    def test_of_who_leaves_are_the_prompts_and_those_so_far(self, clock: Clock, done: bool):
         app, echo = limited(clock, tokens_per_minute=600)
-        echo.handles = [Failed(10, 5)]
+        echo.handles = [Asked(10, 500, 5, done=done, failed=True)]
         ask(app, method="POST")
-        assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "585"
+        assert echo.client.account.tokens.level == 585
 
     def test_refusals_for_them_count_no_request(self, clock: Clock):
         account = Account(Bucket(5, clock), Bucket(5, clock))
-        account.spend(6)
-        with pytest.raises(Exception, match="tokens per minute"):
+        account.reserve(6)
+        with pytest.raises(ApiError, match="tokens per minute"):
             account.admit()
         assert account.headers()["x-ratelimit-remaining-requests"] == "5"
+
+    def test_that_others_hold_are_not_there(self, clock: Clock):
+        account = Account(None, Bucket(100, clock))
+        first, second = (Tab(account) for _ in range(2))
+        first.take(Bill(reserved=101))  # more than there ever is, of a bucket that is full
+        with pytest.raises(ApiError, match="100 tokens per minute has no room for the 20 of prompt and max_tokens"):
+            second.take(Bill(reserved=20))
+        first.take(Bill(reserved=101, used=60))
+        first.close()
+        second.take(Bill(reserved=20))
+        assert account.tokens is not None and account.tokens.level == 20
+
+    def test_that_are_too_many_cancel_the_request(self, clock: Clock):
+        client = Client(None, None, account := Account(None, Bucket(100, clock)), Tab(account).take)
+        client.charge(one := Asked(10, 70, 0, done=False))
+        with pytest.raises(ApiError, match="has no room"):
+            client.charge(other := Asked(10, 70, 0, done=False))
+        assert (one.cancelled, other.cancelled, client.bill) == (False, True, Bill(0, 80, 10))
 
 
 def test_each_message_of_a_socket_is_a_request(clock: Clock):
@@ -207,9 +208,18 @@ def test_each_message_of_a_socket_is_a_request(clock: Clock):
 
 def test_a_message_amid_an_answer_spares_none_of_its_tokens(clock: Clock):
     app, echo = limited(clock, tokens_per_minute=600)
-    echo.handles = [Running(100, 300)]
+    echo.handles = [Asked(100, 400, 300, done=False)]
     converse(app, ["a"])
     assert echo.client.account.tokens.level == 200
+
+
+def test_requests_that_come_as_one_are_counted_once_however_often_they_are_told_of(clock: Clock):
+    account = Account(Bucket(3, clock), None)
+    account.admit()
+    tab = Tab(account)
+    for bill in (Bill(requests=9), Bill(), Bill(requests=9)):  # the second replica after one that was lost
+        tab.take(bill)
+    assert account.requests is not None and account.requests.level == 3 - 10
 
 
 def test_a_key_is_for_its_models_alone(clock: Clock):
