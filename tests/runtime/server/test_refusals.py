@@ -1,5 +1,6 @@
 """Refusals name the parameter as the client wrote it, in words of the API's."""
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -130,7 +131,7 @@ def test_texts_of_two_names_are_not_sent_back_whole(http: httpx.Client):
 @pytest.mark.parametrize("name", ["query", "body", "header", "path"])
 def test_a_message_of_a_socket_is_told_of_a_parameter_that_is_named_as_a_part_of_a_request(name: str):
     with pytest.raises(ApiError, match=f"^{name} is not a parameter of this route") as refused:
-        read_json(ChatRequest, json.dumps({"messages": [USER], name: 1}))
+        asyncio.run(read_json(ChatRequest, json.dumps({"messages": [USER], name: 1})))
     assert refused.value.param == name
 
 
