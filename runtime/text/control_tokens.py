@@ -9,7 +9,7 @@ unguessable names (:class:`ControlTokens`); those that the template wrote are gi
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import tokenizers
@@ -19,6 +19,7 @@ from llmc.errors import RequestError
 # Stands are Tangut ideographs: letters without case, which only JSON in ASCII escapes, and which no template writes.
 # Those that messages write are hidden, too, and what would make an escaped one of a backslash.
 FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
+PIECE = 1 << 17  # characters that are searched in one call, which takes a few milliseconds
 _STAND = f"[{chr(FIRST_STAND)}-{chr(LAST_STAND)}]"
 _HIGH = "ud8[12][0-9a-f]"
 _ESCAPED_STAND = re.compile(rf"\\{_HIGH}\\ud[c-f][0-9a-f]{{2}}")
@@ -45,6 +46,7 @@ class ControlTokens:
         plain = [token.content for token in added.values() if not token.special and not token.normalized]
         self._written = re.compile(f"{_any_of([*self._names, *plain])}|{_STAND}")
         self.spelt = re.compile(f"{_any_of(self._names)}|{_STAND}|{_HIGH}")
+        self.longest_spelt = max(map(len, ["ud800", *self._names]))
         # A text may end with what the next one completes. Not where that is a letter: templates compare words.
         self.beginnings = {text[:end] for text in self._names if not text[0].isalnum() for end in range(1, len(text))}
 
@@ -96,12 +98,30 @@ class Disguise:
             RequestError: there are more texts to hide than characters.
         """
         stands = self._stands
-        text = self._controls.spelt.sub(lambda match: stands.get(match[0]) or self._stand(match[0]), text)
+
+        def stand(match: re.Match[str]) -> str:
+            return stands.get(match[0]) or self._stand(match[0])
+
+        search = self._controls.spelt
+        text = search.sub(stand, text) if len(text) <= PIECE else "".join(self._pieces(stand, text))
         end = len(text.rstrip())
         for start in range(max(0, end - max(map(len, self._controls.beginnings), default=0)), end):
             if text[start:end] in self._controls.beginnings:
                 return text[:start] + self._stand(text[start:end]) + text[end:]
         return text
+
+    def _pieces(self, stand: Callable[[re.Match[str]], str], text: str) -> Iterator[str]:
+        """A long text as :meth:`hide` leaves it. A search through all of it would keep other threads waiting."""
+        at = 0
+        while at < len(text):
+            found = self._controls.spelt.search(text, at, at + PIECE + self._controls.longest_spelt)
+            if found is None or found.start() >= at + PIECE:
+                yield text[at : at + PIECE]
+                at += PIECE
+            else:
+                yield text[at : found.start()]
+                yield stand(found)
+                at = found.end()
 
     def _stand(self, text: str) -> str:
         if text not in self._stands:
