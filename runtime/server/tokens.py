@@ -175,8 +175,7 @@ async def detokenize(
 ) -> Response:
     """The text of tokens, special ones included unless they are to be skipped."""
     async with service.model(body.model) as loaded:
-        with named({}):
-            text = await service.tokenized(partial(_text_of, loaded, body), lambda text: len(body.tokens))
+        text = await service.tokenized(partial(_text_of, loaded, body), lambda text: len(body.tokens))
         return await answered(lambda: {"prompt": text}, large=len(text) > SHORT)
 
 

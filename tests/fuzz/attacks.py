@@ -345,6 +345,19 @@ def attacks() -> dict[str, Attack]:
     return found
 
 
+def stored(watch: "Watch") -> dict[str, Attack]:
+    """Readings of a response of megabytes, which is stored first: of 1,900 tokens, each with 20 others."""
+    body = {"input": "a", "max_output_tokens": 1900, "top_logprobs": 20, "ignore_eos": True, "temperature": 0}
+    name = json.loads(watch.whole(Attack(RESPONSES, lambda: written(body))))["id"]
+    paths = {"as it is": "", "as a stream": "?stream=true", "its items": "/input_items"}
+    found = {
+        f"what is stored, {said}": Attack(f"{RESPONSES}/{name}{path}", lambda: b"", times=2, method="GET")
+        for said, path in paths.items()
+    }
+    goes_on = {"input": "a", "max_output_tokens": 1, "previous_response_id": name}
+    return {**found, "what goes on from it": Attack(RESPONSES, lambda: written(goes_on))}
+
+
 # ------------------------------------------------------------------------------------------------------------ probe
 
 
@@ -378,7 +391,8 @@ class Watch:
 
     def __init__(self, address: str, pid: int) -> None:
         self._host, self._port = (urlsplit(address).hostname or "", urlsplit(address).port or 0)
-        self._pid = pid
+        self.pid = pid
+        self._status = ""
 
     def least_held(self, attack: Attack, most_s: float) -> Held:
         """:meth:`held` of the try in which /health took the least, unless an earlier one took less than ``most_s``."""
@@ -424,27 +438,33 @@ class Watch:
 
     def clear_peak(self) -> None:
         """Forget the peak of the memory so far."""
-        Path(f"/proc/{self._pid}/clear_refs").write_text("5")
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def peak(self) -> int:
         """Bytes that the server held at most since then."""
         line = next(
-            line for line in Path(f"/proc/{self._pid}/status").read_text().splitlines() if line.startswith("VmHWM")
+            line for line in Path(f"/proc/{self.pid}/status").read_text().splitlines() if line.startswith("VmHWM")
         )
         return int(line.split()[1]) << 10
 
     def send(self, attack: Attack, body: bytes) -> str:
-        """The beginning of the answer to a request."""
+        """The status, the beginning and the size of the answer to a request."""
+        got = self.whole(attack, body)
+        return f"{self._status} {got[:120].decode('utf-8', 'replace')} ({len(got)} bytes)"
+
+    def whole(self, attack: Attack, body: bytes | None = None) -> bytes:
+        """The body of the answer to a request."""
+        body = attack.body() if body is None else body
         head = f"{attack.method} {attack.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += "anthropic-version: 2026-10-21\r\nContent-Type: application/json\r\n"
-        got, size = b"", 0
+        pieces = []
         with socket.create_connection((self._host, self._port), timeout=PATIENCE_S) as asked, suppress(ConnectionError):
             asked.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             while piece := asked.recv(1 << 20):
-                size += len(piece)
-                got = (got + piece)[:4096]
-        said = got.partition(b"\r\n\r\n")[2][:120].decode("utf-8", "replace")
-        return f"{got[9:12].decode()} {said} ({size} bytes)"
+                pieces.append(piece)
+        status, _, said = b"".join(pieces).partition(b"\r\n\r\n")
+        self._status = status[9:12].decode()
+        return said
 
     def converse(self, attack: Attack, body: bytes) -> str:
         """The beginning of the first message that answers one."""
@@ -472,7 +492,7 @@ def main() -> None:
         with watch.watching() as idle:
             time.sleep(2)
         print(f"idle: /health took {max(idle) * 1e3:.0f} ms at most")
-        for name, attack in attacks().items():
+        for name, attack in {**attacks(), **stored(watch)}.items():
             if given.only in name:
                 held = watch.least_held(attack, given.most_ms / 1e3)
                 print(

@@ -1,5 +1,6 @@
 """The service as a process: it says when it is ready, loses no request when it stops or swaps, and logs no prompt."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -17,12 +18,13 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import uvicorn
 from doubles.services import START_S, Process, service_process
 from websockets.sync.client import unix_connect
 
 from llmc.errors import UsageError
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.run import listening, serve
+from llmc.runtime.server.run import Server, listening, serve
 from llmc.runtime.server.supervisor import notify
 
 STEP_S = 0.02  # each step of these engines takes longer by so much
@@ -167,6 +169,29 @@ class TestReload:
         assert client.get("/ready").status_code == 200
         assert client.post("/v1/completions", json=SHORT).status_code == 200
         (folder / "llmc.json").write_text(whole)
+
+
+def test_hundreds_of_signals_are_two_reloads():
+    """One that runs, and one for whatever changed while it ran."""
+    server: Any = Server(uvicorn.Config(lambda: None), *[None] * 4)
+    reloads = []
+
+    async def reload() -> None:
+        reloads.append(len(reloads))
+        await asyncio.sleep(0.05)
+
+    async def main() -> None:
+        server._reload = reload
+        task = asyncio.ensure_future(server._reload_when_asked())
+        with server.capture_signals():
+            for _ in range(300):
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.3)
+        task.cancel()
+
+    asyncio.run(main())
+    assert 1 <= len(reloads) <= 3  # the signals themselves may take longer than one
 
 
 class TestSupervisor:
