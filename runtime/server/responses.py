@@ -715,10 +715,10 @@ async def response_socket(socket: WebSocket) -> None:
 async def input_tokens(body: Annotated[Prompted, given(Prompted)], owner: Owner, service: Served) -> InputTokens:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
 
-    def read() -> list[dict[str, Any]]:
+    def conversation() -> list[dict[str, Any]]:
         return body.messages(service.responses.conversation(owner, body.previous_response_id), body.items())
 
-    messages = await (aside if body.previous_response_id is None else apart)(read)
+    messages = await (aside if body.previous_response_id is None else apart)(conversation)
     async with service.generator(body.model) as model:
         with named(NAMES):
             tokens = await service.tokenized(lambda: model.chat_tokens(messages, **body.shown(model)), len)

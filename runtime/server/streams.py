@@ -41,7 +41,7 @@ def encoded(value: Any) -> str:
 def in_pieces(value: Any) -> str:
     """:func:`encoded` of a value of any size, which lets other threads have their turn meanwhile."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{encoded(name)}:{in_pieces(item)}" for name, item in value.items()) + "}"
+        return "{" + ",".join(f"{encoded(str(name))}:{in_pieces(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple) and len(value) > PIECE:
         return "[" + ",".join(in_pieces(value[at : at + PIECE])[1:-1] for at in range(0, len(value), PIECE)) + "]"
     if isinstance(value, list | tuple) and room_beside(value, SHORT) < 0:

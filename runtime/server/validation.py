@@ -15,7 +15,7 @@ from starlette.requests import HTTPConnection
 from llmc.errors import printable, written
 from llmc.runtime.server.aside import aside, mark
 from llmc.runtime.server.errors import ApiError
-from llmc.runtime.server.guard.bodies import PARSED
+from llmc.runtime.server.guard.bodies import PARSED, value_of
 
 M = TypeVar("M", bound=BaseModel)
 LONGEST_PARAM = 200  # characters of a place; clients invent names of any length
@@ -191,7 +191,7 @@ def _read(kind: type[M], content: bytes, parsed: Any = None) -> M:
     if not content.strip():
         raise ApiError(400, "the body is empty, expected a JSON object")
     try:
-        parsed = json.loads(content) if parsed is None else parsed
+        parsed = value_of(content) if parsed is None else parsed
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is no JSON ({error.msg}), expected an object") from error
     except (ValueError, RecursionError) as error:

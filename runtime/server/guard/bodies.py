@@ -122,6 +122,17 @@ async def _refuse_and_linger(scope: Scope, receive: Receive, send: Send, error: 
     await refuse(scope, receive, hold, error)
 
 
+def value_of(content: bytes) -> Any:
+    """The value that JSON is. Of a large one each number is a call of Python's, between which other threads have their
+    turn; without, numbers are read faster.
+
+    Raises:
+        ValueError: it is none.
+        ApiError: an object has a name twice.
+    """
+    return json.loads(content, object_pairs_hook=_once, **(_NUMBERS if len(content) > LARGE else {}))
+
+
 def _integer(digits: str) -> int:
     return int(digits)
 
@@ -147,10 +158,8 @@ def check_json(content: bytes, deepest: int) -> Any:
     brackets = content.count(b"[") + content.count(b"{")
     if brackets > deepest or content.count(b",") >= MOST_VALUES or content.count(b'"') > 2 * MOST_PARTS:
         _check_shape(content, deepest)  # most bodies have less, also counting what stands in texts
-    # Between calls of functions of Python's own other threads have their turn; without, numbers are read faster.
-    numbers = _NUMBERS if len(content) > LARGE else {}
     try:
-        value = json.loads(content, object_pairs_hook=_once, **numbers)
+        value = value_of(content)
     except (ValueError, RecursionError):
         return None
     if _HALF.search(content):

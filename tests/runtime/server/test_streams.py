@@ -56,7 +56,8 @@ def test_what_is_encoded_in_pieces_is_the_same(value: Any, piece: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "PIECE", piece)
         patch.setattr(streams, "SHORT", piece)
-        assert in_pieces(value) == encoded(value)
+        for whole in (value, {5: value}):  # tokens are names of biases
+            assert in_pieces(whole) == encoded(whole)
 
 
 def test_slices_that_are_made_aside_are_the_whole():

@@ -73,7 +73,7 @@ def test_a_body_without_its_content_type_is_told_of_it(http: httpx.Client):
 
 
 ASKED: list[tuple[str, dict[str, Any], int]] = [
-    ("/tokenize", {"prompt": "def f(x):"}, 5),
+    ("/tokenize", {"prompt": "def f(x):"}, 2),
     ("/tokenize", {"messages": MESSAGES}, 1),
     ("/detokenize", {"tokens": [5, 6, 7]}, 3),
     ("/apply-template", {"messages": MESSAGES}, 1),
