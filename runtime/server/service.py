@@ -112,7 +112,7 @@ class Service:
             yield model
 
     async def tokenized(self, work: Callable[[], T], cost: Callable[[T], int]) -> T:
-        """What ``work`` makes of a prompt, in one of few threads, charged to the client as the prompt would be."""
+        """The result of ``work`` on a prompt, in one of few threads; the client is charged as for the prompt."""
         found = await to_thread.run_sync(work, limiter=self.tokenizing)
         spend(cost(found))
         return found
