@@ -126,6 +126,9 @@ class TextEncoder:
         """Token ids of a query with each document, as :meth:`llmc.runtime.Model.rank` makes them."""
         (query,), documents = _listed("query", [query]), _listed("documents", documents)
         prompt = self._prompts.prefix(instruction)
+        first = prompt + query
+        if self._tokenizer.encode_within(first, self.max_context, self._tokenizer.encode)[1] < len(first):
+            raise ContextError(f"the query leaves no room for a document in {self.max_context} tokens; shorten it")
         tokens = self._rendered if self._form.template else self._pair
         return [tokens(prompt, query, document, truncate) for document in documents]
 

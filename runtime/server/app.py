@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -14,9 +15,8 @@ from llmc.runtime.server import admin, chat, completions, embeddings, health, me
 from llmc.runtime.server.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
 from llmc.runtime.server.ignored import Ignored
 from llmc.runtime.server.metrics import HttpMetrics
-from llmc.runtime.server.routing import ShortWay, short_routes
 from llmc.runtime.server.service import Service
-from llmc.runtime.server.validation import api_error, no_query
+from llmc.runtime.server.validation import api_error, document_bodies, no_query
 
 if TYPE_CHECKING:
     from llmc.runtime.server.config import ServerConfig
@@ -54,9 +54,9 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
         page.mount(app)
     for kind, answer in HANDLERS.items():
         app.add_exception_handler(kind, answer)
-    app.add_middleware(ShortWay, routes=short_routes(ROUTERS))
     app.add_middleware(Ignored)
     app.add_middleware(app.state.metrics.middleware)
+    document_bodies(app.openapi(), (route for each in ROUTERS for route in each.routes if isinstance(route, APIRoute)))
     for operations in app.openapi()["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own, which is never sent: it is 400 here
@@ -70,7 +70,7 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return response(request.scope, api_error(error.errors(), error.body))
+    return response(request.scope, api_error(error.errors()))  # of the query or a header
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -82,7 +82,6 @@ async def _http(request: Request, error: Exception) -> Response:
     if path.startswith(admin.PREFIX) and (hidden := admin.refusal(request.scope)) is not None:
         return response(request.scope, hidden)
     said = {
-        400: "the body cannot be read, expected a JSON object in UTF-8, without integers of thousands of digits",
         405: f"{request.method} is not a method of {path[:200]!r}; GET /openapi.json lists what is",
     }.get(error.status_code, str(error.detail))
     return response(request.scope, ApiError(error.status_code, said, headers=error.headers))

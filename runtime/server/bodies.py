@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
+from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
 from llmc.runtime import GenerationResult, Model, SamplingParams
@@ -28,6 +29,18 @@ KINDS: dict[str, Any] = {
 }
 
 
+def _fail_fast(schema: Any) -> None:
+    """Let lists and objects end at the first wrong item: a million of errors would take minutes and gigabytes."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "tuple", "dict"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Body(BaseModel):
     """A body that clients send, or an object in one: null is absent, nothing else is converted, and a parameter that is
     not known here is refused by name."""
@@ -44,7 +57,18 @@ class Body(BaseModel):
         for name in cls.IGNORED & given.keys():
             if given[name] is not None:
                 ignore(name)
-        return {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
+        found = {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
+        if len(found) > len(cls.model_fields) and cls.model_config.get("extra") == "forbid":
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next(name for name in found if name not in known)  # of a million names one is enough to tell of
+            found = {name: value for name, value in found.items() if name in known or name == unknown}
+        return found
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        found = handler(source)
+        _fail_fast(found)
+        return found
 
 
 # What the routes for chats share beside their own words.

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response, WebSocket
 from pydantic import Field
-from starlette.responses import JSONResponse
 from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import written
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta
+from llmc.runtime.server.aside import aside
 from llmc.runtime.server.bodies import (
     Body,
     CacheKey,
@@ -34,8 +34,8 @@ from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
 from llmc.runtime.server.sockets import CHUNKS, converse
-from llmc.runtime.server.streams import Chunks, EventStream, guarded, unless_gone
-from llmc.runtime.server.validation import read_json
+from llmc.runtime.server.streams import Chunks, EventStream, answered, guarded, unless_gone
+from llmc.runtime.server.validation import given, read_json
 
 router = APIRouter(tags=["OpenAI"])
 # Tokens that a model may think, by OpenAI's words for effort; "none" asks the template for no thoughts at all.
@@ -468,8 +468,8 @@ async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -
     """Submit the request; model and request are held until ``held`` is closed."""
     note(user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata or None)
     service.check_retention(body.prompt_cache_retention)
-    arguments = service.bounded(body.arguments()) | {"parse_special": service.parses_special(body.parse_special)}
-    messages = conversation(body.messages)
+    arguments, messages = await aside(lambda: (service.bounded(body.arguments()), conversation(body.messages)))
+    arguments |= {"parse_special": service.parses_special(body.parse_special)}
     model = await held.enter_async_context(service.generator(body.model))
     with named(body.names):
         variables = reasoned(model, body.chat_template_kwargs, body.thinks)
@@ -486,7 +486,9 @@ async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> 
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion)
-async def chat_completions(body: ChatRequest, request: Request, service: Service = Depends(service_of)) -> Response:  # noqa: B008
+async def chat_completions(
+    body: Annotated[ChatRequest, given(ChatRequest)], request: Request, service: Annotated[Service, Depends(service_of)]
+) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
         if body.stream:
@@ -494,7 +496,7 @@ async def chat_completions(body: ChatRequest, request: Request, service: Service
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handle = await open_chat(body, held, service)
         result = await unless_gone(request, handle)
-        return JSONResponse(completion(body, service, model, result))
+        return await answered(partial(completion, body, service, model, result), large=body.logprobs is True)
 
 
 @router.websocket("/v1/chat/completions")

@@ -8,22 +8,23 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response, WebSocket
 from pydantic import Field
-from starlette.responses import JSONResponse
 from typing_extensions import NotRequired, TypedDict
 
 from llmc.runtime import GenerationResult, Handle, Model
 from llmc.runtime.api.results import Delta
+from llmc.runtime.server.aside import aside
 from llmc.runtime.server.bodies import Logged, Sampled, StreamOptions, Usage, biases, check_stream, told, usage_of
 from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.logprobs import completion_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
 from llmc.runtime.server.sockets import CHUNKS, converse
-from llmc.runtime.server.streams import Chunks, EventStream, guarded, unless_gone
-from llmc.runtime.server.validation import read_json
+from llmc.runtime.server.streams import Chunks, EventStream, answered, guarded, unless_gone
+from llmc.runtime.server.validation import given, read_json
 
 router = APIRouter(tags=["OpenAI"])
 MOST_PROMPTS = 128  # of one request; each is a request to the engine
+MOST_ENTRIES = 1 << 20  # log-probabilities of prompts, which take some 200 bytes each
 DEFAULT_TOKENS = 16  # OpenAI's own, which clients of completions rely on
 
 
@@ -137,6 +138,19 @@ def _echoed(
     return {name: [*before[name], *logprobs[name]] for name in logprobs}
 
 
+def check_entries(tokens: int, logprobs: int) -> None:
+    """Refuse prompts whose log-probabilities would fill the memory.
+
+    Raises:
+        ApiError: they are too many.
+    """
+    if tokens * (logprobs + 1) > MOST_ENTRIES:
+        said = (
+            f"prompt holds {tokens} tokens, of which each would be told with {logprobs} others, {MOST_ENTRIES} at most"
+        )
+        raise ApiError(400, f"{said} altogether; send fewer prompts, or ask for fewer logprobs", param="prompt")
+
+
 async def merged(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]]:
     """Deltas of several requests as they come, each with the number of its request."""
     streams = [handle.events_async() for handle in handles]
@@ -182,7 +196,7 @@ async def _opened(body: CompletionRequest, held: AsyncExitStack, service: Servic
     """Submit a request for each prompt; model and requests are held until ``held`` is closed."""
     note(user=body.user)
     prompts = body.prompts()
-    arguments = service.bounded(body.arguments(), len(prompts))
+    arguments = service.bounded(await aside(body.arguments), len(prompts))
     arguments["parse_special"] = service.parses_special(body.parse_special, service.config.allow_special)
     model = await held.enter_async_context(service.generator(body.model))
     handles = []
@@ -191,6 +205,8 @@ async def _opened(body: CompletionRequest, held: AsyncExitStack, service: Servic
             handle = await submitted(partial(model.stream, prompt, **arguments))
         held.callback(handle.cancel)
         handles.append(handle)
+        if body.echo and body.logprobs is not None:
+            check_entries(sum(handle.prompt_tokens for handle in handles), body.logprobs)
     return model, handles
 
 
@@ -204,7 +220,11 @@ async def _results(handles: list[Handle]) -> list[GenerationResult]:
 
 
 @router.post("/v1/completions", response_model=Completion)
-async def completions(body: CompletionRequest, request: Request, service: Service = Depends(service_of)) -> Response:  # noqa: B008
+async def completions(
+    body: Annotated[CompletionRequest, given(CompletionRequest)],
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+) -> Response:
     """Complete prompts. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
         if body.stream:
@@ -212,16 +232,13 @@ async def completions(body: CompletionRequest, request: Request, service: Servic
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handles = await _opened(body, held, service)
         results = await unless_gone(request, _results(handles))
-        choices = choices_of(model, body, results)
-        told_of = told(body.x_llmc, model, results[0])
-        return JSONResponse(
-            {
-                **service.head("cmpl", "text_completion", body.model),
-                "choices": choices,
-                "usage": usage_of(results),
-                **told_of,
-            }
-        )
+        head = service.head("cmpl", "text_completion", body.model)
+
+        def made() -> dict[str, Any]:
+            choices = choices_of(model, body, results)
+            return {**head, "choices": choices, "usage": usage_of(results), **told(body.x_llmc, model, results[0])}
+
+        return await answered(made, large=bool(body.echo) or body.logprobs is not None)
 
 
 @router.websocket("/v1/completions")

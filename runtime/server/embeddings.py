@@ -16,10 +16,13 @@ from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import DeadlineError, QueueFullError
 from llmc.runtime import Model
+from llmc.runtime.server.aside import LARGE
 from llmc.runtime.server.bodies import Body
 from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.guard.accounts import spend
 from llmc.runtime.server.service import Service, new_id, service_of
+from llmc.runtime.server.streams import answered
+from llmc.runtime.server.validation import given
 
 router = APIRouter(tags=["Embeddings"])
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
@@ -170,7 +173,11 @@ async def encoded(
 
 
 @router.post("/v1/embeddings", response_model=Embeddings)
-async def embeddings(body: EmbeddingRequest, request: Request, service: Service = Depends(service_of)) -> Response:  # noqa: B008
+async def embeddings(
+    body: Annotated[EmbeddingRequest, given(EmbeddingRequest)],
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+) -> Response:
     """Vectors of texts, of length one where the checkpoint normalises."""
     texts = body.texts()
     service.check_work(body.model, "embeddings")
@@ -183,15 +190,24 @@ async def embeddings(body: EmbeddingRequest, request: Request, service: Service 
             tokenize = partial(encoder.given_tokens, texts, truncate=body.truncate)
         with named({"prompt": "input"}):
             rows, vectors = await encoded(service, request, model, tokenize)
+    name = service.name(body.model)
+
+    def made() -> dict[str, Any]:
         data = [
             {"object": "embedding", "index": index, "embedding": form(vector)}
             for index, vector in enumerate(encoder.cut(vectors, width))
         ]
-    return JSONResponse({"object": "list", "data": data, "model": service.name(body.model), "usage": usage_of(rows)})
+        return {"object": "list", "data": data, "model": name, "usage": usage_of(rows)}
+
+    return await answered(made, large=len(rows) * width > LARGE)
 
 
 @router.post("/v1/rerank", response_model=Ranking)
-async def rerank(body: RerankRequest, request: Request, service: Service = Depends(service_of)) -> Response:  # noqa: B008
+async def rerank(
+    body: Annotated[RerankRequest, given(RerankRequest)],
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+) -> Response:
     """Documents in the order in which they answer a query.
 
     The scores are what the checkpoint makes of them: the higher the better, between 0 and 1 only where it says so.

@@ -15,6 +15,7 @@ from typing_extensions import NotRequired, TypedDict
 from llmc.errors import ContextError, LlmcError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
+from llmc.runtime.server.aside import aside
 from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, told
 from llmc.runtime.server.chat import EFFORTS, reasoned
 from llmc.runtime.server.errors import ANTHROPIC_ERRORS, ApiError, from_llmc, named
@@ -23,7 +24,7 @@ from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, new_id, service_at, service_of, submitted
 from llmc.runtime.server.sockets import converse, manner_of
 from llmc.runtime.server.streams import EventStream, event, unless_gone
-from llmc.runtime.server.validation import read_json
+from llmc.runtime.server.validation import given, read_json
 
 # This dialect's names of llmc's parameters.
 NAMES = {
@@ -277,12 +278,14 @@ class Prompted(Body):
         if self.is_prefilled:
             self._check_prefill(f"messages[{len(self.messages) - 1}]")
         found = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        texts = [[message["content"]] for message in found]
         for message in (plain for each in self.messages for plain in each.plain()):
             if found and message["role"] == found[-1]["role"] == "user":
-                found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{message['content']}"}
+                texts[-1].append(message["content"])
             else:
                 found.append(message)
-        return found
+                texts.append([message["content"]])
+        return [{**message, "content": "\n".join(of)} for message, of in zip(found, texts, strict=True)]
 
     def _check_prefill(self, place: str) -> None:
         content = self.messages[-1].content
@@ -555,12 +558,13 @@ def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, A
 
 async def _opened(body: MessageRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
     """Submit the request; model and request are held until ``held`` is closed."""
-    messages = body.plain()
     note(user=body.metadata and body.metadata.user_id)
-    arguments = service.bounded(body.arguments()) | {"parse_special": service.parses_special(body.parse_special)}
+    messages, arguments = await aside(lambda: (body.plain(), service.bounded(body.arguments())))
+    arguments |= {"parse_special": service.parses_special(body.parse_special)}
     model = await held.enter_async_context(service.generator(body.model))
     with named(NAMES):
-        handle = await submitted(partial(_submit, model, messages, arguments | body.shown(model)))
+        arguments |= await aside(partial(body.shown, model))
+        handle = await submitted(partial(_submit, model, messages, arguments))
     held.callback(handle.cancel)
     return model, handle
 
@@ -572,7 +576,11 @@ def _request_id(request: Request) -> tuple[str | None, dict[str, str]]:
 
 
 @router.post("/v1/messages", response_model=MessageAnswer)
-async def messages(body: MessageRequest, request: Request, service: Service = Depends(service_of)) -> Response:  # noqa: B008
+async def messages(
+    body: Annotated[MessageRequest, given(MessageRequest)],
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events, pings among them."""
     request_id, headers = _request_id(request)
     async with AsyncExitStack() as held:
@@ -609,12 +617,14 @@ async def message_socket(socket: WebSocket) -> None:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(
-    body: Prompted, request: Request, response: Response, service: Annotated[Service, Depends(service_of)]
+    body: Annotated[Prompted, given(Prompted)],
+    request: Request,
+    response: Response,
+    service: Annotated[Service, Depends(service_of)],
 ) -> TokenCount:
     """The tokens of the prompt that such a conversation becomes."""
     response.headers.update(_request_id(request)[1])
-    conversation = body.plain()
     async with service.generator(body.model) as model:
         with named(NAMES):
-            tokens = await run_in_threadpool(partial(model.chat_tokens, conversation, **body.shown(model)))
+            tokens = await service.tokenized(lambda: model.chat_tokens(body.plain(), **body.shown(model)), len)
     return {"input_tokens": len(tokens)}

@@ -23,8 +23,10 @@ from llmc.runtime.server.errors import ApiError, from_llmc, named
 from llmc.runtime.server.guard.accounts import allowed
 from llmc.runtime.server.service import Service, service_of, submitted
 from llmc.runtime.server.streams import EventStream, encoded, unless_gone
+from llmc.runtime.server.validation import given
 
 router = APIRouter(tags=["Ollama"])
+Served = Annotated[Service, Depends(service_of)]
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
 SPOKEN_VERSION = "0.12.6"
 # Options under other names than llmc's; what else is an option is one of llmc's parameters.
@@ -286,7 +288,7 @@ class Lines(EventStream):
 
 
 @router.post("/api/chat", response_model=None)
-async def chat(body: OllamaChat, request: Request, service: Service = Depends(service_of)) -> Response:  # noqa: B008
+async def chat(body: Annotated[OllamaChat, given(OllamaChat)], request: Request, service: Served) -> Response:
     """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded."""
     async with AsyncExitStack() as held:
         if not body.messages:
@@ -303,7 +305,11 @@ async def chat(body: OllamaChat, request: Request, service: Service = Depends(se
 
 
 @router.post("/api/generate", response_model=None)
-async def generate(body: OllamaPrompt, request: Request, service: Service = Depends(service_of)) -> Response:  # noqa: B008
+async def generate(
+    body: Annotated[OllamaPrompt, given(OllamaPrompt)],
+    request: Request,
+    service: Served,
+) -> Response:
     """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false."""
     async with AsyncExitStack() as held:
         if not body.prompt:
@@ -373,13 +379,13 @@ def card(service: Service, name: str) -> dict[str, Any]:
 
 
 @router.get("/api/tags")
-async def tags(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def tags(service: Served) -> dict[str, Any]:
     """The models that are served to this client."""
     return {"models": [card(service, name) for name in service.pool.names if allowed(name)]}
 
 
 @router.get("/api/ps")
-async def running(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def running(service: Served) -> dict[str, Any]:
     """Those of them that are loaded."""
     return {"models": [card(service, name) for name in service.pool.models() if allowed(name)]}
 
@@ -399,7 +405,7 @@ class Named(Body):
 
 
 @router.post("/api/show")
-async def show(body: Named, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def show(body: Annotated[Named, given(Named)], service: Served) -> dict[str, Any]:
     """The facts of a model, and its abilities."""
     if not (name := body.model or body.name):
         raise ApiError(400, "model is missing; give it", param="model")

@@ -1,7 +1,7 @@
 """OpenAI's responses: items in, items out, and conversations that go on from a stored response."""
 
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -10,12 +10,12 @@ from fastapi import APIRouter, Depends, Query, Request, Response, WebSocket
 from pydantic import Discriminator, Field, Tag
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
-from starlette.responses import JSONResponse
 from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import LlmcError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
+from llmc.runtime.server.aside import apart, aside
 from llmc.runtime.server.bodies import (
     Body,
     CacheKey,
@@ -34,11 +34,11 @@ from llmc.runtime.server.errors import ApiError, from_llmc, named
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.response_events import Event, Output, replay
-from llmc.runtime.server.response_store import Item, Stored
+from llmc.runtime.server.response_store import Item, Piece, Stored, kept, read
 from llmc.runtime.server.service import Service, new_id, service_at, service_of, submitted
 from llmc.runtime.server.sockets import converse, manner_of
-from llmc.runtime.server.streams import EventStream, event, unless_gone
-from llmc.runtime.server.validation import read_json
+from llmc.runtime.server.streams import EventStream, answered, event, in_pieces, in_slices, unless_gone, unless_long
+from llmc.runtime.server.validation import given, read_json
 
 router = APIRouter(tags=["OpenAI"])
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -576,7 +576,7 @@ class Turn:
         """Submit the request; model and request are held until ``held`` is closed."""
         model = await held.enter_async_context(self._service.generator(self.body.model))
         with named(NAMES):
-            arguments = self.arguments | self.body.shown(model)
+            arguments = self.arguments | await aside(partial(self.body.shown, model))
             handle = await submitted(partial(model.stream_chat, self.messages, **arguments))
         held.callback(handle.cancel)
         return model, handle
@@ -599,11 +599,16 @@ class Turn:
             return
         for found in output.close("incomplete" if result.message.finish_reason == "length" else "completed"):
             yield found
-        response = await run_in_threadpool(ended, self.body, model, head, output, result)
-        if response["store"]:
-            stored = Stored(self.body.previous_response_id, self._items, response, output.pieces)
-            self._service.responses.put(self._owner, stored)
+        response = await run_in_threadpool(self._ended, model, head, output, result)
         yield {"type": f"response.{response['status']}", "response": response}
+
+    def _ended(self, model: Model, head: dict[str, Any], output: Output, result: ChatResult) -> dict[str, Any]:
+        """The whole response, which is kept where it is to be."""
+        response = ended(self.body, model, head, output, result)
+        if response["store"]:
+            stored = kept(self.body.previous_response_id, self._items, response, output.pieces)
+            self._service.responses.put(self._owner, response["id"], stored)
+        return response
 
     async def whole(self, model: Model, handle: ChatHandle) -> dict[str, Any]:
         """The whole response.
@@ -618,6 +623,11 @@ class Turn:
             await handle  # which raises
         response: dict[str, Any] = last["response"]
         return response
+
+
+async def turn_of(body: ResponseRequest, service: Service, owner: str | None) -> Turn:
+    """:class:`Turn`, made off the event loop where it goes on with what is stored, or is large itself."""
+    return await (aside if body.previous_response_id is None else apart)(lambda: Turn(body, service, owner))
 
 
 def _entries(model: Model, logprobs: Any) -> list[dict[str, Any]]:
@@ -635,15 +645,21 @@ async def numbered(events: AsyncIterator[Event], first: int = 0) -> AsyncIterato
             number += 1
 
 
-async def replayed(stored: Stored) -> AsyncIterator[Event]:
-    """The events of a stored response, numbered as they were when it was streamed, or would have been."""
-    response = stored.response
+def replayed(stored: Stored, first: int) -> Iterator[bytes]:
+    """The events of a stored response from the one with the number ``first`` on, as they were when it was streamed, or
+    would have been."""
+    response = read(stored.response)
+    for number, piece in enumerate(_told(response, read(stored.pieces))):
+        if number >= first:
+            yield event({**piece, "sequence_number": number}, piece["type"], in_pieces)
+
+
+def _told(response: dict[str, Any], pieces: list[list[Piece]]) -> Iterator[Event]:
     unknown: dict[str, Any] = {"completed_at": None, "incomplete_details": None, "output": [], "usage": None}
     head = {name: value for name, value in response.items() if name != "x_llmc"} | unknown | {"status": "in_progress"}
     for kind in ("response.created", "response.in_progress"):
         yield {"type": kind, "response": head}
-    for found in replay(response["output"], stored.pieces):
-        yield found
+    yield from replay(response["output"], pieces)
     yield {"type": f"response.{response['status']}", "response": response}
 
 
@@ -651,7 +667,7 @@ async def written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     """Events, encoded."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         async for piece in pieces:
-            yield event(piece, piece["type"])
+            yield await unless_long(piece, partial(event, piece, piece["type"]))
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -668,15 +684,18 @@ Served = Annotated[Service, Depends(service_of)]
 
 
 @router.post("/v1/responses", response_model=Answer)
-async def responses(body: ResponseRequest, request: Request, owner: Owner, service: Served) -> Response:
+async def responses(
+    body: Annotated[ResponseRequest, given(ResponseRequest)], request: Request, owner: Owner, service: Served
+) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events."""
-    turn = Turn(body, service, owner)
+    turn = await turn_of(body, service, owner)
     async with AsyncExitStack() as held:
         model, handle = await turn.opened(held)
         if body.stream:
             events = written(numbered(turn.events(model, handle)))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
-        return JSONResponse(await unless_gone(request, turn.whole(model, handle)))
+        whole = await unless_gone(request, turn.whole(model, handle))
+        return await answered(lambda: whole, large=body.wants_logprobs)
 
 
 @router.websocket("/v1/responses")
@@ -686,20 +705,23 @@ async def response_socket(socket: WebSocket) -> None:
     service, owner = service_at(socket), await owner_of(socket)
 
     async def opened(body: ResponseCreate, held: AsyncExitStack) -> AsyncIterator[Event]:
-        turn = Turn(body, service, owner)
+        turn = await turn_of(body, service, owner)
         return numbered(turn.events(*await turn.opened(held)))
 
     await converse(socket, manner_of("/v1/responses"), partial(read_json, ResponseCreate), opened)
 
 
 @router.post("/v1/responses/input_tokens")
-async def input_tokens(body: Prompted, owner: Owner, service: Served) -> InputTokens:
+async def input_tokens(body: Annotated[Prompted, given(Prompted)], owner: Owner, service: Served) -> InputTokens:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
-    before = service.responses.conversation(owner, body.previous_response_id)
-    messages = body.messages(before, body.items())
+
+    def conversation() -> list[dict[str, Any]]:
+        return body.messages(service.responses.conversation(owner, body.previous_response_id), body.items())
+
+    messages = await (aside if body.previous_response_id is None else apart)(conversation)
     async with service.generator(body.model) as model:
         with named(NAMES):
-            tokens = await run_in_threadpool(partial(model.chat_tokens, messages, **body.shown(model)))
+            tokens = await service.tokenized(lambda: model.chat_tokens(messages, **body.shown(model)), len)
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
@@ -717,9 +739,9 @@ async def stored_response(
         raise ApiError(400, said, param="starting_after")
     stored = service.responses.get(owner, response_id)
     if not stream:
-        return JSONResponse(stored.response)
+        return Response(stored.response, media_type="application/json")
     first = 0 if starting_after is None else starting_after + 1
-    events = written(numbered(replayed(stored), first))
+    events = in_slices(replayed(stored, first))
     return EventStream(events, AsyncExitStack(), service.config.heartbeat_s)
 
 
@@ -740,9 +762,13 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The items that a stored response answered, the conversation before it included."""
-    stored = service.responses.get(owner, response_id)
-    items = [*service.responses.conversation(owner, stored.previous), *stored.items]
-    return JSONResponse(page_of(items if order == "asc" else items[::-1], after, limit))
+
+    def page() -> dict[str, Any]:
+        stored = service.responses.get(owner, response_id)
+        items = [*service.responses.conversation(owner, stored.previous), *read(stored.items)]
+        return page_of(items if order == "asc" else items[::-1], after, limit)
+
+    return await answered(page, large=True)
 
 
 def page_of(items: list[Item], after: str | None, limit: int) -> dict[str, Any]:

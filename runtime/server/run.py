@@ -128,11 +128,13 @@ class Server(uvicorn.Server):
         self._requests = requests
         self._reload_keys = reload_keys
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reload_asked = asyncio.Event()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen at once, and say ready when what is loaded at the start is; at the end close all models."""
         self._task(self._warm())
         self._task(self._watch())
+        self._task(self._reload_when_asked())
         try:
             await super().serve(sockets)
         finally:
@@ -159,6 +161,13 @@ class Server(uvicorn.Server):
             notify("WATCHDOG=1")
             await asyncio.sleep(pause)
         self._fail(GpuError(f"{self._pool.lost}; start the service again"))
+
+    async def _reload_when_asked(self) -> None:
+        """Reload once for all that ask before it begins, and once more for those that ask while it runs."""
+        while True:
+            await self._reload_asked.wait()
+            self._reload_asked.clear()
+            await self._reload()
 
     async def _reload(self) -> None:
         """Do as SIGHUP asks; whatever fails is logged, and what was there before goes on."""
@@ -201,7 +210,7 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop, signal.SIGTERM)
         loop.add_signal_handler(signal.SIGINT, self._stop, signal.SIGINT)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._task(self._reload()))
+        loop.add_signal_handler(signal.SIGHUP, self._reload_asked.set)
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection
 from llmc.bundle import Manifest
 from llmc.errors import written
 from llmc.runtime import Handle, Model
+from llmc.runtime.server.aside import SHORT, room_beside
 from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.guard.accounts import allowed, charge, check_model, prefix_scope, spend
 from llmc.runtime.server.logs import watch
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
     from llmc.runtime.server.pool import ModelPool
 
 H = TypeVar("H", bound=Handle)
+T = TypeVar("T")
 GUIDES = ("json_schema", "regex", "grammar", "choice", "tools")  # arguments of which grammars are made
-# Characters and items of a request that is tokenized on the event loop, which takes a millisecond at most.
-SHORT = 2048
 COMPILERS = 8  # threads; two grammars are tried at once, and each may take seconds
 _COMPILERS: RunVar[CapacityLimiter] = RunVar("llmc_compilers")
 # Models' work by the kind of their results; None is that of models that generate.
 WORK = {None: "generates text", "embeddings": "embeds texts", "scores": "ranks documents"}
 # Requests for vectors or scores that are computed at once: a model's calls take turns, and a second one tokenizes.
 ENCODING_THREADS = 2
+# Requests that count or show tokens at once: a text takes a hundred times its memory while it is tokenized.
+TOKENIZING_THREADS = 2
 
 
 class Service:
@@ -50,6 +52,8 @@ class Service:
         self.started = int(time.time())
         self.encoding = CapacityLimiter(ENCODING_THREADS)
         """Threads of requests for vectors and scores, which have no queue of an engine."""
+        self.tokenizing = CapacityLimiter(TOKENIZING_THREADS)
+        """Threads of requests that ask for tokens and no more."""
         self.responses = ResponseStore(config.response_store_entries, config.response_store_bytes)
         self.draining = False
         """True once the server goes down: what runs is finished, and balancers are to send nobody."""
@@ -112,6 +116,12 @@ class Service:
         """The model, loaded, and kept while the block runs."""
         async with self.pool.lease(self.name(asked)) as model:
             yield model
+
+    async def tokenized(self, work: Callable[[], T], cost: Callable[[T], int]) -> T:
+        """The result of ``work`` on a prompt, in one of few threads; the client is charged as for the prompt."""
+        found = await to_thread.run_sync(work, limiter=self.tokenizing)
+        spend(tokens=cost(found))
+        return found
 
     def head(self, prefix: str, kind: str, asked: str | None) -> dict[str, Any]:
         """The members with which an answer in OpenAI's older dialects, and each of its pieces, begins."""
@@ -201,22 +211,6 @@ async def submitted(submit: Callable[[], H]) -> H:
     charge(handle)
     watch(handle)
     return handle
-
-
-def room_beside(value: Any, room: int) -> int:
-    """``room`` less the characters and items that JSON's values in ``value`` have; negative where it is not enough."""
-    if isinstance(value, str):
-        return room - len(value)
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return room - 1
-    room -= len(value)
-    for one in value:
-        if room < 0:
-            break
-        room = room_beside(one, room)
-    return room
 
 
 def _compilers() -> CapacityLimiter:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.types import Message
@@ -12,7 +13,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.errors import ApiError, as_message, from_llmc
-from llmc.runtime.server.streams import encoded
+from llmc.runtime.server.streams import encoded, unless_long
 
 Events = AsyncIterator[dict[str, Any]] | AsyncIterator[str]
 Opened = Callable[[Any, AsyncExitStack], Awaitable[Events]]
@@ -43,7 +44,7 @@ def manner_of(path: str) -> Manner:
     return MANNERS.get(path, CHUNKS)
 
 
-async def converse(socket: WebSocket, manner: Manner, read: Callable[[str], Any], opened: Opened) -> None:
+async def converse(socket: WebSocket, manner: Manner, read: Callable[[str], Awaitable[Any]], opened: Opened) -> None:
     """Answer requests on a WebSocket until it is closed.
 
     A text message is a request. Its events come back as text messages; an error ends them, too, and after either the
@@ -61,7 +62,7 @@ async def converse(socket: WebSocket, manner: Manner, read: Callable[[str], Any]
             message = waiting.popleft() if waiting else _text(await socket.receive())
             try:
                 async with AsyncExitStack() as held:
-                    await _answer(socket, manner, await opened(read(message), held), waiting)
+                    await _answer(socket, manner, await opened(await read(message), held), waiting)
             except (ApiError, LlmcError) as error:
                 await _tell(socket, error if isinstance(error, ApiError) else from_llmc(error))
 
@@ -118,6 +119,7 @@ async def _tell(socket: WebSocket, error: ApiError) -> None:
 async def _send_all(socket: WebSocket, manner: Manner, events: Events) -> None:
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         async for piece in pieces:
-            await socket.send_text(piece if isinstance(piece, str) else encoded(piece))
+            text = piece if isinstance(piece, str) else await unless_long(piece, partial(encoded, piece))
+            await socket.send_text(text)
     if manner.end is not None:
         await socket.send_text(manner.end)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from json.encoder import encode_basestring
@@ -15,10 +15,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmc.errors import LlmcError
+from llmc.runtime.server.aside import LARGE, SHORT, apart, room_beside
 from llmc.runtime.server.errors import ApiError, from_llmc
 from llmc.runtime.server.logs import PIECES
 
 T = TypeVar("T")
+PIECE = 256  # items of a list that are encoded in one call
 HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients skip
 DONE = b"data: [DONE]\n\n"
 # Proxies must neither keep nor collect the events (X-Accel-Buffering is nginx's).
@@ -36,10 +38,47 @@ def encoded(value: Any) -> str:
     return _ENCODER.encode(value)
 
 
-def event(value: Any, name: str | None = None) -> bytes:
+def in_pieces(value: Any) -> str:
+    """:func:`encoded` of a value of any size, which lets other threads have their turn meanwhile."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{encoded(str(name))}:{in_pieces(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple) and len(value) > PIECE:
+        return "[" + ",".join(in_pieces(value[at : at + PIECE])[1:-1] for at in range(0, len(value), PIECE)) + "]"
+    if isinstance(value, list | tuple) and room_beside(value, SHORT) < 0:
+        return "[" + ",".join(map(in_pieces, value)) + "]"
+    return encoded(value)
+
+
+async def unless_long(value: Any, encode: Callable[[], T]) -> T:
+    """The encoded ``value``: at once, or from another thread where it is long."""
+    return await apart(encode) if room_beside(value, SHORT) < 0 else encode()
+
+
+async def answered(make: Callable[[], Any], *, large: bool) -> Response:
+    """The answer that ``make`` makes, as JSON; made and encoded off the event loop where it may be ``large``."""
+    if large:
+        return Response(await apart(lambda: in_pieces(make())), media_type="application/json")
+    return Response(encoded(make()), media_type="application/json")
+
+
+async def in_slices(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Pieces that are made off the event loop, as many at a time as make a large slice together."""
+
+    def taken() -> bytes:
+        found, size = [], 0
+        while size < LARGE and (piece := next(pieces, None)) is not None:
+            found.append(piece)
+            size += len(piece)
+        return b"".join(found)
+
+    while found := await apart(taken):
+        yield found
+
+
+def event(value: Any, name: str | None = None, encode: Callable[[Any], str] = encoded) -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {encoded(value)}\n\n".encode()
+    return f"{head}data: {encode(value)}\n\n".encode()
 
 
 class Chunks:

@@ -1,20 +1,26 @@
 """Models and their tokens: what is served, and how texts and messages are seen by it."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Response
 from pydantic import Field
-from starlette.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
+from llmc.runtime import Model
+from llmc.runtime.engine.input_processor import text_tokens
 from llmc.runtime.model import template_variables
+from llmc.runtime.server.aside import SHORT
 from llmc.runtime.server.bodies import Body
 from llmc.runtime.server.chat import ChatMessage, Tool, conversation
-from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.service import Service, service_of
+from llmc.runtime.server.streams import answered
+from llmc.runtime.server.validation import given
 from llmc.runtime.text.shown import rendered
 
 router = APIRouter(tags=["Models and tokens"])
+CHARACTERS = 4  # of a template's text that are charged as a token, for it is not tokenized
 
 
 class ModelCard(TypedDict):
@@ -138,8 +144,10 @@ def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(service_of)]) -> Tokens:
+@router.post("/tokenize", response_model=Tokens)
+async def tokenize(
+    body: Annotated[TokenizeRequest, given(TokenizeRequest)], service: Annotated[Service, Depends(service_of)]
+) -> Response:
     """The tokens of a text, or those of the prompt that a conversation becomes."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt and messages are both given or both missing, expected one of them", param="prompt")
@@ -147,28 +155,56 @@ async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(se
     if idle := sorted(name for name in body.model_fields_set & names if getattr(body, name) is not None):
         raise ApiError(400, f"{idle[0]} is given without {other}; leave it out", param=idle[0])
     async with service.model(body.model) as loaded:
-        if body.prompt is not None:
-            found = await run_in_threadpool(loaded.tokenizer.encode, body.prompt, body.add_special_tokens)
-        else:
-            found = await run_in_threadpool(lambda: loaded.chat_tokens(**_plain(body)))
-        return {"tokens": found, "count": len(found), "max_model_len": loaded.max_context}
+        with named({"prompt": "prompt" if body.messages is None else "messages"}):
+            found = await service.tokenized(partial(_tokens_of, loaded, body), len)
+        told = {"tokens": found, "count": len(found), "max_model_len": loaded.max_context}
+        return await answered(lambda: told, large=len(found) > SHORT)
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, service: Annotated[Service, Depends(service_of)]) -> Text:
+def _tokens_of(model: Model, body: TokenizeRequest) -> list[int]:
+    """The tokens, if the context could hold them or hardly any more."""
+    if body.prompt is None:
+        return model.chat_tokens(**_plain(body))
+    encode = partial(model.tokenizer.encode, add_special_tokens=body.add_special_tokens)
+    return text_tokens(model.tokenizer, body.prompt, encode, model.max_context, None)
+
+
+@router.post("/detokenize", response_model=Text)
+async def detokenize(
+    body: Annotated[DetokenizeRequest, given(DetokenizeRequest)], service: Annotated[Service, Depends(service_of)]
+) -> Response:
     """The text of tokens, special ones included unless they are to be skipped."""
     async with service.model(body.model) as loaded:
-        size = loaded.tokenizer.vocab_size
-        if (wrong := next((token for token in body.tokens if not 0 <= token < size), None)) is not None:
-            raise ApiError(400, f"tokens holds {wrong}, expected ids from 0 to {size - 1}", param="tokens")
-        text = await run_in_threadpool(loaded.tokenizer.decode, body.tokens, body.skip_special_tokens)
-        return {"prompt": text}
+        text = await service.tokenized(partial(_text_of, loaded, body), lambda text: len(body.tokens))
+        return await answered(lambda: {"prompt": text}, large=len(text) > SHORT)
 
 
-@router.post("/apply-template")
-async def apply_template(body: TemplateRequest, service: Annotated[Service, Depends(service_of)]) -> Text:
+def _text_of(model: Model, body: DetokenizeRequest) -> str:
+    """The text of tokens, of which there are as many as a context has.
+
+    Raises:
+        ApiError: there are more, or one is none of the model's.
+    """
+    if len(body.tokens) > model.max_context:
+        said = f"tokens holds {len(body.tokens)} tokens, expected at most {model.max_context}; send them in parts"
+        raise ApiError(400, said, param="tokens", code="context_length_exceeded")
+    size = model.tokenizer.vocab_size
+    if (wrong := next((token for token in body.tokens if not 0 <= token < size), None)) is not None:
+        raise ApiError(400, f"tokens holds {wrong}, expected ids from 0 to {size - 1}", param="tokens")
+    return model.tokenizer.decode(body.tokens, body.skip_special_tokens)
+
+
+@router.post("/apply-template", response_model=Text)
+async def apply_template(
+    body: Annotated[TemplateRequest, given(TemplateRequest)], service: Annotated[Service, Depends(service_of)]
+) -> Response:
     """The prompt that a conversation becomes, as text; tokens that messages spell are shown as they were written."""
     async with service.model(body.model) as loaded:
-        given = _plain(body)
-        variables = {**template_variables(given.pop("chat_template_kwargs")), "documents": body.documents}
-        return {"prompt": await run_in_threadpool(lambda: rendered(loaded.chat_template, **given, **variables))}
+        text = await service.tokenized(partial(_prompt_of, loaded, body), lambda text: len(text) // CHARACTERS)
+        return await answered(lambda: {"prompt": text}, large=len(text) > SHORT)
+
+
+def _prompt_of(model: Model, body: TemplateRequest) -> str:
+    plain = _plain(body)
+    variables = {**template_variables(plain.pop("chat_template_kwargs")), "documents": body.documents}
+    return rendered(model.chat_template, **plain, **variables)

@@ -1,21 +1,27 @@
 """Bodies that do not fit, in one sentence that names the parameter."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.requests import HTTPConnection
 
 from llmc.errors import printable, written
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import PARAMETERS
+from llmc.runtime.server.aside import aside, mark
 from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.guard.bodies import PARSED, value_of
 
 M = TypeVar("M", bound=BaseModel)
 LONGEST_PARAM = 200  # characters of a place; clients invent names of any length
+NO_OBJECT = "the body is no JSON object; send one, with the header content-type: application/json"
 Place = tuple[str | int, ...]
 # Parameters of addresses that clients send by themselves, and that change nothing: Anthropic's of its beta resources.
 _ALLOWED = {"/v1/messages": ("beta",), "/v1/messages/count_tokens": ("beta",)}
@@ -45,8 +51,8 @@ _EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def api_error(found: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
-    """The refusal of a body, by the deepest of the faults that pydantic found; of a value that may be of several kinds
-    this is the fault of the kind that it is. The place of each begins with a part of the request, such as ``body``."""
+    """The refusal of a request, by the deepest of the faults that pydantic found; of a value that may be of several
+    kinds this is the fault of the kind that it is. The place of each begins with a part of the request, as ``body``."""
     places = [_place(fault, body) for fault in found]
 
     def depth(number: int) -> tuple[int, bool, int]:
@@ -55,16 +61,8 @@ def api_error(found: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
 
     deepest = max(range(len(found)), key=depth)
     fault, param = found[deepest], _spelt(places[deepest])
-    kind = fault["type"]
-    if kind == "json_invalid":
-        reason = fault.get("ctx", {}).get("error", "")
-        return ApiError(400, f"the body is no JSON ({reason}), expected an object", param=None)
-    if param is None:
-        if body is None or body == b"":
-            return ApiError(400, "the body is empty, expected a JSON object")
-        return ApiError(400, "the body is no JSON object; send one, with the header content-type: application/json")
-    if kind == "extra_forbidden":
-        ours = neighbour(param, PARAMETERS)
+    if fault["type"] == "extra_forbidden":
+        ours = neighbour(param or "", PARAMETERS)
         hint = "" if ours in (None, param) else f", or did you mean {ours}?"
         return ApiError(400, f"{param} is not a parameter of this route; leave it out{hint}", param=param)
     return ApiError(400, f"{param} {_said(fault, found, places, deepest)}", param=param)
@@ -83,7 +81,9 @@ def _said(fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: 
     if kind in ("too_short", "too_long"):
         bound = f"{about['min_length']} or more" if kind == "too_short" else f"at most {about['max_length']}"
         count = about.get("actual_length")
-        return f"is empty, expected {bound} items" if count == 0 else f"holds {count} items, expected {bound}"
+        if count == 0:
+            return f"is empty, expected {bound} items"
+        return f"holds {'other' if count is None else count} items, expected {bound}"
     # Of a value that fits none of several kinds each is told of.
     kinds = [
         _EXPECTED[other["type"]](other.get("ctx", {}))
@@ -162,21 +162,63 @@ async def no_query(connection: HTTPConnection) -> None:
         raise ApiError(400, f"{name[:40]} is not a parameter {where}", param=name[:40] or None)
 
 
-def read_json(kind: type[M], text: str) -> M:
+def given(kind: type[BaseModel]) -> Any:
+    """The dependency of a route that takes such a body; :func:`document_bodies` documents it."""
+    return Depends(partial(read_request, kind))
+
+
+async def read_request(kind: type[M], request: Request) -> M:
+    """The body of a request, which the guard has parsed where there is one.
+
+    Raises:
+        ApiError: it does not fit.
+    """
+    content, parsed = await request.body(), request.scope.pop(PARSED, None)  # which nobody is to keep
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content and not re.fullmatch(r"application/(.+\+)?json", declared):
+        raise ApiError(400, NO_OBJECT)
+    mark(len(content))
+    return await aside(partial(_read, kind, content, parsed))
+
+
+async def read_json(kind: type[M], text: str) -> M:
     """The body that a text is.
 
     Raises:
         ApiError: it does not fit.
     """
+    mark(len(text))
+    return await aside(lambda: _read(kind, text.encode()))
+
+
+def _read(kind: type[M], content: bytes, parsed: Any = None) -> M:
+    if not content.strip():
+        raise ApiError(400, "the body is empty, expected a JSON object")
     try:
-        return kind.model_validate_json(text)
+        parsed = value_of(content) if parsed is None else parsed
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is no JSON ({error.msg}), expected an object") from error
+    except (ValueError, RecursionError) as error:
+        said = "the body cannot be read, expected a JSON object in UTF-8, without integers of thousands of digits"
+        raise ApiError(400, said) from error
+    if not isinstance(parsed, dict):
+        raise ApiError(400, NO_OBJECT)
+    try:
+        return kind.model_validate(parsed)
     except ValidationError as error:
-        body: Any = b"" if not text.strip() else text
-        with suppress(ValueError, RecursionError):
-            body = json.loads(text)
-        raise refusal_of(error, body) from error
+        faults = error.errors(include_url=False)
+        raise api_error([{**fault, "loc": ("body", *fault["loc"])} for fault in faults], parsed) from error
 
 
-def refusal_of(error: ValidationError, body: Any) -> ApiError:
-    """The refusal of a body that does not fit."""
-    return api_error([{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)], body)
+def document_bodies(document: dict[str, Any], routes: Iterable[APIRoute]) -> None:
+    """Add the bodies that routes take (:func:`given`) to an OpenAPI document."""
+    calls = [(route, own.call) for route in routes for own in route.dependant.dependencies]
+    kinds = {
+        route.path: call.args[0] for route, call in calls if isinstance(call, partial) and call.func is read_request
+    }
+    template = "#/components/schemas/{model}"
+    schemas, together = models_json_schema([(kind, "validation") for kind in kinds.values()], ref_template=template)
+    document["components"]["schemas"] |= together["$defs"]
+    for path, kind in kinds.items():
+        content = {"application/json": {"schema": schemas[kind, "validation"]}}
+        document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

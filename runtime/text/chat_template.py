@@ -24,6 +24,9 @@ from llmc.runtime.text.tokenizer import CONFIG_FILE, Tokenizer, read_tokenizer_c
 TEMPLATE_FILE = "chat_template.jinja"
 # Characters and items of messages, tools, documents and variables together. Of contexts in use none holds more.
 LARGEST_INPUT = 8_000_000
+# Values among them; what a template does with a list of so many, such as to write it as JSON, takes a few hundredths of
+# a second, in which nothing else of Python runs.
+MOST_VALUES = 1 << 18
 # Keys whose values templates compare with words; where the value is one, it is not hidden as a control token.
 _COMPARED = ("role", "type")
 # Roles of which templates may make a control token, as '<|' + role + '|>', without naming them.
@@ -264,6 +267,8 @@ def _call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
+    if function["arguments"].count(",") > MOST_VALUES:
+        raise RequestError(f"a call's arguments hold more than {MOST_VALUES:,} values; shorten them")
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):  # of an answer that was cut: templates see the text
@@ -282,6 +287,7 @@ class _Copies:
         self._text = hide
         self.size = 0
         """Characters and items copied."""
+        self._values = 0
 
     def message(self, message: Any, where: str) -> dict[str, Any]:
         """A message with the keys that templates expect."""
@@ -305,9 +311,7 @@ class _Copies:
             UsageError: it is of a type that JSON lacks, nested too deep, or a number that is too large.
             RequestError: with what was copied before it is too large.
         """
-        self.size += 1 + (len(value) if isinstance(value, str) else 0)
-        if self.size > LARGEST_INPUT:
-            raise RequestError(f"the messages hold more than {LARGEST_INPUT:,} characters and items; shorten them")
+        self._count(value)
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -328,6 +332,14 @@ class _Copies:
             items = [self.plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
         raise UsageError(f"{where} is a {type(value).__name__}, expected text, a number, a list or a mapping")
+
+    def _count(self, value: Any) -> None:
+        self.size += 1 + (len(value) if isinstance(value, str) else 0)
+        self._values += 1
+        if self.size > LARGEST_INPUT:
+            raise RequestError(f"the messages hold more than {LARGEST_INPUT:,} characters and items; shorten them")
+        if self._values > MOST_VALUES:
+            raise RequestError(f"the messages hold more than {MOST_VALUES:,} values; send fewer")
 
     def _pair(self, key: Any, item: Any, where: str, depth: int) -> tuple[Any, Any]:
         if isinstance(key, (Mapping, list, tuple)):

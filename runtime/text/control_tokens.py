@@ -24,6 +24,7 @@ from llmc.errors import RequestError
 # Stands are Tangut ideographs: letters without case, which only JSON in ASCII escapes, and which no template writes.
 # Those that messages write are hidden, too, and what would make an escaped one of a backslash.
 FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
+PIECE = 1 << 17  # characters that are searched in one call, which takes a few milliseconds
 # Marks are of the first private area, which has room for any tokenizer's.
 FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD
 _STAND = f"[{chr(FIRST_STAND)}-{chr(LAST_STAND)}{chr(FIRST_MARK)}-{chr(LAST_MARK)}]"
@@ -58,6 +59,7 @@ class ControlTokens:
         plain = [token.content for token in added.values() if not token.special and not token.normalized]
         self._written = re.compile(f"{_any_of([*self._names, *plain])}|{_STAND}")
         self.spelt = re.compile(f"{_any_of(self._names)}|{_STAND}|{_HIGH}")
+        self.longest_spelt = max(map(len, ["ud800", *self._names]))
 
     def mark(self, text: str) -> str:
         """``text`` of a template, with a mark in place of each control token."""
@@ -141,7 +143,26 @@ class Disguise:
             RequestError: there are more texts to hide than characters.
         """
         stands = self._stands
-        return self.controls.spelt.sub(lambda match: stands.get(match[0]) or self._stand(match[0]), text)
+
+        def stand(match: re.Match[str]) -> str:
+            return stands.get(match[0]) or self._stand(match[0])
+
+        if len(text) <= PIECE:
+            return self.controls.spelt.sub(stand, text)
+        return "".join(self._pieces(stand, text))
+
+    def _pieces(self, stand: Callable[[re.Match[str]], str], text: str) -> Iterator[str]:
+        """A long text as :meth:`hide` leaves it. A search through all of it would keep other threads waiting."""
+        at = 0
+        while at < len(text):
+            found = self.controls.spelt.search(text, at, at + PIECE + self.controls.longest_spelt)
+            if found is None or found.start() >= at + PIECE:
+                yield text[at : at + PIECE]
+                at += PIECE
+            else:
+                yield text[at : found.start()]
+                yield stand(found)
+                at = found.end()
 
     def _stand(self, text: str) -> str:
         if text not in self._stands:

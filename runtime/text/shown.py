@@ -43,11 +43,11 @@ def rendered(
         )
     if documents and "documents" not in known:
         raise UsageError(f"documents is given, {_ADVICE}; write them into a message")
-    if unknown := sorted(variables.keys() - known):
+    if unknown := variables.keys() - known:
         own = sorted(known - {"messages", "tools", "documents", "add_generation_prompt"})
         expected = f"expected some of {', '.join(own)}" if own else "which reads none; leave it out"
         raise UsageError(
-            f"chat_template_kwargs holds {written(unknown[0])}, which the model's chat template does not read, "
+            f"chat_template_kwargs holds {written(min(unknown))}, which the model's chat template does not read, "
             f"{expected}"
         )
 

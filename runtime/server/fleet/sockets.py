@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import Message, Scope
 from starlette.websockets import WebSocket
 
+from llmc.runtime.server.aside import aside, mark
 from llmc.runtime.server.errors import ANTHROPIC_TYPES, ApiError
 from llmc.runtime.server.fleet.answers import Answer
 from llmc.runtime.server.fleet.calls import Call, called
@@ -31,10 +32,15 @@ async def converse_with(relay: Relay, socket: WebSocket) -> None:
         # The headers of the handshake speak of a WebSocket, but for who sends them.
         version = socket.headers.get("anthropic-version", VERSIONS[-1]).encode()
         headers = [(b"content-type", b"application/json"), (b"anthropic-version", version)]
-        call = called({**socket.scope, "headers": headers}, json.dumps({**body, "stream": True}).encode())
+        content = await aside(lambda: json.dumps({**body, "stream": True}).encode())
+        call = called({**socket.scope, "headers": headers}, content)
         return await held.enter_async_context(aclosing(_events(partial(relay, call), call.scope)))
 
-    await converse(socket, manner, partial(_read, manner.kind), opened)
+    async def read(message: str) -> dict[str, Any]:
+        mark(len(message))
+        return await aside(partial(_read, manner.kind, message))
+
+    await converse(socket, manner, read, opened)
 
 
 def _read(kind: str | None, message: str) -> dict[str, Any]:

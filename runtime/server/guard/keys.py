@@ -216,11 +216,11 @@ class Keys:
             return await self.app(scope, receive, send)
         presented, scope, send = taken(scope, send)
 
-        def identify(text: str = "") -> None:
+        async def identify(text: str = "") -> None:
             self._identify(scope, presented)
 
         try:
-            identify()
+            await identify()
         except ApiError as error:
             return await refuse(scope, receive, send, error)
         if scope["type"] == "websocket":  # whose key may be withdrawn, or changed, between two messages

@@ -12,9 +12,11 @@ from llmc.runtime.server.guard.accounts import CLIENT, Account, Bucket, Client, 
 from llmc.runtime.server.guard.keys import Key
 from llmc.runtime.server.guard.refusal import heard, refuse
 
+STORED = "/v1/responses/"  # megabytes each, and read again and again
+
 
 class Rates:
-    """Refuse requests of a key beyond its rates; those that only read (GET) are free.
+    """Refuse requests of a key beyond its rates; those that only read (GET) are free, but for what is stored.
 
     What stands behind finds the client in :data:`llmc.runtime.server.guard.accounts.CLIENT`.
     """
@@ -40,7 +42,7 @@ class Rates:
             tab.close()
 
     async def _counted(self, client: Client, tab: Tab, scope: Scope, receive: Receive, send: Send) -> None:
-        def admit(text: str = "") -> None:
+        async def admit(text: str = "") -> None:
             client.key = scope["state"]["key"]  # which may have changed since the last message of a WebSocket
             client.account = tab.account = self.account(client.key)
             tab.take(client.bill)  # one may come amid the answer to another
@@ -48,10 +50,10 @@ class Rates:
 
         if scope["type"] == "websocket":  # each message is a request
             return await self.app(scope, heard(scope, receive, send, admit), send)
-        if scope["method"] != "POST":
+        if scope["method"] != "POST" and not scope["path"].startswith(STORED):
             return await self.app(scope, receive, send)
         try:
-            admit()
+            await admit()
         except ApiError as error:
             return await refuse(scope, receive, send, error)
         return await self.app(scope, receive, _telling(client, tab, send))

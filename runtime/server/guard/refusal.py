@@ -1,7 +1,7 @@
 """Refusals in the format of the dialect that a client speaks, over HTTP and over a WebSocket."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
@@ -21,7 +21,7 @@ async def refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) ->
     return await send({"type": "websocket.close", "code": POLICY, "reason": error.message[:120]})
 
 
-def heard(scope: Scope, receive: Receive, send: Send, check: Callable[[str], None]) -> Receive:
+def heard(scope: Scope, receive: Receive, send: Send, check: Callable[[str], Awaitable[None]]) -> Receive:
     """``receive`` of a WebSocket whose messages pass ``check``; those that do not are answered with its ApiError."""
 
     async def receiving() -> Message:
@@ -30,7 +30,7 @@ def heard(scope: Scope, receive: Receive, send: Send, check: Callable[[str], Non
             if message["type"] != "websocket.receive":
                 return message
             try:
-                check(message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace"))
+                await check(message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace"))
             except ApiError as error:
                 await send({"type": "websocket.send", "text": json.dumps(as_message(scope, error))})
             else:

@@ -143,3 +143,14 @@ def test_the_client_works_in_asyncio(address: str, client: openai.OpenAI):
             return "".join([choice.text async for chunk in stream for choice in chunk.choices])
 
     assert asyncio.run(ask()) == client.completions.create(prompt="import ", **GREEDY).choices[0].text
+
+
+def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+    body = {"prompt": ["a b c", "a b c"], "max_tokens": 1, "echo": True, "logprobs": 4}
+    whole = http.post("/v1/completions", json=body).json()
+    entries = 5 * (whole["usage"]["prompt_tokens"])
+    monkeypatch.setattr("llmc.runtime.server.completions.MOST_ENTRIES", entries)
+    assert http.post("/v1/completions", json=body).json()["choices"] == whole["choices"]
+    monkeypatch.setattr("llmc.runtime.server.completions.MOST_ENTRIES", entries - 1)
+    error = http.post("/v1/completions", json=body).json()["error"]
+    assert error["param"] == "prompt" and f"{entries - 1} at most" in error["message"]

@@ -1,5 +1,6 @@
 """Refusals name the parameter as the client wrote it, in words of the API's."""
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -7,11 +8,16 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from doubles.asgi import Echo, ask, converse
+from pydantic import ValidationError
 
+from llmc.runtime.server.bodies import Body
 from llmc.runtime.server.chat import ChatRequest
+from llmc.runtime.server.completions import CompletionRequest
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError, in_json
 from llmc.runtime.server.guard.bodies import Bodies
+from llmc.runtime.server.messages import MessageRequest
+from llmc.runtime.server.responses import ResponseRequest
 from llmc.runtime.server.validation import read_json
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -130,7 +136,7 @@ def test_texts_of_two_names_are_not_sent_back_whole(http: httpx.Client):
 @pytest.mark.parametrize("name", ["query", "body", "header", "path"])
 def test_a_message_of_a_socket_is_told_of_a_parameter_that_is_named_as_a_part_of_a_request(name: str):
     with pytest.raises(ApiError, match=f"^{name} is not a parameter of this route") as refused:
-        read_json(ChatRequest, json.dumps({"messages": [USER], name: 1}))
+        asyncio.run(read_json(ChatRequest, json.dumps({"messages": [USER], name: 1})))
     assert refused.value.param == name
 
 
@@ -138,6 +144,24 @@ def test_what_other_servers_call_otherwise_is_refused_with_llmcs_name(http: http
     answer = http.post(CHAT, json={"messages": [USER], "repeat_penalty": 1.1})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "repeat_penalty"
     assert answer.json()["error"]["message"].endswith("leave it out, or did you mean repetition_penalty?")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [1] * 9999 + ["x"]}),
+        (CompletionRequest, {"prompt": [True] * 9999}),
+        (ChatRequest, {"messages": [{"role": 1}] * 9999}),
+        (ChatRequest, {"messages": [USER], "logit_bias": {str(number): "x" for number in range(9999)}}),
+        (ChatRequest, {"messages": [{**USER, **{str(number): 1 for number in range(9999)}}]}),
+        (ResponseRequest, {"input": [{"type": "message", "role": "user", "content": [{}] * 9999}] * 9}),
+        (MessageRequest, {"model": "a", "max_tokens": 1, "messages": [{"role": "user", "content": [{}] * 9999}]}),
+    ],
+)
+def test_a_body_ends_at_its_first_fault(kind: type[Body], body: dict[str, Any]):
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert refused.value.error_count() < 9  # one of each kind of value, and each member that is missing
 
 
 def test_a_name_that_an_object_has_twice_is_refused():
@@ -182,3 +206,16 @@ def test_biases_of_sequences_are_taken(http: httpx.Client):
 def test_clients_of_anthropics_beta_resources_go_on_working(http: httpx.Client):
     body = {"model": "tiny", "max_tokens": 1, "messages": [USER]}
     assert http.post(f"{MESSAGES}?beta=true", json=body, headers=VERSION).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("Application/JSON; charset=utf-8", 200), ("application/vnd.api+json", 200), ("", 400)]
+)
+def test_a_body_is_json_by_any_of_its_names(http: httpx.Client, kind: str, status: int):
+    assert http.post("/tokenize", content=b'{"prompt": "a"}', headers={"content-type": kind}).status_code == status
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/tokenize", "/v1/embeddings"])
+def test_parameters_in_the_address_are_refused_everywhere(http: httpx.Client, path: str):
+    answer = http.post(f"{path}?invented=1", json={}, headers=VERSION)
+    assert answer.status_code == 400 and "invented" in answer.json()["error"]["message"]

@@ -12,7 +12,7 @@ from doubles.serving import serving
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
-from llmc.runtime.server.response_store import ResponseStore, Stored
+from llmc.runtime.server.response_store import ResponseStore, Stored, kept
 from llmc.runtime.server.sockets import manner_of
 
 GREEDY: dict[str, Any] = {
@@ -244,8 +244,8 @@ def test_a_server_that_keeps_nothing_says_so(tiny_bundle: Path):
 # ------------------------------------------------------------------------------------------------------------ the store
 
 
-def kept(name: str, previous: str | None = None, text: str = "") -> Stored:
-    return Stored(previous, [{"text": f"{name}?"}], {"id": name, "output": [{"text": f"{name}!{text}"}]})
+def named(name: str, previous: str | None = None, text: str = "") -> tuple[str, Stored]:
+    return name, kept(previous, [{"text": f"{name}?"}], {"id": name, "output": [{"text": f"{name}!{text}"}]}, [])
 
 
 def texts(store: ResponseStore, owner: str | None, name: str) -> list[str]:
@@ -254,14 +254,14 @@ def texts(store: ResponseStore, owner: str | None, name: str) -> list[str]:
 
 def test_a_conversation_is_its_turns_in_order():
     store = ResponseStore(10, 10_000)
-    store.put(None, kept("a"))
-    store.put(None, kept("b", "a"))
+    store.put(None, *named("a"))
+    store.put(None, *named("b", "a"))
     assert texts(store, None, "b") == ["a?", "a!", "b?", "b!"]
 
 
 def test_no_key_sees_what_another_one_stored():
     store = ResponseStore(10, 10_000)
-    store.put("one", kept("a"))
+    store.put("one", *named("a"))
     for other in ("two", None):
         with pytest.raises(ApiError, match="no response 'a' is stored"):
             store.get(other, "a")
@@ -272,22 +272,28 @@ def test_no_key_sees_what_another_one_stored():
 
 def test_what_was_used_longest_ago_makes_room_and_conversations_stay_whole():
     store = ResponseStore(3, 10_000)
-    store.put(None, kept("a"))
-    store.put(None, kept("b"))
-    store.put(None, kept("c", "a"))
-    store.put(None, kept("d"))  # b leaves, though a is older: c goes on from it
+    store.put(None, *named("a"))
+    store.put(None, *named("b"))
+    store.put(None, *named("c", "a"))
+    store.put(None, *named("d"))  # b leaves, though a is older: c goes on from it
     assert texts(store, None, "c") == ["a?", "a!", "c?", "c!"]
     with pytest.raises(ApiError):
         store.get(None, "b")
 
 
+def test_what_is_kept_is_read_as_it_was_sent_without_being_parsed(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+    sent = http.post("/v1/responses", json={"input": "a", "max_output_tokens": 4, "top_logprobs": 2})
+    monkeypatch.setattr("llmc.runtime.server.responses.read", lambda kept: pytest.fail("it was parsed"))
+    assert http.get(f"/v1/responses/{sent.json()['id']}").content == sent.content
+
+
 def test_bytes_are_bounded_too():
     store = ResponseStore(1000, 1000)
     for number in range(50):
-        store.put(None, kept(str(number), text="x" * 100))
+        store.put(None, *named(str(number), text="x" * 100))
         assert store.bytes <= 1000
     assert 1 < len(store) < 10
-    store.put(None, kept("large", text="x" * 2000))
+    store.put(None, *named("large", text="x" * 2000))
     with pytest.raises(ApiError):
         store.get(None, "large")
     while len(store):

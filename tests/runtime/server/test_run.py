@@ -1,5 +1,6 @@
 """The service as a process: it says when it is ready, loses no request when it stops or swaps, and logs no prompt."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,12 +19,13 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import uvicorn
 from doubles.services import START_S, Process, service_process
 from websockets.sync.client import unix_connect
 
 from llmc.errors import UsageError
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.run import listening, serve
+from llmc.runtime.server.run import Server, listening, serve
 from llmc.runtime.server.supervisor import notify
 
 STEP_S = 0.02  # each step of these engines takes longer by so much
@@ -214,6 +216,29 @@ def test_a_rotation_takes_keys_and_certificate_together_or_neither(tiny_bundle: 
         reload(times=6)
         assert serves(new, SECOND_KEY)
         assert len(process.lines("reloaded")) == 6 and process.text.count("stay as they are") == 5
+
+
+def test_hundreds_of_signals_are_two_reloads():
+    """One that runs, and one for whatever changed while it ran."""
+    server: Any = Server(uvicorn.Config(lambda: None), *[None] * 4)
+    reloads = []
+
+    async def reload() -> None:
+        reloads.append(len(reloads))
+        await asyncio.sleep(0.05)
+
+    async def main() -> None:
+        server._reload = reload
+        task = asyncio.ensure_future(server._reload_when_asked())
+        with server.capture_signals():
+            for _ in range(300):
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.3)
+        task.cancel()
+
+    asyncio.run(main())
+    assert 1 <= len(reloads) <= 3  # the signals themselves may take longer than one
 
 
 class TestSupervisor:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from llmc.runtime.server.aside import SHORT, room_beside
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
-from llmc.runtime.server.service import SHORT, Service, room_beside, submitted
+from llmc.runtime.server.service import Service, submitted
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.sandbox import QUICK_WORK, STEP
 

@@ -13,7 +13,9 @@ pytest.importorskip("starlette")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.runtime.server.streams import HEARTBEAT, Chunks, EventStream, encoded
+from llmc.runtime.server import streams
+from llmc.runtime.server.aside import LARGE
+from llmc.runtime.server.streams import HEARTBEAT, Chunks, EventStream, encoded, in_pieces, in_slices
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # halves of characters cannot be sent at all
 VALUES: Any = st.recursive(
@@ -47,6 +49,22 @@ def test_chunks_that_differ_in_a_text_alone_are_those_of_the_whole(head: dict[st
     of_text = chunks.of_texts(lambda text: {"choices": [{"delta": {"content": text}, "index": 0}], "usage": None})
     for text in (first, second):
         assert of_text(text) == chunks(choices=[{"delta": {"content": text}, "index": 0}], usage=None)
+
+
+@given(VALUES, st.integers(1, 3))
+def test_what_is_encoded_in_pieces_is_the_same(value: Any, piece: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "PIECE", piece)
+        patch.setattr(streams, "SHORT", piece)
+        for whole in (value, {5: value}):  # tokens are names of biases
+            assert in_pieces(whole) == encoded(whole)
+
+
+def test_slices_that_are_made_aside_are_the_whole():
+    async def main() -> list[bytes]:
+        return [found async for found in in_slices(iter([b"a" * LARGE, b"b", b"c" * LARGE, b"d"]))]
+
+    assert [len(found) for found in asyncio.run(main())] == [LARGE, LARGE + 1, 1]
 
 
 def test_what_json_does_not_know_is_refused():

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
 
 from llmc.runtime import Model, load
+from llmc.runtime.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hello <|im_end|>"}]
 
@@ -68,3 +70,31 @@ def test_variables_that_arguments_give_are_refused(http: httpx.Client):
 def test_a_body_without_its_content_type_is_told_of_it(http: httpx.Client):
     answer = http.post("/tokenize", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
     assert answer.status_code == 400 and "content-type: application/json" in answer.json()["error"]["message"]
+
+
+ASKED: list[tuple[str, dict[str, Any], int]] = [
+    ("/tokenize", {"prompt": "def f(x):"}, 2),
+    ("/tokenize", {"messages": MESSAGES}, 1),
+    ("/detokenize", {"tokens": [5, 6, 7]}, 3),
+    ("/apply-template", {"messages": MESSAGES}, 1),
+    ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}, 1),
+    ("/v1/responses/input_tokens", {"input": "a"}, 1),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "least"), ASKED)
+def test_tokens_are_charged_as_those_of_prompts(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], least: int
+):
+    spent: list[int] = []
+    monkeypatch.setattr("llmc.runtime.server.service.spend", spent.append)
+    answer = http.post(path, json=body, headers={"anthropic-version": "2023-06-01"})
+    assert answer.status_code == 200 and len(spent) == 1 and spent[0] >= least
+
+
+def test_texts_that_no_context_holds_are_not_tokenized(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    error = http.post("/tokenize", json={"prompt": "a " * 1_000_000}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    error = http.post("/detokenize", json={"tokens": [5] * 100_000}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "tokens")

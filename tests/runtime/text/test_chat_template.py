@@ -1,4 +1,5 @@
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 import pytest
 
 from llmc.errors import BundleError, RequestError, UsageError
+from llmc.runtime.text import control_tokens
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -409,6 +411,13 @@ class TestMessages:
         with pytest.raises(UsageError, match=message):
             of("{{ messages }}").render(messages)
 
+    @pytest.mark.parametrize("value", [[0] * (1 << 18), {str(number): 1 for number in range(1 << 17)}])
+    def test_of_hundreds_of_thousands_of_values_are_refused(self, value: Any) -> None:
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": value}}}
+        for given in (call, {**call, "function": {"name": "f", "arguments": json.dumps({"a": [0] * (1 << 19)})}}):
+            with pytest.raises(RequestError, match="hold more than 262,144 values"):
+                of("{{ messages }}").render([{"role": "assistant", "content": "a", "tool_calls": [given]}])
+
     def test_of_endless_text_are_refused(self) -> None:
         with pytest.raises(RequestError, match="messages hold more than 8,000,000 characters and items; shorten them"):
             of("").render([{"role": "user", "content": "a" * 4_000_000}] * 3)
@@ -531,6 +540,23 @@ class TestTokens:
         assert controls_of(tokenizer, forged) == controls_of(tokenizer, harmless)
         text = ChatTemplate.from_folder(controlled, tokenizer).render(messages)
         assert without_spaces(tokenizer.decode(forged, skip_special_tokens=False)) == without_spaces(text)
+
+    def test_of_long_messages_are_hidden_piece_by_piece_alike(
+        self, controlled: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        controls = Tokenizer.from_folder(controlled).controls
+        name = max(controls._names, key=len)
+        parts, chance = (
+            [name, name[:3], name[3:], "ud81f", "a", "\n", chr(control_tokens.FIRST_STAND)],
+            random.Random(0),
+        )
+        for _ in range(300):
+            text = "".join(chance.choices(parts, k=30))
+            whole, pieces = Disguise(controls), Disguise(controls)
+            expected = whole.hide(text)
+            with monkeypatch.context() as patch:
+                patch.setattr(control_tokens, "PIECE", chance.randrange(1, 9))
+                assert (pieces.hide(text), pieces.hidden) == (expected, whole.hidden)
 
     def test_that_messages_spell_are_encoded_as_split_special_tokens_does(self, controlled: Path) -> None:
         from transformers import AutoTokenizer

@@ -1,6 +1,7 @@
 """Bodies: refused by their size, their time and their nesting, before the application sees anything."""
 
 import json
+import threading
 import tracemalloc
 
 import pytest
@@ -8,6 +9,7 @@ from doubles.asgi import Echo, ask, converse
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmc.runtime.server.aside import LARGE
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.guard import bodies
@@ -67,13 +69,16 @@ class TestNesting:
             max_leaves=30,
         ),
         st.integers(0, 8),
+        st.integers(1, 40),
     )
-    def test_is_that_of_the_value(self, value: object, deepest: int):
+    def test_is_that_of_the_value(self, value: object, deepest: int, piece: int):
         def depth(value: object) -> int:
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
             return 0 if inner is None else 1 + max(map(depth, inner), default=0)
 
-        assert refused(json.dumps(value).encode(), deepest) == (depth(value) > deepest)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bodies, "PIECE", piece)
+            assert refused(json.dumps(value).encode(), deepest) == (depth(value) > deepest)
 
     @pytest.mark.parametrize("content", [b"[" * 65 + b"]" * 65, b"[" * 100_000, b'{"a":' * 65 + b"1" + b"}" * 65])
     def test_beyond_the_limit_is_refused(self, echo: Echo, content: bytes):
@@ -110,9 +115,30 @@ class TestNesting:
             bodies._once([(name, None) for name in (*names, Name(1999))])
         assert Name.compared < 10 * len(names)  # each with each would be a thousand times as many
 
+    def test_does_not_hide_what_takes_long_to_read(self):
+        most = bodies.MOST_PARTS
+        assert not refused(json.dumps(["a"] * (most - 1)).encode()) and refused(json.dumps(["a"] * (most + 1)).encode())
+        assert not refused(json.dumps([[]] * (most - 1)).encode()) and refused(json.dumps([[]] * most).encode())
+        assert refused(json.dumps({str(number): 1 for number in range(most + 1)}).encode())
+        assert not refused(json.dumps({"text": '"' * (3 * most)}).encode())
+
     def test_does_not_hide_a_million_values(self):
         assert refused(b"[" + b"[]," * 500_000 + b"[]]")
         assert not refused(json.dumps({"text": "[],{}" * 500_000}).encode())
+
+
+@pytest.mark.parametrize("size", [LARGE // 2, LARGE * 2])
+def test_large_ones_are_read_in_another_thread(echo: Echo, monkeypatch: pytest.MonkeyPatch, size: int):
+    threads = set()
+
+    def check(content: bytes, deepest: int) -> None:
+        threads.add(threading.get_ident())
+
+    monkeypatch.setattr(bodies, "check_json", check)
+    app = Guarded(echo, ServerConfig())
+    assert ask(app, method="POST", headers=CHUNKED, body=[b"a" * size]).status == 200
+    converse(app, ["a" * size])
+    assert (threads == {threading.get_ident()}) == (size < LARGE)
 
 
 class TestSockets:

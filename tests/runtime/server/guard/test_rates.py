@@ -105,10 +105,10 @@ class TestRequests:
         clock.now += 30
         assert ask(app, method="POST").status == 200
 
-    def test_that_only_read_are_free(self, clock: Clock):
+    def test_that_only_read_are_free_but_for_what_is_stored(self, clock: Clock):
         app, _ = limited(clock, requests_per_minute=1)
         assert [ask(app).status for _ in range(3)] == [200] * 3
-        assert ask(app, method="POST").status == 200
+        assert [ask(app, "/v1/responses/resp_a").status for _ in range(2)] == [200, 429]
 
     def test_of_each_key_are_counted_for_themselves_by_its_own_rate(self, clock: Clock):
         app, _ = limited(clock, requests_per_minute=1)

@@ -1,0 +1,509 @@
+"""Requests made to hold up everybody: bodies within the limits, each sent while another process asks for ``/health``.
+
+By hand, with a table of how long the loop was held and of the memory that each took::
+
+    python tests/fuzz/attacks.py BUNDLE [--only NAME] [--embed BUNDLE] [--rank BUNDLE]
+
+Nothing here is stored: bodies are made when they are sent.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+MOST = (8 << 20) - 1  # bytes of a body, by default
+PATIENCE_S = 240.0  # of an answer, which only the attacker waits for
+TRIES = 3  # a busy machine keeps /health waiting in some of them, a body that holds the loop in each
+PAUSE_S = 0.004  # between two looks at /health
+VALUES, TEXTS = 999_000, 65_000  # nearly as many as a body may hold
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+USER = {"role": "user", "content": "a"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+FLAT = {"type": "function", "name": "f"}
+TOP = {"model": "tiny", "max_tokens": 1}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A body, or several in turn, sent ``times`` at once; over a WebSocket where ``socket`` says so."""
+
+    path: str
+    body: Callable[[], bytes]
+    times: int = 1
+    socket: bool = False
+    method: str = "POST"
+
+
+def written(value: Any) -> bytes:
+    """Compact JSON of a value."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def filled(value: Any, item: Any, count: int) -> bytes:
+    """``value`` with a list in place of its text ``"@"``, of ``item`` so often as it and the limit allow."""
+    before, after = written(value).split(b'"@"')
+    one = item if isinstance(item, bytes) else written(item)
+    count = max(1, min(count, (MOST - len(before) - len(after) - 2) // (len(one) + 1)))
+    return before + b"[" + b",".join([one] * count) + b"]" + after
+
+
+def named(value: Any, count: int, item: Any = 1) -> bytes:
+    """``value`` with an object of ``count`` members in place of its text ``"@"``."""
+    before, after = written(value).split(b'"@"')
+    return before + written({str(number): item for number in range(count)}) + after
+
+
+def texted(value: Any, text: str = "a ", size: int = 7_990_000) -> bytes:
+    """``value`` with a text without end in place of its ``"@"``."""
+    before, after = written(value).split(b'"@"')
+    inner = written(text)[1:-1]
+    room = size - len(before) - len(after) - 2
+    return before + b'"' + inner * (room // len(inner)) + b'"' + after
+
+
+def deep(opening: bytes, closing: bytes, levels: int) -> bytes:
+    """Levels in one another."""
+    return opening * levels + b"1" + closing * levels
+
+
+def schema(properties: int) -> dict[str, Any]:
+    """A schema of so many properties."""
+    return {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(properties)}}
+
+
+def branches(levels: int) -> dict[str, Any]:
+    """A schema with alternatives in alternatives."""
+    found: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        found = {"anyOf": [found, {"type": "object", "properties": {"a": found}}]}
+    return found
+
+
+def attacks() -> dict[str, Attack]:
+    """All of them, by name."""
+    found: dict[str, Attack] = {}
+
+    def add(name: str, path: str, body: Callable[[], bytes], **rest: Any) -> None:
+        found[name] = Attack(path, body, **rest)
+
+    chat: dict[str, Any] = {"messages": [USER], "max_tokens": 1}
+    text: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
+    answer: dict[str, Any] = {"input": "a", "max_output_tokens": 1}
+    anthropic: dict[str, Any] = {**TOP, "messages": [USER]}
+    # ------------------------------------------------------------------------------------------------- token ids
+    ids = b"1," * VALUES
+    add("ids and then a text", COMPLETIONS, lambda: b'{"prompt":[' + ids + b'"x"]}')
+    add("58,000 ids and then a text", COMPLETIONS, lambda: b'{"prompt":[' + b"1," * 58_000 + b'"x"]}')
+    add("ids without end", COMPLETIONS, lambda: b'{"prompt":[' + ids + b"1]}")
+    add("texts and then an id", COMPLETIONS, lambda: b'{"prompt":[' + b'"a",' * TEXTS + b"1]}")
+    add("a million texts", COMPLETIONS, lambda: filled({"prompt": "@"}, "a", VALUES))
+    add("lists of ids and then a text", COMPLETIONS, lambda: b'{"prompt":[' + b"[1]," * 60_000 + b'["x"]]}')
+    add("wrong values", COMPLETIONS, lambda: filled({"prompt": "@"}, True, VALUES))
+    add("numbers beyond all", COMPLETIONS, lambda: filled({"prompt": "@"}, b"1e999", VALUES))
+    add("fractions", COMPLETIONS, lambda: filled({"prompt": "@"}, b"1.23456", VALUES))
+    add("NaN", COMPLETIONS, lambda: filled({"prompt": "a", "temperature": "@"}, b"NaN", VALUES))
+    add("long integers", COMPLETIONS, lambda: filled({"prompt": "@"}, b"9" * 4000, VALUES))
+    # --------------------------------------------------------------------------------------------- the shape alone
+    add("brackets", CHAT, lambda: b"[" * MOST)
+    add("deep lists", CHAT, lambda: deep(b"[", b"]", MOST // 2 - 1))
+    add("deep objects", CHAT, lambda: deep(b'{"a":', b"}", MOST // 6 - 1))
+    add("empty lists", CHAT, lambda: filled({"messages": "@"}, [], VALUES // 2))
+    add("quotes", CHAT, lambda: b'"' * MOST)
+    add("backslashes", CHAT, lambda: b'"' + b"\\" * (MOST - 1))
+    add("texts of two characters", CHAT, lambda: b'"ab' * (MOST // 3))
+    add("blanks", CHAT, lambda: b" " * MOST)
+    add("a number of millions of digits", CHAT, lambda: b'{"max_tokens":' + b"9" * (MOST - 20) + b"}")
+    add("a fraction of millions of digits", CHAT, lambda: b'{"temperature":1.' + b"3" * (MOST - 20) + b"}")
+    add("a million members", CHAT, lambda: named("@", 700_000))
+    add("unknown members", CHAT, lambda: named("@", TEXTS))
+    add("one name again and again", CHAT, lambda: b"{" + b",".join([b'"a":1'] * TEXTS) + b"}")
+    add("null members", CHAT, lambda: named("@", TEXTS, None))
+    add(
+        "halves of characters",
+        COMPLETIONS,
+        lambda: texted({"prompt": "@"}).replace(b"a ", b"\\ud800")[: MOST - 2] + b'"}',
+    )
+    add("escaped characters", COMPLETIONS, lambda: b'{"prompt":"' + b"\\ud83d\\ude00" * 690_000 + b'"}')
+    # ------------------------------------------------------------------------------------------------------- texts
+    for path, body, names in (
+        (COMPLETIONS, text, ("prompt", "model", "user", "stop", "regex", "grammar", "json_schema")),
+        (CHAT, chat, ("model", "user", "tool_format", "prompt_cache_key", "reasoning_effort", "verbosity")),
+        (RESPONSES, answer, ("input", "instructions", "previous_response_id", "user")),
+        (MESSAGES, anthropic, ("system", "model")),
+    ):
+        for name in names:
+            add(f"{path} {name} of 8 MB", path, lambda body=body, name=name: texted({**body, name: "@"}))  # type: ignore[misc]
+    add("a message of 8 MB", CHAT, lambda: texted({"messages": [{"role": "user", "content": "@"}]}))
+    add(
+        "a message of control tokens",
+        CHAT,
+        lambda: texted({"messages": [{"role": "user", "content": "@"}]}, "<|im_end|>"),
+    )
+    add(
+        "a message of half control tokens",
+        CHAT,
+        lambda: texted({"messages": [{"role": "user", "content": "@"}]}, "<|im_"),
+    )
+    add("a message of blanks", CHAT, lambda: texted({"messages": [{"role": "user", "content": "@"}]}, " "))
+    add("a role of 8 MB", CHAT, lambda: texted({"messages": [{"role": "@", "content": "a"}]}))
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "@"}}
+    calls = {"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [call]}, USER], "max_tokens": 1}
+    add("arguments of 8 MB", CHAT, lambda: texted(calls, "[1,1],"))
+    add(
+        "arguments of millions of values",
+        CHAT,
+        lambda: written(calls).replace(b"@", b'{\\"a\\":[' + b"0," * 4_000_000 + b"0]}"),
+    )
+    add(
+        "arguments of many members",
+        CHAT,
+        lambda: written(calls).replace(b"@", b"{" + b",".join(b'\\"%d\\":1' % n for n in range(500_000)) + b"}"),
+    )
+    # ------------------------------------------------------------------------------------------------------- lists
+    add("messages", CHAT, lambda: filled({"messages": "@", "max_tokens": 1}, USER, 16_000))
+    add(
+        "messages, the last one wrong",
+        CHAT,
+        lambda: filled({"messages": "@", "max_tokens": 1}, USER, 16_000)[:-17] + b',{"role":1}],"n":1}',
+    )
+    add("messages that are none", CHAT, lambda: filled({"messages": "@"}, {"role": 1}, 32_000))
+    add("messages of unknown members", CHAT, lambda: filled({"messages": "@"}, {"a": 1, "b": 1}, 32_000))
+    add(
+        "parts",
+        CHAT,
+        lambda: filled({"messages": [{"role": "user", "content": "@"}]}, {"type": "text", "text": "a"}, 16_000),
+    )
+    add("calls", CHAT, lambda: filled({"messages": [USER, {"role": "assistant", "tool_calls": "@"}]}, call, 7_000))
+    add("tools", CHAT, lambda: filled({**chat, "tools": "@"}, TOOL, 16_000))
+    add(
+        "a wide tool",
+        CHAT,
+        lambda: written(
+            {**chat, "tools": [{"type": "function", "function": {"name": "f", "parameters": schema(16_000)}}]}
+        ),
+    )
+    add(
+        "a deep tool",
+        CHAT,
+        lambda: written(
+            {**chat, "tools": [{"type": "function", "function": {"name": "f", "parameters": branches(12)}}]}
+        ),
+    )
+    add(
+        "a description of 8 MB",
+        CHAT,
+        lambda: texted({**chat, "tools": [{"type": "function", "function": {"name": "f", "description": "@"}}]}),
+    )
+    add(
+        "a wide schema",
+        CHAT,
+        lambda: written(
+            {**chat, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema(16_000)}}}
+        ),
+    )
+    add(
+        "a schema of 8 MB",
+        CHAT,
+        lambda: filled(
+            {**chat, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": "@"}}}},
+            "ab",
+            TEXTS,
+        ),
+    )
+    for name in ("stop", "bad_words", "choice", "stop_token_ids", "banned_tokens", "allowed_tokens"):
+        item: Any = 5 if "token" in name else "ab"
+        add(
+            f"{name} without end",
+            CHAT,
+            lambda name=name, item=item: filled({**chat, name: "@"}, item, VALUES if item == 5 else TEXTS),
+        )  # type: ignore[misc]
+    add("biases", CHAT, lambda: named({**chat, "logit_bias": "@"}, TEXTS))
+    add("biases of texts", CHAT, lambda: named({**chat, "logit_bias": "@"}, TEXTS, "x"))
+    add("biases of sequences", CHAT, lambda: filled({**chat, "sequence_bias": "@"}, [[5], 1.0], 60_000))
+    add("tags", CHAT, lambda: named({**chat, "metadata": "@"}, 64_000, "a"))
+    add("variables of a template", CHAT, lambda: named({**chat, "chat_template_kwargs": "@"}, TEXTS))
+    add("documents", CHAT, lambda: filled({**chat, "documents": "@"}, {"text": "a"}, 16_000))
+    add("items", RESPONSES, lambda: filled({"input": "@", "max_output_tokens": 1}, USER, 16_000))
+    add(
+        "items of calls",
+        RESPONSES,
+        lambda: filled(
+            {"input": "@"}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}, 16_000
+        ),
+    )
+    add(
+        "items that are none",
+        RESPONSES,
+        lambda: filled({"input": "@"}, {"type": "message", "role": "user", "content": [{"type": "x"}]}, 16_000),
+    )
+    add("tools of responses", RESPONSES, lambda: filled({**answer, "tools": "@"}, FLAT, 16_000))
+    blocks = {**TOP, "messages": [{"role": "user", "content": "@"}]}
+    add("blocks", MESSAGES, lambda: filled(blocks, {"type": "text", "text": "a"}, 16_000))
+    add(
+        "results", MESSAGES, lambda: filled(blocks, {"type": "tool_result", "tool_use_id": "a", "content": "a"}, 10_000)
+    )
+    add("blocks that are none", MESSAGES, lambda: filled(blocks, {"type": "image"}, 32_000))
+    add("turns", MESSAGES, lambda: filled({**TOP, "messages": "@"}, USER, 16_000))
+    add(
+        "an input of a tool",
+        MESSAGES,
+        lambda: named(
+            {
+                **TOP,
+                "messages": [
+                    USER,
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": "@"}]},
+                    USER,
+                ],
+            },
+            TEXTS - 100,
+        ),
+    )
+    add(
+        "a wide input schema",
+        MESSAGES,
+        lambda: written({**anthropic, "tools": [{"name": "f", "input_schema": schema(16_000)}]}),
+    )
+    # ------------------------------------------------------------------------------------------- what is computed
+    add(
+        "echo with logprobs",
+        COMPLETIONS,
+        lambda: written({"prompt": ["a b c d " * 240] * 24, "max_tokens": 1, "echo": True, "logprobs": 20}),
+    )
+    add("128 prompts", COMPLETIONS, lambda: written({"prompt": ["a " * 32_000] * 128, "max_tokens": 1}))
+    add("tokens of 8 MB", "/tokenize", lambda: texted({"prompt": "@"}))
+    add("tokens of 8 MB, eight times", "/tokenize", lambda: texted({"prompt": "@"}), times=8)
+    add(
+        "tokens of a conversation of 8 MB",
+        "/tokenize",
+        lambda: texted({"messages": [{"role": "user", "content": "@"}]}),
+    )
+    add("tokens of 16,000 messages", "/tokenize", lambda: filled({"messages": "@"}, USER, 16_000))
+    add("texts of a million tokens", "/detokenize", lambda: filled({"tokens": "@"}, 5, VALUES))
+    add("texts of no tokens", "/detokenize", lambda: filled({"tokens": "@"}, "a", TEXTS))
+    add("a template of 8 MB", "/apply-template", lambda: texted({"messages": [{"role": "user", "content": "@"}]}))
+    add("a template of 16,000 messages", "/apply-template", lambda: filled({"messages": "@"}, USER, 16_000))
+    add(
+        "a count of 8 MB",
+        "/v1/messages/count_tokens",
+        lambda: texted({"model": "tiny", "messages": [{"role": "user", "content": "@"}]}),
+    )
+    add(
+        "a count of blocks",
+        "/v1/messages/count_tokens",
+        lambda: filled(
+            {"model": "tiny", "messages": [{"role": "user", "content": "@"}]}, {"type": "text", "text": "a"}, 32_000
+        ),
+    )
+    add("tokens of an input of 8 MB", "/v1/responses/input_tokens", lambda: texted({"input": "@"}))
+    add("tokens of items", "/v1/responses/input_tokens", lambda: filled({"input": "@"}, USER, 16_000))
+    for path, model in (("/v1/embeddings", "embed"),):
+        add("ids to embed", path, lambda model=model: filled({"model": model, "input": "@"}, 5, VALUES))  # type: ignore[misc]
+        add("texts to embed", path, lambda model=model: filled({"model": model, "input": "@"}, "a b", TEXTS))  # type: ignore[misc]
+        add(
+            "2,048 texts to embed", path, lambda model=model: filled({"model": model, "input": "@"}, "a b " * 900, 2048)
+        )  # type: ignore[misc]
+        add(
+            "a text of 8 MB to embed",
+            path,
+            lambda model=model: texted({"model": model, "input": "@", "truncate": True}),
+        )  # type: ignore[misc]
+    add(
+        "documents to rank",
+        "/v1/rerank",
+        lambda: filled({"model": "rank", "query": "a", "documents": "@"}, {"text": "a"}, 32_000),
+    )
+    add(
+        "2,048 documents to rank",
+        "/v1/rerank",
+        lambda: filled({"model": "rank", "query": "a", "documents": "@", "truncate": True}, "a b " * 900, 2048),
+    )
+    add("a query of 8 MB", "/v1/rerank", lambda: texted({"model": "rank", "query": "@", "documents": ["a"]}))
+    # ---------------------------------------------------------------------------------------------------- sockets
+    for path in (CHAT, COMPLETIONS):
+        for name in (
+            "ids and then a text",
+            "deep objects",
+            "unknown members",
+            "messages",
+            "a message of 8 MB",
+            "quotes",
+        ):
+            found[f"socket {path}: {name}"] = Attack(path, found[name].body, socket=True)
+    return found
+
+
+def stored(watch: "Watch") -> dict[str, Attack]:
+    """Readings of a response of megabytes, which is stored first: of 1,900 tokens, each with 20 others."""
+    body = {"input": "a", "max_output_tokens": 1900, "top_logprobs": 20, "ignore_eos": True, "temperature": 0}
+    name = json.loads(watch.whole(Attack(RESPONSES, lambda: written(body))))["id"]
+    paths = {"as it is": "", "as a stream": "?stream=true", "its items": "/input_items"}
+    found = {
+        f"what is stored, {said}": Attack(f"{RESPONSES}/{name}{path}", lambda: b"", times=2, method="GET")
+        for said, path in paths.items()
+    }
+    goes_on = {"input": "a", "max_output_tokens": 1, "previous_response_id": name}
+    return {**found, "what goes on from it": Attack(RESPONSES, lambda: written(goes_on))}
+
+
+# ------------------------------------------------------------------------------------------------------------ probe
+
+
+def probe(host: str, port: int) -> None:
+    """Ask for /health again and again on one connection; print when each was asked, and how long it took."""
+    with socket.create_connection((host, port), timeout=PATIENCE_S) as asked:
+        while True:
+            began = time.monotonic()
+            asked.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            got = b""
+            while b'{"status":"ok"}' not in got:
+                if not (piece := asked.recv(4096)):
+                    return
+                got += piece
+            print(began, time.monotonic() - began, flush=True)
+            time.sleep(PAUSE_S)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one attack did: seconds that /health took at most, bytes of memory at the peak, and its answer."""
+
+    health_s: float
+    peak: int
+    took_s: float
+    said: str
+
+
+class Watch:
+    """A server's process, seen from others."""
+
+    def __init__(self, address: str, pid: int) -> None:
+        self._host, self._port = (urlsplit(address).hostname or "", urlsplit(address).port or 0)
+        self.pid = pid
+        self._status = ""
+
+    def least_held(self, attack: Attack, most_s: float) -> Held:
+        """:meth:`held` of the try in which /health took the least, unless an earlier one took less than ``most_s``."""
+        tried: list[Held] = []
+        while len(tried) < TRIES and (not tried or tried[-1].health_s >= most_s):
+            tried.append(self.held(attack))
+        return min(tried, key=lambda held: held.health_s)
+
+    def held(self, attack: Attack) -> Held:
+        """Send an attack, and see how the server does meanwhile, and for a moment after."""
+        body = attack.body()
+        self.clear_peak()
+        with self.watching() as looks:
+            began = time.monotonic()
+            with ThreadPoolExecutor(attack.times) as pool:
+                send = self.converse if attack.socket else self.send
+                said = list(pool.map(lambda _: send(attack, body), range(attack.times)))[-1]
+            took = time.monotonic() - began
+            time.sleep(0.1)
+        return Held(max(looks), self.peak(), took, said)
+
+    @contextmanager
+    def watching(self) -> Iterator[list[float]]:
+        """Seconds that each look at /health took in the block; they are there after it."""
+        looks: list[float] = []
+        with tempfile.TemporaryFile("w+") as out:
+            command = [sys.executable, __file__, "--probe", self._host, str(self._port)]
+            with subprocess.Popen(command, stdout=out) as asking:
+                until = time.monotonic() + PATIENCE_S
+                while out.seek(0, os.SEEK_END) == 0 and time.monotonic() < until:
+                    time.sleep(0.01)
+                began = time.monotonic()
+                try:
+                    yield looks
+                finally:
+                    asking.kill()
+            ended = time.monotonic()
+            out.seek(0)
+            found = [tuple(map(float, line.split())) for line in out if line.endswith("\n") and line.count(" ") == 1]
+            looks += [took for at, took in found if at + took > began]
+            last = max((at + took for at, took in found), default=began)
+            looks.append(ended - last)  # the one that had no answer yet
+
+    def clear_peak(self) -> None:
+        """Forget the peak of the memory so far."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        """Bytes that the server held at most since then."""
+        line = next(
+            line for line in Path(f"/proc/{self.pid}/status").read_text().splitlines() if line.startswith("VmHWM")
+        )
+        return int(line.split()[1]) << 10
+
+    def send(self, attack: Attack, body: bytes) -> str:
+        """The status, the beginning and the size of the answer to a request."""
+        got = self.whole(attack, body)
+        return f"{self._status} {got[:120].decode('utf-8', 'replace')} ({len(got)} bytes)"
+
+    def whole(self, attack: Attack, body: bytes | None = None) -> bytes:
+        """The body of the answer to a request."""
+        body = attack.body() if body is None else body
+        head = f"{attack.method} {attack.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += "anthropic-version: 2026-10-21\r\nContent-Type: application/json\r\n"
+        pieces = []
+        with socket.create_connection((self._host, self._port), timeout=PATIENCE_S) as asked, suppress(ConnectionError):
+            asked.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            while piece := asked.recv(1 << 20):
+                pieces.append(piece)
+        status, _, said = b"".join(pieces).partition(b"\r\n\r\n")
+        self._status = status[9:12].decode()
+        return said
+
+    def converse(self, attack: Attack, body: bytes) -> str:
+        """The beginning of the first message that answers one."""
+        from websockets.sync.client import connect
+
+        with connect(f"ws://{self._host}:{self._port}{attack.path}", max_size=None, compression=None) as asked:
+            asked.send(body.decode())
+            return str(asked.recv(timeout=PATIENCE_S))[:120]
+
+
+def main() -> None:
+    """Print the table."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("bundle", type=Path)
+    asked.add_argument("--embed", type=Path)
+    asked.add_argument("--rank", type=Path)
+    asked.add_argument("--only", default="")
+    asked.add_argument("--most-ms", type=float, default=100.0, help="tried again where it is more")
+    given = asked.parse_args()
+    from doubles.services import service_process
+
+    models = {"tiny": given.bundle, "embed": given.embed, "rank": given.rank}
+    with service_process(models={name: str(path) for name, path in models.items() if path}) as process:
+        watch = Watch(process.address, process.popen.pid)
+        with watch.watching() as idle:
+            time.sleep(2)
+        print(f"idle: /health took {max(idle) * 1e3:.0f} ms at most")
+        for name, attack in {**attacks(), **stored(watch)}.items():
+            if given.only in name:
+                held = watch.least_held(attack, given.most_ms / 1e3)
+                print(
+                    f"{held.health_s * 1e3:8.0f} ms {held.peak >> 20:6} MB {held.took_s:7.2f} s  {name}: {held.said}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--probe"]:
+        probe(sys.argv[2], int(sys.argv[3]))
+    else:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        main()

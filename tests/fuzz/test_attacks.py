@@ -1,0 +1,71 @@
+"""No body within the limits holds up everybody: ``/health`` is asked all the time, from another process.
+
+``python tests/fuzz/attacks.py BUNDLE`` prints a table of the same.
+"""
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from doubles.services import service_process
+from doubles.serving import retold
+
+
+def _attacks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("attacks", Path(__file__).with_name("attacks.py"))
+    assert spec is not None and spec.loader is not None
+    found = sys.modules["attacks"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+ATTACKS = _attacks()
+# /health takes no longer beside any body, on a machine that does nothing else. On a busy one each turn of the loop
+# takes longer, in proportion to how many want a processor. What held the loop once held it for 0.3 to 74 s.
+MOST_S = 0.1
+# Bytes of the whole process; eight texts of 8 MB to be tokenized once took it to twelve billion.
+MOST_MEMORY = 1 << 30
+HELD_S = 0.6  # a planted pause
+pytestmark = pytest.mark.slow
+
+
+def most_s() -> float:
+    return MOST_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@pytest.fixture(scope="module")
+def watch(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    bundle = retold(tiny_bundle, tmp_path_factory.mktemp("attacked") / "bundle")
+    with service_process(models={"tiny": bundle}) as process:
+        yield ATTACKS.Watch(process.address, process.popen.pid)
+
+
+@pytest.mark.parametrize("name", ATTACKS.attacks())
+def test_no_body_holds_up_others(watch, name: str):
+    held = watch.least_held(ATTACKS.attacks()[name], MOST_S)
+    assert held.health_s < most_s() and held.peak < MOST_MEMORY, held
+
+
+def test_reading_what_is_stored_holds_up_nobody(watch):
+    for name, attack in ATTACKS.stored(watch).items():
+        held = watch.least_held(attack, MOST_S)
+        assert held.health_s < most_s(), (name, held)
+
+
+def test_a_loop_that_is_held_would_be_noticed(watch, monkeypatch: pytest.MonkeyPatch):
+    """By one that is stopped for as long as nobody would notice by the answer alone."""
+
+    def send(attack: object, body: bytes) -> str:
+        os.kill(watch.pid, signal.SIGSTOP)
+        time.sleep(HELD_S)
+        os.kill(watch.pid, signal.SIGCONT)
+        return ""
+
+    monkeypatch.setattr(watch, "send", send)
+    assert watch.held(ATTACKS.Attack("", lambda: b"")).health_s > HELD_S / 2
