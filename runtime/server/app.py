@@ -28,7 +28,6 @@ ROUTERS = (
     completions.router,
     responses.router,
     messages.router,
-    messages.sockets,
     embeddings.router,
     tokens.router,
     health.router,

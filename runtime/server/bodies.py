@@ -29,8 +29,8 @@ KINDS: dict[str, Any] = {
 
 
 class Body(BaseModel):
-    """A body that clients send, or an object in one: null is absent, none of the rest is converted, and a parameter that
-    is not known here is refused by name."""
+    """A body that clients send, or an object in one: null is absent, none of the rest is converted, and a parameter
+    that is not known here is refused by name."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     IGNORED: ClassVar[frozenset[str]] = frozenset()
@@ -42,7 +42,7 @@ class Body(BaseModel):
         if not isinstance(given, Mapping):
             return given
         for name in cls.IGNORED & given.keys():
-            if given[name] is not None:
+            if given[name] not in (None, [], {}):
                 ignore(name)
         return {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
 

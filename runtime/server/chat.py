@@ -33,7 +33,7 @@ from llmc.runtime.server.errors import ApiError, named
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
-from llmc.runtime.server.sockets import CHUNKS, converse
+from llmc.runtime.server.sockets import converse
 from llmc.runtime.server.streams import Chunks, EventStream, guarded, unless_gone
 from llmc.runtime.server.validation import read_json
 
@@ -500,4 +500,4 @@ async def chat_completions(body: ChatRequest, request: Request, service: Service
 @router.websocket("/v1/chat/completions")
 async def chat_socket(socket: WebSocket) -> None:
     """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, CHUNKS, partial(read_json, ChatRequest), partial(_events, service_at(socket)))
+    await converse(socket, partial(read_json, ChatRequest), partial(_events, service_at(socket)))

@@ -13,7 +13,6 @@ from doubles.serving import serving
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.response_store import ResponseStore, Stored
-from llmc.runtime.server.sockets import manner_of
 
 GREEDY: dict[str, Any] = {
     "model": "able",
@@ -340,64 +339,3 @@ def test_input_tokens_are_those_that_the_request_would_have(able_openai: openai.
         assert count.input_tokens == able_openai.responses.create(**GREEDY, **given, **more).usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="personality is not a parameter"):
         able_openai.responses.input_tokens.count(model="able", input="a", personality="friendly")
-
-
-# OpenAI's client opens it in a way that the library calls old.
-@pytest.mark.filterwarnings("ignore:connect:DeprecationWarning")
-class TestSocket:
-    def test_is_that_of_openais_client_and_goes_on_from_what_it_said(self, able_openai: openai.OpenAI):
-        whole = able_openai.responses.create(**GREEDY)
-        with able_openai.responses.connect() as socket:
-            socket.response.create(**GREEDY)
-            first = ended(socket)
-            socket.response.create(**{**GREEDY, "previous_response_id": first[-1].response.id})
-            second = ended(socket)
-        assert first[-1].response.output_text == whole.output_text
-        assert [event.sequence_number for event in first] == list(range(len(first)))
-        wanted = able_openai.responses.create(**GREEDY, previous_response_id=whole.id)
-        assert second[-1].response.output_text == wanted.output_text
-        assert second[-1].response.usage.input_tokens == wanted.usage.input_tokens
-
-    def test_answers_what_comes_amid_an_answer_after_it(self, able_openai: openai.OpenAI):
-        with able_openai.responses.connect() as socket:
-            for tokens in (60, 3):
-                socket.send_raw(asked(max_output_tokens=tokens, ignore_eos=True))
-            assert [ended(socket)[-1].response.usage.output_tokens for _ in range(2)] == [60, 3]
-
-    def test_tells_errors_and_goes_on(self, able_openai: openai.OpenAI):
-        with able_openai.responses.connect() as socket:
-            for message, said in [
-                ('{"input": "a"}', "type is missing"),
-                ("no JSON", "JSON"),
-                (b'{"type": "response.create", "input": "a", "stream_id": "x"}', "stream_id is not a parameter"),
-                ('{"type": "response.create", "input": "a", "previous_response_id": "resp_x"}', "no response"),
-            ]:
-                socket.send_raw(message)
-                (error,) = ended(socket)
-                assert error.type == "error" and said in error.error.message
-                assert error.status == (404 if said == "no response" else 400)
-            socket.response.create(**GREEDY)
-            assert ended(socket)[-1].type == "response.incomplete"
-
-    def test_takes_so_many_messages_ahead_and_no_more(self, able_openai: openai.OpenAI):
-        most = manner_of("/v1/responses").waiting
-        with able_openai.responses.connect() as socket:
-            for _ in range(most + 2):
-                socket.send_raw(asked(max_output_tokens=100, ignore_eos=True))
-            events = [socket.recv()]
-            while sum(event.type == "response.incomplete" for event in events) < most + 1:
-                events.append(socket.recv())
-        errors = [event for event in events if event.type == "error"]
-        assert [(error.status, error.error.code) for error in errors] == [(429, "queue_full")]
-
-
-def asked(**given: Any) -> str:
-    return json.dumps({"type": "response.create", **GREEDY, **given})
-
-
-def ended(socket: Any) -> list[Any]:
-    """The events of one answer."""
-    events = [socket.recv()]
-    while events[-1].type not in ("response.completed", "response.incomplete", "response.failed", "error"):
-        events.append(socket.recv())
-    return events
