@@ -84,6 +84,10 @@ class ToolUseBlock(Body):
     input: dict[str, JsonValue]
     caller: Direct | None = None
 
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        return ToolCall(plain_id(self.id), self.name, json.dumps(self.input, ensure_ascii=False)).to_dict()
+
 
 class ToolResultBlock(Body):
     """The result of a call."""
@@ -139,10 +143,7 @@ class AssistantMessage(Body):
         if thoughts:
             found["reasoning_content"] = "".join(thoughts)
         if calls:
-            made = (
-                ToolCall(plain_id(call.id), call.name, json.dumps(call.input, ensure_ascii=False)) for call in calls
-            )
-            found["tool_calls"] = [call.to_dict() for call in made]
+            found["tool_calls"] = [call.plain() for call in calls]
         yield found
 
 

@@ -56,8 +56,7 @@ class Output:
         item, self._open = self.items[-1], None
         item["status"] = status
         if item["type"] == "function_call":
-            whole = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", **whole)
+            yield self._event("response.function_call_arguments.done", arguments=item["arguments"])
         else:
             part = item["content"][0]
             logprobs = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}

@@ -703,6 +703,12 @@ async def responses(body: ResponseRequest, request: Request, owner: Owner, servi
         return JSONResponse(await unless_gone(request, turn.whole(model, handle)))
 
 
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact() -> None:
+    """Refuse what clients try before they do without."""
+    raise ApiError(404, "conversations are not compacted here; truncation: auto drops what is oldest")
+
+
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(body: Prompted, owner: Owner, service: Served) -> InputTokens:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""

@@ -197,10 +197,7 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_anthro
         ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens is 4, expected less than"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1, "display": "omitted"}}, "display"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
-        (
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            "tool_choice.disable_parallel_tool_use is true, but tools is empty",
-        ),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
         ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools[0]"),
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "So"}]}]},

@@ -37,6 +37,7 @@ CALLED: dict[str, Any] = {
 }
 
 
+ALLOWED: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
 COUNTED = {"model", "input", "instructions", "tools", "reasoning", "previous_response_id"}
 
 
@@ -185,8 +186,7 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_openai
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"conversation": "x"}, "conversation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-        ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"truncation": "auto", "on_overflow": "sink"}, "on_overflow"),
         ({"input": []}, "input"),
@@ -196,7 +196,10 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_openai
             "input[0].content[0]",
         ),
         ({"metadata": {"a": 1}}, "metadata.a"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        (
+            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "function", "name": "x"}]}},
+            "tool_choice.tools",
+        ),
         ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"safety_identifier": "x" * 257}, "safety_identifier"),
@@ -207,6 +210,25 @@ def test_what_is_not_honoured_is_refused_by_name(able_http: httpx.Client, given:
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param
+
+
+def test_what_changes_no_answer_is_accepted_and_named(able_http: httpx.Client):
+    given = {
+        "service_tier": "flex",
+        "stream_options": {"include_obfuscation": True},
+        "max_tool_calls": 3,
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+    }
+    answer = able_http.post("/v1/responses", json={**GREEDY, **given})
+    named = set(answer.headers["x-llmc-ignored"].split(", "))
+    assert answer.status_code == 200
+    assert named == {*given, "summary", "include.reasoning.encrypted_content"} - {"reasoning", "include"}
+    without = able_http.post("/v1/responses", json={**GREEDY, "include": given["include"]})
+    assert [item["content"] for item in answer.json()["output"]] == [
+        item["content"] for item in without.json()["output"]
+    ]
 
 
 def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_openai: openai.OpenAI):
