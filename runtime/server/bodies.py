@@ -41,7 +41,7 @@ class Body(BaseModel):
     def _leave_out(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        for name in cls.IGNORED & given.keys():
+        for name in sorted(cls.IGNORED & given.keys()):
             if given[name] not in (None, [], {}):
                 ignore(name)
         return {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}

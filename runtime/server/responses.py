@@ -58,7 +58,7 @@ class InputText(Body):
 class OutputText(Body):
     """Text of an earlier answer."""
 
-    IGNORED = frozenset({"annotations", "logprobs"})
+    IGNORED = frozenset({"annotations", "logprobs", "parsed"})  # the client writes what it parsed into its objects
     type: Literal["output_text"]
     text: str
 
@@ -80,7 +80,7 @@ class MessageItem(Body):
 class CallItem(Body):
     """A call in an earlier answer."""
 
-    IGNORED = frozenset({"caller", "created_by"})
+    IGNORED = frozenset({"caller", "created_by", "parsed_arguments"})
     type: Literal["function_call"]
     id: str | None = None
     call_id: str

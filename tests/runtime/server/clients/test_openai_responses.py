@@ -1,7 +1,7 @@
 """OpenAI's client and its responses: what it was given it gives back, as objects and as their dumps with every null."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pytest
 from pydantic import BaseModel, Field
@@ -17,7 +17,6 @@ class Sum(BaseModel):
     """Numbers to add."""
 
     a: Annotated[int, Field(ge=0, le=9)]
-    unit: Literal["m", "s"] | None = None
 
 
 TOOLS: Any = [openai.pydantic_function_tool(Sum, name="add")["function"] | {"type": "function"}]
