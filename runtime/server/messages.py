@@ -174,11 +174,9 @@ class Tool(Body):
 
     def plain(self) -> dict[str, Any]:
         """The tool as templates and grammars read it."""
-        about = {} if self.description is None else {"description": self.description}
-        return {
-            "type": "function",
-            "function": {"name": self.name, **about, "parameters": self.input_schema},
-        }
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        given = {**function, "strict": self.strict}
+        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 class AutoChoice(Body):
@@ -343,6 +341,7 @@ class MessageRequest(Sampled, Prompted):
             "tool_format": self.tool_format,
             "parallel_tool_calls": parallel,
             "reasoning_budget": self._budget(),
+            "ignored": ignore,
         }
 
     def _tool_choice(self) -> str:

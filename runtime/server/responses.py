@@ -145,7 +145,7 @@ class Tool(Body):
 
     def plain(self) -> dict[str, Any]:
         """The tool as templates and grammars read it."""
-        function = self.model_dump(exclude_none=True, include={"name", "description", "parameters"})
+        function = self.model_dump(exclude_none=True, include={"name", "description", "parameters", "strict"})
         return {"type": "function", "function": function}
 
 
@@ -323,6 +323,7 @@ class ResponseRequest(Sampled, Prompted):
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning_budget": EFFORTS.get(effort or ""),
+            "ignored": ignore,
         }
 
     @property

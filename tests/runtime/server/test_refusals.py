@@ -115,7 +115,6 @@ def test_what_stands_in_quotes_stays():
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         (RESPONSES, {"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id"),
         (COMPLETIONS, {"prompt": "a", "stream_options": {"include": True}, "stream": True}, "stream_options.include"),
-        (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options"),
         (RESPONSES, {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
         (CHAT, {"messages": [USER], "num_beams": 2, "n": 2}, "n"),

@@ -122,3 +122,21 @@ def test_ids_are_written_as_published(able_http: httpx.Client):
     used = next(block for block in message["content"] if block["type"] == "tool_use")
     found = [response["id"], call["id"], call["call_id"], message["id"], used["id"]]
     assert [name.partition("_")[0] for name in found] == ["resp", "fc", "call", "msg", "toolu"]
+
+
+LOOSE = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_a_schema_that_cannot_be_enforced_is_loosened_unless_its_tool_is_strict(
+    able_http: httpx.Client, strict: bool | None
+):
+    version = {"anthropic-version": "2023-06-01"}
+    function = {"type": "function", "name": "add", "parameters": LOOSE, "strict": strict}
+    used = {"name": "add", "input_schema": LOOSE, "strict": strict}
+    for answer in (
+        able_http.post("/v1/responses", json={**RESPONSE, "tools": [function]}),
+        able_http.post("/v1/messages", json={**MESSAGE, "tools": [used]}, headers=version),
+    ):
+        assert answer.status_code == (400 if strict else 200)
+        assert strict or "tools.uniqueItems" in answer.headers["x-llmc-ignored"]
