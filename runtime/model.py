@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from llmc.bundle import Manifest, of_same, publication, read_bundle, undisturbed, unlisted_files, verify_files
-from llmc.errors import EngineClosedError, UsageError, written
+from llmc.errors import EngineClosedError, GrammarError, UsageError, written
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
@@ -44,7 +45,7 @@ from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.text.trial import tried_tokenizer
 from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import writer
-from llmc.runtime.tools.plan import plan_chat
+from llmc.runtime.tools.plan import ChatPlan, plan_chat
 from llmc.runtime.tools.thinking import marks_of
 
 if TYPE_CHECKING:
@@ -413,6 +414,7 @@ class Model:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         parse_special: bool = False,
+        ignored: Callable[[str], None] | None = None,
         **sampling: Any,
     ) -> ChatHandle:
         """Like :meth:`chat`, as an iterator of the answer's text, with deltas of content, reasoning and calls.
@@ -434,6 +436,9 @@ class Model:
                 answering it; the result has what is new. No reasoning comes before it.
             parse_special: take special tokens that messages spell, such as ``<|im_end|>``, for special tokens; then
                 whoever writes a message can end it, and speak in any role. By default they are text.
+            ignored: is told the name of what is left out, for it changes little: names of messages that the template
+                does not show; and where the model need not call, keywords of schemas of tools that are not ``strict``
+                and cannot be enforced. By default these are refused.
             sampling: as for :meth:`generate`.
 
         Raises:
@@ -450,6 +455,7 @@ class Model:
             not continue_final_message,
             continue_final_message=continue_final_message,
             write=writer(tool_format),
+            ignored=ignored,
             **variables,
         )
         plan = plan_chat(
@@ -462,8 +468,23 @@ class Model:
             reasoning_budget=reasoning_budget,
             goes_on=continue_final_message,
         )
+        try:
+            return self._submit_chat(ids, plan, plan, sampling)
+        except GrammarError:
+            if ignored is None:
+                raise
+            for looser, left_out in plan.loosened():
+                with suppress(GrammarError):
+                    handle = self._submit_chat(ids, looser, plan, sampling)
+                    for name in left_out:
+                        ignored(name)
+                    return handle
+            raise
+
+    def _submit_chat(self, ids: list[int], plan: ChatPlan, read: ChatPlan, sampling: Mapping[str, Any]) -> ChatHandle:
+        """Submit a conversation whose answer is bound by ``plan``, and read by ``read``."""
         request = self.request(ids, **plan.sampling(self.tokenizer, sampling))
-        handle = self.engine.submit(request, partial(ChatHandle, parser=plan.parser))
+        handle = self.engine.submit(request, partial(ChatHandle, parser=read.parser))
         handle.owner = self
         return handle
 

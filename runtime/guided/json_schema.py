@@ -61,6 +61,8 @@ _FORMAT_PATTERNS = {
 }
 _FORMAT_PATTERNS["date-time"] = f"(?:{_FORMAT_PATTERNS['date']})[tT](?:{_FORMAT_PATTERNS['time']})"
 _LONGEST_HOSTNAME = 253
+# Those above, and those of which the library knows what they say.
+_FORMATS = {*_FORMAT_PATTERNS, "duration", "email", "ipv4", "ipv6", "unknown", "uri", "uuid"}
 _BOUNDS = {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"}
 _NUMBERS = ("const", "enum", "multipleOf", *sorted(_BOUNDS))
 # Keywords beside which another one with subschemas makes the library enforce both at once.
@@ -149,6 +151,45 @@ def enforceable(schema: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         if isinstance(node.get("patternProperties"), dict):
             node["patternProperties"] = {spelt[name]: value for name, value in node["patternProperties"].items()}
     return schema, escapes
+
+
+def without_unenforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A schema without the keywords that cannot be enforced, and their names; of ``oneOf`` the alternatives are left.
+
+    Raises:
+        GrammarError: it is no schema.
+    """
+    found = json.loads(json.dumps(schema))
+    names = []
+    for path, node in _nodes(found):
+        for name in list(node):
+            if name == "oneOf" and "anyOf" not in node:
+                node["anyOf"] = node.pop(name)
+            elif _is_enforceable(path, node, name):
+                continue
+            else:
+                del node[name]
+            names.append(name)
+    return found, names
+
+
+def _is_enforceable(path: str, node: dict[str, Any], name: str) -> bool:
+    """True if a keyword of a subschema may be enforced, as far as its value tells."""
+    if name == "oneOf" or (name == "format" and node[name] not in _FORMATS):
+        return False
+    try:
+        _check_keywords(path, {key: node[key] for key in ("additionalProperties", name) if key in node})
+    except GrammarError:
+        return False
+    return True
+
+
+def without_rules(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A schema of objects with the names of another's properties, which may have any values."""
+    named, required = schema.get("properties"), schema.get("required")
+    properties = {name: {} for name in named} if isinstance(named, Mapping) else {}
+    needed = [name for name in required if name in properties] if isinstance(required, list | tuple) else []
+    return {"type": "object", "properties": properties, "required": needed}, ["parameters"]
 
 
 def _spell_format(path: str, node: dict[str, Any]) -> None:

@@ -28,7 +28,6 @@ ROUTERS = (
     completions.router,
     responses.router,
     messages.router,
-    messages.sockets,
     ollama.router,
     embeddings.router,
     tokens.router,

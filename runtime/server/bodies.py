@@ -42,8 +42,8 @@ def _fail_fast(schema: Any) -> None:
 
 
 class Body(BaseModel):
-    """A body that clients send, or an object in one: null is absent, nothing else is converted, and a parameter that is
-    not known here is refused by name."""
+    """A body that clients send, or an object in one: null is absent, nothing else is converted, and a parameter that
+    is not known here is refused by name."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     IGNORED: ClassVar[frozenset[str]] = frozenset()
@@ -54,8 +54,8 @@ class Body(BaseModel):
     def _leave_out(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        for name in cls.IGNORED & given.keys():
-            if given[name] is not None:
+        for name in sorted(cls.IGNORED & given.keys()):
+            if given[name] not in (None, [], {}):
                 ignore(name)
         found = {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
         if len(found) > len(cls.model_fields) and cls.model_config.get("extra") == "forbid":
@@ -104,14 +104,9 @@ class StreamOptions(Body):
 
 
 def check_stream(stream: bool | None, options: Body | None) -> None:
-    """Refuse settings of a stream that is none.
-
-    Raises:
-        ApiError: they are given.
-    """
+    """Settings of a stream that is none change nothing."""
     if options is not None and not stream:
-        said = "stream_options is given without stream; leave it out, or set stream to true"
-        raise ApiError(400, said, param="stream_options")
+        ignore("stream_options")
 
 
 class Wanted(Body):
@@ -143,6 +138,31 @@ else:
     _Sampling = create_model("_Sampling", __base__=Body, **_sampling())
 
 
+# Other servers' names of parameters that are here under llmc's.
+RENAMED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+ANY = -1  # of parameters that other servers take for none by this value
+
+
+class StructuredOutputs(Body):
+    """vLLM's form of the output."""
+
+    json_schema: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def form(self) -> dict[str, Any]:
+        """The sampling parameter that it is."""
+        schema = {"type": "object"} if self.json_object and self.json_schema is None else self.json_schema
+        return {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+
+
 class Sampled(_Sampling):
     """The parameters that all requests for text have."""
 
@@ -152,7 +172,30 @@ class Sampled(_Sampling):
         bool | None,
         Field(description="special tokens that texts spell are special tokens, where the server allows it; extension"),
     ] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Field(description="vLLM's word for the form")] = None
     x_llmc: Wanted | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _respell(cls, given: Any) -> Any:
+        """Other servers' spellings in llmc's words.
+
+        Raises:
+            ApiError: a parameter is given under two names.
+        """
+        if not isinstance(given, Mapping):
+            return given
+        found = {name: value for name, value in given.items() if not (name == "seed" and _is(value, ANY))}
+        for name in RENAMED.keys() & found.keys():
+            value, own = found.pop(name), RENAMED[name]
+            if value is not None and found.get(own) is not None:
+                raise ApiError(400, f"{name} is another name of {own}; give one of them", param=name)
+            found[own] = value if value is not None else found.get(own)
+        if _is(found.get("top_k"), ANY):
+            found["top_k"] = 0
+        if _is(found.get("top_p"), 0):  # nothing but the most probable token
+            found = {**found, "top_p": None, "temperature": 0}
+        return found
 
     def sampling(self, **own: Any) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream`: the parameters given here, and ``own`` before them.
@@ -162,9 +205,20 @@ class Sampled(_Sampling):
         """
         given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
         own = {name: value for name, value in own.items() if value is not None}
+        if self.structured_outputs is not None:
+            form = {name: value for name, value in self.structured_outputs.form().items() if value is not None}
+            if twice := sorted(form.keys() & {**given, **own}.keys()):
+                said = f"structured_outputs gives {twice[0]}, which another parameter does too; leave one out"
+                raise ApiError(400, said, param="structured_outputs")
+            own |= form
         if twice := sorted(given.keys() & own.keys()):
             raise ApiError(400, f"{twice[0]} is given twice, once by another parameter; leave one out", param=twice[0])
         return {**given, **own}
+
+
+def _is(value: Any, number: int) -> bool:
+    """True if a value of JSON is this number, and no truth value."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and value == number
 
 
 class Usage(TypedDict):
@@ -207,6 +261,17 @@ def told(wanted: Wanted | None, model: Model, result: GenerationResult) -> dict[
             "decode_tokens_per_s": times.decode_tokens_per_s,
         }
     return {"x_llmc": found} if found else {}
+
+
+def unknown_usage(options: StreamOptions | None) -> dict[str, Any]:
+    """The member of every chunk before the last where a stream is to end with its usage."""
+    return {"usage": None} if options is not None and options.include_usage else {}
+
+
+def asked_at_the_end(body: Any, model: Model, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    """The members of a stream's last chunk that its request asked for: usage, and facts of the first result."""
+    usage = {"usage": usage_of(results)} if unknown_usage(body.stream_options) else {}
+    return {**usage, **told(body.x_llmc, model, results[0])}
 
 
 def biases(logit_bias: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -14,6 +14,7 @@ from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta
 from llmc.runtime.server.aside import aside
 from llmc.runtime.server.bodies import (
+    ANY,
     Body,
     CacheKey,
     Logged,
@@ -24,20 +25,24 @@ from llmc.runtime.server.bodies import (
     ToolFormat,
     Usage,
     Verbosity,
+    asked_at_the_end,
     biases,
     check_stream,
     told,
+    unknown_usage,
     usage_of,
 )
 from llmc.runtime.server.errors import ApiError, named
+from llmc.runtime.server.ignored import ignore
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
-from llmc.runtime.server.sockets import CHUNKS, converse
-from llmc.runtime.server.streams import Chunks, EventStream, answered, guarded, unless_gone
+from llmc.runtime.server.sockets import converse
+from llmc.runtime.server.streams import Chunks, EventStream, answered, encoded, guarded, unless_gone
 from llmc.runtime.server.validation import given, read_json
 
 router = APIRouter(tags=["OpenAI"])
+CALL_ID = "call_"  # with which ids of calls begin in OpenAI's dialect
 # Tokens that a model may think, by OpenAI's words for effort; "none" asks the template for no thoughts at all.
 EFFORTS = {"minimal": 128, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None}
 
@@ -48,12 +53,31 @@ EFFORTS = {"minimal": 128, "low": 1024, "medium": 4096, "high": 16384, "xhigh": 
 class TextPart(Body):
     """A piece of a message; text is all that these models read."""
 
+    IGNORED = frozenset({"annotations", "cache_control", "prompt_cache_breakpoint"})
+
     type: Literal["text"]
     text: str
 
 
+class RefusalPart(Body):
+    """A piece of a message in which the assistant refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What the assistant said."""
+        return self.refusal
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
 class CalledFunction(Body):
     """A function that the model called."""
+
+    IGNORED = frozenset({"provider_specific_fields"})
 
     name: str
     arguments: Annotated[str, Field(description="JSON, as the model wrote it")]
@@ -62,22 +86,27 @@ class CalledFunction(Body):
 class Call(Body):
     """A call in a message of the assistant."""
 
+    IGNORED = frozenset({"cache_control", "caller", "index", "provider_specific_fields"})
+
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class ChatMessage(Body):
     """One message of a conversation."""
 
+    # What answers carry that is not shown to models, and what other servers' caches are told.
+    IGNORED = frozenset({"annotations", "cache_control", "provider_specific_fields", "thinking_blocks"})
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
-    name: Annotated[str | None, Field(description="for templates that show it, and refused by others")] = None
+    content: str | Annotated[list[Part], Field(min_length=1)] | None = None
+    name: Annotated[str | None, Field(description="for templates that show it, and ignored by others")] = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str | None, Field(description="another name of reasoning_content")] = None
-    refusal: None = None
+    refusal: str | None = None
 
     def plain(self, where: str) -> dict[str, Any]:
         """The message as chat templates read it: they know no developers, who are the system's voice.
@@ -86,22 +115,32 @@ class ChatMessage(Body):
             ApiError: it has what its role has not, or no content.
         """
         for name in self.model_fields_set & OF_ROLES.keys():
-            if getattr(self, name) is not None and self.role != OF_ROLES[name]:
+            if getattr(self, name) not in (None, []) and self.role != OF_ROLES[name]:
                 said = f"{where}.{name} is for messages of the role {OF_ROLES[name]}, not {self.role}; leave it out"
                 raise ApiError(400, said, param=f"{where}.{name}")
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"{where}.content is missing, expected text", param=f"{where}.content")
         _one(f"{where}.reasoning_content", self.reasoning_content, f"{where}.reasoning", self.reasoning)
-        found = self.model_dump(exclude_none=True)
+        found = self.model_dump(exclude_none=True, exclude={"refusal"})
         if isinstance(self.content, list):
             found["content"] = "".join(part.text for part in self.content)
         if self.content is None:
-            found["content"] = ""
+            found["content"] = self.refusal or ""
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = _own_id(self.tool_call_id)
+        if calls := found.pop("tool_calls", None):
+            found["tool_calls"] = [{**call, "id": _own_id(call["id"])} for call in calls]
         return {**found, "role": "system" if self.role == "developer" else self.role}
+
+
+def _own_id(given: str) -> str:
+    """The id of a call as the model's template has it, which may take no other than nine letters and digits."""
+    return given.removeprefix(CALL_ID)
 
 
 # Fields of messages of one role alone.
 OF_ROLES = {
+    "refusal": "assistant",
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
     "reasoning": "assistant",
@@ -124,7 +163,7 @@ class Function(Body):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[bool | None, Field(description="arguments always follow the schema, whatever is said here")] = (
+    strict: Annotated[bool | None, Field(description="refuse the schema where a keyword of it cannot be enforced")] = (
         None
     )
 
@@ -132,12 +171,14 @@ class Function(Body):
 class Tool(Body):
     """A tool: functions are all there are."""
 
+    IGNORED = frozenset({"cache_control"})
+
     type: Literal["function"]
     function: Function
 
     def plain(self) -> dict[str, Any]:
         """The tool as templates and grammars read it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
 
 
 class NamedFunction(Body):
@@ -151,6 +192,20 @@ class NamedTool(Body):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Body):
+    """Those of the tools that may be called, and whether one must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedChoice(Body):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class Schema(Body):
@@ -169,9 +224,10 @@ class TextFormat(Body):
 
 
 class ObjectFormat(Body):
-    """A JSON object of any form."""
+    """A JSON object, of any form unless there is a schema."""
 
     type: Literal["json_object"]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema", description="llama.cpp's; as json_schema")] = None
 
 
 class SchemaFormat(Body):
@@ -194,6 +250,8 @@ ResponseFormat = TextFormat | ObjectFormat | SchemaFormat | GrammarFormat
 class ChatRequest(Sampled):
     """The body of POST /v1/chat/completions."""
 
+    IGNORED = frozenset({"prediction", "prompt_cache_options", "service_tier", "store"})
+
     model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = None
@@ -208,19 +266,19 @@ class ChatRequest(Sampled):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     tool_format: ToolFormat = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     reasoning_budget: Annotated[int | None, Field(ge=0, description="tokens of thought; extension of llmc")] = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: Annotated[bool | None, Field(description="as in chat_template_kwargs")] = None
+    add_generation_prompt: Annotated[bool | None, Field(description="false beside continue_final_message alone")] = None
     continue_final_message: Annotated[
         bool | None, Field(description="go on with the last message, the assistant's; extension of llmc")
     ] = None
     documents: list[dict[str, Any]] | None = None
     modalities: list[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
     metadata: Metadata = None
     verbosity: Verbosity = None
     prompt_cache_key: CacheKey = None
@@ -235,11 +293,17 @@ class ChatRequest(Sampled):
             ApiError: parameters contradict each other, or one counts for nothing.
         """
         check_stream(self.stream, self.stream_options)
-        for name in ("tool_format", "parallel_tool_calls"):
-            if getattr(self, name) is not None and not self.tools:
-                raise ApiError(400, f"{name} is given without tools; leave it out, or give the tools", param=name)
+        if self.tool_format is not None and not self.tools:
+            said = "tool_format is given without tools; leave it out, or give the tools"
+            raise ApiError(400, said, param="tool_format")
+        if self.parallel_tool_calls is not None and not self.tools:
+            ignore("parallel_tool_calls")
+        if self.add_generation_prompt is (self.continue_final_message is True):
+            said = "add_generation_prompt must be the contrary of continue_final_message; leave it out"
+            raise ApiError(400, said, param="add_generation_prompt")
+        most = _one("max_tokens", self.max_tokens, "max_completion_tokens", self.max_completion_tokens)
         sampling = self.sampling(
-            max_tokens=_one("max_tokens", self.max_tokens, "max_completion_tokens", self.max_completion_tokens),
+            max_tokens=None if most == ANY else most,
             stop=self.stop,
             n=self.n,
             best_of=self.best_of,
@@ -250,7 +314,7 @@ class ChatRequest(Sampled):
         budget = EFFORTS.get(self.reasoning_effort or "") if self.reasoning_budget is None else self.reasoning_budget
         return {
             **sampling,
-            "tools": [tool.plain() for tool in self.tools] if self.tools else None,
+            "tools": [tool.plain() for tool in self._callable()] if self.tools else None,
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tool_format": self.tool_format,
@@ -258,6 +322,7 @@ class ChatRequest(Sampled):
             "documents": self.documents,
             "chat_template_kwargs": self.chat_template_kwargs,
             "continue_final_message": self.continue_final_message is True,
+            "ignored": ignore,
         }
 
     @property
@@ -284,12 +349,60 @@ class ChatRequest(Sampled):
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def _callable(self) -> list[Tool]:
+        """The tools that the request allows to call.
+
+        Raises:
+            ApiError: one is allowed that is not there.
+        """
+        tools = self.tools or []
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return tools
+        allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        if missing := sorted(allowed - {tool.function.name for tool in tools}):
+            said = f"tool_choice allows {missing[0][:64]!r}, which is none of the tools; give it, or leave it out"
+            raise ApiError(400, said, param="tool_choice")
+        return [tool for tool in tools if tool.function.name in allowed]
+
     def _tool_choice(self) -> str:
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
         if isinstance(self.tool_choice, NamedTool):
             return self.tool_choice.function.name
+        if isinstance(self.tool_choice, AllowedChoice):
+            return self.tool_choice.allowed_tools.mode
         return self.tool_choice or "auto"
+
+
+def thinking_asked(body: ChatRequest) -> dict[str, Any] | None:
+    """The variables of the chat template that a request gives, ``enable_thinking`` among them.
+
+    Raises:
+        ApiError: it is given twice, with two meanings.
+    """
+    given = dict(body.chat_template_kwargs or {})
+    if body.enable_thinking is None:
+        return given or None
+    if given.get("enable_thinking", body.enable_thinking) != body.enable_thinking:
+        said = "chat_template_kwargs holds enable_thinking, which contradicts enable_thinking; leave one of them out"
+        raise ApiError(400, said, param="chat_template_kwargs")
+    return {**given, "enable_thinking": body.enable_thinking}
+
+
+def without_idle_switch(model: Model, variables: dict[str, Any] | None, tools: bool) -> dict[str, Any] | None:
+    """Variables of the chat template without a switch of thoughts that the template does not have.
+
+    Raises:
+        UsageError: thoughts are unwanted, and the template asks for them in any case.
+    """
+    if variables is None or "enable_thinking" not in variables:
+        return variables
+    if "enable_thinking" in model.chat_template.variables(tools):
+        return variables
+    if variables["enable_thinking"] is False:
+        model.reasoning_variables(False)
+    ignore("enable_thinking")
+    return {name: value for name, value in variables.items() if name != "enable_thinking"}
 
 
 def reasoned(model: Model, variables: dict[str, Any] | None, thinks: bool | None) -> dict[str, Any] | None:
@@ -338,7 +451,7 @@ def worded(
 def form(wanted: ResponseFormat | None) -> dict[str, Any]:
     """The sampling parameter that makes the output have this form."""
     if isinstance(wanted, ObjectFormat):
-        return {"json_schema": {"type": "object"}}
+        return {"json_schema": {"type": "object"} if wanted.schema_ is None else wanted.schema_}
     if isinstance(wanted, SchemaFormat):
         return {"json_schema": wanted.json_schema.schema_}
     if isinstance(wanted, GrammarFormat):
@@ -383,11 +496,11 @@ class ChatCompletion(TypedDict):
 def message_of(message: Message) -> dict[str, Any]:
     """The assistant's message in OpenAI's form."""
     content = None if message.tool_calls and not message.content else message.content
-    found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
     if message.reasoning is not None:
         found["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        found["tool_calls"] = [call.to_dict() for call in message.tool_calls]
+        found["tool_calls"] = [{**call.to_dict(), "id": CALL_ID + call.id} for call in message.tool_calls]
     return found
 
 
@@ -427,14 +540,15 @@ def _call_piece(call: Any) -> dict[str, Any]:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+    return {"index": call.index, "id": CALL_ID + call.id, "type": "function", "function": function}
 
 
 async def chunks(
     body: ChatRequest, service: Service, model: Model, handle: ChatHandle, outputs: int
 ) -> AsyncIterator[str]:
-    """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage unless the client wants none."""
-    chunk_of = Chunks(head_of("chat.completion.chunk", body, service))
+    """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage if the client wants it."""
+    head = head_of("chat.completion.chunk", body, service)
+    chunk_of = Chunks(head | unknown_usage(body.stream_options))
 
     def members(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
         return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}]}
@@ -456,9 +570,8 @@ async def chunks(
     result = await handle
     for index, message in enumerate(result.messages):
         yield chunk(index, {}, finish_reason=message.finish_reason)
-    told_of = told(body.x_llmc, model, result)
-    if told_of or not (body.stream_options and body.stream_options.include_usage is False):
-        yield chunk_of(choices=[], usage=usage_of([result]), **told_of)
+    if asked := asked_at_the_end(body, model, [result]):
+        yield encoded({**head, "choices": [], **asked})
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -472,7 +585,8 @@ async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -
     arguments |= {"parse_special": service.parses_special(body.parse_special)}
     model = await held.enter_async_context(service.generator(body.model))
     with named(body.names):
-        variables = reasoned(model, body.chat_template_kwargs, body.thinks)
+        variables = without_idle_switch(model, thinking_asked(body), bool(body.tools))
+        variables = reasoned(model, variables, body.thinks)
         variables = worded(model, variables, body.verbosity, bool(body.tools), "verbosity")
         arguments["chat_template_kwargs"] = variables
         handle = await submitted(partial(model.stream_chat, messages, **arguments))
@@ -502,4 +616,4 @@ async def chat_completions(
 @router.websocket("/v1/chat/completions")
 async def chat_socket(socket: WebSocket) -> None:
     """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, CHUNKS, partial(read_json, ChatRequest), partial(_events, service_at(socket)))
+    await converse(socket, partial(read_json, ChatRequest), partial(_events, service_at(socket)))

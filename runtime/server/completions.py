@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -13,13 +14,25 @@ from typing_extensions import NotRequired, TypedDict
 from llmc.runtime import GenerationResult, Handle, Model
 from llmc.runtime.api.results import Delta
 from llmc.runtime.server.aside import aside
-from llmc.runtime.server.bodies import Logged, Sampled, StreamOptions, Usage, biases, check_stream, told, usage_of
+from llmc.runtime.server.bodies import (
+    ANY,
+    Logged,
+    Sampled,
+    StreamOptions,
+    Usage,
+    asked_at_the_end,
+    biases,
+    check_stream,
+    told,
+    unknown_usage,
+    usage_of,
+)
 from llmc.runtime.server.errors import ApiError, named
-from llmc.runtime.server.logprobs import completion_logprobs
+from llmc.runtime.server.logprobs import completion_logprobs, text_offsets
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.service import Service, service_at, service_of, submitted
-from llmc.runtime.server.sockets import CHUNKS, converse
-from llmc.runtime.server.streams import Chunks, EventStream, answered, guarded, unless_gone
+from llmc.runtime.server.sockets import converse
+from llmc.runtime.server.streams import Chunks, EventStream, answered, encoded, guarded, unless_gone
 from llmc.runtime.server.validation import given, read_json
 
 router = APIRouter(tags=["OpenAI"])
@@ -60,6 +73,11 @@ class CompletionRequest(Sampled):
             raise ApiError(400, f"prompt holds {len(found)} prompts, expected 1 to {MOST_PROMPTS}", param="prompt")
         return found
 
+    @property
+    def is_prompt_alone(self) -> bool:
+        """True if the answer is the prompt, and no token after it."""
+        return self.echo is True and self.max_tokens == 0
+
     def arguments(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream` beside the prompt.
 
@@ -67,10 +85,9 @@ class CompletionRequest(Sampled):
             ApiError: parameters contradict each other.
         """
         check_stream(self.stream, self.stream_options)
-        if self.echo and self.stream:
-            raise ApiError(400, "echo repeats the prompt in whole answers only; leave stream or echo out", param="echo")
+        most = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(
-            max_tokens=DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens,
+            max_tokens=1 if self.is_prompt_alone else None if most == ANY else most,
             stop=self.stop,
             n=self.n,
             best_of=self.best_of,
@@ -107,35 +124,41 @@ def choices_of(model: Model, body: CompletionRequest, results: list[GenerationRe
     """All completions; those of a prompt follow each other."""
     found: list[CompletionChoice] = []
     for prompt, result in zip(body.prompts(), results, strict=True):
-        echoed = ""
-        if body.echo:
-            echoed = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special_tokens=False)
+        echoed = echo_of(model, prompt) if body.echo else ""
         for output in result.outputs:
-            logprobs = completion_logprobs(model, output.logprobs, len(echoed))
-            if logprobs is not None and body.echo:
-                logprobs = _echoed(model, prompt, result, logprobs)
-            found.append(
-                {
-                    "index": len(found),
-                    "text": echoed + output.text,
-                    "logprobs": logprobs,
-                    "finish_reason": output.finish_reason,
-                }
-            )
+            text, chosen = ("", ()) if body.is_prompt_alone else (output.text, output.logprobs)
+            logprobs = completion_logprobs(model, chosen, text, len(echoed))
+            if body.logprobs is not None and body.echo:
+                before = _prompt_logprobs(model, body, prompt, echoed, result)
+                logprobs = {name: [*before[name], *of_name] for name, of_name in (logprobs or {}).items()}
+            reason = output.finish_reason
+            found.append({"index": len(found), "text": echoed + text, "logprobs": logprobs, "finish_reason": reason})
     return found
 
 
-def _echoed(
-    model: Model, prompt: str | list[int], result: GenerationResult, logprobs: dict[str, Any]
-) -> dict[str, Any]:
-    """Log-probabilities with those of the prompt before them; its first token has none."""
-    of_prompt = completion_logprobs(model, result.prompt_logprobs or (), 0) or {}
-    first = model.tokenizer.encode(prompt)[:1] if isinstance(prompt, str) else prompt[:1]
-    text = model.tokenizer.spelling(first[0]).decode("utf-8", "replace")
-    shifted = [offset + len(text) for offset in of_prompt["text_offset"]]
-    of_first: dict[str, list[Any]] = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}
-    before = {name: [*found, *of_prompt[name]] for name, found in of_first.items()} | {"text_offset": [0, *shifted]}
-    return {name: [*before[name], *logprobs[name]] for name in logprobs}
+def echo_of(model: Model, prompt: str | list[int]) -> str:
+    """The text of a prompt."""
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def _prompt_logprobs(
+    model: Model, body: CompletionRequest, prompt: str | list[int], echoed: str, result: GenerationResult
+) -> dict[str, list[Any]]:
+    """Log-probabilities of a prompt's tokens; its first one has none."""
+    first = prompt[0] if not isinstance(prompt, str) else _first_token(model, prompt, body.add_special_tokens)
+    later = result.prompt_logprobs or ()
+    found = completion_logprobs(model, later, "") or {}
+    spelt = model.tokenizer.spelling(first).decode("utf-8", "replace")
+    return {
+        "tokens": [spelt, *found["tokens"]],
+        "token_logprobs": [None, *found["token_logprobs"]],
+        "top_logprobs": [None, *found["top_logprobs"]],
+        "text_offset": text_offsets(model, [first, *(one.token for one in later)], echoed),
+    }
+
+
+def _first_token(model: Model, prompt: str, add_special_tokens: bool | None) -> int:
+    return model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False)[0]
 
 
 def check_entries(tokens: int, logprobs: int) -> None:
@@ -171,25 +194,33 @@ async def merged(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]]:
 
 
 async def chunks(body: CompletionRequest, service: Service, model: Model, handles: list[Handle]) -> AsyncIterator[str]:
-    """The pieces of the answer as JSON, reasons of the end, and the usage unless the client wants none."""
-    chunk_of, outputs = Chunks(service.head("cmpl", "text_completion", body.model)), handles[0].outputs
+    """The pieces of the answer as JSON, reasons of the end, and the usage if the client wants it."""
+    head, outputs = service.head("cmpl", "text_completion", body.model), handles[0].outputs
+    chunk_of = Chunks(head | unknown_usage(body.stream_options))
     lengths = [0] * (outputs * len(handles))
+    # Log-probabilities of a prompt, which come before the completion's, are known at the end alone.
+    whole = body.is_prompt_alone or (body.echo and body.logprobs is not None)
 
     def chunk(index: int, text: str, **rest: Any) -> str:
         return chunk_of(choices=[{"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}])
 
+    if body.echo and not whole:
+        for index in range(len(lengths)):
+            yield chunk(index, echo_of(model, body.prompts()[index // outputs]))
     async for number, delta in merged(handles):
         index = number * outputs + delta.index
-        if delta.text or delta.logprobs:
-            yield chunk(index, delta.text, logprobs=completion_logprobs(model, delta.logprobs or None, lengths[index]))
+        if (delta.text or delta.logprobs) and not whole:
+            logprobs = completion_logprobs(model, delta.logprobs or None, delta.text, lengths[index])
+            yield chunk(index, delta.text, logprobs=logprobs)
         lengths[index] += len(delta.text)
-    results = [await handle for handle in handles]
+    results = await _results(body, handles)
+    for choice in choices_of(model, body, results) if whole else ():
+        yield chunk(choice["index"], choice["text"], logprobs=choice["logprobs"])
     for number, result in enumerate(results):
         for place, output in enumerate(result.outputs):
             yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)
-    told_of = told(body.x_llmc, model, results[0])
-    if told_of or not (body.stream_options and body.stream_options.include_usage is False):
-        yield chunk_of(choices=[], usage=usage_of(results), **told_of)
+    if asked := asked_at_the_end(body, model, results):
+        yield encoded({**head, "choices": [], **asked})
 
 
 async def _opened(body: CompletionRequest, held: AsyncExitStack, service: Service) -> tuple[Model, list[Handle]]:
@@ -215,8 +246,12 @@ async def _events(service: Service, body: CompletionRequest, held: AsyncExitStac
     return chunks(body, service, model, handles)
 
 
-async def _results(handles: list[Handle]) -> list[GenerationResult]:
-    return [await handle for handle in handles]
+async def _results(body: CompletionRequest, handles: list[Handle]) -> list[GenerationResult]:
+    """The results; where the prompt alone was asked for, without the token that the engine cannot do without."""
+    found = [await handle for handle in handles]
+    if body.is_prompt_alone:
+        return [replace(result, usage=replace(result.usage, completion_tokens=0)) for result in found]
+    return found
 
 
 @router.post("/v1/completions", response_model=Completion)
@@ -231,7 +266,7 @@ async def completions(
             events = guarded(await _events(service, body, held))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handles = await _opened(body, held, service)
-        results = await unless_gone(request, _results(handles))
+        results = await unless_gone(request, _results(body, handles))
         head = service.head("cmpl", "text_completion", body.model)
 
         def made() -> dict[str, Any]:
@@ -244,4 +279,4 @@ async def completions(
 @router.websocket("/v1/completions")
 async def completion_socket(socket: WebSocket) -> None:
     """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, CHUNKS, partial(read_json, CompletionRequest), partial(_events, service_at(socket)))
+    await converse(socket, partial(read_json, CompletionRequest), partial(_events, service_at(socket)))

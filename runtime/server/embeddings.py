@@ -222,5 +222,5 @@ async def rerank(
     order = np.argsort(-scores[:, 0], kind="stable")[: body.top_n].tolist()
     shown = {index: {"document": {"text": texts[index]}} if body.return_documents else {} for index in order}
     results = [{"index": index, "relevance_score": float(scores[index, 0]), **shown[index]} for index in order]
-    head = {"id": new_id("rerank"), "object": "list", "model": service.name(body.model)}
+    head = {"id": new_id("rerank-"), "object": "list", "model": service.name(body.model)}
     return JSONResponse({**head, "results": results, "usage": usage_of(rows)})

@@ -158,14 +158,6 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         raise from_llmc(error, names) from error
 
 
-def as_message(scope: Mapping[str, Any], error: ApiError) -> dict[str, Any]:
-    """The error as a message of a WebSocket, in the format of the dialect whose route it is."""
-    path = scope.get("path", "")
-    if path.startswith("/v1/messages"):
-        return error.anthropic_body(scope.get("state", {}).get("request_id"))
-    return {"type": "error", "status": error.status, **error.body} if path == "/v1/responses" else error.body
-
-
 def response(scope: Mapping[str, Any], error: ApiError) -> JSONResponse:
     """The error in the format of the dialect whose route was asked."""
     if scope.get("path", "").startswith("/api/"):  # Ollama's

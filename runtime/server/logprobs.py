@@ -9,6 +9,13 @@ from llmc.runtime import Model
 Logprobs = Sequence[Any]  # of llmc.runtime.sampling.logprobs.TokenLogprobs
 
 
+def _with_chosen(found: Any) -> Sequence[tuple[int, float]]:
+    """The most probable tokens, where some are asked for, and the one that was chosen."""
+    if not found.top or any(token == found.token for token, _ in found.top):
+        return list(found.top)
+    return [*found.top, (found.token, found.logprob)]
+
+
 def _spelling(model: Model) -> Callable[[int], tuple[str, list[int]]]:
     """Text and bytes of tokens, of which most are told of again and again."""
 
@@ -31,25 +38,49 @@ def chat_logprobs(model: Model, logprobs: Logprobs | None) -> dict[str, Any] | N
         return {"token": text, "logprob": logprob, "bytes": spelling}
 
     content = [
-        {**entry(found.token, found.logprob), "top_logprobs": [entry(token, logprob) for token, logprob in found.top]}
+        {
+            **entry(found.token, found.logprob),
+            "top_logprobs": [entry(token, logprob) for token, logprob in _with_chosen(found)],
+        }
         for found in logprobs
     ]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(model: Model, logprobs: Logprobs | None, offset: int) -> dict[str, Any] | None:
-    """Of the tokens of a completion whose text begins ``offset`` characters after the beginning of what is returned."""
+def completion_logprobs(model: Model, logprobs: Logprobs | None, text: str, start: int = 0) -> dict[str, Any] | None:
+    """Of the tokens of ``text``, which begins ``start`` characters after the beginning of what is returned."""
     if logprobs is None:
         return None
     spelt = _spelling(model)
-    texts = [spelt(found.token)[0] for found in logprobs]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+    tops = [dict(found.top) | {found.token: found.logprob} for found in logprobs]
     return {
-        "tokens": texts,
+        "tokens": [spelt(found.token)[0] for found in logprobs],
         "token_logprobs": [found.logprob for found in logprobs],
-        "top_logprobs": [{spelt(token)[0]: logprob for token, logprob in found.top} for found in logprobs],
-        "text_offset": offsets,
+        "top_logprobs": [{spelt(token)[0]: logprob for token, logprob in top.items()} for top in tops],
+        "text_offset": text_offsets(model, [found.token for found in logprobs], text, start),
     }
+
+
+def text_offsets(model: Model, tokens: Sequence[int], text: str, start: int = 0) -> list[int]:
+    """Where tokens begin in their text, in characters: those that are not in it, such as BOS, take no room there.
+
+    Args:
+        start: of the text.
+    """
+    data, at, begun, found = text.encode("utf-8", "surrogatepass"), 0, start, []
+    for token in tokens:
+        inside = at < len(data) and _continues(data[at])
+        found.append(begun - inside)
+        spelt = model.tokenizer.spelling(token)
+        if not data.startswith(spelt, at) and data.startswith(spelt.lstrip(b" "), at):
+            spelt = spelt.lstrip(b" ")  # which tokenizers put before a text
+        if data.startswith(spelt, at) or not model.tokenizer.is_silent(token):
+            passed = data[at : at + len(spelt)]
+            at += len(passed)
+            begun += sum(not _continues(byte) for byte in passed)
+    return found
+
+
+def _continues(byte: int) -> bool:
+    """True for a byte of UTF-8 amid a character."""
+    return byte & 0xC0 == 0x80

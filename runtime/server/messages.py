@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Request, Response, WebSocket
-from pydantic import ConfigDict, Field
+from fastapi import APIRouter, Depends, Header, Request, Response
+from pydantic import Field, JsonValue
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from typing_extensions import NotRequired, TypedDict
@@ -19,12 +19,11 @@ from llmc.runtime.server.aside import aside
 from llmc.runtime.server.bodies import Body, Logged, Sampled, ToolFormat, told
 from llmc.runtime.server.chat import EFFORTS, reasoned
 from llmc.runtime.server.errors import ANTHROPIC_ERRORS, ApiError, from_llmc, named
-from llmc.runtime.server.guard.refusal import refuse
+from llmc.runtime.server.ignored import ignore
 from llmc.runtime.server.logs import note
-from llmc.runtime.server.service import Service, new_id, service_at, service_of, submitted
-from llmc.runtime.server.sockets import converse, manner_of
+from llmc.runtime.server.service import Service, new_id, plain_id, service_of, submitted
 from llmc.runtime.server.streams import EventStream, event, unless_gone
-from llmc.runtime.server.validation import given, read_json
+from llmc.runtime.server.validation import given
 
 # This dialect's names of llmc's parameters.
 NAMES = {
@@ -38,9 +37,6 @@ PING = event({"type": "ping"}, "ping")
 FAILED = "Error: "  # before the result of a tool that failed, for templates have no other place to say so
 
 
-VERSIONS = ("2023-06-01", "2026-10-21")
-
-
 async def versioned(
     anthropic_version: Annotated[Literal["2023-06-01", "2026-10-21"], Header(description="version of the API")],
 ) -> None:
@@ -49,26 +45,21 @@ async def versioned(
 
 
 router = APIRouter(tags=["Anthropic"], dependencies=[Depends(versioned)], responses=ANTHROPIC_ERRORS)
-sockets = APIRouter()  # browsers send no header of a page's choice with a WebSocket
 
 
 # ------------------------------------------------------------------------------------------------------------ request
 
 
-class CacheControl(Body):
-    """A mark of what may be cached. Prefixes are cached without it, and leave when memory needs their place."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+# Prefixes are cached without marks of what may be, and leave when memory needs their place.
+CACHED = frozenset({"cache_control"})
 
 
 class TextBlock(Body):
     """Text."""
 
+    IGNORED = CACHED | {"citations"}
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
-    citations: None = None
 
 
 class ThinkingBlock(Body):
@@ -88,27 +79,31 @@ class Direct(Body):
 class ToolUseBlock(Body):
     """A call of a tool in an earlier answer."""
 
+    IGNORED = CACHED
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, JsonValue]
     caller: Direct | None = None
-    cache_control: CacheControl | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        return ToolCall(plain_id(self.id), self.name, json.dumps(self.input, ensure_ascii=False)).to_dict()
 
 
 class ToolResultBlock(Body):
     """The result of a call."""
 
+    IGNORED = CACHED
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
 
     def plain(self) -> dict[str, Any]:
         """The result as chat templates read it."""
         content = (FAILED if self.is_error else "") + text_of(self.content or "")
-        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
+        return {"role": "tool", "tool_call_id": plain_id(self.tool_use_id), "content": content}
 
 
 UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
@@ -150,8 +145,7 @@ class AssistantMessage(Body):
         if thoughts:
             found["reasoning_content"] = "".join(thoughts)
         if calls:
-            made = (ToolCall(call.id, call.name, json.dumps(call.input, ensure_ascii=False)) for call in calls)
-            found["tool_calls"] = [call.to_dict() for call in made]
+            found["tool_calls"] = [call.plain() for call in calls]
         yield found
 
 
@@ -169,32 +163,22 @@ class SystemMessage(Body):
 AnyMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
-class InputSchema(Body):
-    """The JSON schema of a tool's input, which is an object."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: Literal["object"]
-
-
 class Tool(Body):
     """A tool of the client; those that Anthropic's servers run are refused."""
 
+    IGNORED = CACHED | {"allowed_callers", "eager_input_streaming"}
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    input_schema: InputSchema
-    cache_control: CacheControl | None = None
-    strict: Annotated[bool | None, Field(description="input always follows the schema, whatever is said here")] = None
-    eager_input_streaming: Annotated[bool | None, Field(description="input is always streamed as it comes")] = None
+    input_schema: dict[str, JsonValue]
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
 
     def plain(self) -> dict[str, Any]:
         """The tool as templates and grammars read it."""
-        about = {} if self.description is None else {"description": self.description}
-        return {
-            "type": "function",
-            "function": {"name": self.name, **about, "parameters": self.input_schema.model_dump()},
-        }
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        given = {**function, "strict": self.strict}
+        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 class AutoChoice(Body):
@@ -218,24 +202,29 @@ class NoChoice(Body):
     type: Literal["none"]
 
 
+Display = Annotated[Literal["summarized"] | None, Field(description="thoughts are given whole, not summed up")]
+
+
 class ThinkingOn(Body):
     """Thoughts, of so many tokens at most."""
 
     type: Literal["enabled"]
     budget_tokens: Annotated[int, Field(ge=0)]
+    display: Display = None
 
 
 class ThinkingOther(Body):
     """Thoughts as the model likes, or none where its template can leave them out."""
 
     type: Literal["adaptive", "disabled"]
+    display: Display = None
 
 
 class JsonFormat(Body):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
 
 
 class OutputConfig(Body):
@@ -243,6 +232,19 @@ class OutputConfig(Body):
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
+
+
+class KeptThinking(Body):
+    """An edit of the context that changes nothing."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    """Edits of the context."""
+
+    edits: list[KeptThinking] | None = None
 
 
 class Metadata(Body):
@@ -254,6 +256,7 @@ class Metadata(Body):
 class Prompted(Body):
     """The members that make the prompt."""
 
+    IGNORED = CACHED | {"diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id"}
     model: str
     messages: Annotated[list[AnyMessage], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
@@ -261,8 +264,7 @@ class Prompted(Body):
     tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice | None, Field(discriminator="type")] = None
     thinking: Annotated[ThinkingOn | ThinkingOther | None, Field(discriminator="type")] = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
-    speed: Literal["standard"] | None = None
+    context_management: ContextManagement | None = None
 
     @property
     def is_prefilled(self) -> bool:
@@ -320,7 +322,6 @@ class MessageRequest(Sampled, Prompted):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
     tool_format: ToolFormat = None
 
     def arguments(self) -> dict[str, Any]:
@@ -331,12 +332,9 @@ class MessageRequest(Sampled, Prompted):
         """
         wanted = self.output_config.format if self.output_config else None
         choice = self.tool_choice
-        if self.tool_format is not None and not self.tools:
-            raise ApiError(400, "tool_format is given without tools; leave it out, or give them", param="tool_format")
         parallel = isinstance(choice, NoChoice | None) or not choice.disable_parallel_tool_use
         if not parallel and not self.tools:
-            name = "tool_choice.disable_parallel_tool_use"
-            raise ApiError(400, f"{name} is true, but tools is empty; leave it out, or give the tools", param=name)
+            ignore("tool_choice.disable_parallel_tool_use")
         return {
             **self.sampling(
                 max_tokens=self.max_tokens,
@@ -347,6 +345,7 @@ class MessageRequest(Sampled, Prompted):
             "tool_format": self.tool_format,
             "parallel_tool_calls": parallel,
             "reasoning_budget": self._budget(),
+            "ignored": ignore,
         }
 
     def _tool_choice(self) -> str:
@@ -389,7 +388,10 @@ class Usage(TypedDict):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: NotRequired[OutputTokens]
+    output_tokens_details: OutputTokens | None
+    server_tool_use: None
+    cache_creation: NotRequired[None]
+    inference_geo: NotRequired[None]
     service_tier: NotRequired[Literal["standard"]]
 
 
@@ -406,6 +408,8 @@ class MessageAnswer(TypedDict):
     content: list[dict[str, Any]]
     stop_reason: StopReason | None
     stop_sequence: str | None
+    stop_details: None
+    container: None
     usage: Usage
     x_llmc: NotRequired[dict[str, Any]]
 
@@ -426,49 +430,66 @@ def usage_of(model: Model, result: ChatResult) -> Usage:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": len(model.tokenizer.encode(thoughts, False)) if thoughts else 0},
+        "server_tool_use": None,
     }
 
 
 def ending_of(body: MessageRequest, result: ChatResult) -> dict[str, Any]:
     """The reason of the end, and the stop sequence that was met."""
-    message, stopped = result.message, result.stop_reason
-    if message.finish_reason == "tool_calls":
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if message.finish_reason == "length":
+    finish, stopped = result.message.finish_reason, None
+    if finish == "tool_calls":
+        reason = "tool_use"
+    elif finish == "length":
         clipped = result.params.max_tokens < body.max_tokens  # the context had no room for more
-        return {"stop_reason": "model_context_window_exceeded" if clipped else "max_tokens", "stop_sequence": None}
-    if isinstance(stopped, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": stopped}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+        reason = "model_context_window_exceeded" if clipped else "max_tokens"
+    else:
+        stopped = result.stop_reason if isinstance(result.stop_reason, str) else None
+        reason = "end_turn" if stopped is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": stopped, "stop_details": None, "container": None}
 
 
 def blocks_of(message: Message) -> list[dict[str, Any]]:
     """The blocks of an answer; a call that was cut off by the limit is left out, for its input is none."""
     found: list[dict[str, Any]] = []
     if message.reasoning:
-        found.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        found.append(thinking_block(message.reasoning))
     if message.content:
-        found.append({"type": "text", "text": message.content})
+        found.append(text_block(message.content))
     for call in message.tool_calls:
-        try:
-            given = json.loads(call.arguments)
-        except ValueError:
-            continue
-        found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        with suppress(ValueError):
+            found.append(call_block(call.id, call.name, json.loads(call.arguments)))
     return found
+
+
+def thinking_block(text: str = "") -> dict[str, Any]:
+    """A block of thoughts."""
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def text_block(text: str = "") -> dict[str, Any]:
+    """A block of text."""
+    return {"type": "text", "text": text, "citations": None}
+
+
+def call_block(call: str | None, name: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """A block of a call."""
+    caller = {"type": "direct"}
+    return {"type": "tool_use", "id": f"toolu_{plain_id(call or '')}", "name": name, "input": given, "caller": caller}
 
 
 def head_of(body: MessageRequest, service: Service, usage: dict[str, Any]) -> dict[str, Any]:
     """An answer before its first token."""
     return {
-        "id": new_id("msg"),
+        "id": new_id("msg_"),
         "type": "message",
         "role": "assistant",
         "model": service.name(body.model),
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": {**usage, "service_tier": "standard"},
+        "stop_details": None,
+        "container": None,
+        "usage": {**usage, "cache_creation": None, "inference_geo": None, "service_tier": "standard"},
     }
 
 
@@ -482,14 +503,13 @@ class Blocks:
     def events(self, delta: MessageDelta) -> Iterator[dict[str, Any]]:
         """The events that a piece of the message becomes."""
         if delta.reasoning:
-            yield from self._turn(("thinking", 0), {"type": "thinking", "thinking": "", "signature": ""})
+            yield from self._turn(("thinking", 0), thinking_block())
             yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
         if delta.content:
-            yield from self._turn(("text", 0), {"type": "text", "text": ""})
+            yield from self._turn(("text", 0), text_block())
             yield self._delta({"type": "text_delta", "text": delta.content})
         for call in delta.tool_calls:
-            block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            yield from self._turn(("tool_use", call.index), block)
+            yield from self._turn(("tool_use", call.index), call_block(call.id, call.name, {}))
             if call.arguments:
                 yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
@@ -513,7 +533,8 @@ async def events_of(
     body: MessageRequest, service: Service, model: Model, handle: ChatHandle
 ) -> AsyncIterator[dict[str, Any]]:
     """The events of a streamed answer; the usage of the last but one is the whole request's."""
-    before = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
+    counts = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
+    before = {**counts, "output_tokens_details": None, "server_tool_use": None}
     head = head_of(body, service, {"input_tokens": handle.prompt_tokens, **before})
     yield {"type": "message_start", "message": head}
     blocks = Blocks()
@@ -597,22 +618,6 @@ async def messages(
             **told(body.x_llmc, model, result),
         }
         return JSONResponse(answer, headers=headers)
-
-
-@sockets.websocket("/v1/messages")
-async def message_socket(socket: WebSocket) -> None:
-    """The same over a WebSocket: a body as text in, the stream's events as texts out. The API's version may be left out
-    there."""
-    version = socket.headers.get("anthropic-version", VERSIONS[-1])
-    if version not in VERSIONS:
-        said = f"anthropic-version is {version[:40]!r}, expected one of {', '.join(VERSIONS)}"
-        return await refuse(socket.scope, socket.receive, socket.send, ApiError(400, said, param="anthropic-version"))
-    service = service_at(socket)
-
-    async def opened(body: MessageRequest, held: AsyncExitStack) -> AsyncIterator[dict[str, Any]]:
-        return events_of(body, service, *await _opened(body, held, service))
-
-    return await converse(socket, manner_of("/v1/messages"), partial(read_json, MessageRequest), opened)
 
 
 @router.post("/v1/messages/count_tokens")

@@ -5,7 +5,7 @@ from typing import Any
 
 from llmc.runtime.api.chat import MessageDelta, ToolCallDelta
 from llmc.runtime.server.response_store import Piece
-from llmc.runtime.server.service import new_id
+from llmc.runtime.server.service import new_id, plain_id
 
 Event = dict[str, Any]
 Kind = tuple[str, int]
@@ -56,8 +56,7 @@ class Output:
         item, self._open = self.items[-1], None
         item["status"] = status
         if item["type"] == "function_call":
-            whole = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", **whole)
+            yield self._event("response.function_call_arguments.done", arguments=item["arguments"])
         else:
             part = item["content"][0]
             logprobs = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
@@ -136,11 +135,11 @@ def _deltas(item: dict[str, Any], cuts: Sequence[Piece], index: int) -> Iterator
 def _item(kind: str, call: ToolCallDelta | None, name: Callable[[str], str]) -> dict[str, Any]:
     """An item without its content."""
     if call is not None:
-        names = {"call_id": call.id, "name": call.name, "arguments": ""}
-        return {"id": name("fc"), "type": kind, **names, "status": "in_progress"}
+        names = {"call_id": f"call_{plain_id(call.id or '')}", "name": call.name, "arguments": ""}
+        return {"id": name("fc_"), "type": kind, **names, "status": "in_progress"}
     if kind == "reasoning":
-        return {"id": name("rs"), "type": kind, "summary": [], "content": [], "status": "in_progress"}
-    return {"id": name("msg"), "type": kind, "role": "assistant", "content": [], "status": "in_progress"}
+        return {"id": name("rs_"), "type": kind, "summary": [], "content": [], "status": "in_progress"}
+    return {"id": name("msg_"), "type": kind, "role": "assistant", "content": [], "status": "in_progress"}
 
 
 def _part(kind: str) -> dict[str, Any]:

@@ -6,14 +6,14 @@ from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request, Response, WebSocket
-from pydantic import Discriminator, Field, Tag
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import Discriminator, Field, JsonValue, Tag
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
 from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import LlmcError
-from llmc.runtime import Model
+from llmc.runtime import Model, SamplingParams
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
 from llmc.runtime.server.aside import apart, aside
 from llmc.runtime.server.bodies import (
@@ -26,19 +26,18 @@ from llmc.runtime.server.bodies import (
     ToolFormat,
     Verbosity,
     biases,
-    check_stream,
     told,
 )
 from llmc.runtime.server.chat import EFFORTS, reasoned, worded
 from llmc.runtime.server.errors import ApiError, from_llmc, named
+from llmc.runtime.server.ignored import ignore
 from llmc.runtime.server.logprobs import chat_logprobs
 from llmc.runtime.server.logs import note
 from llmc.runtime.server.response_events import Event, Output, replay
 from llmc.runtime.server.response_store import Item, Piece, Stored, kept, read
-from llmc.runtime.server.service import Service, new_id, service_at, service_of, submitted
-from llmc.runtime.server.sockets import converse, manner_of
+from llmc.runtime.server.service import Service, new_id, plain_id, service_of, submitted
 from llmc.runtime.server.streams import EventStream, answered, event, in_pieces, in_slices, unless_gone, unless_long
-from llmc.runtime.server.validation import given, read_json
+from llmc.runtime.server.validation import given
 
 router = APIRouter(tags=["OpenAI"])
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -52,6 +51,7 @@ FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 class InputText(Body):
     """Text of whoever asks."""
 
+    IGNORED = frozenset({"prompt_cache_breakpoint"})
     type: Literal["input_text"]
     text: str
 
@@ -59,10 +59,9 @@ class InputText(Body):
 class OutputText(Body):
     """Text of an earlier answer."""
 
+    IGNORED = frozenset({"annotations", "logprobs", "parsed"})  # the client writes what it parsed into its objects
     type: Literal["output_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0, default_factory=list)]
-    logprobs: list[Any] | None = None
 
 
 TextPart = Annotated[InputText | OutputText, Field(discriminator="type")]
@@ -71,17 +70,18 @@ TextPart = Annotated[InputText | OutputText, Field(discriminator="type")]
 class MessageItem(Body):
     """A message, of whoever asks or of an earlier answer."""
 
+    IGNORED = frozenset({"phase"})
     type: Literal["message"] = "message"
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[TextPart]
     status: Status | None = None
-    phase: None = None
 
 
 class CallItem(Body):
     """A call in an earlier answer."""
 
+    IGNORED = frozenset({"caller", "created_by", "parsed_arguments"})
     type: Literal["function_call"]
     id: str | None = None
     call_id: str
@@ -93,6 +93,7 @@ class CallItem(Body):
 class CallOutputItem(Body):
     """The result of a call."""
 
+    IGNORED = frozenset({"caller", "created_by", "name"})
     type: Literal["function_call_output"]
     id: str | None = None
     call_id: str
@@ -108,13 +109,12 @@ class ReasoningText(Body):
 
 
 class ReasoningItem(Body):
-    """Thoughts of an earlier answer."""
+    """Thoughts of an earlier answer. What other servers summed up or encrypted, templates do not show."""
 
+    IGNORED = frozenset({"summary", "encrypted_content"})
     type: Literal["reasoning"]
     id: str | None = None
-    summary: Annotated[list[Any], Field(max_length=0, default_factory=list)]
     content: list[ReasoningText] | None = None
-    encrypted_content: None = None
     status: Status | None = None
 
 
@@ -136,24 +136,33 @@ InputItem = Annotated[
 class Tool(Body):
     """A function that the model may call; tools that OpenAI's servers run are refused."""
 
+    IGNORED = frozenset({"allowed_callers", "output_schema"})
     type: Literal["function"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Annotated[bool | None, Field(description="arguments always follow the schema, whatever is said here")] = (
-        None
-    )
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
 
     def plain(self) -> dict[str, Any]:
         """The tool as templates and grammars read it."""
-        return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"type", "strict"})}
+        function = self.model_dump(exclude_none=True, include={"name", "description", "parameters", "strict"})
+        return {"type": "function", "function": function}
 
 
 class NamedTool(Body):
-    """The tool that must be called."""
+    """The tool that must be called, or one that may be."""
 
     type: Literal["function"]
     name: str
+
+
+class AllowedTools(Body):
+    """The tools that may be called, of which one must be where the mode is ``required``; others are not shown."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
 class TextFormat(Body):
@@ -174,7 +183,7 @@ class SchemaFormat(Body):
     type: Literal["json_schema"]
     name: str
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -188,14 +197,8 @@ class TextConfig(Body):
 class Reasoning(Body):
     """Thoughts, by OpenAI's words for effort; nobody sums them up, for they are given as they are."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: None = None
-
-
-class ResponseStreamOptions(Body):
-    """Settings of a stream."""
-
-    include_obfuscation: Literal[False] | None = None
+    IGNORED = frozenset({"summary", "generate_summary"})
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class Prompted(Body):
@@ -206,7 +209,7 @@ class Prompted(Body):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -241,11 +244,26 @@ class Prompted(Body):
             UsageError: the chat template cannot do as ``reasoning`` says.
         """
         return {
-            "tools": [tool.plain() for tool in self.tools] if self.tools else None,
+            "tools": [tool.plain() for tool in self.offered()] or None,
             "chat_template_kwargs": worded(
                 model, reasoned(model, None, self.thinks), self.verbosity, bool(self.tools), "text.verbosity"
             ),
         }
+
+    def offered(self) -> list[Tool]:
+        """The tools that the model is shown.
+
+        Raises:
+            ApiError: ``tool_choice`` allows one that is not there.
+        """
+        tools = self.tools or []
+        if not isinstance(self.tool_choice, AllowedTools):
+            return tools
+        allowed = {tool.name for tool in self.tool_choice.tools}
+        if absent := sorted(allowed - {tool.name for tool in tools}):
+            said = f"tool_choice.tools has the name {absent[0][:64]!r}, which is none of tools; leave it out"
+            raise ApiError(400, said, param="tool_choice.tools")
+        return [tool for tool in tools if tool.name in allowed]
 
     @property
     def verbosity(self) -> Verbosity:
@@ -262,15 +280,17 @@ class Prompted(Body):
 class ResponseRequest(Sampled, Prompted):
     """The body of POST /v1/responses."""
 
+    IGNORED = frozenset(
+        {"access_programs", "background_options", "client_metadata", "image", "max_tool_calls"}
+        | {"prompt_cache_options", "service_tier", "stream_options"}
+    )
     store: Annotated[bool | None, Field(description="keep it for previous_response_id; true by default")] = None
     max_output_tokens: int | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[str] | None = None
     metadata: Metadata = None
     stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
     background: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: CacheKey = None
     prompt_cache_retention: Retention = None
     safety_identifier: Logged = None
@@ -286,12 +306,11 @@ class ResponseRequest(Sampled, Prompted):
             ApiError: parameters contradict each other.
         """
         effort = self.reasoning.effort if self.reasoning else None
-        check_stream(self.stream, self.stream_options)
-        if self.tool_format is not None and not self.tools:
-            raise ApiError(400, "tool_format is given without tools; leave it out, or give them", param="tool_format")
-        if self.parallel_tool_calls is False and not self.tools:  # true is what every response says of itself
-            said = "parallel_tool_calls is false, but tools is empty; leave it out, or give the tools"
-            raise ApiError(400, said, param="parallel_tool_calls")
+        for name in self.include or ():
+            if name != LOGPROBS:
+                ignore(f"include.{name}")
+        if self.parallel_tool_calls is False and not self.tools:
+            ignore("parallel_tool_calls")
         return {
             **self.sampling(
                 max_tokens=self.max_output_tokens,
@@ -305,12 +324,13 @@ class ResponseRequest(Sampled, Prompted):
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning_budget": EFFORTS.get(effort or ""),
+            "ignored": ignore,
         }
 
     @property
     def wants_logprobs(self) -> bool:
         """True if log-probabilities are to be told."""
-        return self.top_logprobs is not None or bool(self.include)
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
     def _schema(self) -> dict[str, Any] | None:
         wanted = self.text.format if self.text else None
@@ -319,15 +339,10 @@ class ResponseRequest(Sampled, Prompted):
         return {"type": "object"} if isinstance(wanted, ObjectFormat) else None
 
     def _tool_choice(self) -> str:
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+        choice = self.tool_choice.mode if isinstance(self.tool_choice, AllowedTools) else self.tool_choice or "auto"
+        if choice not in ("none", "auto") and not self.tools:
             raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
-        return self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
-
-
-class ResponseCreate(ResponseRequest):
-    """A message of a WebSocket: the body, with a word for what is wanted."""
-
-    type: Literal["response.create"]
+        return choice.name if isinstance(choice, NamedTool) else choice
 
 
 # This dialect's names of llmc's parameters.
@@ -339,15 +354,21 @@ NAMES = {
     "reasoning": "reasoning.effort",
     "reasoning_budget": "reasoning.effort",
 }
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+LOGPROBS = "message.output_text.logprobs"
+# What a response says of its sampling.
+PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
 def _named(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Item:
     """An item as it is kept, with an id, and a message's text as a part."""
     found = {"id": new_id(PREFIXES[item.type]), "status": "completed", **item.model_dump(exclude_none=True)}
-    if isinstance(item, MessageItem) and isinstance(item.content, str):
+    if isinstance(item, ReasoningItem):
+        return {"summary": [], **found}
+    if isinstance(item, MessageItem):
         kind = "output_text" if item.role == "assistant" else "input_text"
-        found["content"] = [{"type": kind, "text": item.content}]
+        parts = [{"type": kind, "text": item.content}] if isinstance(item.content, str) else found["content"]
+        found["content"] = [({"annotations": []} if part["type"] == "output_text" else {}) | part for part in parts]
     return found
 
 
@@ -356,7 +377,7 @@ def plain(items: Iterable[Item]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "function_call_output":
-            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+            found.append({"role": "tool", "tool_call_id": plain_id(item["call_id"]), "content": _text(item["output"])})
         elif item["type"] == "message" and item["role"] != "assistant":
             role = "system" if item["role"] == "developer" else item["role"]
             found.append({"role": role, "content": _text(item["content"])})
@@ -378,7 +399,7 @@ def _answered(found: list[dict[str, Any]], item: Item) -> None:
     elif item["type"] == "reasoning":
         last["reasoning_content"] = last.get("reasoning_content", "") + _text(item.get("content") or "")
     else:
-        call = ToolCall(item["call_id"], item["name"], item["arguments"])
+        call = ToolCall(plain_id(item["call_id"]), item["name"], item["arguments"])
         last.setdefault("tool_calls", []).append(call.to_dict())
 
 
@@ -424,22 +445,26 @@ class Answer(TypedDict):
     incomplete_details: dict[str, str] | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: None
     metadata: dict[str, str]
     model: str
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
+    presence_penalty: float
+    frequency_penalty: float
     previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
+    safety_identifier: str | None
     service_tier: Literal["default"]
     background: Literal[False]
     store: bool
-    temperature: float | None
+    temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
-    top_logprobs: int | None
-    top_p: float | None
+    top_logprobs: int
+    top_p: float
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
@@ -471,13 +496,15 @@ class ItemList(TypedDict):
     has_more: bool
 
 
-def head_of(body: ResponseRequest, service: Service) -> dict[str, Any]:
+def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, Any]:
     """A response before its first item."""
+    asked = {name: value for name in PARAMETERS if (value := getattr(body, name)) is not None}
+    params = SamplingParams.from_defaults(model.manifest.generation, **asked)
     text = body.text or TextConfig()
     given = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
     choice = body.tool_choice or "auto"
     return {
-        "id": new_id("resp"),
+        "id": new_id("resp_"),
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
@@ -486,6 +513,7 @@ def head_of(body: ResponseRequest, service: Service) -> dict[str, Any]:
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
         "metadata": body.metadata or {},
         "model": service.name(body.model),
         "output": [],
@@ -493,18 +521,18 @@ def head_of(body: ResponseRequest, service: Service) -> dict[str, Any]:
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "background": False,
         "store": body.store is not False and service.responses.keeps,
-        "temperature": body.temperature,  # type: ignore[attr-defined]
+        **{name: getattr(params, name) for name in PARAMETERS},
         "text": {"format": given, "verbosity": body.verbosity or "medium"},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [
-            {"description": None, "parameters": None, "strict": True} | tool.model_dump(exclude_none=True)
+            {"description": None, "parameters": None, "strict": None} | tool.model_dump(exclude_none=True)
             for tool in body.tools or ()
         ],
-        "top_logprobs": body.top_logprobs,
-        "top_p": body.top_p,  # type: ignore[attr-defined]
+        "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
@@ -523,8 +551,6 @@ def ended(
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": output.items,
-        "temperature": result.params.temperature,
-        "top_p": result.params.top_p,
         "usage": {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -583,7 +609,7 @@ class Turn:
 
     async def events(self, model: Model, handle: ChatHandle) -> AsyncIterator[Event]:
         """The events of the answer; the last of them has the whole response."""
-        head = head_of(self.body, self._service)
+        head = head_of(self.body, self._service, model)
         output = Output(partial(_entries, model) if self.body.wants_logprobs else None)
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": head}
@@ -698,17 +724,10 @@ async def responses(
         return await answered(lambda: whole, large=body.wants_logprobs)
 
 
-@router.websocket("/v1/responses")
-async def response_socket(socket: WebSocket) -> None:
-    """The same over a WebSocket, as OpenAI's client speaks there: ``response.create`` with a body as text in, the
-    stream's events as texts out. Requests that come amid an answer wait for their turn."""
-    service, owner = service_at(socket), await owner_of(socket)
-
-    async def opened(body: ResponseCreate, held: AsyncExitStack) -> AsyncIterator[Event]:
-        turn = await turn_of(body, service, owner)
-        return numbered(turn.events(*await turn.opened(held)))
-
-    await converse(socket, manner_of("/v1/responses"), partial(read_json, ResponseCreate), opened)
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact() -> None:
+    """Refuse what clients try before they do without."""
+    raise ApiError(404, "conversations are not compacted here; truncation: auto drops what is oldest")
 
 
 @router.post("/v1/responses/input_tokens")

@@ -1,5 +1,6 @@
 """The service behind every dialect: models for requests, held while they are answered, and bounds of what is asked."""
 
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 H = TypeVar("H", bound=Handle)
 T = TypeVar("T")
 GUIDES = ("json_schema", "regex", "grammar", "choice", "tools")  # arguments of which grammars are made
+_PREFIXED = re.compile("(?:call|toolu)_(?=[A-Za-z0-9]{9}$)")
 COMPILERS = 8  # threads; two grammars are tried at once, and each may take seconds
 _COMPILERS: RunVar[CapacityLimiter] = RunVar("llmc_compilers")
 # Models' work by the kind of their results; None is that of models that generate.
@@ -126,7 +128,7 @@ class Service:
     def head(self, prefix: str, kind: str, asked: str | None) -> dict[str, Any]:
         """The members with which an answer in OpenAI's older dialects, and each of its pieces, begins."""
         return {
-            "id": new_id(prefix),
+            "id": new_id(f"{prefix}-"),
             "object": kind,
             "created": int(time.time()),
             "model": self.name(asked),
@@ -234,5 +236,10 @@ async def service_of(connection: HTTPConnection) -> Service:
 
 
 def new_id(prefix: str) -> str:
-    """A name for an answer, as ``chatcmpl-...``."""
-    return f"{prefix}-{secrets.token_hex(12)}"
+    """A name for an answer or a part of one, as ``resp_...``."""
+    return prefix + secrets.token_hex(12)
+
+
+def plain_id(call: str) -> str:
+    """The id of a call without the prefix that a dialect gave it: some templates take nine letters and digits alone."""
+    return _PREFIXED.sub("", call)

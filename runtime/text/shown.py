@@ -22,6 +22,7 @@ def rendered(
     continue_final_message: bool = False,
     disguise: Disguise | None = None,
     write: Write | None = None,
+    ignored: Callable[[str], None] | None = None,
     **variables: Any,
 ) -> str:
     """The prompt for ``messages``, as :meth:`ChatTemplate.render` writes it.
@@ -29,6 +30,7 @@ def rendered(
     Args:
         write: spells calls, names with arguments, where the client knows that the template shows neither tools nor
             calls, and tells the model of tools in another way; calls are then part of the content.
+        ignored: is told that names of messages are not shown, which are refused without it.
         template, messages, add_generation_prompt, tools, documents, continue_final_message, disguise, variables: as
             there.
 
@@ -37,6 +39,7 @@ def rendered(
         RequestError, UsageError: as there.
     """
     known = template.variables(tools is not None)
+    tools = tools and [_without_strict(tool) for tool in tools]
     if tools and write is None and "tools" not in known:
         raise UsageError(
             f"tools is given, {_ADVICE}; leave it out, or tell the model of them in a message and name its tool_format"
@@ -70,6 +73,9 @@ def rendered(
                 messages = [_spelt(message, write) for message in with_calls_as_mappings(messages)]
                 prompt = render(messages)
                 continue
+            if less is _without_name and ignored is not None:
+                ignored("messages.name")
+                continue
             format_too = " or name the model's tool_format" if less is _without_calls else ""
             raise UsageError(f"messages holds {said}, {_ADVICE}; write it into the content{format_too}")
     return prompt
@@ -99,6 +105,13 @@ def _spelt(message: Any, write: Write) -> Any:
     content = message.get("content") or ""
     text = content + ("\n" if content else "") + write(calls)
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
+
+
+def _without_strict(tool: Any) -> Any:
+    """A tool as models see it: how strictly its calls are held to the schema is no business of theirs."""
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
+        return tool
+    return {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
 
 
 def _is(message: object, role: str) -> bool:

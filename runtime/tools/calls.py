@@ -76,10 +76,12 @@ class Tool:
     Attributes:
         name: of letters, digits, ``_``, ``-`` and ``.``, 64 at most.
         parameters: JSON schema of its arguments, an object; None where the request gives none.
+        strict: True if calls must hold to all of that schema.
     """
 
     name: str
     parameters: Mapping[str, Any] | None
+    strict: bool = False
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def _tool(tool: Any, where: str) -> Tool:
         raise UsageError(f"{where}: parameters is of type {written(parameters['type'])}, expected 'object'")
     if name in CHOICES:
         raise UsageError(f"{where} is called {name}, which is a word of tool_choice ({', '.join(CHOICES)}); rename it")
-    return Tool(name, parameters)
+    return Tool(name, parameters, function.get("strict") is True)
 
 
 def chosen(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:

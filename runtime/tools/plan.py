@@ -1,12 +1,12 @@
 """A conversation's request: what the template teaches and what the client asks for, as a parser and as parameters."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmc.errors import UsageError
-from llmc.runtime.guided.json_schema import schema_text
+from llmc.runtime.guided.json_schema import schema_text, without_rules, without_unenforceable
 from llmc.runtime.sampling.params import GUIDES
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.calls import Tool, chosen
@@ -41,6 +41,22 @@ class ChatPlan:
     def parser(self, new_id: Callable[[int], str]) -> ChatParser:
         """The parser of one output."""
         return ChatParser(self.calls, {tool.name: tool for tool in self.tools}, self.marks, self.thinking, new_id)
+
+    def loosened(self) -> Iterator[tuple["ChatPlan", Iterable[str]]]:
+        """Plans in which calls hold to less of the tools' schemas, ever less, and what each leaves out; none where the
+        answer has to be a call. Strict tools keep theirs."""
+        if self.required or all(tool.strict or not tool.parameters for tool in self.tools):
+            return
+        for loosen in (without_unenforceable, without_rules):
+            left_out: dict[str, None] = {}
+            tools = []
+            for tool in self.tools:
+                if not tool.strict and tool.parameters:
+                    schema, names = loosen(tool.parameters)
+                    tool = replace(tool, parameters=schema)
+                    left_out |= {f"tools.{name}": None for name in names}
+                tools.append(tool)
+            yield replace(self, tools=tuple(tools)), left_out
 
     def sampling(self, tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of the request: those ``given``, and what the plan adds to them.

@@ -69,8 +69,7 @@ class Answer:
             raise ConnectionError(LOST)
         error = error or ApiError(500, LOST, code="replica_lost")
         ended = failed(self._scope, error, self._events)
-        # The status is for the front's own sockets: not every dialect's event tells it, and HTTP's has been sent.
-        await self._send({"type": "http.response.body", "body": ended, "more_body": False, "status": error.status})
+        await self._send({"type": "http.response.body", "body": ended, "more_body": False})
 
     def _begin(self, message: Message) -> None:
         streams = message["status"] == 200 and "text/event-stream" in Headers(raw=message["headers"]).get(

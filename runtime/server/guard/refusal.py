@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from llmc.runtime.server.errors import ApiError, as_message, response
+from llmc.runtime.server.errors import ApiError, response
 
 POLICY = 1008  # the code with which a WebSocket is closed for what its client may not do
 
@@ -32,7 +32,7 @@ def heard(scope: Scope, receive: Receive, send: Send, check: Callable[[str], Awa
             try:
                 await check(message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace"))
             except ApiError as error:
-                await send({"type": "websocket.send", "text": json.dumps(as_message(scope, error))})
+                await send({"type": "websocket.send", "text": json.dumps(error.body)})
             else:
                 return message
 

@@ -27,6 +27,8 @@ TOOL: Any = {
         },
     },
 }
+NAMED = {"type": "function", "function": {"name": "subtract"}}
+ALLOWED: dict[str, Any] = {"type": "allowed_tools"}
 FORMAT = {"tool_format": "hermes"}  # the small model's template knows none
 CALLED: dict[str, Any] = {
     **GREEDY,
@@ -160,7 +162,6 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
         ({"web_search_options": {}}, "web_search_options"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
-        ({"store": True}, "store"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         (
@@ -175,17 +176,19 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
         ({"documents": [{"text": "a"}]}, "documents"),
         ({"chat_template_kwargs": {"custom": 1}}, "chat_template_kwargs"),
         ({"tool_format": "hermes"}, "tool_format"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"functions": [{"name": "add"}]}, "functions"),
+        (
+            {"tools": [TOOL], "tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto", "tools": [NAMED]}}},
+            "tool_choice",
+        ),
         ({"verbosity": "low"}, "verbosity"),
         ({"verbosity": "loud"}, "verbosity"),
         ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
-        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
         ({"safety_identifier": "one\ntwo"}, "safety_identifier"),
         ({"metadata": {"a": "x" * 513}}, "metadata.a"),
         ({"metadata": dict.fromkeys(map(str, range(17)), "x")}, "metadata"),
-        ({"service_tier": "flex"}, "service_tier"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         (
@@ -215,6 +218,95 @@ def test_what_clients_say_of_themselves_changes_no_answer(client: openai.OpenAI)
     answer = client.chat.completions.create(**GREEDY, **said, **kept, service_tier="auto")
     assert answer.choices == plain.choices
     assert answer.usage and plain.usage and answer.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"store": True, "service_tier": "flex"}, "service_tier, store"),
+        ({"parallel_tool_calls": False, "tools": []}, "parallel_tool_calls"),
+        ({"messages": [{**MESSAGES[0], "name": "Ann"}]}, "messages.name"),
+        ({"enable_thinking": False}, "enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
+        ({"add_generation_prompt": True, "max_completion_tokens": -1, "max_tokens": 12}, None),
+        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"functions": None, "function_call": None, "audio": None, "web_search_options": None}, None),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"],
+                                                     "cache_control": {"type": "ephemeral"}}]}]}, "cache_control"),
+    ],
+)  # fmt: skip
+def test_what_cannot_change_the_answer_is_accepted_and_named(
+    http: httpx.Client, given: dict[str, Any], names: str | None
+):
+    plain = http.post("/v1/chat/completions", json=GREEDY)
+    unbounded = {name: value for name, value in given.items() if name != "max_completion_tokens"}
+    answer = http.post("/v1/chat/completions", json={**GREEDY, **unbounded})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == plain.json()["choices"]
+    found = answer.headers.get("x-llmc-ignored")
+    assert (found and ", ".join(sorted(found.split(", ")))) == names
+
+
+def test_what_an_answer_carried_may_come_back(able_http: httpx.Client, able_openai: openai.OpenAI):
+    asked = able_openai.chat.completions.create(**{**CALLED, "model": "able"}).choices[0].message
+    assert asked.tool_calls and asked.tool_calls[0].id.startswith("call_")
+    said = {**asked.model_dump(), "provider_specific_fields": {"a": 1}, "reasoning_content": "Hm."}
+    said["tool_calls"] = [{**call, "index": 0} for call in said["tool_calls"]]
+    result = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": [{"type": "text", "text": "3"}]}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": []}
+    also = {"role": "assistant", "content": None, "refusal": "No."}
+    body = {**GREEDY, "model": "able", "messages": [*MESSAGES, said, result, refused, *MESSAGES]}
+    answers = [able_http.post("/v1/chat/completions", json={**body, "messages": [*body["messages"][:3], each, *MESSAGES]})
+               for each in (refused, also, {"role": "assistant", "content": "No."})]  # fmt: skip
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert (
+        len({json.dumps(answer.json()["choices"]) + str(answer.json()["usage"]["prompt_tokens"]) for answer in answers})
+        == 1
+    )
+
+
+# As pydantic and zod write them.
+LOOSE: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "Args",
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 9, "title": "A", "default": 1},
+        "tags": {"type": "array", "items": {"type": "string", "format": "idn-email"}, "uniqueItems": True},
+        "by": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},
+        "price": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?!x)[0-9]+$"}]},
+        "one": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    },
+    "required": ["a"],
+}
+
+
+def test_a_tool_that_need_not_be_called_may_have_rules_that_cannot_be_enforced(able_http: httpx.Client):
+    def ask(strict: bool = False, **given: Any) -> httpx.Response:
+        tool = {"type": "function", "function": {"name": "add", "parameters": LOOSE, "strict": strict}}
+        return able_http.post("/v1/chat/completions", json={**GREEDY, "model": "able", "tools": [tool], **given})
+
+    answer = ask()
+    assert answer.status_code == 200, answer.text
+    named = {name.removeprefix("tools.") for name in answer.headers["x-llmc-ignored"].split(", ")}
+    assert named == {"uniqueItems", "propertyNames", "format", "pattern", "oneOf"}
+    for refused in (ask(strict=True), ask(tool_choice="required")):
+        assert refused.status_code == 400 and "cannot be enforced" in refused.json()["error"]["message"]
+
+
+def test_some_of_the_tools_may_be_allowed(able_openai: openai.OpenAI):
+    other = {"type": "function", "function": {**TOOL["function"], "name": "subtract"}}
+    allowed: Any = ALLOWED | {"allowed_tools": {"mode": "required", "tools": [NAMED]}}
+    given = {**CALLED, "model": "able", "tools": [TOOL, other], "tool_choice": allowed}
+    calls = able_openai.chat.completions.create(**given).choices[0].message.tool_calls
+    assert calls and {call.function.name for call in calls if call.type == "function"} == {"subtract"}
+
+
+def test_a_json_object_may_have_a_schema(able_http: httpx.Client):
+    body = {**GREEDY, "model": "able", "response_format": {"type": "json_object", "schema": {"const": {"a": 1}}}}
+    answer = able_http.post("/v1/chat/completions", json=body).json()
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 1}
 
 
 def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_http: httpx.Client):

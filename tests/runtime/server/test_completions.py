@@ -1,6 +1,7 @@
 """OpenAI's completions: what the official client sends and reads, held against the engine in this process."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from llmc.runtime import Model, load
+from llmc.runtime.server.logprobs import text_offsets
 
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
@@ -32,18 +34,28 @@ def test_the_text_is_that_of_the_engine(client: openai.OpenAI, model: Model):
     )
 
 
-def test_a_stream_joins_to_the_whole_and_ends_with_the_usage(client: openai.OpenAI):
+def test_a_stream_joins_to_the_whole_and_ends_with_the_usage_that_was_asked_for(client: openai.OpenAI):
     whole = client.completions.create(prompt="import ", **GREEDY)
-    chunks = list(client.completions.create(prompt="import ", stream=True, **GREEDY))
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.completions.create(prompt="import ", **options, **GREEDY))
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == whole.choices[0].finish_reason
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_a_stream_ends_with_done_and_without_usage_for_those_who_want_none(http: httpx.Client):
-    body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": False}, "max_tokens": 2}
-    lines = [line for line in http.post("/v1/completions", json=body).text.split("\n\n") if line]
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("completions", {"prompt": "x"}), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
+)
+def test_a_stream_tells_at_its_end_what_was_asked_for_alone(http: httpx.Client, path: str, said: dict[str, Any]):
+    body = {**said, "stream": True, "max_tokens": 2}
+    lines = [line for line in http.post(f"/v1/{path}", json=body).text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]" and not any('"usage"' in line for line in lines)
+    assert all(json.loads(line.removeprefix("data: "))["choices"] for line in lines[:-1])
+    told = http.post(f"/v1/{path}", json={**body, "x_llmc": {"timings": True}}).text.split("\n\n")[-3]
+    last = json.loads(told.removeprefix("data: "))
+    assert last["choices"] == [] and last["x_llmc"].keys() == {"timings"} and "usage" not in last
 
 
 def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(client: openai.OpenAI, model: Model):
@@ -78,8 +90,53 @@ def test_logprobs_and_the_echo_cover_prompt_and_completion(client: openai.OpenAI
     assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
     expected = [found.logprob for found in (*(wanted.prompt_logprobs or ()), *(wanted.outputs[0].logprobs or ()))]
     assert choice.logprobs.token_logprobs == [None, *expected]
-    assert choice.logprobs.tokens is not None and "".join(choice.logprobs.tokens).startswith("def add(a, b):")
-    assert choice.logprobs.text_offset is not None and choice.logprobs.text_offset[0] == 0
+    tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
+    assert offsets[0] == 0 and len(tokens) == len(offsets) > 10
+    assert all(choice.text.startswith(token, offset) for token, offset in zip(tokens, offsets, strict=True))
+    streamed = list(client.completions.create(prompt="def add(a, b):", logprobs=2, echo=True, stream=True, **GREEDY))
+    assert streamed[0].choices[0].text == choice.text and streamed[0].choices[0].logprobs == choice.logprobs
+    plain = list(client.completions.create(prompt="def add(a, b):", echo=True, stream=True, **GREEDY))
+    assert plain[0].choices[0].text == "def add(a, b):"
+    assert "".join(found.text for chunk in plain for found in chunk.choices) == choice.text
+
+
+def test_the_log_probabilities_of_a_prompt_need_no_completion(client: openai.OpenAI, model: Model):
+    given: dict[str, Any] = {"model": "tiny", "max_tokens": 0, "echo": True, "logprobs": 1}
+    answer = client.completions.create(prompt=["import os", "def f("], **given)
+    for text, choice in zip(("import os", "def f("), answer.choices, strict=True):
+        wanted = model.generate(text, max_tokens=1, prompt_logprobs=1).prompt_logprobs or ()
+        assert choice.text == text and choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == [None, *(found.logprob for found in wanted)]
+        for token, top in zip(choice.logprobs.tokens or [], choice.logprobs.top_logprobs or [], strict=True):
+            assert top is None or token in top
+    assert answer.usage is not None and answer.usage.completion_tokens == 0
+
+
+def test_tokens_that_are_not_in_the_text_take_no_room_there(model: Model):
+    text = "def naïve():"
+    bos, ids = model.tokenizer.token_to_id("<|im_start|>"), model.tokenizer.encode(text)
+    assert bos is not None
+    offsets = text_offsets(model, [bos, *ids], text)
+    assert offsets[:2] == [0, 0] and offsets[1:] == text_offsets(model, ids, text)
+    assert text_offsets(model, model.tokenizer.encode("é:"), "é:")[-1] == 1
+    assert text_offsets(model, model.tokenizer.encode(" a"), "a", 5)[0] == 5
+
+
+def test_other_servers_spellings_are_read(http: httpx.Client):
+    def resolved(**given: Any) -> dict[str, Any]:
+        body = {"prompt": "x", "max_tokens": 1, "x_llmc": {"resolved": True}, **given}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json()["x_llmc"]["resolved"])
+
+    assert resolved(top_p=0)["temperature"] == 0 and resolved(top_k=-1)["top_k"] == 0
+    assert resolved(max_tokens=-1)["max_tokens"] > 16 and resolved(seed=-1, temperature=1)["seed"] >= 0
+    assert (
+        resolved(guided_regex="[0-9]")["regex"] == resolved(structured_outputs={"regex": "[0-9]"})["regex"] == "[0-9]"
+    )
+    assert resolved(guided_choice=["a"])["choice"] == ["a"] and resolved(guided_json={"const": 1})["json_schema"]
+    assert resolved(structured_outputs={"json_object": True})["json_schema"] == {"type": "object"}
+    assert resolved(guided_grammar='start: "a"')["grammar"] and resolved(logit_bias={}, stop=[], n=1)
 
 
 def test_the_resolved_request_has_every_default_filled_in(client: openai.OpenAI):
@@ -111,6 +168,9 @@ def test_beams_and_consensus_are_extensions(client: openai.OpenAI, model: Model)
         ({"x_llmc": {"resolved": 1}}, "x_llmc.resolved"),
         ({"parse_special": True}, "parse_special"),
         ({"prompt": []}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"guided_regex": "a", "regex": "b"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}, "regex": "b"}, "structured_outputs"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict[str, Any], param: str):

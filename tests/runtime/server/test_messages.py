@@ -7,8 +7,6 @@ from typing import Any
 import anthropic
 import httpx2 as httpx
 import pytest
-from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 
 USER: dict[str, Any] = {"role": "user", "content": "Write a function."}
 # The package has no sampling parameters any more, the API does.
@@ -199,10 +197,7 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_anthro
         ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens is 4, expected less than"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1, "display": "omitted"}}, "display"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
-        (
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            "tool_choice.disable_parallel_tool_use is true, but tools is empty",
-        ),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
         ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools[0]"),
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "So"}]}]},
@@ -259,37 +254,3 @@ def test_an_error_amid_a_stream_is_raised_by_the_client(able_anthropic: anthropi
         for _ in able_anthropic.messages.create(stream=True, **given):
             pass
     assert caught.value.type == "timeout_error"
-
-
-class TestSocket:
-    def test_gives_the_events_of_a_stream(self, able_address: str, able_anthropic: anthropic.Anthropic):
-        streamed = [event.to_dict() for event in able_anthropic.messages.create(stream=True, **GREEDY)]
-        with connect(f"{able_address.replace('http', 'ws')}/v1/messages", additional_headers=VERSION) as socket:
-            for _ in range(2):
-                socket.send(json.dumps({**BODY, "max_tokens": 12, "temperature": 0}))
-                events = [json.loads(socket.recv())]
-                while events[-1]["type"] != "message_stop":
-                    events.append(json.loads(socket.recv()))
-                assert [event["type"] for event in events] == [event["type"] for event in streamed]
-                assert [event.get("delta") for event in events] == [event.get("delta") for event in streamed]
-
-    def test_tells_errors_in_the_form_of_the_api(self, able_address: str):
-        with connect(f"{able_address.replace('http', 'ws')}/v1/messages") as socket:  # as browsers do, without a header
-            socket.send(json.dumps({**BODY, "container": "x"}))
-            error = json.loads(socket.recv())
-            assert error["type"] == "error" and "container is not a parameter" in error["error"]["message"]
-            socket.send(json.dumps({**BODY, "max_tokens": 400, "ignore_eos": True}))
-            socket.recv()
-            socket.send("stop")
-            while (found := json.loads(socket.recv()))["type"] != "error":
-                pass
-            assert "cancelled" in found["error"]["message"]
-
-    def test_of_another_version_is_refused(self, able_address: str):
-        with pytest.raises(InvalidStatus) as caught:
-            connect(
-                f"{able_address.replace('http', 'ws')}/v1/messages",
-                additional_headers={"anthropic-version": "2023-01-01"},
-            )
-        assert caught.value.response.status_code == 400
-        assert "anthropic-version is '2023-01-01'" in json.loads(caught.value.response.body)["error"]["message"]

@@ -13,7 +13,6 @@ from doubles.serving import serving
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.response_store import ResponseStore, Stored, kept
-from llmc.runtime.server.sockets import manner_of
 
 GREEDY: dict[str, Any] = {
     "model": "able",
@@ -38,6 +37,7 @@ CALLED: dict[str, Any] = {
 }
 
 
+ALLOWED: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
 COUNTED = {"model", "input", "instructions", "tools", "reasoning", "previous_response_id"}
 
 
@@ -186,8 +186,7 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_openai
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"conversation": "x"}, "conversation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-        ({"include": ["reasoning.encrypted_content"]}, "include[0]"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"truncation": "auto", "on_overflow": "sink"}, "on_overflow"),
         ({"input": []}, "input"),
@@ -197,7 +196,10 @@ def test_the_asynchronous_client_answers_the_same(able_address: str, able_openai
             "input[0].content[0]",
         ),
         ({"metadata": {"a": 1}}, "metadata.a"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        (
+            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "function", "name": "x"}]}},
+            "tool_choice.tools",
+        ),
         ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"safety_identifier": "x" * 257}, "safety_identifier"),
@@ -208,6 +210,25 @@ def test_what_is_not_honoured_is_refused_by_name(able_http: httpx.Client, given:
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param
+
+
+def test_what_changes_no_answer_is_accepted_and_named(able_http: httpx.Client):
+    given = {
+        "service_tier": "flex",
+        "stream_options": {"include_obfuscation": True},
+        "max_tool_calls": 3,
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+    }
+    answer = able_http.post("/v1/responses", json={**GREEDY, **given})
+    named = set(answer.headers["x-llmc-ignored"].split(", "))
+    assert answer.status_code == 200
+    assert named == {*given, "summary", "include.reasoning.encrypted_content"} - {"reasoning", "include"}
+    without = able_http.post("/v1/responses", json={**GREEDY, "include": given["include"]})
+    assert [item["content"] for item in answer.json()["output"]] == [
+        item["content"] for item in without.json()["output"]
+    ]
 
 
 def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_openai: openai.OpenAI):
@@ -346,64 +367,3 @@ def test_input_tokens_are_those_that_the_request_would_have(able_openai: openai.
         assert count.input_tokens == able_openai.responses.create(**GREEDY, **given, **more).usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="personality is not a parameter"):
         able_openai.responses.input_tokens.count(model="able", input="a", personality="friendly")
-
-
-# OpenAI's client opens it in a way that the library calls old.
-@pytest.mark.filterwarnings("ignore:connect:DeprecationWarning")
-class TestSocket:
-    def test_is_that_of_openais_client_and_goes_on_from_what_it_said(self, able_openai: openai.OpenAI):
-        whole = able_openai.responses.create(**GREEDY)
-        with able_openai.responses.connect() as socket:
-            socket.response.create(**GREEDY)
-            first = ended(socket)
-            socket.response.create(**{**GREEDY, "previous_response_id": first[-1].response.id})
-            second = ended(socket)
-        assert first[-1].response.output_text == whole.output_text
-        assert [event.sequence_number for event in first] == list(range(len(first)))
-        wanted = able_openai.responses.create(**GREEDY, previous_response_id=whole.id)
-        assert second[-1].response.output_text == wanted.output_text
-        assert second[-1].response.usage.input_tokens == wanted.usage.input_tokens
-
-    def test_answers_what_comes_amid_an_answer_after_it(self, able_openai: openai.OpenAI):
-        with able_openai.responses.connect() as socket:
-            for tokens in (60, 3):
-                socket.send_raw(asked(max_output_tokens=tokens, ignore_eos=True))
-            assert [ended(socket)[-1].response.usage.output_tokens for _ in range(2)] == [60, 3]
-
-    def test_tells_errors_and_goes_on(self, able_openai: openai.OpenAI):
-        with able_openai.responses.connect() as socket:
-            for message, said in [
-                ('{"input": "a"}', "type is missing"),
-                ("no JSON", "JSON"),
-                (b'{"type": "response.create", "input": "a", "stream_id": "x"}', "stream_id is not a parameter"),
-                ('{"type": "response.create", "input": "a", "previous_response_id": "resp_x"}', "no response"),
-            ]:
-                socket.send_raw(message)
-                (error,) = ended(socket)
-                assert error.type == "error" and said in error.error.message
-                assert error.status == (404 if said == "no response" else 400)
-            socket.response.create(**GREEDY)
-            assert ended(socket)[-1].type == "response.incomplete"
-
-    def test_takes_so_many_messages_ahead_and_no_more(self, able_openai: openai.OpenAI):
-        most = manner_of("/v1/responses").waiting
-        with able_openai.responses.connect() as socket:
-            for _ in range(most + 2):
-                socket.send_raw(asked(max_output_tokens=100, ignore_eos=True))
-            events = [socket.recv()]
-            while sum(event.type == "response.incomplete" for event in events) < most + 1:
-                events.append(socket.recv())
-        errors = [event for event in events if event.type == "error"]
-        assert [(error.status, error.error.code) for error in errors] == [(429, "queue_full")]
-
-
-def asked(**given: Any) -> str:
-    return json.dumps({"type": "response.create", **GREEDY, **given})
-
-
-def ended(socket: Any) -> list[Any]:
-    """The events of one answer."""
-    events = [socket.recv()]
-    while events[-1].type not in ("response.completed", "response.incomplete", "response.failed", "error"):
-        events.append(socket.recv())
-    return events

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message
+from starlette.websockets import WebSocketDisconnect
 
 from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.fleet.answers import LOST
@@ -215,50 +216,7 @@ class TestWebSocket:
             assert "Hello" in socket.receive_text()
             assert json.loads(socket.receive_text())["error"]["message"] == LOST
 
-    def test_of_messages_brings_the_version_and_no_pings(self) -> None:
-        begun, ended = (body(event({"type": kind}, kind)) for kind in ("message_start", "message_stop"))
-        replicas = Scripted([start(), begun, body(PING), ended, body(b"", more=False)])
-        with TestClient(make_front(replicas)) as client, client.websocket_connect("/v1/messages") as socket:
-            socket.send_text("{}")
-            assert [json.loads(socket.receive_text())["type"] for _ in range(2)] == ["message_start", "message_stop"]
-        assert (b"anthropic-version", b"2026-10-21") in replicas.calls[0].scope["headers"]
-
-    @pytest.mark.parametrize(
-        ("path", "asked", "refusal"),
-        [
-            ("/v1/messages", {}, ApiError(404, "no such model").anthropic_body("x")),
-            ("/v1/responses", {"type": "response.create"}, ApiError(404, "no such model").body),
-        ],
-    )
-    def test_tells_errors_of_replicas_in_the_dialect_of_the_route(self, path: str, asked: Any, refusal: Any) -> None:
-        replicas = Scripted([[start(404, "application/json"), body(json.dumps(refusal).encode(), more=False)]])
-        with TestClient(make_front(replicas)) as client, client.websocket_connect(path) as socket:
-            socket.send_text(json.dumps(asked))
-            told = json.loads(socket.receive_text())
-        assert told["type"] == "error" and told["error"]["message"] == "no such model"
-        assert told["error"]["type"] == "not_found_error"
-
-    def test_tells_the_status_of_a_refusal(self) -> None:
-        refusal = ApiError(503, "not now").body  # whose type is that of all errors of servers
-        replicas = Scripted([[start(503, "application/json"), body(json.dumps(refusal).encode(), more=False)]])
-        with TestClient(make_front(replicas)) as client, client.websocket_connect("/v1/responses") as socket:
-            socket.send_text(json.dumps({"type": "response.create"}))
-            assert json.loads(socket.receive_text())["status"] == 503
-
-    def test_tells_the_status_of_an_error_amid_an_answer(self) -> None:
-        replicas = Scripted([start(), body(HEARTBEAT), Lost], [Lost], [Lost])
-        with TestClient(make_front(replicas)) as client, client.websocket_connect("/v1/responses") as socket:
-            socket.send_text(json.dumps({"type": "response.create"}))
-            told = json.loads(socket.receive_text())
-        assert told["status"] == 503 and "were lost; try again later" in told["error"]["message"]
-
-    def test_of_responses_ends_one_that_was_lost_with_an_error(self) -> None:
-        created, said = (body(event({"type": kind}, kind)) for kind in ("response.created", "delta"))
-        replicas = Scripted([start(), created, said, Lost])
-        with TestClient(make_front(replicas)) as client, client.websocket_connect("/v1/responses") as socket:
-            socket.send_text("{}")
-            assert json.loads(socket.receive_text())["error"]["param"] == "type"
-            socket.send_text(json.dumps({"type": "response.create", "input": "a"}))
-            assert [json.loads(socket.receive_text())["type"] for _ in range(2)] == ["response.created", "delta"]
-            assert json.loads(socket.receive_text())["error"]["code"] == "replica_lost"
-        assert json.loads(replicas.calls[0].body) == {"input": "a", "stream": True}
+    @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/none"])
+    def test_of_another_route_is_refused(self, path: str) -> None:
+        with TestClient(make_front(Scripted())) as client, pytest.raises(WebSocketDisconnect):
+            client.websocket_connect(path).__enter__()
