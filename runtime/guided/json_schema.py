@@ -192,7 +192,7 @@ def _is_enforceable(path: str, node: dict[str, Any], name: str) -> bool:
 def without_rules(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A schema of objects with the names of another's properties, which may have any values."""
     named, required = schema.get("properties"), schema.get("required")
-    properties = {name: {} for name in named} if isinstance(named, Mapping) else {}
+    properties: dict[str, Any] = {name: {} for name in named} if isinstance(named, Mapping) else {}
     needed = [name for name in required if name in properties] if isinstance(required, list | tuple) else []
     return {"type": "object", "properties": properties, "required": needed}, ["parameters"]
 
