@@ -23,8 +23,9 @@ def test_an_answer_is_an_object(service_url: str, mode: str, streams: bool):
     plain = openai.OpenAI(base_url=f"{service_url}/v1", api_key="none", max_retries=0)
     client = instructor.from_openai(plain, mode=getattr(instructor.Mode, mode))
     # What JSON asks for is any object, so that these weights are told which one.
-    told = {"extra_body": {"response_format": {"type": "json_object", "schema": Add.model_json_schema()}}}
-    given = {"model": "able", "messages": [{"role": "user", "content": "Sum."}], **(told if mode == "JSON" else {})}
+    form = {"extra_body": {"response_format": {"type": "json_object", "schema": Add.model_json_schema()}}}
+    told = {"JSON_SCHEMA": {}, "JSON": form}.get(mode, {"parallel_tool_calls": False})
+    given = {"model": "able", "messages": [{"role": "user", "content": "Sum."}], **told}
     if streams:
         answer = list(client.create_partial(response_model=Add, max_retries=0, **given))[-1]
     else:
