@@ -67,7 +67,7 @@ class RefusalPart(Body):
 
     @property
     def text(self) -> str:
-        """What the assistant said."""
+        """The words of the assistant."""
         return self.refusal
 
 
