@@ -7,6 +7,7 @@ such keywords are refused by name. Some values are spelt anew, for the library w
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -63,6 +64,8 @@ _FORMAT_PATTERNS["date-time"] = f"(?:{_FORMAT_PATTERNS['date']})[tT](?:{_FORMAT_
 _LONGEST_HOSTNAME = 253
 # Those above, and those of which the library knows what they say.
 _FORMATS = {*_FORMAT_PATTERNS, "duration", "email", "ipv4", "ipv6", "unknown", "uri", "uuid"}
+# Beginnings of what looks around, and references to groups: regular expressions have none.
+_UNREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]")
 _BOUNDS = {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"}
 _NUMBERS = ("const", "enum", "multipleOf", *sorted(_BOUNDS))
 # Keywords beside which another one with subschemas makes the library enforce both at once.
@@ -177,6 +180,8 @@ def _is_enforceable(path: str, node: dict[str, Any], name: str) -> bool:
     """True if a keyword of a subschema may be enforced, as far as its value tells."""
     if name == "oneOf" or (name == "format" and node[name] not in _FORMATS):
         return False
+    if any(_UNREGULAR.search(pattern) for pattern in _patterns({name: node[name]})):
+        return False
     try:
         _check_keywords(path, {key: node[key] for key in ("additionalProperties", name) if key in node})
     except GrammarError:
@@ -187,7 +192,7 @@ def _is_enforceable(path: str, node: dict[str, Any], name: str) -> bool:
 def without_rules(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A schema of objects with the names of another's properties, which may have any values."""
     named, required = schema.get("properties"), schema.get("required")
-    properties = {name: {} for name in named} if isinstance(named, Mapping) else {}
+    properties: dict[str, Any] = {name: {} for name in named} if isinstance(named, Mapping) else {}
     needed = [name for name in required if name in properties] if isinstance(required, list | tuple) else []
     return {"type": "object", "properties": properties, "required": needed}, ["parameters"]
 

@@ -67,7 +67,7 @@ class RefusalPart(Body):
 
     @property
     def text(self) -> str:
-        """What the assistant said."""
+        """The words of the assistant."""
         return self.refusal
 
 
@@ -77,7 +77,7 @@ Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 class CalledFunction(Body):
     """A function that the model called."""
 
-    IGNORED = frozenset({"provider_specific_fields"})
+    IGNORED = frozenset({"parsed_arguments", "provider_specific_fields"})  # the former is OpenAI's own client's
 
     name: str
     arguments: Annotated[str, Field(description="JSON, as the model wrote it")]
@@ -97,7 +97,7 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     # What answers carry that is not shown to models, and what other servers' caches are told.
-    IGNORED = frozenset({"annotations", "cache_control", "provider_specific_fields", "thinking_blocks"})
+    IGNORED = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields", "thinking_blocks"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(min_length=1)] | None = None

@@ -62,7 +62,7 @@ def completion_logprobs(model: Model, logprobs: Logprobs | None, text: str, star
 
 
 def text_offsets(model: Model, tokens: Sequence[int], text: str, start: int = 0) -> list[int]:
-    """Where tokens begin in their text, in characters: those that are not in it, such as BOS, take no room there.
+    """Places of tokens in their text, in characters: those that are not in it, such as BOS, take no room there.
 
     Args:
         start: of the text.

@@ -272,7 +272,7 @@ class TestStop:
 
             def converse() -> list[str]:
                 with unix_connect(str(place), "ws://localhost/v1/completions") as connection:
-                    connection.send(json.dumps(body))
+                    connection.send(json.dumps({**body, "stream_options": {"include_usage": True}}))
                     return list(iter(connection.recv, "[DONE]"))
 
             with ThreadPoolExecutor(5) as threads, process.client() as client:
