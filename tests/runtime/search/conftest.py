@@ -32,8 +32,7 @@ def run_in_lockstep(
     """Every strategy with its prompt, all in one batch; returns the outputs of each."""
     logits = model.start(prompts)
     plans = [
-        strategy.start(prompt, logits[i])
-        for i, (strategy, prompt) in enumerate(zip(strategies, prompts, strict=True))
+        strategy.start(prompt, logits[i]) for i, (strategy, prompt) in enumerate(zip(strategies, prompts, strict=True))
     ]
     firsts = list(range(len(prompts)))  # the first row of each strategy in the step before
     while any(plans):
