@@ -70,7 +70,7 @@ class Stack(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Contract 1: new tokens and a cache in; logits, what they are made of, and the updated cache out."""
+    """Contract 1: new tokens and a cache in; logits and the updated cache out."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class Decoder(nn.Module):
 
     def forward(
         self, input_ids: Tensor, past_lengths: Tensor, logit_indices: Tensor, pasts: Sequence[Cache]
-    ) -> tuple[Tensor, Tensor, list[Cache], list[Tensor]]:
-        """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), (B, O, N), caches, and the
+    ) -> tuple[Tensor, list[Cache], list[Tensor]]:
+        """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), caches, and the
         values (B, S, N) before the first layer and after each: to be outputs is how the tracer marks them."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         borders, presents = [self.embed(input_ids, past_lengths)], []
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
         x = self.model.norm(self.logit_rows(borders[-1], logit_indices))
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
         logits = self.logit_softcap(self.logit_scale(self.lm_head(x, *tied_weight)))
-        return logits, x, presents, borders
+        return logits, presents, borders
 
     def embed(self, input_ids: Tensor, past_lengths: Tensor) -> Tensor:
         """ids (B, S), lengths (B) -> what goes into the first layer (B, S, N)."""

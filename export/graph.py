@@ -161,7 +161,7 @@ def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
     else:
         tensors = [f"{cache.name}.{part}" for cache in geometry.caches for part in ("key", "value")]
         inputs = ["input_ids", "past_lengths", "logit_indices", *(f"past_key_values.{name}" for name in tensors)]
-        outputs = ["logits", "hidden_states", *(f"present.{name}" for name in tensors)]
+        outputs = ["logits", *(f"present.{name}" for name in tensors)]
         dims |= {shapes[2][1]: "outputs", shapes[3][2]: "capacity"}
     for value in _values(graph):
         if value.shape is not None:

@@ -28,7 +28,7 @@ PREFIX, LONGER = 12, 2
 SMALLEST_CONTEXT = PREFIX + LONGER * max(SIZES) + max(SIZES)
 
 Same = Callable[[int], bool]
-Values = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.generic]]
+Values = tuple[NDArray[np.float32], NDArray[np.generic]]
 
 
 def measured(session: Session, manifest: Manifest) -> Manifest:
@@ -88,17 +88,16 @@ class _Probe:
             rows=_multiple(self._rows, lambda rows: _same(steps[rows], steps[_reference(self._rows)], rows)),
             tokens=_both(tokens, self._long_pieces(phase)) if phase is self._feeds else tokens,
             outputs=_multiple(SIZES, lambda count: _same(outputs[count], many, count)),
-            single=_same((one[0][:1], one[1][:1], one[2][:1]), many, 1),
+            single=_same((one[0][:1], one[1][:1]), many, 1),
         )
 
     def _step(self, phase: Phase, rows: int) -> Values:
-        """Logits [B, V], hidden states [B, H] and new cache contents [B, ...] of one token in each of ``rows``."""
+        """Logits [B, V] and new cache contents [B, ...] of one token in each of ``rows``."""
         past = [len(prefix) for prefix in self._prefixes[:rows]]
         zeros = np.zeros((rows, 1), np.int64)
         logits = self._session.run(Batch(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()
-        hidden = _known(self._session.hidden)[:, 0].copy()
         cached = [self._session.cache.read(row, length, length + 1) for row, length in enumerate(past)]
-        return logits, hidden, np.stack(cached)
+        return logits, np.stack(cached)
 
     def _long_pieces(self, phase: Phase) -> int:
         """Guarantees of calls of 2 or more tokens, by calls as long as pieces of prompts are."""
@@ -110,8 +109,7 @@ class _Probe:
                 phase, self._text[None, :tokens], np.array([past], np.int64), np.minimum(ends, tokens - 1)[None]
             )
             logits, shown = self._session.run(call)[0], np.count_nonzero(ends < tokens)
-            hidden = _known(self._session.hidden)[0]
-            return [logits[:shown].copy(), hidden[:shown].copy(), self._cached(past, tokens)]
+            return [logits[:shown].copy(), self._cached(past, tokens)]
 
         wanted = run(self._longest) if self._long else []
 
@@ -125,17 +123,11 @@ class _Probe:
         """The same of ``tokens`` new tokens of row 0, logits of the first ``outputs``, the last one repeated."""
         past, indices = len(self._prefixes[0]), np.minimum(np.arange(outputs), tokens - 1)[None]
         call = Batch(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
-        logits, hidden = self._session.run(call)[0].copy(), _known(self._session.hidden)[0].copy()
-        return logits, hidden, self._cached(past, tokens)
+        return self._session.run(call)[0].copy(), self._cached(past, tokens)
 
     def _cached(self, past: int, tokens: int) -> NDArray[np.generic]:
         """The cache's contents for ``tokens`` positions of row 0, [tokens, values]."""
         return np.stack(self._session.cache.read_blocks(0, 1, past, past + tokens))
-
-
-def _known(hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:
-    assert hidden is not None
-    return hidden
 
 
 def _same(found: Values, wanted: Values, count: int) -> bool:

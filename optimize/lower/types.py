@@ -16,7 +16,7 @@ def type_values(graph: ir.Graph, context: LoweringContext) -> int:
     for value in [*graph.inputs, *graph.outputs, *(value for node in graph for value in node.outputs)]:
         if value.dtype == ir.DataType.FLOAT:
             value.type = compute
-    wide = [] if context.compute == "float32" else [v for v in graph.outputs if v.name in ("logits", "hidden_states")]
+    wide = [] if context.compute == "float32" else [v for v in graph.outputs if v.name == "logits"]
     for value in wide:
         cast = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
         [output] = cast.outputs

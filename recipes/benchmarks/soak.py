@@ -55,8 +55,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "best of 3": {"n": 1, "best_of": 3},
     "consensus of 3": {"n": 3, "consensus": "f1"},
     "3 beams": {"num_beams": 3, "num_return_sequences": 2},
-    "2 groups of 2 beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
     "choice": {"choice": ("yes", "no", "perhaps")},
     "regex": {"regex": "[a-c]{2,8}"},
     "stop strings": {"stop": ("e", "\n\n")},
@@ -128,7 +126,7 @@ def make_case(number: int, kind: str) -> Case:
     new_tokens = 4 + int(chance.expovariate(1 / 16)) % 60
     if kind == "sliding window":
         prompt, new_tokens = tokens(CONTEXT - 8, number), 24
-    draws = {} if {"num_beams", "penalty_alpha"} & KINDS[kind].keys() else {"seed": number}
+    draws = {} if "num_beams" in KINDS[kind] else {"seed": number}
     return Case(kind, prompt, SamplingParams(**{"max_tokens": new_tokens, **draws, **KINDS[kind]}))
 
 

@@ -373,7 +373,7 @@ class Engine:
                 start, every = sequence.cached, sequence.wants_every_logit
                 logits = self._runner.prefill(sequence, every)
                 if every:
-                    self._outputs.prefilled(sequence, start, logits, self._runner.session.hidden)
+                    self._outputs.prefilled(sequence, start, logits)
                 for whole in self._scheduler.prefilled(sequences):
                     self._outputs.begin(whole, logits[-1])
 
@@ -398,7 +398,7 @@ class Engine:
         failed: dict[RequestState, BaseException] = {}
         for call in calls(sequences):
             try:
-                outputs += self._outputs.sample(call, *self._runner.execute(call))
+                outputs += self._outputs.sample(call, self._runner.execute(call))
             except Exception as error:  # the call that they share failed
                 if is_fatal(error):
                     raise

@@ -24,7 +24,6 @@ from llmc.runtime.sampling.processors import Guide, SamplingContext, build_proce
 from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.search.base import Hypothesis, StopCriterion, Strategy
 from llmc.runtime.search.beam import BeamSearch
-from llmc.runtime.search.contrastive import Contrastive
 from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.detokenizer import NoText, TextStream, decoded
 from llmc.runtime.text.tokenizer import PLAIN_CHARACTERS, Tokenizer
@@ -83,9 +82,9 @@ class InputProcessor:
         self._check(request)
         ids = self._ids(request)
         prompt, cut = fit_prompt(ids, params, self.max_context)
-        if width(params) > self.max_rows:
+        if params.num_beams > self.max_rows:
             raise RequestError(
-                f"{written(width(params))} rows are needed at once (beams or candidates), the engine has "
+                f"{written(params.num_beams)} rows are needed at once (beams), the engine has "
                 f"{self.max_rows}; ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
             )
         guided = any(getattr(params, name) is not None for name in GUIDES)
@@ -110,7 +109,7 @@ class InputProcessor:
         strategy = self._strategy(state, context)
         if strategy is None:
             return SampleGroup(state, partial(self._sample, grammar=grammar, context=context))
-        return SearchGroup(state, strategy, width(params), partial(self._output, state.request))
+        return SearchGroup(state, strategy, params.num_beams, partial(self._output, state.request))
 
     def _sample(
         self, group: SampleGroup, index: int, grammar: CompiledGrammar | None, context: SamplingContext
@@ -128,26 +127,19 @@ class InputProcessor:
         return Sample(group, index, sampler, text, self._ends(params), guide, speculate)
 
     def _strategy(self, state: RequestState, context: SamplingContext) -> Strategy | None:
-        """Beam search or contrastive search, where the request asks for one."""
+        """Beam search, where the request asks for it."""
         params = state.params
-        if params.num_beams == 1 and params.penalty_alpha is None:
+        if params.num_beams == 1:
             return None
-        common: dict[str, Any] = {
-            "max_tokens": params.max_tokens,
-            "eos_token_ids": frozenset(self._ends(params)),
-            "processors": build_processors(context),
-            "stops": self._stops(state.request),
-        }
-        if params.penalty_alpha is not None:
-            return Contrastive(top_k=params.top_k, penalty_alpha=params.penalty_alpha, **common)
         return BeamSearch(
             num_beams=params.num_beams,
-            num_beam_groups=params.num_beam_groups,
-            diversity_penalty=params.diversity_penalty,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
             num_return_sequences=params.num_return_sequences or 1,
-            **common,
+            max_tokens=params.max_tokens,
+            eos_token_ids=frozenset(self._ends(params)),
+            processors=build_processors(context),
+            stops=self._stops(state.request),
         )
 
     def _check(self, request: Request) -> None:
@@ -157,8 +149,8 @@ class InputProcessor:
             raise UsageError("similarity compares the n samples of a request: ask for n above 1, and not for best_of")
         if request.similarity is not None and not (params.detokenize and params.n <= MOST_COMPARED):
             raise UsageError(f"similarity compares texts: it needs detokenize, and n of at most {MOST_COMPARED}")
-        if request.thinking is not None and (params.num_beams > 1 or params.penalty_alpha is not None):
-            raise UsageError("a budget of reasoning and tool calls need samples: leave beams and penalty_alpha out")
+        if request.thinking is not None and params.num_beams > 1:
+            raise UsageError("a budget of reasoning and tool calls need samples: leave beams out")
         if params.speculate and self._speculate is None:
             raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
 
@@ -215,12 +207,7 @@ class InputProcessor:
 
 def draws(params: SamplingParams) -> bool:
     """True if anything is left to chance."""
-    return params.num_beams == 1 and params.penalty_alpha is None and (params.temperature > 0 or params.mirostat > 0)
-
-
-def width(params: SamplingParams) -> int:
-    """Rows that are needed at once."""
-    return params.top_k if params.penalty_alpha is not None else params.num_beams
+    return params.num_beams == 1 and (params.temperature > 0 or params.mirostat > 0)
 
 
 def text_tokens(

@@ -45,14 +45,13 @@ class OutputProcessor:
         # Of its own, for a similarity that takes long must not keep others from sampling.
         self._comparing = Pool(1, "llmc-comparing", mark_serving)
 
-    def prefilled(self, sequence: Tokens, start: int, logits: Floats, hidden: Floats | None) -> None:
+    def prefilled(self, sequence: Tokens, start: int, logits: Floats) -> None:
         """Keep what a request wants to know of the chunk of its prompt that begins at ``start``."""
         request = sequence.request
         following = sequence.context[start + 1 : sequence.cached + 1]
         top = request.params.prompt_logprobs
         if top is not None and len(request.prompt_logprobs) < len(request.prompt) - 1:
             request.prompt_logprobs += prompt_logprobs(logits[: len(following)], following, top)
-        sequence.group.note_prompt(None if hidden is None else hidden[0])
 
     def begin(self, sequence: Tokens, logits: Floats | None = None) -> None:
         """Go on with a sequence whose whole context is in its row, from the logits [V] after it."""
@@ -60,13 +59,12 @@ class OutputProcessor:
             if sequence.group.begin(self._scheduler, sequence, logits):
                 self._end(sequence.request)
 
-    def sample(self, call: Sequence[Tokens], logits: Floats, hidden: Floats | None) -> list[SamplerOutput[Any]]:
+    def sample(self, call: Sequence[Tokens], logits: Floats) -> list[SamplerOutput[Any]]:
         """Draw the tokens of a call's sequences, from logits [B, 1 + drafts, V]; a dummy row may come after them."""
-        states = [None] * len(call) if hidden is None else hidden
-        work = zip(call, logits, states, strict=False)
+        work = zip(call, logits, strict=False)
         if self._pool and len(call) > 1:
             return list(self._pool.map(_sampled, work))
-        return [sequence.sample(row, state) for sequence, row, state in work]
+        return [sequence.sample(row) for sequence, row in work]
 
     def commit(self, outputs: Sequence[SamplerOutput[Any]]) -> None:
         """Make what a step gave part of the sequences, request by request."""
@@ -117,6 +115,6 @@ class OutputProcessor:
             self._pool.shutdown(wait=False)
 
 
-def _sampled(work: tuple[Tokens, Floats, Floats | None]) -> SamplerOutput[Any]:
-    sequence, logits, hidden = work
-    return sequence.sample(logits, hidden)
+def _sampled(work: tuple[Tokens, Floats]) -> SamplerOutput[Any]:
+    sequence, logits = work
+    return sequence.sample(logits)

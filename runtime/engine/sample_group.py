@@ -77,7 +77,7 @@ class Sample(Sequence):
         wanted = self.request.params.max_tokens - (len(self.tokens) - len(self.request.prompt)) - 1
         return self._speculator.drafts(self.tokens, max(0, min(room, wanted)), rows)
 
-    def sample(self, logits: Logits, hidden: Logits | None = None) -> SamplerOutput["Sample"]:
+    def sample(self, logits: Logits) -> SamplerOutput["Sample"]:
         """Draw tokens as long as they agree with the drafts, and one more."""
         output: SamplerOutput[Sample] = SamplerOutput(self)
         choices = output.choices

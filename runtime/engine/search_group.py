@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmc.runtime.api.results import Delta, Output
 from llmc.runtime.engine.scheduler import Scheduler
@@ -16,9 +15,9 @@ from llmc.runtime.search.base import Branch, Hypothesis, Strategy
 class SearchSequence(Sequence):
     """A sequence of a search, which gets its tokens from the strategy."""
 
-    def sample(self, logits: Logits, hidden: Logits | None) -> SamplerOutput["SearchSequence"]:
-        """Copy the logits [V] and the hidden state [H] for the strategy."""
-        return SamplerOutput(self, logits=logits[0].copy(), hidden=None if hidden is None else hidden.copy())
+    def sample(self, logits: Logits) -> SamplerOutput["SearchSequence"]:
+        """Copy the logits [V] for the strategy."""
+        return SamplerOutput(self, logits=logits[0].copy())
 
 
 class SearchGroup(SequenceGroup[SearchSequence]):
@@ -38,39 +37,28 @@ class SearchGroup(SequenceGroup[SearchSequence]):
         self.width = width
         self._strategy = strategy
         self._finish = finish
-        self._prompt_hidden: list[NDArray[np.float32]] = []
         self._outputs: list[Output] = []
 
     @property
     def promised(self) -> int:
         return self.width - len(self.sequences)
 
-    @property
-    def wants_prompt(self) -> bool:
-        return super().wants_prompt or self._strategy.prompt_chunk_outputs
-
     def sequence(self, index: int) -> SearchSequence:
         return SearchSequence(self, list(self.request.prompt))
-
-    def note_prompt(self, hidden: NDArray[np.float32] | None) -> None:
-        if hidden is not None:
-            self._prompt_hidden.append(hidden.copy())
 
     def begin(self, scheduler: Scheduler, sequence: SearchSequence, logits: Logits | None) -> bool:
         """Start the strategy after the prompt, which ``sequence`` decodes from."""
         assert logits is not None
         scheduler.reserve(self.promised, sequence.cached + 1)
-        hidden = np.concatenate(self._prompt_hidden) if self._prompt_hidden else None
-        return self._advance(scheduler, self._strategy.start(self.request.prompt, logits, hidden))
+        return self._advance(scheduler, self._strategy.start(self.request.prompt, logits))
 
     def step(self, scheduler: Scheduler, outputs: List[SamplerOutput[SearchSequence]]) -> bool:
-        """Show the strategy the logits and hidden states of all branches, in their order."""
+        """Show the strategy the logits of all branches, in their order."""
         scheduler.reserve(self.promised, outputs[0].sequence.cached + 1)
         by_key = {output.sequence.key: output for output in outputs}  # rows may have changed places
         ordered = [by_key[sequence.key] for sequence in self.sequences]
         logits = np.stack([output.logits for output in ordered if output.logits is not None])
-        hidden = [output.hidden for output in ordered if output.hidden is not None]
-        return self._advance(scheduler, self._strategy.step(logits, np.stack(hidden) if hidden else None))
+        return self._advance(scheduler, self._strategy.step(logits))
 
     def outputs(self) -> list[Output]:
         """The strategy's hypotheses."""

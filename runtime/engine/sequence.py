@@ -6,9 +6,6 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from llmc.errors import LlmcError, ProcessorError, text_of
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
@@ -89,8 +86,8 @@ class Sequence(Slot, ABC):
         return []
 
     @abstractmethod
-    def sample(self, logits: Logits, hidden: Logits | None) -> "SamplerOutput[Any]":
-        """Take what it needs of logits [1 + drafts, V] and the hidden state [H]; both are overwritten by the next call.
+    def sample(self, logits: Logits) -> "SamplerOutput[Any]":
+        """Take what it needs of logits [1 + drafts, V], which the next call overwrites.
 
         Called from a thread for sampling; an error becomes part of the output.
         """
@@ -102,12 +99,11 @@ class Sequence(Slot, ABC):
 
 @dataclass
 class SamplerOutput(Generic[_S]):
-    """One sequence's part of a step: tokens of a sample, logits [V] and hidden state [H] for a search, or an error."""
+    """One sequence's part of a step: tokens of a sample, logits [V] for a search, or an error."""
 
     sequence: _S
     choices: list[Choice] = field(default_factory=list)
     logits: Logits | None = None
-    hidden: Logits | None = None
     error: BaseException | None = None
 
 
@@ -143,9 +139,6 @@ class SequenceGroup(ABC, Generic[_S]):
     @abstractmethod
     def sequence(self, index: int) -> _S:
         """A new sequence, of the prompt alone."""
-
-    def note_prompt(self, hidden: NDArray[np.float32] | None) -> None:
-        """Take the hidden states [S, H] of a chunk of the prompt; asked for with :attr:`wants_prompt`."""
 
     @abstractmethod
     def begin(self, scheduler: "Scheduler", sequence: _S, logits: Logits | None) -> bool:
@@ -249,7 +242,7 @@ class RequestState:
     def result(self, outputs: List[Output]) -> GenerationResult:
         """The result of the finished request."""
         metrics = self.timeline.metrics()
-        if self.params.num_beams > 1 or self.params.penalty_alpha is not None:
+        if self.params.num_beams > 1:
             completion = sum(len(output.token_ids) for output in outputs)
         else:
             completion = metrics.output_tokens

@@ -143,13 +143,12 @@ class ModelRunner:
             sequence.cached = len(sequence.context)
         return logits
 
-    def execute(self, call: Sequence[Slot]) -> tuple[Floats, Floats | None]:
-        """Make a call of :func:`calls`: feed last tokens and drafts; logits [B, 1 + drafts, V], hidden states [B, H].
-
-        The next call may overwrite both.
+    def execute(self, call: Sequence[Slot]) -> Floats:
+        """Make a call of :func:`calls`: feed last tokens and drafts; logits [B, 1 + drafts, V], which the next call may
+        overwrite.
         """
         if call[0].drafts:
-            return self._verify(call[0], call[0].drafts)[None], None
+            return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:
             return self._one_by_one(call)
         # The largest logits are enough only where these decide every sequence's token.
@@ -161,8 +160,7 @@ class ModelRunner:
             self._choice.observe(phase, len(call), self._seconds)
         if few and not all(suffice(row, sequence.needs) for row, sequence in zip(logits[:, 0], call, strict=False)):
             logits = self.session.full_logits()
-        hidden = self.session.hidden
-        return logits, None if hidden is None else hidden[:, 0]
+        return logits
 
     def _step(self, call: Sequence[Slot], phase: Phase, candidates: int) -> Batch:
         """A call that feeds last tokens; mostly the last step's, whose arrays are written in place."""
@@ -196,12 +194,9 @@ class ModelRunner:
         """True if there are two graphs to choose from."""
         return self._policy.prefill_graph_from < NEVER
 
-    def _one_by_one(self, call: Sequence[Slot]) -> tuple[Floats, Floats | None]:
-        logits, states = [], []
-        for sequence in call:  # copies, for the next call overwrites them
-            logits.append(self._verify(sequence, ())[:1].copy())
-            states += [] if self.session.hidden is None else [self.session.hidden[0, 0].copy()]
-        return np.stack(logits), np.stack(states) if states else None
+    def _one_by_one(self, call: Sequence[Slot]) -> Floats:
+        # copies, for the next call overwrites them
+        return np.stack([self._verify(sequence, ())[:1].copy() for sequence in call])
 
     def _verify(self, sequence: Slot, drafts: Sequence[int]) -> Floats:
         """Feed the last token and ``drafts``; logits [1 + drafts, V]."""

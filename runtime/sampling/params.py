@@ -252,18 +252,6 @@ class SamplingParams:
         more=", see [Order](#order-of-the-steps)",
     )
     num_beams: int = _many(1, integer(1), "beam search with so many beams; 1 is off", common=True)
-    num_beam_groups: int = _many(
-        1,
-        integer(1),
-        "groups of beams that keep apart",
-        short="divisor of `num_beams`",
-        source="[Vijayakumar et al.](https://arxiv.org/abs/1610.02424)",
-    )
-    diversity_penalty: float = _many(
-        0.0,
-        number(0, _LARGEST_PENALTY),
-        "taken from a beam's score for each earlier group that chose the same token",
-    )
     length_penalty: float = _many(1.0, number(-20, 20), "exponent of the length that a beam's score is divided by")
     early_stopping: bool | Literal["never"] = _many(
         False,
@@ -273,12 +261,6 @@ class SamplingParams:
     )
     num_return_sequences: int | None = _many(
         None, optional(integer(1)), "hypotheses to return, one if left out", short="1 to `num_beams`"
-    )
-    penalty_alpha: float | None = _many(
-        None,
-        optional(number(0, 1)),
-        "contrastive search among `top_k` tokens",
-        source="[Su et al.](https://arxiv.org/abs/2202.06417)",
     )
     consensus: Literal["f1", "chrf"] | None = _many(
         None,
@@ -335,8 +317,8 @@ class SamplingParams:
         """Take the checkpoint's defaults for what the caller leaves out or sets to None.
 
         A checkpoint with ``do_sample`` false is greedy unless the caller names a temperature, top_k, top_p or min_p, or
-        asks for something that only sampling can give. Beams and contrastive search do not sample, and mirostat does
-        not cut, whatever the checkpoint says. ``stop`` may be one string, every tuple a list, and ``logit_bias`` a
+        asks for something that only sampling can give. Beams do not sample, and mirostat does not cut,
+        whatever the checkpoint says. ``stop`` may be one string, every tuple a list, and ``logit_bias`` a
         mapping.
 
         Raises:
@@ -377,7 +359,7 @@ def _tupled(value: Any) -> Any:
 
 
 def _checkpoint_defaults(generation: "Generation", given: dict[str, Any]) -> dict[str, Any]:
-    if given.get("num_beams", 1) != 1 or "penalty_alpha" in given:
+    if given.get("num_beams", 1) != 1:
         return {}
     chance = any(given.get(name, _DEFAULTS[name]) != _DEFAULTS[name] for name in _NEEDS_CHANCE)
     if not generation.do_sample and not chance and not given.keys() & set(SAMPLED):
@@ -397,11 +379,11 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
 # ------------------------------------------------------------------------------------------------------ combinations
 
 _ONE_OUTPUT = ("n", "best_of", "consensus")
-_NOT_IN_LOCKSTEP = (
+_NOT_WITH_BEAMS = (
     *_ONE_OUTPUT,
     "mirostat",
     "dynatemp_range",
-    *(cut for cut in _CUTS if cut != "top_k"),
+    *_CUTS,
     "stop",
     *GUIDES,
     "logprobs",
@@ -409,22 +391,16 @@ _NOT_IN_LOCKSTEP = (
 )
 # What a request is when a condition holds, and what it cannot be with.
 _MODES: tuple[tuple[str, Callable[[SamplingParams], bool], tuple[str, ...]], ...] = (
-    ("beam search", lambda p: p.num_beams > 1, (*_NOT_IN_LOCKSTEP, "top_k", "penalty_alpha")),
-    ("contrastive search", lambda p: p.penalty_alpha is not None, _NOT_IN_LOCKSTEP),
+    ("beam search", lambda p: p.num_beams > 1, _NOT_WITH_BEAMS),
     ("mirostat", lambda p: p.mirostat > 0, ("dynatemp_range", *_CUTS)),
     ("consensus decoding", lambda p: p.consensus is not None, ("best_of",)),
 )
 # A parameter that means nothing without another.
 _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
-    ("num_beam_groups", "num_beams above 1", lambda p: p.num_beams > 1),
-    ("num_beam_groups", "num_beams to be a multiple of it", lambda p: p.num_beams % p.num_beam_groups == 0),
-    ("num_beam_groups", "diversity_penalty above 0", lambda p: p.diversity_penalty > 0),
-    ("diversity_penalty", "num_beam_groups above 1", lambda p: p.num_beam_groups > 1),
     ("length_penalty", "num_beams above 1", lambda p: p.num_beams > 1),
     ("early_stopping", "num_beams above 1", lambda p: p.num_beams > 1),
     ("num_return_sequences", "num_beams above 1", lambda p: p.num_beams > 1),
     ("num_return_sequences", "num_beams of at least as many", lambda p: (p.num_return_sequences or 1) <= p.num_beams),
-    ("penalty_alpha", "top_k of at least 2", lambda p: p.top_k >= 2),
     ("consensus", "n of at least 2", lambda p: p.n >= 2),
     ("consensus", f"n of at most {MOST_COMPARED}", lambda p: p.n <= MOST_COMPARED),
     ("consensus", "detokenize", lambda p: p.detokenize),
@@ -464,11 +440,10 @@ def check_combination(params: SamplingParams) -> None:
     for name, needed, holds in _NEEDS:
         if _is_set(params, name) and not holds(params):
             raise UsageError(f"{_shown(params, name)} needs {needed}")
-    lockstep = next((mode for mode, is_on, _ in _MODES[:2] if is_on(params)), None)
-    if lockstep and params.temperature not in (0, 1):
-        raise UsageError(f"{lockstep} draws nothing, so temperature={params.temperature} cannot be used; leave it out")
-    if lockstep and params.speculate:
-        raise UsageError(f"{lockstep} cannot be combined with speculate=True; leave one of them out")
+    if params.num_beams > 1 and params.temperature not in (0, 1):
+        raise UsageError(f"beam search draws nothing, so temperature={params.temperature} cannot be used; leave it out")
+    if params.num_beams > 1 and params.speculate:
+        raise UsageError("beam search cannot be combined with speculate=True; leave one of them out")
 
 
 def _is_set(params: SamplingParams, name: str) -> bool:

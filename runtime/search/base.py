@@ -50,12 +50,7 @@ class Strategy(ABC):
         eos_token_ids: tokens that end an output.
         processors: of the request; each search says what they are applied to.
         stops: a stopping criterion beside ``eos_token_ids``, asked about the new tokens.
-
-    Attributes:
-        prompt_chunk_outputs: true if ``start`` needs the hidden states of every position of the prompt.
     """
-
-    prompt_chunk_outputs = False
 
     def __init__(
         self,
@@ -70,16 +65,16 @@ class Strategy(ABC):
         self.processors = processors
 
     @abstractmethod
-    def start(self, prompt: Sequence[int], logits: Floats, hidden: Floats | None) -> list[Branch]:
-        """The first rows, from the logits after the prompt [V] and its hidden states [len(prompt), H]; parents are 0.
+    def start(self, prompt: Sequence[int], logits: Floats) -> list[Branch]:
+        """The first rows, from the logits after the prompt [V]; parents are 0.
 
         A row with children that is not beyond the end of the new ones keeps one child in its place. So few rows of the
         cache are copied, and none that is still to be copied from is written over. This holds for ``step`` too.
         """
 
     @abstractmethod
-    def step(self, logits: Floats, hidden: Floats | None) -> list[Branch]:
-        """The next rows, from the logits [rows, V] and hidden states [rows, H] of the last ones; none: finished."""
+    def step(self, logits: Floats) -> list[Branch]:
+        """The next rows, from the logits [rows, V] of the last ones; none: finished."""
 
     @abstractmethod
     def outputs(self) -> list[Hypothesis]:

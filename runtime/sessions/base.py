@@ -63,7 +63,6 @@ class Session(ABC):
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)
-        self._hidden: NDArray[np.float32] = np.empty((0, 0, geometry.hidden_size), np.float32)
 
     @property
     @abstractmethod
@@ -74,11 +73,6 @@ class Session(ABC):
     @abstractmethod
     def processor(self) -> str:
         """Name of the CPU or GPU: results hold for it and not for another."""
-
-    @property
-    def hidden(self) -> NDArray[np.float32]:
-        """The head's input in the last call, float32 [B, O, hidden]; the next call may reuse the array."""
-        return self._hidden
 
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -94,8 +88,7 @@ class Session(ABC):
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
         """:meth:`run` by a call of each row alone."""
-        found = [(self.run(row).copy(), self._hidden.copy()) for row in row_by_row(batch)]
-        self._logits, self._hidden = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        self._logits = np.concatenate([self.run(row).copy() for row in row_by_row(batch)])
         return self._logits
 
 

@@ -295,20 +295,6 @@ class Reference:
         with torch.no_grad():
             return self.model(torch.from_numpy(ids), position_ids=positions).logits.numpy()
 
-    def hidden(self, ids: np.ndarray, normed: bool = True) -> np.ndarray:
-        """The last hidden states [B, S, H], after the last norm or before it."""
-        import torch
-
-        seen = []
-        stack = self.model.base_model
-        names = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
-        norm = next(getattr(stack, name) for name in names if hasattr(stack, name))
-        hook = norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
-        with torch.no_grad():
-            states = self.model(torch.from_numpy(ids), output_hidden_states=True).hidden_states
-        hook.remove()
-        return (states[-1] if normed else seen[0]).numpy()
-
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:

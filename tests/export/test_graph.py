@@ -45,7 +45,6 @@ def test_inputs_and_outputs_are_those_of_the_contract(case, model):
     }
     assert signature(model.graph.outputs) == {
         "logits": ("FLOAT", ["batch", "outputs", geometry.vocab_size]),
-        "hidden_states": ("FLOAT", ["batch", "outputs", geometry.hidden_size]),
         **{f"present.{name}": cache for name, cache in caches.items()},
     }
     assert list(signature(model.graph.inputs)) == ["input_ids", "past_lengths", "logit_indices"] + [

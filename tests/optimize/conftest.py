@@ -159,7 +159,7 @@ class Decoder:
             "past_lengths": np.array(past, np.int64),
             "logit_indices": np.tile(np.arange(len(ids[0])), (len(ids), 1)),
         }
-        logits, _, *presents = self.session.run(None, feeds | cache)
+        logits, *presents = self.session.run(None, feeds | cache)
         return logits, dict(zip(cache, presents, strict=True))
 
     def __call__(self, ids: Sequence[int], pieces: Sequence[int] | None = None) -> np.ndarray:

@@ -219,16 +219,6 @@ def test_prefixes_come_from_memory_and_after_a_restart_from_disk(run_script, tin
 # --------------------------------------------------------------------------------------------------- shared prefill
 
 
-def test_prompts_that_share_calls_are_measured_beside_those_that_do_not(run_script, tiny_bundle):
-    pytest.importorskip("onnxruntime", "1.32", reason="older engines take no rows of different lengths")
-    report = run_script("shared_prefill", tiny_bundle, "--new-tokens", "4")
-    mixes = report["details"]["mixes"]
-    assert all(len(rounds) == 1 for ways in mixes.values() for rounds in ways.values())
-    assert all(0 < each["mean_s"] <= each["last_s"] for ways in mixes.values() for [each] in ways.values())
-    gains = [mixes[mix]["apart"][0]["mean_s"] / mixes[mix]["shared"][0]["mean_s"] for mix in ("16 each", "16 to 64")]
-    assert figures(report) == [pytest.approx(gain, rel=CLOSE) for gain in gains]
-
-
 # ------------------------------------------------------------------------------------------------------ speculation
 
 

@@ -108,7 +108,6 @@ def tiny_in(tiny_export: Path, tiny_bundle: Path, tmp_path_factory: pytest.TempP
 # ------------------------------------------------------------------------------------------- a session without a model
 
 VOCAB = 4096
-HIDDEN = 8
 EOS = (0, 2)
 EMPTY = -1  # a position that nobody has written
 
@@ -178,7 +177,7 @@ class Tokens:
 
 
 class Remembering:
-    """A session whose cache holds tokens, and whose logits and hidden states are a hash of them.
+    """A session whose cache holds tokens, and whose logits are a hash of them.
 
     Attributes:
         calls: every call so far.
@@ -199,7 +198,6 @@ class Remembering:
         self.before: Callable[[Batch], object] = lambda _: None
         self.spoil: Callable[[list[int]], bool] = lambda _: False
         self.leak = 0.0
-        self.hidden: np.ndarray | None = None
         self.closed = False
 
     def run(self, batch: Batch) -> np.ndarray:
@@ -219,18 +217,12 @@ class Remembering:
         ]
         shape = (*batch.logit_indices.shape, -1) if batch.logit_indices.size else (*batch.logit_indices.shape, VOCAB)
         logits = np.array([[self.logits(tokens) for tokens in row] for row in prefixes], np.float32).reshape(shape)
-        states = np.array([[self.state(tokens) for tokens in row] for row in prefixes], np.float32)
-        self.hidden = states.reshape(*batch.logit_indices.shape, HIDDEN)
         if self.leak and rows > 1:
             logits += self.leak * np.roll(logits, 1, axis=0)
         return logits
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         return np.full(VOCAB, np.nan, np.float32) if self.spoil(tokens) else logits_of(tokens)
-
-    def state(self, tokens: list[int]) -> np.ndarray:
-        """A hidden state [H] after ``tokens``."""
-        return hash_of([*tokens, VOCAB]).standard_normal(HIDDEN, np.float32)
 
     def close(self) -> None:
         self.closed = True
@@ -278,7 +270,7 @@ def served(manifest: Manifest) -> Manifest:
     """The manifest of a bundle that :class:`Remembering` stands for."""
     return replace(
         manifest,
-        geometry=replace(manifest.geometry, vocab_size=VOCAB, hidden_size=HIDDEN),
+        geometry=replace(manifest.geometry, vocab_size=VOCAB),
         generation=replace(manifest.generation, eos_token_ids=EOS),
         limits=Limits(512, 8, 128),
         graphs={

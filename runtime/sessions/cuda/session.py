@@ -20,8 +20,7 @@ class DeviceSession(Session):
     """The half of a session that is the same for every engine on a GPU.
 
     An engine's session loads its model within :meth:`_loading`, where it calls :meth:`_begin` before it takes memory,
-    and :meth:`_make_cache`; it runs calls within :meth:`_guarded`, and leaves what they give in ``_logits`` and
-    ``_hidden``.
+    and :meth:`_make_cache`; it runs calls within :meth:`_guarded`, and leaves what they give in ``_logits``.
 
     Args:
         folder: the bundle.
@@ -87,7 +86,7 @@ class DeviceSession(Session):
 
     def _outputs_of(self, rows: int, outputs: int, candidates: int = 0) -> dict[str, Part]:
         """Offsets of a call's outputs."""
-        return outputs_of(rows, outputs, self._geometry.hidden_size, self._geometry.vocab_size, candidates)
+        return outputs_of(rows, outputs, self._geometry.vocab_size, candidates)
 
     def _later(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` when the session closes, the last one first; on a lost GPU nothing can be freed."""
@@ -100,7 +99,7 @@ class DeviceSession(Session):
 
     def close(self) -> None:
         """Free the engine, the cache and the GPU; twice is harmless."""
-        self._logits, self._hidden = self._logits[:0], self._hidden[:0]  # they may lie in memory that goes
+        self._logits = self._logits[:0]  # they may lie in memory that goes
         self._resources.close()
 
     # -------------------------------------------------------------------------------------------------- errors

@@ -93,7 +93,7 @@ class OnnxRuntimeSession(Session):
             with translated("running the model"):
                 raise
         self.cache.computed(batch.first_row, ends)
-        self._logits, self._hidden = binding.logits, binding.hidden
+        self._logits = binding.logits
         return self._logits
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class OnnxRuntimeSession(Session):
         kept = batch.input_ids.size <= max(SHARED_OUTPUTS, self.cache.rows)
         if not kept:
             bound.long = None  # its outputs go before new ones come
-        binding = _Binding(self._graphs[batch.phase], batch, caches, *self._outputs_for(batch, shared=kept))
+        binding = _Binding(self._graphs[batch.phase], batch, caches, self._room_for(batch, shared=kept))
         if batch.phase in self._packs:
             binding.bind_lengths()
         if self._takes_slots:
@@ -129,14 +129,14 @@ class OnnxRuntimeSession(Session):
             bound.kept.popitem(last=False)
         return binding
 
-    def _outputs_for(self, batch: Batch, *, shared: bool) -> list[NDArray[np.float32]]:
-        """Room for logits and hidden states of a call."""
-        shape, widths = batch.logit_indices.shape, (self._geometry.vocab_size, self._geometry.hidden_size)
+    def _room_for(self, batch: Batch, *, shared: bool) -> NDArray[np.float32]:
+        """Room for the logits of a call."""
+        shape, vocab = batch.logit_indices.shape, self._geometry.vocab_size
         if not shared:
-            return [np.empty((*shape, width), np.float32) for width in widths]
-        most = max(SHARED_OUTPUTS, self.cache.rows)
-        self._bound.outputs = self._bound.outputs or [np.empty((most, width), np.float32) for width in widths]
-        return [memory[: shape[0] * shape[1]].reshape(*shape, memory.shape[1]) for memory in self._bound.outputs]
+            return np.empty((*shape, vocab), np.float32)
+        if self._bound.logits is None:
+            self._bound.logits = np.empty((max(SHARED_OUTPUTS, self.cache.rows), vocab), np.float32)
+        return self._bound.logits[: shape[0] * shape[1]].reshape(*shape, vocab)
 
 
 def check_cache_type(manifest: Manifest) -> None:
@@ -159,7 +159,7 @@ class _Bound:
         """Let all of it go."""
         self.kept: OrderedDict[Any, _Binding] = OrderedDict()
         self.long: tuple[Any, _Binding] | None = None
-        self.outputs: list[NDArray[np.float32]] = []
+        self.logits: NDArray[np.float32] | None = None
 
 
 class _Binding:
@@ -171,20 +171,18 @@ class _Binding:
         batch: Batch,
         caches: list[tuple[CacheTensor, NDArray[Any]]],
         logits: NDArray[np.float32],
-        hidden: NDArray[np.float32],
     ) -> None:
         self.session = session
         self.io = session.io_binding()
         self.input_ids = np.empty(batch.input_ids.shape, np.int64)
         self.past_lengths = np.empty(batch.past_lengths.shape, np.int64)
         self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
-        self.logits, self.hidden = logits, hidden
+        self.logits = logits
         self.new_lengths: NDArray[np.int64] | None = None
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             self._bind(self.io.bind_input, name, getattr(self, name))
         self._bind(self.io.bind_output, "logits", self.logits)
-        self._bind(self.io.bind_output, "hidden_states", self.hidden)
         for tensor, array in caches:
             self._bind(self.io.bind_input, tensor.past, array)
             self._bind(self.io.bind_output, tensor.present, array)

@@ -158,8 +158,8 @@ class CudaSession(DeviceSession):
             binding.fill(batch)
             binding.run(self._stream)
             self._driver.synchronize(self._stream)
-            found = [binding.outputs[name][:, :wanted] for name in ("logits", "hidden_states")]
-            self._logits, self._hidden = found if blocks is self._blocks else [array.copy() for array in found]
+            logits = binding.outputs["logits"][:, :wanted]
+            self._logits = logits if blocks is self._blocks else logits.copy()
 
     # ------------------------------------------------------------------------------------------------- bindings
 

@@ -101,7 +101,6 @@ def decoder_interface(geometry: Geometry, cache: str, capacity: int) -> dict[str
         "logit_indices": ("INT64", (0, 0)),
         "cache_slots": ("INT64", (0,)),
         "logits": ("FLOAT", (0, 0, geometry.vocab_size)),
-        "hidden_states": ("FLOAT", (0, 0, geometry.hidden_size)),
         **{
             name: (CACHE_TYPES[cache], tensor.of(0, capacity))
             for tensor in tensors_of(geometry.caches)

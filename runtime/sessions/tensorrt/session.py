@@ -200,7 +200,6 @@ class TensorRTSession(DeviceSession):
     def _run_at_once(self, batch: Batch, piece: Piece) -> NDArray[np.float32]:
         few = 0 < batch.candidates <= self._candidates and batch.logit_indices.size <= self._most_selected
         step = self._run_piece(batch, piece, self._candidates if few else 0)
-        self._hidden = step.outputs["hidden_states"]
         self._left = step if few else None
         if not few:
             self._logits = step.outputs["logits"]
@@ -212,13 +211,11 @@ class TensorRTSession(DeviceSession):
         """Call by call, and what each gives is put together."""
         g, shape = self._geometry, batch.logit_indices.shape
         logits = np.empty((*shape, g.vocab_size), np.float32)
-        hidden = np.empty((*shape, g.hidden_size), np.float32)
         for piece in todo:
             step = self._run_piece(batch, piece, 0)
             if piece.outputs.size:
                 logits[piece.rows, piece.outputs] = step.outputs["logits"]
-                hidden[piece.rows, piece.outputs] = step.outputs["hidden_states"]
-        self._logits, self._hidden, self._left = logits, hidden, None
+        self._logits, self._left = logits, None
         return logits
 
     def _run_piece(self, batch: Batch, piece: Piece, candidates: int) -> Step:

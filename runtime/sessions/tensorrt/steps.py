@@ -90,7 +90,7 @@ class Step:
         self.addresses = {
             **fixed[1],
             **{name: taken.device + part.offset for name, part in inputs.items()},
-            **{name: given.device + outputs[name].offset for name in ("logits", "hidden_states")},
+            "logits": given.device + outputs["logits"].offset,
         }
         self.select_shapes = {"logits": (call.rows * call.outputs, self._logits.shape[2])}
         selected = ("logits", "values", "indices") if call.candidates else ()

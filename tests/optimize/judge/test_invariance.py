@@ -13,7 +13,7 @@ from llmc.optimize.judge.invariance import PREFIX, SMALLEST_CONTEXT, measured
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sessions import Batch, Phase, open_session
 
-VOCAB, HIDDEN = 64, 8
+VOCAB = 64
 
 
 class Exact:
@@ -28,7 +28,6 @@ class Exact:
 
     def __init__(self, flaw: Callable[[Batch, np.ndarray], None] = lambda call, logits: None) -> None:
         self.tokens = np.zeros((0, 0), np.int64)
-        self.hidden: np.ndarray | None = None
         self.flaw = flaw
 
     @property
@@ -51,7 +50,6 @@ class Exact:
             for i, index in enumerate(batch.logit_indices[row]):
                 logits[row, i] = np.random.default_rng(known[: past + index + 1]).normal(size=VOCAB)
         self.flaw(batch, logits)
-        self.hidden = logits[..., :HIDDEN].copy()
         return logits
 
 

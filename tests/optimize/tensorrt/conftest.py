@@ -21,7 +21,7 @@ GRAPH = """
 decoder (int64[batch, sequence] input_ids, int64[batch] past_lengths, int64[batch, outputs] logit_indices,
          int64[attended] cache_slots,
          float16[batch, 2, capacity, 16] past_key, float16[batch, 2, capacity, 16] past_value)
-    => (float[batch, outputs, 96] logits, float[batch, outputs, 32] hidden_states,
+    => (float[batch, outputs, 96] logits,
         float16[batch, 2, capacity, 16] present_key, float16[batch, 2, capacity, 16] present_value)
 {
     zero = Constant <value_ints = [0]> ()
@@ -66,7 +66,6 @@ decoder (int64[batch, sequence] input_ids, int64[batch] past_lengths, int64[batc
     final = RMSNormalization <axis = -1> (summed, norm)
     wanted = Unsqueeze (logit_indices, two)
     chosen = GatherND <batch_dims = 1> (final, wanted)
-    hidden_states = Cast <to = 1> (chosen)
     scores = MatMul (chosen, head)
     logits = Cast <to = 1> (scores)
 }

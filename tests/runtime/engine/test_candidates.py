@@ -183,7 +183,6 @@ ALL: dict[str, dict[str, Any]] = {
     "min_tokens": {"temperature": 0.0, "min_tokens": 4, "ignore_eos": False},
     "choice": {"temperature": 0.0, "choice": ("yes", "no"), "ignore_eos": False},
     "beams": {"num_beams": 3},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
 }
 
 

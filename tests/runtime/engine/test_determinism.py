@@ -203,8 +203,6 @@ def disturbing(rng: random.Random) -> Request:
     params = rng.choice(
         (
             {"num_beams": rng.randint(2, 4), "max_tokens": 12},
-            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "max_tokens": 9},
-            {"penalty_alpha": 0.5, "top_k": 3, "max_tokens": 9},
             {"on_overflow": "sink", "max_tokens": 90, "ignore_eos": True},
             {"on_overflow": "sink", "max_tokens": 90, "ignore_eos": True, "n": 3},
             {"on_overflow": "truncate_left", "max_tokens": 60},

@@ -192,7 +192,6 @@ def test_a_call_that_fails_while_a_prompt_is_fed_ends_that_request_only(make_eng
         ([5], {"grammar": "start: nowhere"}, GrammarError, "grammar"),
         ([5], {"json_schema": {"type": "nonsense"}}, GrammarError, "json_schema|schema"),
         ([5], {"num_beams": 9}, RequestError, r"9 rows are needed at once .* the engine has 8; ask for fewer"),
-        ([5], {"penalty_alpha": 0.5, "top_k": 20}, RequestError, "20 rows are needed"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_it_waits(

@@ -1,4 +1,4 @@
-"""Beams and contrastive search on rows of the cache, beside other requests: they give what they give alone."""
+"""Beams on rows of the cache, beside other requests: they give what they give alone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,6 @@ from llmc.runtime.engine.search_group import common
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.search.base import Hypothesis, Strategy
 from llmc.runtime.search.beam import BeamSearch
-from llmc.runtime.search.contrastive import Contrastive
 
 PATIENCE = 120
 PROMPT = [11, 12, 13, 14, 15]
@@ -29,19 +28,16 @@ BEAMS: list[dict[str, Any]] = [
     {"num_beams": 3},
     {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 0.5},
     {"num_beams": 2, "early_stopping": True, "num_return_sequences": 2},
-    {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7, "num_return_sequences": 2},
 ]
 
 
 def driven(session: Any, strategy: Strategy, prompt: list[int]) -> list[Hypothesis]:
     """A strategy whose rows are lists of tokens: no cache, no engine."""
-    hidden = np.stack([session.state(prompt[: i + 1]) for i in range(len(prompt))])
     rows = [prompt]
-    branches = strategy.start(prompt, session.logits(prompt), hidden)
+    branches = strategy.start(prompt, session.logits(prompt))
     while branches:
         rows = [[*rows[branch.parent], branch.token] for branch in branches]
-        states = np.stack([session.state(row) for row in rows])
-        branches = strategy.step(np.stack([session.logits(row) for row in rows]), states)
+        branches = strategy.step(np.stack([session.logits(row) for row in rows]))
     return strategy.outputs()
 
 
@@ -110,21 +106,6 @@ def test_beams_write_no_bad_word(make_engine: Any, tiny_tokenizer: Any):
     ids = make_engine().submit(Request(PROMPT, asked)).result(PATIENCE).token_ids
     assert ids[:2] != free.token_ids[:2]
     assert forbidden not in {ids[i : i + len(forbidden)] for i in range(len(ids))}
-
-
-@pytest.mark.parametrize(("top_k", "alpha"), [(2, 0.6), (4, 0.6), (5, 0.0), (3, 1.0)])
-def test_contrastive_search_beside_others_is_the_strategy_driven_alone(
-    make_engine: Any, remembering: Any, alone: Any, top_k: int, alpha: float
-):
-    engine = make_engine(prefill_chunk=2, prefix_bytes=1 << 20)
-    sampled = SamplingParams(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)
-    other = engine.submit(Request([20, 21], sampled))
-    asked = Request(PROMPT, SamplingParams(max_tokens=NEW, top_k=top_k, penalty_alpha=alpha))
-    handles = [engine.submit(asked) for _ in range(2)]
-    strategy = Contrastive(top_k=top_k, penalty_alpha=alpha, max_tokens=NEW, eos_token_ids=(0, 2))
-    wanted = expected(driven(remembering(), strategy, PROMPT))
-    assert [found(handle.result(PATIENCE)) for handle in handles] == [wanted] * 2
-    assert list(other.result(PATIENCE).token_ids) == alone([20, 21], sampled)
 
 
 def test_rows_for_all_beams_are_kept_free_from_the_start(make_engine: Any, remembering: Any):

@@ -142,14 +142,11 @@ class TestRanges:
             ("best_of", 0, "an integer from 1 to 1024, or None"),
             ("best_of", 1025, "an integer from 1 to 1024, or None"),
             ("num_beams", 0, "an integer of at least 1"),
-            ("diversity_penalty", -0.5, "a number from 0 to 1e+30"),
-            ("diversity_penalty", 1e31, "a number from 0 to 1e+30"),
             ("temperature", 10**400, "a number of at least 0"),
             ("length_penalty", -(10**400), "a number from -20 to 20"),
             ("length_penalty", math.nan, "a number from -20 to 20"),
             ("early_stopping", "always", "True or False or 'never'"),
             ("early_stopping", 1, "True or False or 'never'"),
-            ("penalty_alpha", 1.5, "a number from 0 to 1, or None"),
             ("consensus", "bleu", "'f1' or 'chrf', or None"),
             ("json_schema", "", "a JSON schema as a mapping or a text, or None"),
             ("regex", "", "a non-empty string, or None"),
@@ -209,10 +206,6 @@ class TestCombinations:
             ({"num_beams": 2, "on_overflow": "sink"}, "beam search cannot be combined with on_overflow='sink'"),
             ({"num_beams": 2, "temperature": 0.7}, "beam search draws nothing, so temperature=0.7 cannot be used"),
             ({"num_beams": 2, "speculate": True}, "beam search cannot be combined with speculate=True"),
-            ({"num_beams": 2, "penalty_alpha": 0.6}, "beam search cannot be combined with penalty_alpha=0.6"),
-            ({"penalty_alpha": 0.6}, "penalty_alpha=0.6 needs top_k of at least 2"),
-            ({"penalty_alpha": 0.6, "top_k": 4, "min_p": 0.1}, "contrastive search cannot be combined with min_p=0.1"),
-            ({"penalty_alpha": 0.6, "top_k": 4, "choice": ("a",)}, "contrastive search cannot be combined with choice"),
             ({"mirostat": 1, "top_k": 5}, "mirostat cannot be combined with top_k=5"),
             ({"mirostat": 1, "temperature": 0}, "mirostat=1 needs temperature above 0"),
             ({"regex": "a", "choice": ("a",)}, "regex and choice are given, expected at most one of json_schema"),
@@ -226,13 +219,6 @@ class TestCombinations:
             ({"include_stop_str_in_output": True, "detokenize": False}, "include_stop_str_in_output=True needs detok"),
             ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 needs max_tokens of at least as many"),
             ({"allowed_tokens": (1, 2), "banned_tokens": (2, 1, 3)}, "needs a token that is not among banned_tokens"),
-            ({"num_beam_groups": 2, "diversity_penalty": 1.0}, "num_beam_groups=2 needs num_beams above 1"),
-            (
-                {"num_beams": 3, "num_beam_groups": 2, "diversity_penalty": 1.0},
-                "num_beam_groups=2 needs num_beams to be a multiple of it",
-            ),
-            ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups=2 needs diversity_penalty above 0"),
-            ({"num_beams": 4, "diversity_penalty": 1.0}, "diversity_penalty=1.0 needs num_beam_groups above 1"),
             ({"length_penalty": 2.0}, "length_penalty=2.0 needs num_beams above 1"),
             ({"early_stopping": True}, "early_stopping=True needs num_beams above 1"),
             ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3 needs num_beams of at least as many"),
@@ -257,8 +243,6 @@ class TestCombinations:
                 "min_tokens": 2,
                 "temperature": 0.0,
             },
-            {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "logit_bias": ((1, 2.0),)},
-            {"penalty_alpha": 0.6, "top_k": 4, "repetition_penalty": 1.2, "stop_token_ids": (3,)},
             {"mirostat": 2, "temperature": 0.7, "repetition_penalty": 1.2, "n": 2, "regex": "a+"},
             {"n": 4, "consensus": "chrf", "top_p": 0.9, "json_schema": {"type": "object"}},
             {"n": 2, "best_of": 4, "logprobs": 5, "speculate": True},
@@ -284,7 +268,7 @@ class TestDefaults:
     def test_of_a_greedy_checkpoint_stay_for_what_is_neutral(self) -> None:
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, n=1, typical_p=1.0, mirostat=0).temperature == 0
 
-    @pytest.mark.parametrize("asked", [{"num_beams": 2}, {"penalty_alpha": 0.5, "top_k": 4}], ids=str)
+    @pytest.mark.parametrize("asked", [{"num_beams": 2}], ids=str)
     def test_to_sample_are_left_out_of_searches(self, asked: dict[str, Any]) -> None:
         assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT, **asked) == SamplingParams(**asked)
 

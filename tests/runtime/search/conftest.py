@@ -19,30 +19,29 @@ PROMPT_LENGTH = 24
 class Rows(Protocol):
     """A model with a cache of rows."""
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> tuple[Floats, Floats | None]:
-        """A row for every prompt: logits [rows, V] after it and hidden states [rows, length, H] of it."""
+    def start(self, prompts: Sequence[Sequence[int]]) -> Floats:
+        """A row for every prompt: logits [rows, V] after it."""
 
-    def step(self, parents: Sequence[int], tokens: Sequence[int]) -> tuple[Floats, Floats | None]:
-        """Row i becomes row parents[i] and tokens[i]: logits [rows, V], hidden states [rows, H]."""
+    def step(self, parents: Sequence[int], tokens: Sequence[int]) -> Floats:
+        """Row i becomes row parents[i] and tokens[i]: logits [rows, V]."""
 
 
 def run_in_lockstep(
     strategies: Sequence[Strategy], prompts: Sequence[Sequence[int]], model: Rows
 ) -> list[list[Hypothesis]]:
     """Every strategy with its prompt, all in one batch; returns the outputs of each."""
-    logits, hidden = model.start(prompts)
+    logits = model.start(prompts)
     plans = [
-        strategy.start(prompt, logits[i], None if hidden is None else hidden[i])
-        for i, (strategy, prompt) in enumerate(zip(strategies, prompts, strict=True))
+        strategy.start(prompt, logits[i]) for i, (strategy, prompt) in enumerate(zip(strategies, prompts, strict=True))
     ]
     firsts = list(range(len(prompts)))  # the first row of each strategy in the step before
     while any(plans):
         parents = [first + branch.parent for first, plan in zip(firsts, plans, strict=True) for branch in plan]
-        logits, hidden = model.step(parents, [branch.token for plan in plans for branch in plan])
+        logits = model.step(parents, [branch.token for plan in plans for branch in plan])
         ends = np.cumsum([len(plan) for plan in plans]).tolist()
         firsts = [end - len(plan) for end, plan in zip(ends, plans, strict=True)]
         plans = [
-            strategy.step(logits[first:end], None if hidden is None else hidden[first:end]) if end > first else []
+            strategy.step(logits[first:end]) if end > first else []
             for strategy, first, end in zip(strategies, firsts, ends, strict=True)
         ]
     return [strategy.outputs() for strategy in strategies]
@@ -50,7 +49,7 @@ def run_in_lockstep(
 
 @dataclass
 class MadeUpModel:
-    """Logits and hidden states that are a function of all tokens so far and look random."""
+    """Logits that are a function of all tokens so far and look random."""
 
     vocab_size: int
     seed: int = 0
@@ -60,18 +59,13 @@ class MadeUpModel:
         """Logits after ``tokens`` [V]."""
         return np.random.default_rng([self.seed, *tokens]).normal(size=self.vocab_size) * 2
 
-    def hidden(self, tokens: Sequence[int]) -> NDArray[np.float64]:
-        """Hidden state [8] of the last of ``tokens``."""
-        return np.random.default_rng([self.seed + 1, *tokens]).normal(size=8)
-
-    def start(self, prompts: Sequence[Sequence[int]]) -> tuple[Floats, Floats | None]:
+    def start(self, prompts: Sequence[Sequence[int]]) -> Floats:
         self.rows = [tuple(prompt) for prompt in prompts]
-        states = [[self.hidden(row[: i + 1]) for i in range(len(row))] for row in self.rows]
-        return self._logits(), np.array(states, np.float32)
+        return self._logits()
 
-    def step(self, parents: Sequence[int], tokens: Sequence[int]) -> tuple[Floats, Floats | None]:
+    def step(self, parents: Sequence[int], tokens: Sequence[int]) -> Floats:
         self.rows = [(*self.rows[parent], token) for parent, token in zip(parents, tokens, strict=True)]
-        return self._logits(), np.array([self.hidden(row) for row in self.rows], np.float32)
+        return self._logits()
 
     def _logits(self) -> Floats:
         return np.array([self.logits(row) for row in self.rows], np.float32)
@@ -84,23 +78,22 @@ class TorchModel:
         self.model = model
         self._cache: Any = None
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> tuple[Floats, Floats | None]:
+    def start(self, prompts: Sequence[Sequence[int]]) -> Floats:
         return self._run([list(prompt) for prompt in prompts])
 
-    def step(self, parents: Sequence[int], tokens: Sequence[int]) -> tuple[Floats, Floats | None]:
+    def step(self, parents: Sequence[int], tokens: Sequence[int]) -> Floats:
         import torch
 
         self._cache.reorder_cache(torch.tensor(parents))
-        logits, hidden = self._run([[token] for token in tokens], past_key_values=self._cache)
-        return logits, hidden[:, -1]
+        return self._run([[token] for token in tokens], past_key_values=self._cache)
 
-    def _run(self, ids: list[list[int]], **past: Any) -> tuple[Floats, Floats]:
+    def _run(self, ids: list[list[int]], **past: Any) -> Floats:
         import torch
 
         with torch.no_grad():
-            output = self.model(torch.tensor(ids), use_cache=True, output_hidden_states=True, **past)
+            output = self.model(torch.tensor(ids), use_cache=True, **past)
         self._cache = output.past_key_values
-        return output.logits[:, -1].numpy(), output.hidden_states[-1].numpy()
+        return output.logits[:, -1].numpy()
 
 
 @pytest.fixture(scope="session")

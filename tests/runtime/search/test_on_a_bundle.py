@@ -25,18 +25,18 @@ class BundleRows:
         self._session = session
         self._length = 0
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, None]:
+    def start(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         ids = np.array(prompts, np.int64)
         self._length = ids.shape[1]
         last = np.array([[self._length - 1]])
-        return self._session.run(Batch(Phase.PREFILL, ids, np.array([0]), last))[:, -1], None
+        return self._session.run(Batch(Phase.PREFILL, ids, np.array([0]), last))[:, -1]
 
-    def step(self, parents: Sequence[int], tokens: Sequence[int]) -> tuple[np.ndarray, None]:
+    def step(self, parents: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         for row, parent in enumerate(parents):
             self._session.cache.copy(parent, row, 0, self._length)
         ids, past = np.array(tokens, np.int64)[:, None], np.full(len(tokens), self._length)
         self._length += 1
-        return self._session.run(Batch(Phase.DECODE, ids, past, np.zeros_like(ids)))[:, -1], None
+        return self._session.run(Batch(Phase.DECODE, ids, past, np.zeros_like(ids)))[:, -1]
 
 
 @pytest.fixture(scope="module")

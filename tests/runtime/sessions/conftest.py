@@ -57,7 +57,7 @@ def decoder(kind: str) -> onnx.ModelProto:
     <ir_version: 11, opset_import: ["" : 24]>
     decoder (int64[batch,sequence] input_ids, int64[batch] past_lengths, int64[batch,outputs] logit_indices,
              int64[attended_positions] cache_slots, {pasts})
-      => (float[batch,outputs,{VOCAB}] logits, float[batch,outputs,{HIDDEN}] hidden_states, {presents})
+      => (float[batch,outputs,{VOCAB}] logits, {presents})
     {{
       zero = Constant<value_ints=[0]>()
       one = Constant<value_ints=[1]>()
@@ -82,7 +82,6 @@ def decoder(kind: str) -> onnx.ModelProto:
       {layers}
       chosen = Unsqueeze(logit_indices, two)
       last = GatherND<batch_dims=1>(x{LAYERS}, chosen)
-      hidden_states = Cast<to=1>(last)
       raw = MatMul(last, HEAD)
       logits = Cast<to=1>(raw)
     }}""")

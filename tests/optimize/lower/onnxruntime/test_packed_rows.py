@@ -67,7 +67,7 @@ class Rows:
             ids[i, :count] = self.texts[row, past : past + count]
         last = np.maximum(np.array(new, np.int64) - 1, 0)[:, None].repeat(outputs, 1)
         feeds = {"input_ids": ids, "past_lengths": np.array(pasts), "logit_indices": last, "new_lengths": np.array(new)}
-        logits, _, *presents = self.session.run(None, feeds | cache)
+        logits, *presents = self.session.run(None, feeds | cache)
         return logits, dict(zip(cache, presents, strict=True))
 
     def together(self):
@@ -110,7 +110,7 @@ def test_a_row_alone_equals_the_portable_graph(case, packing, decoder, portable_
             "logit_indices": np.arange(size)[None],
             "new_lengths": np.array([size]),
         }
-        found, _, *presents = whole.session.run(None, feeds | cache)
+        found, *presents = whole.session.run(None, feeds | cache)
         cache = dict(zip(cache, presents, strict=True))
         logits.append(found[0])
         position += size

@@ -201,8 +201,8 @@ class Decoder:
             **({} if self._slots is None else {"cache_slots": np.arange(bucket)}),
             **{name: value[:, :, :bucket] if self.grows else value for name, value in cache.items()},
         }
-        logits, hidden, *presents = self.session.run(None, feeds)
-        assert logits.dtype == hidden.dtype == np.float32
+        logits, *presents = self.session.run(None, feeds)
+        assert logits.dtype == np.float32
         return logits, {name: self._kept(value) for name, value in zip(cache, presents, strict=True)}
 
     def _kept(self, present: np.ndarray) -> np.ndarray:

@@ -100,18 +100,6 @@ def test_rejected_drafts_are_overwritten(exported, form, lowering, decoder, port
     assert difference(logits[0], portable_logits(case.export)[10:12]) <= FLOAT_TOLERANCE
 
 
-def test_hidden_states_are_the_portable_graphs(exported, form, lowering, decoder, ids):
-    case = exported("qwen2-tied-bf16")
-    graphs = [decoder(case.export), decoder(lowering(case.export, form).finish().write())]
-    feeds = {"input_ids": np.array([ids]), "past_lengths": np.zeros(1, np.int64), "logit_indices": np.array([[3, 19]])}
-    slots = {"cache_slots": np.arange(48)}
-    found = [
-        graph.session.run(["hidden_states"], feeds | graph.empty_cache() | extra)[0]
-        for graph, extra in zip(graphs, ({}, slots), strict=True)
-    ]
-    assert difference(*found) <= FLOAT_TOLERANCE
-
-
 # ----------------------------------------------------------------------------------------------------- planted errors
 
 

@@ -153,7 +153,6 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported, form, lowering, 
     }
     assert described(lowered.graph.outputs) == {
         "logits": ("FLOAT", "batch", "outputs", 96),
-        "hidden_states": ("FLOAT", "batch", "outputs", 64),
         **{f"present.{name}": (kind, *cache) for name in caches},
     }
     assert all(value.uses() for value in lowered.graph.inputs)
@@ -169,7 +168,7 @@ def test_names_tell_the_layer(exported, form, lowering):
     lowered = finished(lowering, exported(NORMS), form, "int8", "float16")
     names = [node.name for node in lowered.graph]
     assert len(set(names)) == len(names)
-    known = ("model.", "lm_head", "logit_rows", "positions", "attended", "logits", "hidden_states")
+    known = ("model.", "lm_head", "logit_rows", "positions", "attended", "logits")
     assert [name for name in names if not name.startswith(known)] == []
     assert f"{LAYER}.self_attn.qkv_proj.MatMul" in names
 

@@ -145,9 +145,9 @@ def test_other_failures_end_with_their_call(session: Idle, error: Exception):
 
 
 def test_what_a_call_gave_does_not_outlive_its_memory(session: Idle):
-    session._hidden = np.ones((1, 1, 64), np.float32)
+    session._logits = np.ones((1, 1, 64), np.float32)
     session.close()
-    assert session.hidden.size == 0
+    assert session.full_logits().size == 0
 
 
 def test_row_by_row_every_row_keeps_what_was_asked_of_it():
