@@ -753,7 +753,7 @@ def refuse_other(folder: Path) -> None:
 
 
 def absent(path: Path) -> str | None:
-    """What to say of a path where nothing is and that looks like a model's name at a hub; None for any other path."""
+    """The sentence for a path where nothing is and that looks like a model's name at a hub; None for any other path."""
     named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", str(path))
     if not named or os.path.lexists(path.parent):
         return None

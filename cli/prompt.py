@@ -25,7 +25,7 @@ KEPT, LONGEST = 500, 10_000  # questions that are kept, and characters of each
 
 
 def questions(keys: Interrupts) -> Iterator[str]:
-    """What is typed on the terminal until Ctrl-D, or until Ctrl-C comes twice."""
+    """The questions typed on the terminal until Ctrl-D, or until Ctrl-C comes twice."""
     # stdout holds the answers, and nothing else where it is no terminal.
     output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
     if isinstance(output, Vt100_Output):
@@ -80,7 +80,7 @@ def _bindings() -> KeyBindings:
 
 
 def wrong_bytes(text: str) -> bytes:
-    """Where what was typed is no UTF-8: the bytes there."""
+    """The bytes of a typed text that are no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -125,7 +125,7 @@ def _load(
     row_limit(manifest, engine_options)
     if engine_options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
         raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
-    if manifest.geometry.encoder and options:
+    if manifest.geometry.encoder and options.keys() - ({"draft"} if options.get("draft") == "auto" else set()):
         raise UsageError(f"{next(iter(options))} is for a bundle that generates, and {folder} does not; leave it out")
     check_load(folder, manifest, context, memory)
     check_files(folder, manifest, False if verify is None and self_test is False else verify)

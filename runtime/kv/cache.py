@@ -270,9 +270,9 @@ class KVCache(ABC):
         """The first position of a row that a tensor holds."""
         return max(0, self._settled[row] - tensor.window - BACK) if tensor.window else 0
 
-    def _discard(self, row: int, end: int) -> None:
-        """Give back the memory of windows' positions of a row before those held, and of those from ``end`` on."""
-        raise NotImplementedError
+    def _discard(self, row: int, end: int) -> None:  # noqa: B027  # few caches let go
+        """Give back the memory of windows' positions of a row before those held, and of those from ``end`` on; a cache
+        that lets nothing go keeps it."""
 
     # ------------------------------------------------------------------------------------------------- contents
 

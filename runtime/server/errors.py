@@ -203,6 +203,7 @@ MEANINGS = {
 }
 _TEXT, _MAYBE = {"type": "string"}, {"type": ["string", "null"]}
 OPENAI_ERRORS = documented(_object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE)))
+OLLAMA_ERRORS = documented(_object(error=_TEXT))
 ANTHROPIC_ERRORS = documented(
     _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_MAYBE)
 )

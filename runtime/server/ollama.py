@@ -19,13 +19,13 @@ from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.server.bodies import Body
 from llmc.runtime.server.chat import ChatRequest, Tool, open_chat
-from llmc.runtime.server.errors import ApiError, from_llmc, named
+from llmc.runtime.server.errors import OLLAMA_ERRORS, ApiError, from_llmc, named
 from llmc.runtime.server.guard.accounts import allowed
 from llmc.runtime.server.service import Service, service_of, submitted
 from llmc.runtime.server.streams import EventStream, encoded, unless_gone
 from llmc.runtime.server.validation import given
 
-router = APIRouter(tags=["Ollama"])
+router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 Served = Annotated[Service, Depends(service_of)]
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
 SPOKEN_VERSION = "0.12.6"

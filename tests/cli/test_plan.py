@@ -72,9 +72,9 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would(llmc, tiny_bundle: P
     ran = llmc("plan", tiny_bundle, "--json", "--memory", needed - 1)
     verdict = stages(ran.out)["run"]
     assert (ran.code, verdict["fits"], verdict["missing"]) == (1, False, 1)
-    assert verdict["largest_context"] == 1024  # the last step but one
+    assert verdict["largest_context"] == 2047  # one position less
     assert ran.err.startswith(f"llmc: error: {tiny_bundle}: to run it needs ")
-    assert "MB are missing. Advice: a context of 1024 tokens fits with a batch of 1: lower" in ran.err
+    assert "MB are missing. Advice: a context of 2047 tokens fits with a batch of 1: lower" in ran.err
 
 
 def test_every_stage_that_does_not_fit_is_named(llmc, tiny_checkpoint: Path):

@@ -116,7 +116,7 @@ UNLIMITED = Account(None, None)
 
 
 class Bill(NamedTuple):
-    """What a client took so far.
+    """The requests and tokens that a client took so far.
 
     Attributes:
         requests: beyond the one that each message is.

@@ -329,7 +329,8 @@ class TestMemory:
         least = memory_need(module.read_bundle(tiny_bundle), options).least - options.get("prefix_cache_bytes", 0)
         load(tiny_bundle, memory=least, self_test=False, verify=False, **options).close()
         with pytest.raises(ResourceError):
-            load(tiny_bundle, memory=least - 1, self_test=False, verify=False, **options)
+            named = {"max_context": module.read_bundle(tiny_bundle).limits.max_context, **options}
+            load(tiny_bundle, memory=least - 1, self_test=False, verify=False, **named)
 
     def test_a_draft_counts(self, make: Make, folders: dict[str, Path]):
         with pytest.raises(ResourceError):

@@ -87,7 +87,7 @@ def test_tokens_are_charged_as_those_of_prompts(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], least: int
 ):
     spent: list[int] = []
-    monkeypatch.setattr("llmc.runtime.server.service.spend", spent.append)
+    monkeypatch.setattr("llmc.runtime.server.service.spend", lambda tokens: spent.append(tokens))
     answer = http.post(path, json=body, headers={"anthropic-version": "2023-06-01"})
     assert answer.status_code == 200 and len(spent) == 1 and spent[0] >= least
 
