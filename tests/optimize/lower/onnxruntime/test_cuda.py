@@ -201,7 +201,7 @@ def test_rows_of_different_lengths_decode_together(case, lowered, ids, compute):
         past = [length + step for length in lengths]
         fed = np.array([[ids[position]] for position in past])
         logits = decoder.run(fed, past, together)
-        alone = [decoder.run(fed[r : r + 1], past[r : r + 1], row)[0][0] for r, row in enumerate(rows)]
+        alone = [decoder.run(fed[r : r + 1], past[r : r + 1], row)[0] for r, row in enumerate(rows)]
         assert relative_difference(logits, np.stack(alone)) <= FLOAT16_TOLERANCE
 
 
