@@ -1,19 +1,12 @@
 """The official ollama client, unmodified."""
 
-from typing import Literal
-
 import pytest
-from pydantic import BaseModel
 
 ollama = pytest.importorskip("ollama", reason="pip install ollama")
 
 MODEL = "able"
 ASK = [{"role": "user", "content": "def f("}]
 FEW = {"num_predict": 6, "seed": 1}
-
-
-class Sum(BaseModel):
-    a: Literal[1, 2]
 
 
 @pytest.fixture
@@ -50,8 +43,8 @@ def test_its_own_objects_go_back_in_the_second_turn(client):
 
 
 def test_it_gets_what_its_schema_asks_for(client):
-    answer = client.chat(MODEL, ASK, format=Sum.model_json_schema(), options={"seed": 1})
-    Sum.model_validate_json(answer.message.content)
+    answer = client.chat(MODEL, ASK, format={"enum": [1, 2]}, options={"seed": 1})
+    assert answer.message.content in ("1", "2")
 
 
 def test_errors_are_its_own(client):
