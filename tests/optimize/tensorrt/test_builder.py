@@ -60,7 +60,7 @@ def test_the_inspector_tells_types_shapes_and_profiles(rtx: Any, decoder: Path, 
     inputs = {tensor["name"]: (tensor["dtype"], tensor["shape"]) for tensor in found["inputs"]}
     assert inputs["input_ids"] == ("INT64", [-1, -1])
     assert inputs[CACHES[0]] == ("HALF", [-1, 2, 32, 16]), "the capacity is static"
-    assert [tensor["name"] for tensor in found["outputs"]][:2] == ["logits", "hidden_states"]
+    assert [tensor["name"] for tensor in found["outputs"]][:1] == ["logits"]
     decode, prefill = found["profiles"]
     assert decode == {"batch": [1, 1, 4], "sequence": [1, 1, 1], "outputs": [1, 1, 1], "attended": [8, 16, 32]}
     assert prefill == {"batch": [1, 1, 1], "sequence": [1, 8, 8], "outputs": [1, 1, 2], "attended": [8, 16, 32]}
