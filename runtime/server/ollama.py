@@ -31,6 +31,8 @@ Served = Annotated[Service, Depends(service_of)]
 SPOKEN_VERSION = "0.12.6"
 # Options under other names than llmc's; what else is an option is one of llmc's parameters.
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+# Penalties, and the value with which each does nothing.
+PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 THINKING = {True: None, False: "none", "low": "low", "medium": "medium", "high": "high"}
 
 
@@ -69,11 +71,11 @@ class Options(Body):
             ApiError: a penalty shall look at the last tokens only.
         """
         given = self.model_dump(exclude_none=True)
-        last, penalty = given.pop("repeat_last_n", -1), given.get("repeat_penalty", 1.0)
+        last = given.pop("repeat_last_n", -1)
         if last == 0:
-            given.pop("repeat_penalty", None)
-        elif last > 0 and penalty != 1.0:
-            said = f"options.repeat_last_n is {last}, but repeat_penalty looks at all tokens; give -1, or leave it out"
+            given = {name: value for name, value in given.items() if name not in PENALTIES}
+        elif last > 0 and any(given.get(name, idle) != idle for name, idle in PENALTIES.items()):
+            said = f"options.repeat_last_n is {last}, but penalties look at all tokens; give -1, or leave it out"
             raise ApiError(400, said, param="options.repeat_last_n")
         if given.get("num_predict", 0) < 0:
             del given["num_predict"]

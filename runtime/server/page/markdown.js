@@ -7,7 +7,8 @@ import { Lexer, Tokenizer } from "./marked.esm.js";
 // What takes marked more than linear time, or makes elements without end, is shown as plain text beyond these.
 const LONGEST = 100_000; // characters of a text
 const LONGEST_INLINE = 2_000; // characters of a paragraph or cell whose marks are read
-const MOST_CELLS = 20_000; // of a table
+const MOST_CELLS = 4_000; // of a table, which is made anew with each token that it gets
+const MOST_ITEMS = 2_000; // of all lists, likewise
 const DEPTH = 8; // of lists and quotes within each other
 
 /** Show `text` in `element`, leaving the blocks as they are that did not change. */
@@ -55,7 +56,8 @@ class Bounded extends Tokenizer {
 
 function readBlocks(text) {
   const source = text.replace(/\r\n?/g, "\n");
-  if (source.length > LONGEST) return [{ type: "code", raw: source, text: source, lang: "" }];
+  const items = source.match(/^[ \t>]*(?:[-*+]|\d{1,9}[.)])(?=[ \t])/gm)?.length ?? 0;
+  if (source.length > LONGEST || items > MOST_ITEMS) return [{ type: "code", raw: source, text: source, lang: "" }];
   const lexer = new Lexer({ gfm: true, breaks: true, tokenizer: new Bounded() });
   lexer.blockTokens(source, lexer.tokens);
   for (const { src, tokens } of lexer.inlineQueue) {

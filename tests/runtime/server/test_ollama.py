@@ -83,6 +83,7 @@ def test_what_cannot_change_the_answer_is_named(able):
         ({**CHAT, "options": {"temprature": 1}}, 400, "temprature"),
         ({**CHAT, "options": {"top_p": 7}}, 400, "top_p"),
         ({**CHAT, "options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, 400, "repeat_last_n"),
+        ({**CHAT, "options": {"presence_penalty": 0.5, "repeat_last_n": 64}}, 400, "repeat_last_n"),
     ],
 )
 def test_errors_have_ollamas_form(able, body, status, said):

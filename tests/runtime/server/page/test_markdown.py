@@ -124,12 +124,14 @@ def test_texts_made_to_take_long_are_rendered(page, render):
 
 
 # Bounds of what the browser's one thread may be held by, on a machine that computes something else beside it.
-LONGEST_MS = 3_000
-MOST_ELEMENTS = 100_000
+LONGEST_MS = 500
+MOST_ELEMENTS = 20_000
 WIDE = "|" * 3_000 + "\n" + "|-" * 3_000 + "|\n" + "|\n" * 3_000  # 9 million cells if all were made
 
 
-@pytest.mark.parametrize("text", [WIDE, *(text for text in LONG if len(text) <= 100_000)], ids=lambda text: text[:8])
+@pytest.mark.parametrize(
+    "text", [WIDE, "| a |\n|---|\n" + "| b |\n" * 3_900, "- a\n" * 1_900, *LONG], ids=lambda text: text[:8]
+)
 def test_no_answer_freezes_the_page(page, text):
     taken, elements = page.evaluate(
         """async (text) => {
