@@ -5,7 +5,7 @@ Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from datetime import datetime, timezone
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -174,7 +174,7 @@ def conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
         if message.role == "assistant":
             one["reasoning_content"] = message.thinking
         if message.tool_calls:
-            ids = [f"call_{number}_{index}" for index in range(len(message.tool_calls))]
+            ids = [f"call_{number:05}{index:04}" for index in range(len(message.tool_calls))]
             one["tool_calls"] = [
                 {
                     "id": name,
@@ -213,11 +213,12 @@ def message_of(message: Message) -> dict[str, Any]:
 
 
 def calls_of(message: Message) -> list[dict[str, Any]]:
-    """The calls of a message, their arguments as objects."""
-    return [
-        {"function": {"index": index, "name": call.name, "arguments": json.loads(call.arguments)}}
-        for index, call in enumerate(message.tool_calls)
-    ]
+    """The calls of a message, their arguments as objects; one that the length cut off is left out."""
+    found = []
+    for index, call in enumerate(message.tool_calls):
+        with suppress(ValueError):
+            found.append({"function": {"index": index, "name": call.name, "arguments": json.loads(call.arguments)}})
+    return found
 
 
 def end_of(result: GenerationResult, reason: str) -> dict[str, Any]:

@@ -5,6 +5,9 @@ import json
 import httpx2 as httpx
 import pytest
 
+from llmc.runtime.api.chat import Message, ToolCall
+from llmc.runtime.server.ollama import calls_of
+
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "def f("}], "options": {"num_predict": 6, "seed": 1}}
 
 
@@ -98,3 +101,8 @@ def test_clients_find_models_and_what_they_can_do(able):
     assert "tools" in able.post("/api/show", json={"model": "tiny:latest"}).json()["capabilities"]
     assert [each["model"] for each in able.get("/api/ps").json()["models"]] == ["tiny"]
     assert able.get("/api/version").json()["version"]
+
+
+def test_a_call_that_the_length_cut_off_is_left_out():
+    calls = (ToolCall("a1", "add", '{"a": 1}'), ToolCall("a2", "add", '{"a": '))
+    assert [call["function"]["arguments"] for call in calls_of(Message("", None, calls, "length"))] == [{"a": 1}]
