@@ -662,7 +662,7 @@ def _refuse_failed(place: _Place) -> None:
 
 def _hide(error: Exception, name: str, folder: object) -> None:
     """Say a name where an error says a folder: clients read it, and folders are the server's own affair."""
-    if isinstance(error, LlmcError) and str(folder) not in ("None", "lookup", ".", ".."):
+    if isinstance(error, LlmcError) and str(folder) not in ("None", "none", "auto", "lookup", ".", ".."):
         error.args = (re.sub(rf"(?<![\w.-]){re.escape(str(folder))}(?![\w.-])", lambda _: name, str(error)),)
 
 

@@ -212,7 +212,8 @@ class Client:
         try:
             self.report(self.bill)
         except ApiError:
-            self._handles.remove(handle)
+            if handle in self._handles:  # else it has ended, and stands on the bill
+                self._handles.remove(handle)
             handle.cancel()
             raise
 
