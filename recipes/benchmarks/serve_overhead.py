@@ -41,9 +41,9 @@ from llmc.runtime.bench.wire import run as run_on_loop
 from llmc.runtime.observe.tracing import fields_of
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.guard.guarded import guarded, uvicorn_options
-from llmc.runtime.server.logs import RequestLog
-from llmc.runtime.server.pool import ModelPool
+from llmc.runtime.server.http.guarded import guarded, uvicorn_options
+from llmc.runtime.server.http.logs import RequestLog
+from llmc.runtime.server.models.pool import ModelPool
 
 MAX_TTFT_MS, MAX_TPOT_MS = 2.0, 0.3  # that HTTP may add
 AT = 8  # the concurrency that the targets are for

@@ -11,16 +11,19 @@ from starlette.responses import Response
 
 from llmc import __version__
 from llmc.errors import LlmcError
-from llmc.runtime.server import admin, chat, completions, embeddings, health, messages, ollama, page, responses, tokens
-from llmc.runtime.server.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
-from llmc.runtime.server.ignored import Ignored
-from llmc.runtime.server.metrics import HttpMetrics
-from llmc.runtime.server.service import Service
-from llmc.runtime.server.validation import api_error, document_bodies, no_query
+from llmc.runtime.server import ollama, page
+from llmc.runtime.server.anthropic import messages
+from llmc.runtime.server.http.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
+from llmc.runtime.server.http.ignored import Ignored
+from llmc.runtime.server.http.validation import api_error, document_bodies, no_query
+from llmc.runtime.server.models import admin, health
+from llmc.runtime.server.models.metrics import HttpMetrics
+from llmc.runtime.server.models.service import Service
+from llmc.runtime.server.openai import chat, completions, embeddings, responses, tokens
 
 if TYPE_CHECKING:
     from llmc.runtime.server.config import ServerConfig
-    from llmc.runtime.server.pool import ModelPool
+    from llmc.runtime.server.models.pool import ModelPool
 
 # In the order in which /docs lists them.
 ROUTERS = (
@@ -36,7 +39,7 @@ ROUTERS = (
 
 
 def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
-    """The application over these models; keys and limits stand around it, see :mod:`llmc.runtime.server.guard`.
+    """The application over these models; keys and limits stand around it, see :mod:`llmc.runtime.server.http.guarded`.
 
     Args:
         config: the server's settings.

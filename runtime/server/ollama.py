@@ -17,13 +17,13 @@ from starlette.responses import JSONResponse
 from llmc.errors import LlmcError
 from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
-from llmc.runtime.server.bodies import Body
-from llmc.runtime.server.chat import ChatRequest, Tool, open_chat
-from llmc.runtime.server.errors import OLLAMA_ERRORS, ApiError, from_llmc, named
-from llmc.runtime.server.guard.accounts import allowed
-from llmc.runtime.server.service import Service, service_of, submitted
-from llmc.runtime.server.streams import EventStream, encoded, unless_gone
-from llmc.runtime.server.validation import given
+from llmc.runtime.server.http.accounts import allowed
+from llmc.runtime.server.http.bodies import Body
+from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError, from_llmc, named
+from llmc.runtime.server.http.streams import EventStream, encoded, unless_gone
+from llmc.runtime.server.http.validation import given
+from llmc.runtime.server.models.service import Service, service_of, submitted
+from llmc.runtime.server.openai.chat import ChatRequest, Tool, open_chat
 
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 Served = Annotated[Service, Depends(service_of)]

@@ -19,9 +19,9 @@ from llmc.errors import GpuError, LlmcError, UsageError
 from llmc.runtime.observe.tracing import event
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.guard.guarded import Guarded, guarded, uvicorn_options
-from llmc.runtime.server.logs import RequestLog, logging_to_stderr, route_noted
-from llmc.runtime.server.pool import ModelPool
+from llmc.runtime.server.http.guarded import Guarded, guarded, uvicorn_options
+from llmc.runtime.server.http.logs import RequestLog, logging_to_stderr, route_noted
+from llmc.runtime.server.models.pool import ModelPool
 from llmc.runtime.server.supervisor import inherited_sockets, notify, reloading, watchdog_s
 
 log = logging.getLogger(__name__)

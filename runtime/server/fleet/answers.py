@@ -3,9 +3,9 @@
 from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 
-from llmc.runtime.server.errors import ApiError
-from llmc.runtime.server.messages import PING
-from llmc.runtime.server.streams import HEARTBEAT, event
+from llmc.runtime.server.anthropic.messages import PING
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.streams import HEARTBEAT, event
 
 # Events that say only that an answer begins. They wait for the next one, so that another replica can begin anew.
 OPENINGS = (

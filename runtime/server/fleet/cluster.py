@@ -16,12 +16,12 @@ from llmc.bundle import read_bundle
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.server.config import ServerConfig, read_config
-from llmc.runtime.server.errors import ApiError
 from llmc.runtime.server.fleet.calls import Call, ReplicaLostError
 from llmc.runtime.server.fleet.front import ASKED_S, make_front
 from llmc.runtime.server.fleet.replica import Replica
 from llmc.runtime.server.fleet.router import PrefixRouter
-from llmc.runtime.server.guard.guarded import guarded
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.guarded import guarded
 
 # Ray asks a replica so often, and gives it so long; a replica that computes answers between two steps.
 HEALTH_PERIOD_S = 5.0

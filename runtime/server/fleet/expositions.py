@@ -6,7 +6,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from llmc.runtime.server.guard.accounts import allowed
+from llmc.runtime.server.http.accounts import allowed
 
 
 def joined(texts: Mapping[str, bytes]) -> bytes:

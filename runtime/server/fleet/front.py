@@ -14,13 +14,13 @@ from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from llmc.errors import LlmcError
-from llmc.runtime.server.errors import ApiError, from_llmc, response
 from llmc.runtime.server.fleet.answers import Answer
 from llmc.runtime.server.fleet.calls import BILL, Call, ReplicaLostError, called
 from llmc.runtime.server.fleet.expositions import joined
 from llmc.runtime.server.fleet.sockets import converse_with
-from llmc.runtime.server.guard.accounts import NOTHING, Tab, opened_tab
-from llmc.runtime.server.streams import unless_gone
+from llmc.runtime.server.http.accounts import NOTHING, Tab, opened_tab
+from llmc.runtime.server.http.errors import ApiError, from_llmc, response
+from llmc.runtime.server.http.streams import unless_gone
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from llmc.runtime import Model
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import BILL
-from llmc.runtime.server.guard.accounts import CLIENT, UNLIMITED, Bill, Client
-from llmc.runtime.server.pool import ModelPool
+from llmc.runtime.server.http.accounts import CLIENT, UNLIMITED, Bill, Client
+from llmc.runtime.server.models.pool import ModelPool
 
 log = logging.getLogger(__name__)
 

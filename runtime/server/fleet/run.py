@@ -19,8 +19,8 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import Call
 from llmc.runtime.server.fleet.cluster import RayReplicas, replicas_of
 from llmc.runtime.server.fleet.front import make_front
-from llmc.runtime.server.guard.guarded import guarded
-from llmc.runtime.server.logs import logging_to_stderr, route_noted
+from llmc.runtime.server.http.guarded import guarded
+from llmc.runtime.server.http.logs import logging_to_stderr, route_noted
 from llmc.runtime.server.run import run
 
 log = logging.getLogger(__name__)

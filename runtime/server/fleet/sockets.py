@@ -10,17 +10,17 @@ from typing import Any
 from starlette.types import Message, Scope
 from starlette.websockets import WebSocket
 
-from llmc.runtime.server.aside import aside, mark
-from llmc.runtime.server.errors import OPENAI_TYPES, ApiError
 from llmc.runtime.server.fleet.answers import Answer
 from llmc.runtime.server.fleet.calls import Call, called
-from llmc.runtime.server.sockets import PATHS, converse
+from llmc.runtime.server.http.aside import aside, mark
+from llmc.runtime.server.http.errors import OPENAI_TYPES, ApiError
+from llmc.runtime.server.http.sockets import PATHS, converse
 
 Relay = Callable[[Call, Answer], Coroutine[Any, Any, None]]
 
 
 async def converse_with(relay: Relay, socket: WebSocket) -> None:
-    """Answer requests on a WebSocket as a single server does, see :func:`llmc.runtime.server.sockets.converse`.
+    """Answer requests on a WebSocket as a single server does, see :func:`llmc.runtime.server.http.sockets.converse`.
 
     Args:
         relay: has a call answered.

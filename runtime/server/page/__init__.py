@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmc.runtime.server.logs import note
+from llmc.runtime.server.http.logs import note
 
 MEDIA_TYPES = {
     "css": "text/css; charset=utf-8",

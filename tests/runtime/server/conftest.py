@@ -11,7 +11,7 @@ from doubles import encoders
 from doubles.serving import retold, serving
 
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.guard.guarded import guarded
+from llmc.runtime.server.http.guarded import guarded
 
 
 @pytest.fixture(scope="session")

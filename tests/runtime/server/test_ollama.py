@@ -16,7 +16,7 @@ def able(able_bundle):
     from doubles.serving import serving
 
     from llmc.runtime.server.config import ServerConfig
-    from llmc.runtime.server.guard.guarded import guarded
+    from llmc.runtime.server.http.guarded import guarded
 
     with serving(ServerConfig(models={"tiny": able_bundle}, threads=1), guarded) as url:
         with httpx.Client(base_url=url, timeout=60) as client:

@@ -10,12 +10,12 @@ from starlette.testclient import TestClient
 from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 
-from llmc.runtime.server.errors import ApiError
+from llmc.runtime.server.anthropic.messages import PING
 from llmc.runtime.server.fleet.answers import LOST
 from llmc.runtime.server.fleet.calls import Call, ReplicaLostError
 from llmc.runtime.server.fleet.front import ATTEMPTS, make_front
-from llmc.runtime.server.messages import PING
-from llmc.runtime.server.streams import DONE, HEARTBEAT, event
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.streams import DONE, HEARTBEAT, event
 
 CHAT = "/v1/chat/completions"
 

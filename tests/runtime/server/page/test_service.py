@@ -7,7 +7,7 @@ import pytest
 from doubles.serving import serving
 
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.guard.guarded import guarded
+from llmc.runtime.server.http.guarded import guarded
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect

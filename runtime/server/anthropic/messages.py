@@ -1,0 +1,635 @@
+"""Anthropic's messages: blocks of text, thoughts and tools in and out, and a count of their tokens."""
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Header, Request, Response
+from pydantic import Field, JsonValue
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
+from typing_extensions import NotRequired, TypedDict
+
+from llmc.errors import ContextError, LlmcError
+from llmc.runtime import Model
+from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
+from llmc.runtime.server.http.aside import aside
+from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat, told
+from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, from_llmc, named
+from llmc.runtime.server.http.ignored import ignore
+from llmc.runtime.server.http.logs import note
+from llmc.runtime.server.http.streams import EventStream, event, unless_gone
+from llmc.runtime.server.http.validation import given
+from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submitted
+from llmc.runtime.server.openai.chat import EFFORTS, reasoned
+
+# This dialect's names of llmc's parameters.
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "json_schema": "output_config.format.schema",
+    "reasoning": "thinking",
+    "reasoning_budget": "thinking.budget_tokens",
+}
+PING = event({"type": "ping"}, "ping")
+FAILED = "Error: "  # before the result of a tool that failed, for templates have no other place to say so
+
+
+async def versioned(
+    anthropic_version: Annotated[Literal["2023-06-01", "2026-10-21"], Header(description="version of the API")],
+) -> None:
+    """The header that the API requires. Versions before these stream in another way, and are refused; the later one has
+    no sampling parameters, which are extensions there."""
+
+
+router = APIRouter(tags=["Anthropic"], dependencies=[Depends(versioned)], responses=ANTHROPIC_ERRORS)
+
+
+# ------------------------------------------------------------------------------------------------------------ request
+
+
+# Prefixes are cached without marks of what may be, and leave when memory needs their place.
+CACHED = frozenset({"cache_control"})
+
+
+class TextBlock(Body):
+    """Text."""
+
+    IGNORED = CACHED | {"citations"}
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Body):
+    """Thoughts of an earlier answer. Nobody checks the signature, which this server leaves empty."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class Direct(Body):
+    """The model itself called the tool."""
+
+    type: Literal["direct"]
+
+
+class ToolUseBlock(Body):
+    """A call of a tool in an earlier answer."""
+
+    IGNORED = CACHED
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, JsonValue]
+    caller: Direct | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        return ToolCall(plain_id(self.id), self.name, json.dumps(self.input, ensure_ascii=False)).to_dict()
+
+
+class ToolResultBlock(Body):
+    """The result of a call."""
+
+    IGNORED = CACHED
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The result as chat templates read it."""
+        content = (FAILED if self.is_error else "") + text_of(self.content or "")
+        return {"role": "tool", "tool_call_id": plain_id(self.tool_use_id), "content": content}
+
+
+UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+
+
+class UserMessage(Body):
+    """Texts of the user, and results of tools."""
+
+    role: Literal["user"]
+    content: str | Annotated[list[UserBlock], Field(min_length=1)]
+
+    def plain(self) -> Iterator[dict[str, Any]]:
+        """The messages as chat templates read them: every result is one of its own."""
+        blocks = [self.content] if isinstance(self.content, str) else self.content
+        for block in blocks:
+            if isinstance(block, ToolResultBlock):
+                yield block.plain()
+            else:
+                yield {"role": "user", "content": block if isinstance(block, str) else block.text}
+
+
+class AssistantMessage(Body):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: str | list[AssistantBlock]
+
+    def plain(self) -> Iterator[dict[str, Any]]:
+        """The message as chat templates read it."""
+        blocks = [] if isinstance(self.content, str) else self.content
+        thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+        calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+        texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+        found: dict[str, Any] = {
+            "role": "assistant",
+            "content": self.content if isinstance(self.content, str) else "".join(texts),
+        }
+        if thoughts:
+            found["reasoning_content"] = "".join(thoughts)
+        if calls:
+            found["tool_calls"] = [call.plain() for call in calls]
+        yield found
+
+
+class SystemMessage(Body):
+    """Words of the system amid a conversation."""
+
+    role: Literal["system"]
+    content: str | Annotated[list[TextBlock], Field(min_length=1)]
+
+    def plain(self) -> Iterator[dict[str, Any]]:
+        """The message as chat templates read it."""
+        yield {"role": "system", "content": text_of(self.content)}
+
+
+AnyMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+
+
+class Tool(Body):
+    """A tool of the client; those that Anthropic's servers run are refused."""
+
+    IGNORED = CACHED | {"allowed_callers", "eager_input_streaming"}
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    input_schema: dict[str, JsonValue]
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The tool as templates and grammars read it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        given = {**function, "strict": self.strict}
+        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+
+
+class AutoChoice(Body):
+    """The model decides whether it calls a tool (auto), or must call one (any)."""
+
+    type: Literal["auto", "any"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedChoice(Body):
+    """The tool that must be called."""
+
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoChoice(Body):
+    """No tool is called."""
+
+    type: Literal["none"]
+
+
+Display = Annotated[Literal["summarized"] | None, Field(description="thoughts are given whole, not summed up")]
+
+
+class ThinkingOn(Body):
+    """Thoughts, of so many tokens at most."""
+
+    type: Literal["enabled"]
+    budget_tokens: Annotated[int, Field(ge=0)]
+    display: Display = None
+
+
+class ThinkingOther(Body):
+    """Thoughts as the model likes, or none where its template can leave them out."""
+
+    type: Literal["adaptive", "disabled"]
+    display: Display = None
+
+
+class JsonFormat(Body):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """Effort, and the form of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class KeptThinking(Body):
+    """An edit of the context that changes nothing."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    """Edits of the context."""
+
+    edits: list[KeptThinking] | None = None
+
+
+class Metadata(Body):
+    """About the request."""
+
+    user_id: Logged = None
+
+
+class Prompted(Body):
+    """The members that make the prompt."""
+
+    IGNORED = CACHED | {"diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id"}
+    model: str
+    messages: Annotated[list[AnyMessage], Field(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice | None, Field(discriminator="type")] = None
+    thinking: Annotated[ThinkingOn | ThinkingOther | None, Field(discriminator="type")] = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+
+    @property
+    def is_prefilled(self) -> bool:
+        """True if the last message is the assistant's, of which the answer is the rest."""
+        return isinstance(self.messages[-1], AssistantMessage)
+
+    def plain(self) -> list[dict[str, Any]]:
+        """The conversation as chat templates read it; turns of the user that follow each other are one.
+
+        Raises:
+            ApiError: the last message is the assistant's, and cannot be gone on with.
+        """
+        if self.is_prefilled:
+            self._check_prefill(f"messages[{len(self.messages) - 1}]")
+        found = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        texts = [[message["content"]] for message in found]
+        for message in (plain for each in self.messages for plain in each.plain()):
+            if found and message["role"] == found[-1]["role"] == "user":
+                texts[-1].append(message["content"])
+            else:
+                found.append(message)
+                texts.append([message["content"]])
+        return [{**message, "content": "\n".join(of)} for message, of in zip(found, texts, strict=True)]
+
+    def _check_prefill(self, place: str) -> None:
+        content = self.messages[-1].content
+        if not isinstance(content, str) and (not content or not isinstance(content[-1], TextBlock)):
+            said = f"{place} is the assistant's and ends with no text; expected text for the answer to go on with"
+            raise ApiError(400, said, param=place)
+        if isinstance(self.thinking, ThinkingOn):
+            said = f"{place} is the beginning of the answer, before which thoughts would come; leave out thinking or it"
+            raise ApiError(400, said, param=place)
+
+    def shown(self, model: Model) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
+
+        Raises:
+            UsageError: the chat template cannot do as ``thinking`` says.
+        """
+        kind = None if self.thinking is None else self.thinking.type
+        thinks = None if kind in (None, "adaptive") else kind == "enabled"
+        if kind == "adaptive" and "enable_thinking" in model.chat_template.variables(False):
+            thinks = True
+        return {
+            "tools": [tool.plain() for tool in self.tools] if self.tools else None,
+            "chat_template_kwargs": reasoned(model, None, thinks),
+            "continue_final_message": self.is_prefilled,
+        }
+
+
+class MessageRequest(Sampled, Prompted):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+    tool_format: ToolFormat = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
+
+        Raises:
+            ApiError: parameters contradict each other.
+        """
+        wanted = self.output_config.format if self.output_config else None
+        choice = self.tool_choice
+        parallel = isinstance(choice, NoChoice | None) or not choice.disable_parallel_tool_use
+        if not parallel and not self.tools:
+            ignore("tool_choice.disable_parallel_tool_use")
+        return {
+            **self.sampling(
+                max_tokens=self.max_tokens,
+                stop=self.stop_sequences or None,
+                json_schema=wanted.schema_ if wanted else None,
+            ),
+            "tool_choice": self._tool_choice(),
+            "tool_format": self.tool_format,
+            "parallel_tool_calls": parallel,
+            "reasoning_budget": self._budget(),
+            "ignored": ignore,
+        }
+
+    def _tool_choice(self) -> str:
+        if self.tool_choice is None or self.tool_choice.type in ("auto", "none"):
+            return "none" if self.tool_choice is not None and self.tool_choice.type == "none" else "auto"
+        if not self.tools:
+            raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
+        return self.tool_choice.name if isinstance(self.tool_choice, NamedChoice) else "required"
+
+    def _budget(self) -> int | None:
+        if isinstance(self.thinking, ThinkingOn):
+            budget = self.thinking.budget_tokens
+            if budget >= self.max_tokens:
+                said = f"thinking.budget_tokens is {budget}, expected less than max_tokens, {self.max_tokens}"
+                raise ApiError(400, said, param="thinking.budget_tokens")
+            return budget
+        if self.is_prefilled or self.output_config is None:  # no thoughts precede what has begun
+            return None
+        return EFFORTS.get(self.output_config.effort or "")
+
+
+def text_of(content: str | Sequence[TextBlock]) -> str:
+    """The text of blocks, a line for each."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+# ------------------------------------------------------------------------------------------------------------- answer
+
+
+class OutputTokens(TypedDict):
+    """Tokens of an answer, apart."""
+
+    thinking_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens of a request; those that came from the prefix cache are not among ``input_tokens``."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputTokens | None
+    server_tool_use: None
+    cache_creation: NotRequired[None]
+    inference_geo: NotRequired[None]
+    service_tier: NotRequired[Literal["standard"]]
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class MessageAnswer(TypedDict):
+    """An answer."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    stop_details: None
+    container: None
+    usage: Usage
+    x_llmc: NotRequired[dict[str, Any]]
+
+
+class TokenCount(TypedDict):
+    """Tokens of a prompt."""
+
+    input_tokens: int
+
+
+def usage_of(model: Model, result: ChatResult) -> Usage:
+    """Tokens of a request. Those of thoughts are what their text has."""
+    usage = result.usage
+    thoughts = result.message.reasoning
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": len(model.tokenizer.encode(thoughts, False)) if thoughts else 0},
+        "server_tool_use": None,
+    }
+
+
+def ending_of(body: MessageRequest, result: ChatResult) -> dict[str, Any]:
+    """The reason of the end, and the stop sequence that was met."""
+    finish, stopped = result.message.finish_reason, None
+    if finish == "tool_calls":
+        reason = "tool_use"
+    elif finish == "length":
+        clipped = result.params.max_tokens < body.max_tokens  # the context had no room for more
+        reason = "model_context_window_exceeded" if clipped else "max_tokens"
+    else:
+        stopped = result.stop_reason if isinstance(result.stop_reason, str) else None
+        reason = "end_turn" if stopped is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": stopped, "stop_details": None, "container": None}
+
+
+def blocks_of(message: Message) -> list[dict[str, Any]]:
+    """The blocks of an answer; a call that was cut off by the limit is left out, for its input is none."""
+    found: list[dict[str, Any]] = []
+    if message.reasoning:
+        found.append(thinking_block(message.reasoning))
+    if message.content:
+        found.append(text_block(message.content))
+    for call in message.tool_calls:
+        with suppress(ValueError):
+            found.append(call_block(call.id, call.name, json.loads(call.arguments)))
+    return found
+
+
+def thinking_block(text: str = "") -> dict[str, Any]:
+    """A block of thoughts."""
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def text_block(text: str = "") -> dict[str, Any]:
+    """A block of text."""
+    return {"type": "text", "text": text, "citations": None}
+
+
+def call_block(call: str | None, name: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """A block of a call."""
+    caller = {"type": "direct"}
+    return {"type": "tool_use", "id": f"toolu_{plain_id(call or '')}", "name": name, "input": given, "caller": caller}
+
+
+def head_of(body: MessageRequest, service: Service, usage: dict[str, Any]) -> dict[str, Any]:
+    """An answer before its first token."""
+    return {
+        "id": new_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": service.name(body.model),
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
+        "usage": {**usage, "cache_creation": None, "inference_geo": None, "service_tier": "standard"},
+    }
+
+
+class Blocks:
+    """The blocks of a streamed answer: which is open, and the events that open, fill and close them."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: tuple[str, int] | None = None
+
+    def events(self, delta: MessageDelta) -> Iterator[dict[str, Any]]:
+        """The events that a piece of the message becomes."""
+        if delta.reasoning:
+            yield from self._turn(("thinking", 0), thinking_block())
+            yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+        if delta.content:
+            yield from self._turn(("text", 0), text_block())
+            yield self._delta({"type": "text_delta", "text": delta.content})
+        for call in delta.tool_calls:
+            yield from self._turn(("tool_use", call.index), call_block(call.id, call.name, {}))
+            if call.arguments:
+                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+
+    def close(self) -> Iterator[dict[str, Any]]:
+        """The end of the open block, if one is."""
+        if self._open is not None:
+            yield {"type": "content_block_stop", "index": self._index}
+        self._open = None
+
+    def _turn(self, kind: tuple[str, int], block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if kind != self._open:
+            yield from self.close()
+            self._index, self._open = self._index + 1, kind
+            yield {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+async def events_of(
+    body: MessageRequest, service: Service, model: Model, handle: ChatHandle
+) -> AsyncIterator[dict[str, Any]]:
+    """The events of a streamed answer; the usage of the last but one is the whole request's."""
+    counts = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
+    before = {**counts, "output_tokens_details": None, "server_tool_use": None}
+    head = head_of(body, service, {"input_tokens": handle.prompt_tokens, **before})
+    yield {"type": "message_start", "message": head}
+    blocks = Blocks()
+    async for delta in handle.deltas_async():
+        for found in blocks.events(delta):
+            yield found
+    for found in blocks.close():
+        yield found
+    result = await handle
+    usage = await run_in_threadpool(usage_of, model, result)
+    told_of = told(body.x_llmc, model, result)
+    yield {"type": "message_delta", "delta": ending_of(body, result), "usage": usage, **told_of}
+    yield {"type": "message_stop"}
+
+
+async def guarded(events: AsyncIterator[dict[str, Any]], request_id: str | None) -> AsyncIterator[bytes]:
+    """Events of this dialect, encoded; an error is the last one of them."""
+    async with aclosing(events) as pieces:  # type: ignore[type-var]
+        try:
+            async for piece in pieces:
+                yield event(piece, piece["type"])
+        except (ApiError, LlmcError) as error:
+            found = error if isinstance(error, ApiError) else from_llmc(error)
+            yield event(found.anthropic_body(request_id), "error")
+
+
+# ------------------------------------------------------------------------------------------------------------- routes
+
+
+def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> ChatHandle:
+    """Submit the request, for as many tokens as the context has room for."""
+    try:
+        return model.stream_chat(messages, **arguments)
+    except ContextError:
+        names = ("tools", "tool_format", "chat_template_kwargs", "continue_final_message", "parse_special")
+        shown = {name: arguments[name] for name in names}
+        room = model.max_context - len(model.chat_tokens(messages, **shown))
+        if not 0 < room < arguments["max_tokens"]:
+            raise
+        return model.stream_chat(messages, **{**arguments, "max_tokens": room})
+
+
+async def _opened(body: MessageRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
+    """Submit the request; model and request are held until ``held`` is closed."""
+    note(user=body.metadata and body.metadata.user_id)
+    messages, arguments = await aside(lambda: (body.plain(), service.bounded(body.arguments())))
+    arguments |= {"parse_special": service.parses_special(body.parse_special)}
+    model = await held.enter_async_context(service.generator(body.model))
+    with named(NAMES):
+        arguments |= await aside(partial(body.shown, model))
+        handle = await submitted(partial(_submit, model, messages, arguments))
+    held.callback(handle.cancel)
+    return model, handle
+
+
+def _request_id(request: Request) -> tuple[str | None, dict[str, str]]:
+    """The request's id, and the header in which this dialect tells it."""
+    found: str | None = request.scope.get("state", {}).get("request_id")
+    return found, {"request-id": found} if found else {}
+
+
+@router.post("/v1/messages", response_model=MessageAnswer)
+async def messages(
+    body: Annotated[MessageRequest, given(MessageRequest)],
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+) -> Response:
+    """Answer a conversation. With ``stream`` the answer comes as server-sent events, pings among them."""
+    request_id, headers = _request_id(request)
+    async with AsyncExitStack() as held:
+        model, handle = await _opened(body, held, service)
+        if body.stream:
+            events = guarded(events_of(body, service, model, handle), request_id)
+            return EventStream(events, held.pop_all(), service.config.heartbeat_s, heartbeat=PING, headers=headers)
+        result = await unless_gone(request, handle)
+        usage = await run_in_threadpool(usage_of, model, result)
+        answer = {
+            **head_of(body, service, {**usage}),
+            "content": blocks_of(result.message),
+            **ending_of(body, result),
+            **told(body.x_llmc, model, result),
+        }
+        return JSONResponse(answer, headers=headers)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(
+    body: Annotated[Prompted, given(Prompted)],
+    request: Request,
+    response: Response,
+    service: Annotated[Service, Depends(service_of)],
+) -> TokenCount:
+    """The tokens of the prompt that such a conversation becomes."""
+    response.headers.update(_request_id(request)[1])
+    async with service.generator(body.model) as model:
+        with named(NAMES):
+            tokens = await service.tokenized(lambda: model.chat_tokens(body.plain(), **body.shown(model)), len)
+    return {"input_tokens": len(tokens)}

@@ -1,0 +1,1 @@
+"""HTTP: guards, bodies, streams, errors and logs, the same for every dialect."""

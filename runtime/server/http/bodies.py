@@ -1,0 +1,292 @@
+"""Bodies of requests: read strictly, with every sampling parameter of llmc beside those of the dialect."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
+from pydantic_core import CoreSchema
+from typing_extensions import TypedDict
+
+from llmc.runtime import GenerationResult, Model, SamplingParams
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.ignored import ignore
+
+# Parameters whose names mean something else in a dialect, or which it has under another name or type.
+SPOKEN = {"max_tokens", "stop", "logprobs", "logit_bias", "n", "best_of", "prompt_logprobs", "detokenize"}
+LARGEST_BIAS = 100
+# Values of JSON by the kind of a parameter's range; choices are spelt out.
+KINDS: dict[str, Any] = {
+    "integer": int,
+    "number": float,
+    "flag": bool,
+    "text": str,
+    "texts": list[str],
+    "tokens": list[int],
+    "names": list[str],
+    "sequences": list[Annotated[tuple[list[int], float], Field(strict=False)]],  # JSON has lists alone
+    "schema": dict[str, Any] | str,
+}
+
+
+def _fail_fast(schema: Any) -> None:
+    """Let lists and objects end at the first wrong item: a million of errors would take minutes and gigabytes."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "tuple", "dict"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
+class Body(BaseModel):
+    """A body that clients send, or an object in one: null is absent, nothing else is converted, and a parameter that
+    is not known here is refused by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    """Names of members that cannot change an answer: accepted, and told of in the header x-llmc-ignored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        for name in sorted(cls.IGNORED & given.keys()):
+            if given[name] not in (None, [], {}):
+                ignore(name)
+        found = {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
+        if len(found) > len(cls.model_fields) and cls.model_config.get("extra") == "forbid":
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next(name for name in found if name not in known)  # of a million names one is enough to tell of
+            found = {name: value for name, value in found.items() if name in known or name == unknown}
+        return found
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        found = handler(source)
+        _fail_fast(found)
+        return found
+
+
+# What the routes for chats share beside their own words.
+ToolFormat = Annotated[
+    str | None, Field(description="how the model writes calls, where its template teaches none; extension of llmc")
+]
+# In one line, so that nobody forges another one.
+Logged = Annotated[str | None, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$", description="for the log")]
+
+
+# In a fleet it decides which replica a conversation goes to that none has begun with; prefixes are cached without it.
+CacheKey = Annotated[
+    str | None, Field(description="requests with the same one go to the same replica of a fleet; echoed by responses")
+]
+Retention = Annotated[
+    Literal["in_memory"] | None, Field(description="in_memory, where no folder keeps prefixes beyond the process")
+]
+Verbosity = Annotated[
+    Literal["low", "medium", "high"] | None, Field(description="for templates that show it; medium is for all")
+]
+_Tags = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+Metadata = Annotated[
+    Annotated[_Tags, Field(max_length=16)] | None,
+    Field(description="up to 16 tags, for the log; echoed by responses"),
+]
+
+
+class StreamOptions(Body):
+    """Settings of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+def check_stream(stream: bool | None, options: Body | None) -> None:
+    """Settings of a stream that is none change nothing."""
+    if options is not None and not stream:
+        ignore("stream_options")
+
+
+class Wanted(Body):
+    """Facts that the answer tells beside itself, under ``x_llmc``."""
+
+    resolved: Annotated[bool, Field(description="Every parameter of the request with its default filled in.")] = False
+    timings: Annotated[bool, Field(description="Seconds in the queue, to the first token, and for each later one.")] = (
+        False
+    )
+
+
+def _sampling() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in fields(SamplingParams):
+        stated = field.metadata["parameter"]
+        if field.name not in SPOKEN:
+            kind = Literal[stated.range.choices] if stated.range.choices else KINDS[stated.range.kind]
+            text = f"{stated.meaning}; {stated.range.expected}; extension of llmc unless the dialect has it"
+            found[field.name] = (Annotated[kind | None, Field(description=text)], None)
+    return found
+
+
+# Of the fields that are arguments under the same name.
+NAMES = (*(field.name for field in fields(SamplingParams) if field.name not in SPOKEN), "priority", "deadline_s")
+
+if TYPE_CHECKING:
+    _Sampling = Body
+else:
+    _Sampling = create_model("_Sampling", __base__=Body, **_sampling())
+
+
+# Other servers' names of parameters that are here under llmc's.
+RENAMED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+ANY = -1  # of parameters that other servers take for none by this value
+
+
+class StructuredOutputs(Body):
+    """vLLM's form of the output."""
+
+    json_schema: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def form(self) -> dict[str, Any]:
+        """The sampling parameter that it is."""
+        schema = {"type": "object"} if self.json_object and self.json_schema is None else self.json_schema
+        return {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+
+
+class Sampled(_Sampling):
+    """The parameters that all requests for text have."""
+
+    priority: Annotated[int | None, Field(description="-1000 to 1000, lower is sooner; extension of llmc")] = None
+    deadline_s: Annotated[float | None, Field(description="seconds after which it fails; extension of llmc")] = None
+    parse_special: Annotated[
+        bool | None,
+        Field(description="special tokens that texts spell are special tokens, where the server allows it; extension"),
+    ] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Field(description="vLLM's word for the form")] = None
+    x_llmc: Wanted | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _respell(cls, given: Any) -> Any:
+        """Other servers' spellings in llmc's words.
+
+        Raises:
+            ApiError: a parameter is given under two names.
+        """
+        if not isinstance(given, Mapping):
+            return given
+        found = {name: value for name, value in given.items() if not (name == "seed" and _is(value, ANY))}
+        for name in RENAMED.keys() & found.keys():
+            value, own = found.pop(name), RENAMED[name]
+            if value is not None and found.get(own) is not None:
+                raise ApiError(400, f"{name} is another name of {own}; give one of them", param=name)
+            found[own] = value if value is not None else found.get(own)
+        if _is(found.get("top_k"), ANY):
+            found["top_k"] = 0
+        if _is(found.get("top_p"), 0):  # nothing but the most probable token
+            found = {**found, "top_p": None, "temperature": 0}
+        return found
+
+    def sampling(self, **own: Any) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.stream`: the parameters given here, and ``own`` before them.
+
+        Raises:
+            ApiError: a parameter is given under two names.
+        """
+        given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
+        own = {name: value for name, value in own.items() if value is not None}
+        if self.structured_outputs is not None:
+            form = {name: value for name, value in self.structured_outputs.form().items() if value is not None}
+            if twice := sorted(form.keys() & {**given, **own}.keys()):
+                said = f"structured_outputs gives {twice[0]}, which another parameter does too; leave one out"
+                raise ApiError(400, said, param="structured_outputs")
+            own |= form
+        if twice := sorted(given.keys() & own.keys()):
+            raise ApiError(400, f"{twice[0]} is given twice, once by another parameter; leave one out", param=twice[0])
+        return {**given, **own}
+
+
+def _is(value: Any, number: int) -> bool:
+    """True if a value of JSON is this number, and no truth value."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and value == number
+
+
+class Usage(TypedDict):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+def usage_of(results: Sequence[GenerationResult]) -> Usage:
+    """Tokens of requests, all together."""
+    prompt = sum(result.usage.prompt_tokens for result in results)
+    completion = sum(result.usage.completion_tokens for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(result.usage.cached_tokens for result in results)},
+    }
+
+
+def told(wanted: Wanted | None, model: Model, result: GenerationResult) -> dict[str, Any]:
+    """The member ``x_llmc`` of an answer, or nothing where it was not asked for."""
+    found: dict[str, Any] = {}
+    if wanted is not None and wanted.resolved:
+        found["resolved"] = {
+            **asdict(result.params),
+            "logit_bias": dict(result.params.logit_bias),
+            "determinism": model.engine.options.determinism.value,
+            "bundle": model.manifest.source.fingerprint,
+        }
+    if wanted is not None and wanted.timings:
+        times = result.timings
+        found["timings"] = {
+            "queue_s": times.queue_s,
+            "ttft_s": times.ttft_s,
+            "tpot_s": times.tpot_s,
+            "decode_tokens_per_s": times.decode_tokens_per_s,
+        }
+    return {"x_llmc": found} if found else {}
+
+
+def unknown_usage(options: StreamOptions | None) -> dict[str, Any]:
+    """The member of every chunk before the last where a stream is to end with its usage."""
+    return {"usage": None} if options is not None and options.include_usage else {}
+
+
+def asked_at_the_end(body: Any, model: Model, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    """The members of a stream's last chunk that its request asked for: usage, and facts of the first result."""
+    usage = {"usage": usage_of(results)} if unknown_usage(body.stream_options) else {}
+    return {**usage, **told(body.x_llmc, model, results[0])}
+
+
+def biases(logit_bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    """OpenAI's ``logit_bias``: token ids as the texts that JSON wants for names.
+
+    Raises:
+        ApiError: a name is no token id, or a value beyond OpenAI's range.
+    """
+    if logit_bias is None:
+        return None
+    wrong = next((name for name in logit_bias if not (name.isascii() and name.isdigit() and len(name) < 10)), None)
+    if wrong is not None:
+        raise ApiError(400, f"logit_bias has the name {wrong[:40]!r}, expected a token id", param="logit_bias")
+    for name, value in logit_bias.items():
+        if not -LARGEST_BIAS <= value <= LARGEST_BIAS:
+            said = f"logit_bias has {value:g} for the token {name}, expected -{LARGEST_BIAS} to {LARGEST_BIAS}"
+            raise ApiError(400, said, param="logit_bias")
+    return {int(name): value for name, value in logit_bias.items()}

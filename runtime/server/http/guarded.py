@@ -1,0 +1,94 @@
+"""All that surrounds the application, in its order, and what uvicorn must be told."""
+
+import re
+import secrets
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.arrival import Bodies
+from llmc.runtime.server.http.connections import limited_protocol
+from llmc.runtime.server.http.keys import Keyring, Keys
+from llmc.runtime.server.http.origins import Hosts, Origins, cors
+from llmc.runtime.server.http.rates import Rates
+
+_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+
+
+class Guarded:
+    """The application behind its guards.
+
+    Raises:
+        UsageError: the keys' file cannot be used.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._keyring = None if config.keys_file is None else Keyring(config.keys_file)
+        app = Bodies(app, config)  # the innermost: nobody who is refused for another reason makes us read a body
+        app = Rates(app, config)  # of the key that was found
+        app = Keys(app, config, self._keyring)
+        app = cors(app, config)  # outside of keys: a preflight brings none, and a page is to read why it was refused
+        app = Origins(app, config)  # outside of cors, which answers preflights of allowed origins only
+        app = Hosts(app, config)
+        self._app = RequestIds(app)  # the outermost: refusals have one too
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def reload(self) -> None:
+        """Read the keys anew; where their file cannot be used, those before stay.
+
+        Raises:
+            UsageError: it cannot.
+        """
+        if self._keyring is not None:
+            self._keyring.reload()
+
+
+def guarded(app: ASGIApp, config: ServerConfig) -> Guarded:
+    """An application that only those reach who may, within the limits of the settings.
+
+    Raises:
+        UsageError: the keys' file cannot be used.
+    """
+    return Guarded(app, config)
+
+
+class RequestIds:
+    """Give each request a name, its client's if it is a sane one, and send it back as X-Request-Id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self.app(scope, receive, send)
+        asked = Headers(scope=scope).get("x-request-id", "")
+        name = asked if _ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = name
+
+        async def sending(message: Message) -> None:
+            if message["type"] in ("http.response.start", "websocket.accept", "websocket.http.response.start"):
+                message.setdefault("headers", [])
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = name
+                headers["request-id"] = name  # as Anthropic's clients look for it
+            await send(message)
+
+        return await self.app(scope, receive, sending)
+
+
+def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
+    """Arguments of ``uvicorn.Config`` that hold connections within the limits."""
+    return {
+        "http": limited_protocol(config),
+        "ws_max_size": config.max_body_bytes,
+        "ws_per_message_deflate": False,  # what is compressed may be a thousand times as large as what was sent
+        "timeout_keep_alive": config.idle_timeout_s,
+        "server_header": False,
+        "proxy_headers": False,  # what a client says of its own address is not believed
+        "ssl_certfile": config.tls_cert,
+        "ssl_keyfile": config.tls_key,
+    }

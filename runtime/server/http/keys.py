@@ -1,0 +1,287 @@
+"""API keys from a file, and the middleware that asks for one."""
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llmc.errors import UsageError, written
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.refusal import heard, refuse
+from llmc.strict import open_regular
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MOST_BYTES = 1 << 20  # of the file
+MOST_KEYS = 1000  # each is compared with what every request brings: 1000 take about half a millisecond
+SHORTEST = 16  # characters of a key; what people think up is guessed
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+_KEY = re.compile(rf"[!-~]{{{SHORTEST},512}}")
+_HASH = re.compile("[0-9a-f]{64}")
+# WebSockets in browsers send no headers of a page's choice, but names of protocols, of which one is to be accepted.
+PROTOCOL = "llmc"
+KEY_PROTOCOL = "llmc-key."
+
+
+@dataclass(frozen=True)
+class Key:
+    """One client's.
+
+    Attributes:
+        name: for logs and metrics.
+        digest: SHA-256 of the key; the key itself is not kept.
+        models: names that it may use; None: all.
+        requests_per_minute, tokens_per_minute: None: as the settings say.
+        admin: it may load and unload models.
+    """
+
+    name: str
+    digest: bytes
+    models: frozenset[str] | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    admin: bool = False
+
+    def __repr__(self) -> str:
+        return f"Key({self.name!r})"
+
+    def allows(self, model: str) -> bool:
+        """True if its client may use a model."""
+        return self.models is None or model in self.models
+
+
+class Keyring:
+    """The keys of a file, which :meth:`reload` reads anew.
+
+    Raises:
+        UsageError: as :func:`read_keys`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._keys = read_keys(path)
+
+    def reload(self) -> None:
+        """Take what the file says now; where it cannot be read, the keys stay as they are.
+
+        Raises:
+            UsageError: as :func:`read_keys`.
+        """
+        self._keys = read_keys(self._path)
+
+    @property
+    def has_admin(self) -> bool:
+        """True if one of the keys is an admin's."""
+        return any(key.admin for key in self._keys)
+
+    def find(self, presented: str) -> Key | None:
+        """The key that was presented, in a time that tells nothing of those that were not."""
+        digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+
+def read_keys(path: Path) -> tuple[Key, ...]:
+    """The keys of a TOML file: a table for each, named after its client, with ``key`` or ``sha256``.
+
+    Raises:
+        UsageError: it cannot be read, others may write it, or read keys in it, or it is not of that form. No message
+            shows a key.
+    """
+    try:
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        tables = tomllib.loads(content.decode("utf-8"))
+    except OSError as error:
+        raise UsageError(f"the keys' file {path} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:  # its message shows characters of the file
+        line = re.search(r"at line \d+", str(error))
+        raise UsageError(f"the keys' file {path} is no TOML{f' {line[0]}' if line else ''}") from None
+    except ValueError as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error
+        raise UsageError(f"the keys' file {path} cannot be read: {reason}") from None
+    _check_access(path, status, any("key" in table for table in tables.values() if isinstance(table, Mapping)))
+    if not 1 <= len(tables) <= MOST_KEYS:
+        raise UsageError(f"the keys' file {path} has {len(tables)} keys, expected 1 ... {MOST_KEYS}")
+    keys = tuple(_key(path, name, table) for name, table in tables.items())
+    if len({key.digest for key in keys}) < len(keys):
+        raise UsageError(f"the keys' file {path} has one key under two names; give each client its own")
+    return keys
+
+
+def _check_access(path: Path, status: os.stat_result, plain: bool) -> None:
+    """Keys that others can replace are nobody's, and those that others can read are everybody's; hashes may be read."""
+    if not hasattr(os, "getuid"):
+        return
+    if status.st_uid not in (0, os.getuid()):
+        raise UsageError(f"the keys' file {path} is another user's (uid {status.st_uid}); make it yours or root's")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o022:
+        raise UsageError(f"the keys' file {path} has mode {mode:o}, others may write it; run chmod 600 {path}")
+    if plain and mode & 0o004:
+        raise UsageError(
+            f"the keys' file {path} has mode {mode:o}, everybody may read the keys in it; run chmod 600 {path}, or "
+            "write sha256 instead of key"
+        )
+
+
+def _key(path: Path, name: str, table: Any) -> Key:
+    where = f"the keys' file {path}, [{name:.64}]"
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{where}: expected a name of letters, digits and . _ -, at most 64")
+    if not isinstance(table, dict):
+        raise UsageError(f"{where}: expected a table with key or sha256")
+    if unknown := table.keys() - {"key", "sha256", "models", "requests_per_minute", "tokens_per_minute", "admin"}:
+        raise UsageError(
+            f"{where}: unknown entry {min(unknown)!r:.60}, expected key or sha256, and models, requests_per_minute, "
+            "tokens_per_minute or admin"
+        )
+    if type(admin := table.get("admin", False)) is not bool:
+        raise UsageError(f"{where}: admin is {written(admin)}, expected true or false")
+    return Key(
+        name,
+        _digest(where, table),
+        _models(where, table.get("models")),
+        _rate(where, "requests_per_minute", table),
+        _rate(where, "tokens_per_minute", table),
+        admin,
+    )
+
+
+def _digest(where: str, table: Mapping[str, Any]) -> bytes:
+    if ("key" in table) == ("sha256" in table):
+        raise UsageError(f"{where}: expected either key or sha256")
+    if "sha256" in table:
+        if type(table["sha256"]) is not str or not _HASH.fullmatch(table["sha256"]):
+            raise UsageError(f"{where}: sha256 is no 64 hexadecimal digits in lower case, as sha256sum prints them")
+        return bytes.fromhex(table["sha256"])
+    if type(table["key"]) is not str or not _KEY.fullmatch(table["key"]):
+        raise UsageError(f"{where}: key is no {SHORTEST} ... 512 printable ASCII characters without spaces")
+    return hashlib.sha256(table["key"].encode()).digest()
+
+
+def _models(where: str, value: Any) -> frozenset[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or not all(type(name) is str for name in value):
+        raise UsageError(f"{where}: models is {written(value)}, expected a list of names")
+    return frozenset(value)
+
+
+def _rate(where: str, name: str, table: Mapping[str, Any]) -> int | None:
+    value = table.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise UsageError(f"{where}: {name} is {written(value)}, expected an integer above 0")
+    return value
+
+
+# -------------------------------------------------------------------------------------------------------- middleware
+
+
+class Keys:
+    """Ask for a key on every route but those that are open; without a file, on none.
+
+    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``key_name``, ``prefix_scope`` (the name with which its
+    prompts are cached) and ``has_admin`` (True if some key is an admin's), anew for each message of a WebSocket; what
+    was presented is removed from the headers, so that nothing behind can log it.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring | None) -> None:
+        self.app = app
+        self._keyring = keyring
+        self._page = config.page
+        self._shares_prefixes = config.prefix_cache_scope == "shared"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self.app(scope, receive, send)
+        presented, scope, send = taken(scope, send)
+
+        async def identify(text: str = "") -> None:
+            self._identify(scope, presented)
+
+        try:
+            await identify()
+        except ApiError as error:
+            return await refuse(scope, receive, send, error)
+        if scope["type"] == "websocket":  # whose key may be withdrawn, or changed, between two messages
+            receive = heard(scope, receive, send, identify)
+        return await self.app(scope, receive, send)
+
+    def _identify(self, scope: Scope, presented: str) -> None:
+        """Note whose key was presented.
+
+        Raises:
+            ApiError: 401, it is nobody's.
+        """
+        key = self._keyring.find(presented) if self._keyring and presented else None
+        if self._keyring and key is None and not self._is_open(scope):
+            found = "the API key is unknown" if presented else "there is no API key"
+            message = f"{found}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        name = key and key.name
+        scope.setdefault("state", {}).update(
+            key=key,
+            key_name=name,
+            prefix_scope=None if self._shares_prefixes else name,
+            has_admin=self._keyring is not None and self._keyring.has_admin,
+        )
+
+    def _is_open(self, scope: Scope) -> bool:
+        """True of liveness, and of the page, which must load before it can ask for a key."""
+        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+            return False
+        path = scope["path"]
+        return path == "/health" or (self._page and (path == "/" or path.startswith("/page/")))
+
+
+def taken(scope: Scope, send: Send) -> tuple[str, Scope, Send]:
+    """The key that a client presented, and the request without it.
+
+    ``Authorization: Bearer`` comes first, then ``x-api-key``, then a WebSocket's protocol ``llmc-key.KEY``.
+    """
+    headers = Headers(scope=scope)
+    scheme, _, presented = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        presented = headers.get("x-api-key", "")
+    offered = scope.get("subprotocols", [])
+    secret = {b"authorization", b"x-api-key"}
+    if any(name.startswith(KEY_PROTOCOL) for name in offered):
+        presented = presented or next(n for n in offered if n.startswith(KEY_PROTOCOL)).removeprefix(KEY_PROTOCOL)
+        offered = [name for name in offered if not name.startswith(KEY_PROTOCOL)]
+        secret.add(b"sec-websocket-protocol")
+        send = accepting(PROTOCOL, send) if PROTOCOL in offered else send
+    scope = {**scope, "headers": [(name, value) for name, value in scope["headers"] if name not in secret]}
+    if scope["type"] == "websocket":
+        scope["subprotocols"] = offered
+    return presented.strip(), scope, send
+
+
+def accepting(protocol: str, send: Send) -> Send:
+    """``send`` that accepts a WebSocket with a protocol, without which browsers that offered some hang up."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "websocket.accept" and message.get("subprotocol") is None:
+            message = {**message, "subprotocol": protocol}
+        await send(message)
+
+    return sending

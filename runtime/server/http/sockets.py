@@ -1,0 +1,83 @@
+"""Requests over a WebSocket, one after another: a body as text in, the events of its answer as texts out."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, suppress
+from functools import partial
+from typing import Any
+
+from starlette.types import Message
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from llmc.errors import LlmcError
+from llmc.runtime.server.http.errors import ApiError, from_llmc
+from llmc.runtime.server.http.streams import encoded, unless_long
+
+Events = AsyncIterator[dict[str, Any]] | AsyncIterator[str]
+Opened = Callable[[Any, AsyncExitStack], Awaitable[Events]]
+PATHS = ("/v1/chat/completions", "/v1/completions")  # of the routes that have one
+END = "[DONE]"
+
+
+async def converse(socket: WebSocket, read: Callable[[str], Awaitable[Any]], opened: Opened) -> None:
+    """Answer requests on a WebSocket until it is closed.
+
+    A text message is a request. Its events come back as text messages, the last one is ``[DONE]`` or an error, and then
+    the next request may come. A message before that cancels the request.
+
+    Args:
+        read: makes a request of a message.
+        opened: submits it, and gives its events, as JSON or before.
+    """
+    await socket.accept()
+    message: str | None = None
+    with suppress(WebSocketDisconnect):
+        while True:
+            asked, message = _text(await socket.receive()) if message is None else message, None
+            try:
+                async with AsyncExitStack() as held:
+                    message = await _answer(socket, await opened(await read(asked), held))
+            except (ApiError, LlmcError) as error:
+                found = error if isinstance(error, ApiError) else from_llmc(error)
+                await socket.send_text(encoded(found.body))
+
+
+async def _answer(socket: WebSocket, events: Events) -> str | None:
+    """Send the events, and hear the client meanwhile; the next message, where it came with the last event.
+
+    Raises:
+        ApiError: a message came before.
+    """
+    sending = asyncio.ensure_future(_send_all(socket, events))
+    heard = asyncio.ensure_future(socket.receive())
+    try:
+        await asyncio.wait((sending, heard), return_when=asyncio.FIRST_COMPLETED)
+        message = _text(heard.result()) if heard.done() else None
+        if not sending.done():
+            raise ApiError(499, "the request was cancelled by a message of its client")
+        sending.result()
+        return message
+    finally:
+        for task in (sending, heard):
+            task.cancel()
+        await asyncio.gather(sending, heard, return_exceptions=True)
+
+
+def _text(message: Message) -> str:
+    """The text of a client's message.
+
+    Raises:
+        WebSocketDisconnect: it is the last one.
+    """
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect
+    text: str | None = message.get("text")
+    return (message.get("bytes") or b"").decode("utf-8", "replace") if text is None else text
+
+
+async def _send_all(socket: WebSocket, events: Events) -> None:
+    async with aclosing(events) as pieces:  # type: ignore[type-var]
+        async for piece in pieces:
+            text = piece if isinstance(piece, str) else await unless_long(piece, partial(encoded, piece))
+            await socket.send_text(text)
+    await socket.send_text(END)

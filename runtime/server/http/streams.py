@@ -1,0 +1,232 @@
+"""Answers that come in pieces: server-sent events with heartbeats, until the client is gone."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from functools import partial
+from json.encoder import encode_basestring
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llmc.errors import LlmcError
+from llmc.runtime.server.http.aside import LARGE, SHORT, apart, room_beside
+from llmc.runtime.server.http.errors import ApiError, from_llmc
+from llmc.runtime.server.http.logs import PIECES
+
+T = TypeVar("T")
+PIECE = 256  # items of a list that are encoded in one call
+HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients skip
+DONE = b"data: [DONE]\n\n"
+# Proxies must neither keep nor collect the events (X-Accel-Buffering is nginx's).
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+# What is encoded was made here and holds no circle; looking for one takes longer than all the rest.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
+
+_HOLE = secrets.token_hex(16)  # stands for a text while the rest of its chunk is encoded; nobody else can write it
+
+
+def encoded(value: Any) -> str:
+    """JSON in one line, for events and answers."""
+    return _ENCODER.encode(value)
+
+
+def in_pieces(value: Any) -> str:
+    """:func:`encoded` of a value of any size, which lets other threads have their turn meanwhile."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{encoded(str(name))}:{in_pieces(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple) and len(value) > PIECE:
+        return "[" + ",".join(in_pieces(value[at : at + PIECE])[1:-1] for at in range(0, len(value), PIECE)) + "]"
+    if isinstance(value, list | tuple) and room_beside(value, SHORT) < 0:
+        return "[" + ",".join(map(in_pieces, value)) + "]"
+    return encoded(value)
+
+
+async def unless_long(value: Any, encode: Callable[[], T]) -> T:
+    """The encoded ``value``: at once, or from another thread where it is long."""
+    return await apart(encode) if room_beside(value, SHORT) < 0 else encode()
+
+
+async def answered(make: Callable[[], Any], *, large: bool) -> Response:
+    """The answer that ``make`` makes, as JSON; made and encoded off the event loop where it may be ``large``."""
+    if large:
+        return Response(await apart(lambda: in_pieces(make())), media_type="application/json")
+    return Response(encoded(make()), media_type="application/json")
+
+
+async def in_slices(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Pieces that are made off the event loop, as many at a time as make a large slice together."""
+
+    def taken() -> bytes:
+        found, size = [], 0
+        while size < LARGE and (piece := next(pieces, None)) is not None:
+            found.append(piece)
+            size += len(piece)
+        return b"".join(found)
+
+    while found := await apart(taken):
+        yield found
+
+
+def event(value: Any, name: str | None = None, encode: Callable[[Any], str] = encoded) -> bytes:
+    """One server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {encode(value)}\n\n".encode()
+
+
+class Chunks:
+    """JSON of the chunks of one stream, of which the members that all begin with are encoded once.
+
+    Args:
+        head: these members, at least one.
+    """
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._head = encoded(head)[:-1]
+
+    def __call__(self, **rest: Any) -> str:
+        """The chunk with ``rest``, at least one member, after its head."""
+        return f"{self._head},{encoded(rest)[1:]}"
+
+    def of_texts(self, rest: Callable[[str], Mapping[str, Any]]) -> Callable[[str], str]:
+        """A maker of chunks that differ in one text alone, which is what nearly all of a stream's do: all but the text
+        is encoded once.
+
+        Args:
+            rest: the members after the head, with this text among their values once.
+        """
+        before, after = self(**rest(_HOLE)).split(f'"{_HOLE}"')
+        return lambda text: f"{before}{encode_basestring(text)}{after}"
+
+
+class EventStream(Response):
+    """Server-sent events, and a comment whenever ``heartbeat_s`` seconds pass without one.
+
+    The client's disconnection is noticed at once, also while the request waits in a queue: the events are closed then,
+    which cancels the request.
+
+    Args:
+        events: encoded events; closed at the end, in whichever way it comes.
+        held: what the events need, such as the model; closed after them.
+        heartbeat_s: seconds; 0 sends no heartbeats.
+        heartbeat: what is sent then.
+        headers: beside those of every stream.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        held: AsyncExitStack,
+        heartbeat_s: float,
+        *,
+        heartbeat: bytes = HEARTBEAT,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(headers={**HEADERS, **headers})
+        del self.headers["content-length"]  # of an empty body
+        self._events = events
+        self._held = held
+        self._heartbeat_s = heartbeat_s
+        self._heartbeat = heartbeat
+        self._sent = 0
+        self._beaten = 0  # of those, at the last beat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all of it, unless the client leaves before."""
+        pieces: Send = scope.get(PIECES, send)
+        sending = asyncio.ensure_future(self._send(send, pieces))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        gone.add_done_callback(lambda gone: gone.cancelled() or (gone.exception(), sending.cancel()))
+        heart = _Heart(partial(self._beat, pieces), self._heartbeat_s)
+        async with self._held:
+            try:
+                await sending
+            except asyncio.CancelledError:
+                if not gone.done():  # it is this task that was cancelled, and with it the sending
+                    raise
+            finally:
+                gone.cancel()
+                heart.stop()
+
+    async def _send(self, send: Send, pieces: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:  # type: ignore[type-var]
+            async for piece in events:
+                self._sent += 1
+                await pieces({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _beat(self, pieces: Send) -> None:
+        if self._sent == self._beaten:
+            await pieces({"type": "http.response.body", "body": self._heartbeat, "more_body": True})
+        self._beaten = self._sent
+
+
+class _Heart:
+    """Runs ``beat`` every ``seconds`` until it is stopped; 0: never. A timer costs a stream less than a task."""
+
+    def __init__(self, beat: Callable[[], Coroutine[Any, Any, None]], seconds: float) -> None:
+        self._beat, self._seconds = beat, seconds
+        self._beating: asyncio.Task[None] | None = None
+        self._timer = self._wait() if seconds else None
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._beating is not None:
+            self._beating.cancel()
+
+    def _wait(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._seconds, self._due)
+
+    def _due(self) -> None:
+        if self._beating is None or self._beating.done():  # a client that does not read holds it up
+            self._beating = asyncio.ensure_future(self._beat())
+            # Whatever hinders a beat hinders what is sent too, where it is told.
+            self._beating.add_done_callback(lambda beating: beating.cancelled() or beating.exception())
+        self._timer = self._wait()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
+    """Wait for the answer to a request, and stop waiting when its client is gone.
+
+    Raises:
+        ApiError: the client is gone, and nobody reads the answer.
+    """
+    waiting = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(_until_gone(request.receive))
+    try:
+        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            return waiting.result()
+        raise ApiError(499, "the client closed the connection before the answer was there")
+    finally:
+        for task in (waiting, gone):
+            task.cancel()
+        await asyncio.gather(waiting, gone, return_exceptions=True)
+
+
+async def guarded(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
+    """Chunks of OpenAI's dialects as events, and an error as the last one of them, or ``[DONE]``."""
+    async with aclosing(events) as pieces:  # type: ignore[type-var]
+        try:
+            async for piece in pieces:
+                yield f"data: {piece}\n\n".encode()
+        except (ApiError, LlmcError) as error:
+            yield event((error if isinstance(error, ApiError) else from_llmc(error)).body)
+        else:
+            yield DONE

@@ -1,0 +1,224 @@
+"""Bodies that do not fit, in one sentence that names the parameter."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Depends, Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.requests import HTTPConnection
+
+from llmc.errors import printable, written
+from llmc.runtime.sampling.neighbours import neighbour
+from llmc.runtime.sampling.params import PARAMETERS
+from llmc.runtime.server.http.arrival import PARSED, value_of
+from llmc.runtime.server.http.aside import aside, mark
+from llmc.runtime.server.http.errors import ApiError
+
+M = TypeVar("M", bound=BaseModel)
+LONGEST_PARAM = 200  # characters of a place; clients invent names of any length
+NO_OBJECT = "the body is no JSON object; send one, with the header content-type: application/json"
+Place = tuple[str | int, ...]
+# Parameters of addresses that clients send by themselves, and that change nothing: Anthropic's of its beta resources.
+_ALLOWED = {"/v1/messages": ("beta",), "/v1/messages/count_tokens": ("beta",)}
+# What a value is expected to be, by the kind of pydantic's error; its own sentences speak of Python.
+_EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "string_type": lambda of: "a text",
+    "int_type": lambda of: "an integer",
+    "int_from_float": lambda of: "an integer",
+    "int_parsing": lambda of: "an integer",
+    "int_parsing_size": lambda of: "an integer of fewer digits",
+    "float_type": lambda of: "a number",
+    "float_parsing": lambda of: "a number",
+    "finite_number": lambda of: "a finite number",
+    "bool_type": lambda of: "true or false",
+    "list_type": lambda of: "a list",
+    "tuple_type": lambda of: "a list",
+    "dict_type": lambda of: "an object",
+    "model_type": lambda of: "an object",
+    "model_attributes_type": lambda of: "an object",
+    "none_required": lambda of: "null, or nothing at all",
+    "literal_error": lambda of: str(of["expected"]).replace("True", "true").replace("False", "false"),
+    "greater_than_equal": lambda of: f"{of['ge']} or more",
+    "less_than_equal": lambda of: f"{of['le']} or less",
+    "string_pattern_mismatch": lambda of: f"a text like {of['pattern']}",
+    "string_too_long": lambda of: f"at most {of['max_length']} characters",
+}
+
+
+def api_error(found: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
+    """The refusal of a request, by the deepest of the faults that pydantic found; of a value that may be of several
+    kinds this is the fault of the kind that it is. The place of each begins with a part of the request, as ``body``."""
+    places = [_place(fault, body) for fault in found]
+
+    def depth(number: int) -> tuple[int, bool, int]:
+        one = found[number]  # that a value is of another kind says less than what is wrong with its own
+        return len(places[number]), not one["type"].endswith("_type"), len(one["loc"])
+
+    deepest = max(range(len(found)), key=depth)
+    fault, param = found[deepest], _spelt(places[deepest])
+    if fault["type"] == "extra_forbidden":
+        ours = neighbour(param or "", PARAMETERS)
+        hint = "" if ours in (None, param) else f", or did you mean {ours}?"
+        return ApiError(400, f"{param} is not a parameter of this route; leave it out{hint}", param=param)
+    return ApiError(400, f"{param} {_said(fault, found, places, deepest)}", param=param)
+
+
+def _said(fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: Sequence[Place], at: int) -> str:
+    """The rest of the sentence that begins with the parameter."""
+    kind, about, value = fault["type"], fault.get("ctx", {}), fault.get("input")
+    if kind == "missing":
+        return "is missing; give it"
+    if kind == "union_tag_not_found":
+        return f"names no {_discriminator(about)}, by which its kind is known; give it"
+    if kind == "union_tag_invalid":
+        tags = str(about["expected_tags"])
+        return f"has the {_discriminator(about)} {_shown(about['tag'])}, expected {'one of ' * (',' in tags)}{tags}"
+    if kind in ("too_short", "too_long"):
+        bound = f"{about['min_length']} or more" if kind == "too_short" else f"at most {about['max_length']}"
+        count = about.get("actual_length")
+        if count == 0:
+            return f"is empty, expected {bound} items"
+        return f"holds {'other' if count is None else count} items, expected {bound}"
+    # Of a value that fits none of several kinds each is told of.
+    kinds = [
+        _EXPECTED[other["type"]](other.get("ctx", {}))
+        for other, place in zip(found, places, strict=True)
+        if place == places[at] and other["type"] in _EXPECTED
+    ]
+    if kinds:
+        return f"is {_shown(value)}, expected {' or '.join(dict.fromkeys(kinds))}"
+    return f"does not fit: {fault['msg'][:1].lower()}{fault['msg'][1:]}"
+
+
+def _discriminator(about: Mapping[str, Any]) -> str:
+    """The field that tells kinds of values apart; where a function does, it reads ``type``."""
+    name = str(about["discriminator"])
+    return "type" if name.endswith("()") else name.strip("'")
+
+
+def _shown(value: Any) -> str:
+    """A value as its client wrote it, or what it is, where it is long."""
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, Mapping):
+        return "an object"
+    return json.dumps(value) if value is None or isinstance(value, bool | float) else written(value)
+
+
+def _spelt(place: Place) -> str | None:
+    """A place as OpenAI writes it: ``messages[0].content``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    return printable(text)[:LONGEST_PARAM] or None
+
+
+def _place(fault: Mapping[str, Any], body: Any) -> Place:
+    """The place of a fault in what the client sent: pydantic names kinds of values among it, too."""
+    where, *parts = fault["loc"]
+    if where != "body":
+        return tuple(map(str, parts))
+    absent = fault["type"] == "missing" and parts
+    found, _ = _traced(tuple(parts[:-1] if absent else parts), body)
+    return (*found, parts[-1]) if absent else found
+
+
+def _traced(parts: Place, at: Any) -> tuple[Place, bool]:
+    """Those of ``parts`` that lead through a value, as many as can; and True if the last one is among them."""
+    if not parts:
+        return (), False
+    part, rest = parts[0], parts[1:]
+    passed, reached = _traced(rest, at)
+    inside = (isinstance(at, Mapping) and part in at) or (
+        isinstance(at, list) and isinstance(part, int) and part < len(at)
+    )
+    if not inside:
+        return passed, reached
+    found, ends = _traced(rest, at[part])
+    taken: tuple[Place, bool] = ((part, *found), ends or not rest)
+    return max((taken, (passed, reached)), key=lambda each: (each[1], len(each[0])))
+
+
+async def no_query(connection: HTTPConnection) -> None:
+    """Refuse parameters in the address of what has a body for them; and in any other, those that its route lacks.
+
+    Raises:
+        ApiError: there is one.
+    """
+    if connection.scope.get("method") == "GET" and not connection.url.path.startswith("/v1/responses/"):
+        return  # questions, of which each can be asked with more than is heard
+    route = connection.scope.get("route")
+    known = {parameter.name for parameter in route.dependant.query_params} if isinstance(route, APIRoute) else set()
+    allowed = {*known, *_ALLOWED.get(connection.scope["path"], ())}
+    if (name := next((name for name in connection.query_params if name not in allowed), None)) is not None:
+        where = (
+            "of this address; write it into the body"
+            if connection.scope.get("method") == "POST"
+            else "of this route; leave it out"
+        )
+        raise ApiError(400, f"{name[:40]} is not a parameter {where}", param=name[:40] or None)
+
+
+def given(kind: type[BaseModel]) -> Any:
+    """The dependency of a route that takes such a body; :func:`document_bodies` documents it."""
+    return Depends(partial(read_request, kind))
+
+
+async def read_request(kind: type[M], request: Request) -> M:
+    """The body of a request, which the guard has parsed where there is one.
+
+    Raises:
+        ApiError: it does not fit.
+    """
+    content, parsed = await request.body(), request.scope.pop(PARSED, None)  # which nobody is to keep
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content and not re.fullmatch(r"application/(.+\+)?json", declared):
+        raise ApiError(400, NO_OBJECT)
+    mark(len(content))
+    return await aside(partial(_read, kind, content, parsed))
+
+
+async def read_json(kind: type[M], text: str) -> M:
+    """The body that a text is.
+
+    Raises:
+        ApiError: it does not fit.
+    """
+    mark(len(text))
+    return await aside(lambda: _read(kind, text.encode()))
+
+
+def _read(kind: type[M], content: bytes, parsed: Any = None) -> M:
+    if not content.strip():
+        raise ApiError(400, "the body is empty, expected a JSON object")
+    try:
+        parsed = value_of(content) if parsed is None else parsed
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is no JSON ({error.msg}), expected an object") from error
+    except (ValueError, RecursionError) as error:
+        said = "the body cannot be read, expected a JSON object in UTF-8, without integers of thousands of digits"
+        raise ApiError(400, said) from error
+    if not isinstance(parsed, dict):
+        raise ApiError(400, NO_OBJECT)
+    try:
+        return kind.model_validate(parsed)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        raise api_error([{**fault, "loc": ("body", *fault["loc"])} for fault in faults], parsed) from error
+
+
+def document_bodies(document: dict[str, Any], routes: Iterable[APIRoute]) -> None:
+    """Add the bodies that routes take (:func:`given`) to an OpenAPI document."""
+    calls = [(route, own.call) for route in routes for own in route.dependant.dependencies]
+    kinds = {
+        route.path: call.args[0] for route, call in calls if isinstance(call, partial) and call.func is read_request
+    }
+    template = "#/components/schemas/{model}"
+    schemas, together = models_json_schema([(kind, "validation") for kind in kinds.values()], ref_template=template)
+    document["components"]["schemas"] |= together["$defs"]
+    for path, kind in kinds.items():
+        content = {"application/json": {"schema": schemas[kind, "validation"]}}
+        document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

@@ -1,0 +1,1 @@
+"""The models of a service: loading, leasing, and what is asked of them."""

@@ -1,0 +1,45 @@
+"""Questions to the server itself: alive, ready, and how much it does."""
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+from starlette.concurrency import run_in_threadpool
+from typing_extensions import TypedDict
+
+from llmc.runtime.server.models.service import Service, service_of
+
+LOADING = "when a machine loads a bundle for the first time, it is checked, once"
+router = APIRouter(tags=["Operation"])
+
+
+class Health(TypedDict):
+    """A sign of life."""
+
+    status: Literal["ok"]
+
+
+@router.get("/health")
+async def health() -> Health:
+    """The process answers; it needs no key, and says nothing of models."""
+    return {"status": "ok"}
+
+
+@router.get("/ready", response_model=None, responses={503: {"description": "A model is loading or has failed."}})
+async def ready(response: Response, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+    """200 once the models of the start were loaded and passed their self-tests; 503 before, and at the end."""
+    ready = service.is_ready
+    response.status_code = 200 if ready else 503
+    states = service.pool.states()
+    models = {name: asdict(states[name]) for name in service.names}
+    warm = (name for name in service.warm if name in models)
+    loading = [name for name in warm if states[name].phase == "loading" and not states[name].loads]
+    said = {"message": f"{', '.join(loading)} is loading; {LOADING}"} if loading and not ready else {}
+    return {"status": "ready" if ready else "not ready", **said, "models": models}
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
+    """Counters and histograms of the server, and of every model of the client's key that is loaded, for Prometheus."""
+    text = await run_in_threadpool(request.app.state.metrics.exposition, service.pool)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

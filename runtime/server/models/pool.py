@@ -1,0 +1,670 @@
+"""The models of a service by name: loaded when asked for, within one plan of memory, and swapped while they serve."""
+
+import asyncio
+import itertools
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from llmc.bundle import Manifest, publication, read_bundle
+from llmc.errors import (
+    BundleError,
+    EngineClosedError,
+    GpuError,
+    LlmcError,
+    RequestError,
+    ResourceError,
+    UsageError,
+    text_of,
+    written,
+)
+from llmc.runtime.api.options import EngineOptions, row_limit
+from llmc.runtime.model import MemoryNeed, Model, default_memory, load, memory_need
+from llmc.runtime.observe.tracing import event
+from llmc.runtime.server.http.logs import note
+from llmc.runtime.text.chat_template import has_template
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MB = 1_000_000
+# A request waits so long for memory that other models' requests hold; about as long as a short answer takes.
+PATIENCE_S = 10.0
+# A bundle that could not be loaded is not tried again before, unless another one is published in its place: hashing
+# and testing it would take the processor from those who are served.
+RETRY_S = 10.0
+# Models that are loaded or closed at a time, in a thread each.
+THREADS = 8
+_ENGINE_OPTIONS = {option.name for option in fields(EngineOptions)}
+
+Phase = Literal["unloaded", "loading", "ready", "failed"]
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A model of the pool at one moment.
+
+    Attributes:
+        phase: ``ready`` while one serves, also while another one is loaded beside it.
+        reason: why the last attempt to load or to swap failed; None where it did not.
+        memory: bytes that it takes now, by its bundle's plan and the present size of its caches.
+        promised: bytes of the plan of all models that it may grow to; 0 of a single model, which has no such plan.
+        users: requests that hold it.
+        draining: bundles that were swapped out and finish their requests.
+        loads: how often it was loaded.
+    """
+
+    phase: Phase
+    reason: str | None
+    memory: int
+    promised: int
+    users: int
+    draining: int
+    loads: int
+
+
+@dataclass(eq=False)
+class _Loaded:
+    """A loaded model, and how many requests hold it; ``used`` rises with every use."""
+
+    model: Model
+    memory: int
+    draft: int
+    published: tuple[int, ...] | None
+    users: int = 0
+    used: int = 0
+    retired: bool = False
+
+    @property
+    def held(self) -> int:
+        """Bytes that it takes now, and a draft model at its largest."""
+        return self.model.planned_bytes + self.draft
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error of a folder's bundle, and until when it is taken for the answer to those who ask again."""
+
+    error: Exception
+    folder: Path
+    published: tuple[int, ...] | None
+    until: float
+
+
+@dataclass(eq=False)
+class _Place:
+    """A name, and what serves under it; ``wanted`` counts those who are about to take it."""
+
+    name: str
+    folder: Path
+    current: _Loaded | None = None
+    loading: asyncio.Task[None] | None = None
+    failure: _Failure | None = None
+    wanted: int = 0
+    loads: int = 0
+    former: list[_Loaded] = field(default_factory=list)
+    swapping: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if its model may go."""
+        return self.current is not None and self.current.users == 0 and self.wanted == 0
+
+
+class ModelPool:
+    """Models by name, in one plan of memory. Its methods belong to one event loop; loading happens in threads.
+
+    A model is loaded when first asked for, by one thread, however many ask. Each is promised a share of the memory: at
+    least what one row of its longest context takes, at most what all rows and its prefix cache do, and in between as
+    the memory divides among all. Where the models do not fit together, the one that nobody uses and that was used
+    longest ago makes room; one in use never does. Without ``memory``, a single model is held against what is
+    available, as :func:`llmc.runtime.load` does, and several share what was available when the pool was made.
+
+    Args:
+        bundles: folders by name; the first one is loaded by :meth:`warm` unless told otherwise.
+        memory: bytes that this process may take.
+        load_options: further arguments of :func:`llmc.runtime.load`, for all models; those that concern an engine are
+            left out for bundles that embed or rank.
+        patience_s: seconds that a request waits for memory that others' requests hold.
+
+    Raises:
+        BundleError: a folder is no bundle.
+        ResourceError: a model does not fit, even alone.
+        UsageError: there is no bundle, or one was not built for what the options ask.
+    """
+
+    def __init__(
+        self,
+        bundles: Mapping[str, Path],
+        *,
+        memory: int | None,
+        load_options: Mapping[str, Any],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        if not bundles:
+            raise UsageError("there is no model to serve, expected at least one bundle; name one")
+        self.lost: GpuError | None = None
+        self._places = {name: _Place(name, Path(folder)) for name, folder in bundles.items()}
+        self._options = dict(load_options)
+        self._patience_s = patience_s
+        if memory is None and len(bundles) > 1:
+            memory = default_memory()
+        self.memory = memory
+        self._taken: dict[object, int] = {}
+        self._leaving = 0  # bytes of them whose models are being closed
+        self._manifests: dict[Path, tuple[tuple[int, ...] | None, Manifest]] = {}
+        self._needed = 0
+        self._needed = sum(self._need(self._read(place.folder)).least for place in self._places.values())
+        for place in self._places.values():
+            self._refuse_options(place.folder, self._read(place.folder))
+            self._refuse_too_large(place.folder, self._need(self._read(place.folder)))
+        self._changed = asyncio.Event()
+        self._clock = itertools.count(1)
+        self._threads = ThreadPoolExecutor(THREADS, "llmc-pool")
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing = False
+        self._warmed = False
+
+    # ------------------------------------------------------------------------------------------ what is there
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, loaded or not, in the order given."""
+        return tuple(self._places)
+
+    @property
+    def memory_taken(self) -> int:
+        """Bytes of the plan that loaded models hold; 0 where a single model has no plan."""
+        return sum(self._taken.values())
+
+    @property
+    def ready(self) -> bool:
+        """True from the end of :meth:`warm` on, until the pool is closed or its GPU is lost."""
+        return self._warmed and not self._closing and self.lost is None
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of the model that serves under a name, or would be loaded; nothing is loaded.
+
+        Raises:
+            UsageError: there is no such name.
+            BundleError: the bundle is not there any more.
+        """
+        place = self._place(name)
+        try:
+            return self._read(place.folder) if place.current is None else place.current.model.manifest
+        except BundleError as error:
+            _hide(error, name, place.folder)
+            raise
+
+    def has_template(self, name: str) -> bool:
+        """True if the model that serves under a name, or would be loaded, has a chat template."""
+        return has_template(self._place(name).folder)
+
+    def models(self) -> dict[str, Model]:
+        """Loaded models by name, to look at their metrics; to use one, lease it."""
+        return {name: place.current.model for name, place in self._places.items() if place.current is not None}
+
+    def states(self) -> dict[str, ModelState]:
+        """The state of every model by name."""
+        return {name: _state(place) for name, place in self._places.items()}
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    @asynccontextmanager
+    async def lease(self, name: str) -> AsyncIterator[Model]:
+        """The model of a name, loaded if it is not; it stays for as long as the block lasts.
+
+        Raises:
+            UsageError: there is no such name.
+            ResourceError: others' requests hold the memory, and did so for ``patience_s`` seconds.
+            EngineClosedError: the pool was closed.
+            LlmcError: whatever loading the bundle raises, to all who waited for it and to those who come within 10 s;
+            never a UsageError.
+        """
+        place = self._place(name)
+        note(model=name)
+        loaded = await self._held(place)
+        try:
+            yield loaded.model
+        except GpuError as error:
+            if error.lost:
+                self.lost = error
+            raise
+        finally:
+            self._release(loaded)
+
+    async def warm(self, *names: str) -> None:
+        """Load models before anybody asks for them; the first one if none is named.
+
+        Raises:
+            ResourceError: they do not fit together.
+            LlmcError: as :meth:`lease` does.
+        """
+        async with AsyncExitStack() as held:  # all at once, so that none makes room for another
+            for name in names or self.names[:1]:
+                await held.enter_async_context(self.lease(name))
+        self._warmed = True
+
+    async def _held(self, place: _Place) -> _Loaded:
+        place.wanted += 1
+        try:
+            while place.current is None:
+                await asyncio.shield(self._loading(place))
+            self._refuse_closed()
+            place.current.users += 1
+            return place.current
+        finally:
+            place.wanted -= 1
+            self._notify()
+
+    def _release(self, loaded: _Loaded) -> None:
+        loaded.users -= 1
+        loaded.used = next(self._clock)
+        if loaded.retired and loaded.users == 0:
+            self._task(self._dispose(loaded))
+        self._notify()
+
+    # ------------------------------------------------------------------------------------------ loading
+
+    def _loading(self, place: _Place) -> asyncio.Task[None]:
+        """The one task that loads a model, begun if there is none.
+
+        Raises:
+            EngineClosedError: the pool was closed.
+            LlmcError: that of an attempt a moment ago.
+        """
+        self._refuse_closed()
+        if place.loading is None:
+            _refuse_failed(place)
+            self._begin(place, self._serve(place, place.folder))
+        assert place.loading is not None
+        return place.loading
+
+    def _begin(self, place: _Place, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Make ``work`` what requests for a model wait for until it has ended."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if place.loading is task:
+                place.loading = None
+
+        place.loading = self._task(work)
+        place.loading.add_done_callback(ended)
+        return place.loading
+
+    async def _serve(self, place: _Place, folder: Path, patience_s: float | None = None) -> None:
+        """Load the bundle of a folder, and let it serve under a name."""
+        loaded = await self._opened(place, folder, self._patience_s if patience_s is None else patience_s)
+        former, place.current = place.current, loaded
+        place.folder, place.failure = folder, None
+        place.loads += 1
+        if former is not None:
+            self._retire(place, former)
+
+    async def _opened(self, place: _Place, folder: Path, patience_s: float) -> _Loaded:
+        """A model, within its reserved memory; what goes wrong is noted at its place."""
+        started, key, published = time.monotonic(), object(), publication(folder)
+        try:
+            event(log, "loading", model=place.name, bundle=str(folder))
+            manifest = await self._in_thread(self._read, folder)
+            need = self._need(manifest)
+            memory = await self._reserve(key, place, folder, need, patience_s)
+            model = await self._loaded(place, folder, manifest, memory)
+        except BaseException as error:
+            self._free(key)
+            if isinstance(error, Exception):
+                place.failure = _Failure(error, folder, published, time.monotonic() + RETRY_S)
+                log.error("%s: %s could not be loaded: %s", place.name, folder, _reason(error))
+                _hide(error, place.name, folder)
+                _hide(error, "the draft", self._options.get("draft"))
+            raise
+        known = published if publication(folder) == published else None
+        loaded = _Loaded(model, self._taken.pop(key, 0), need.draft, known)
+        self._taken[loaded] = loaded.memory
+        loaded.used = next(self._clock)
+        took = round(time.monotonic() - started, 3)
+        event(log, "model loaded", model=place.name, bundle=str(folder), memory=loaded.held, duration_s=took)
+        return loaded
+
+    async def _loaded(self, place: _Place, folder: Path, manifest: Manifest, memory: int | None) -> Model:
+        """The model; where the machine, or its GPU, has less than was planned, idle ones make room."""
+        while True:
+            try:
+                return await self._in_thread(_load_whole, folder, memory, self._options_of(manifest))
+            except ResourceError:
+                if (idle := self._least_recently_used(place)) is None:
+                    raise
+                await self._unload(idle)
+
+    def _options_of(self, manifest: Manifest) -> dict[str, Any]:
+        """Arguments of ``load`` for a bundle: those of an engine only if it has one."""
+        left_out = _ENGINE_OPTIONS if manifest.geometry.encoder else set()
+        return {name: value for name, value in self._options.items() if name not in left_out}
+
+    def _read(self, folder: Path) -> Manifest:
+        """The manifest in a folder, read again only if another one was published."""
+        published = publication(folder)
+        known = self._manifests.get(folder)
+        if known is None or known[0] != published:
+            known = self._manifests[folder] = (published, read_bundle(folder))
+        return known[1]
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def _need(self, manifest: Manifest) -> MemoryNeed:
+        return memory_need(manifest, self._options_of(manifest))
+
+    def _refuse_options(self, folder: Path, manifest: Manifest) -> None:
+        """Refuse what the bundle was not built for before anybody is listened to.
+
+        Raises:
+            UsageError: more tokens or rows, or a level of determinism that it cannot keep.
+        """
+        options, most = self._options_of(manifest), manifest.limits.max_context
+        context = options.get("max_context") or 1
+        if context > most:
+            raise UsageError(
+                f"max_context is {context}, but {folder} was built for {most}; lower it, or build with a larger "
+                "--max-context"
+            )
+        if manifest.geometry.encoder is None:
+            row_limit(manifest, EngineOptions(**{k: v for k, v in options.items() if k in _ENGINE_OPTIONS}))
+
+    def _refuse_too_large(self, folder: Path, need: MemoryNeed) -> None:
+        if self.memory is not None and need.least + need.draft > self.memory:
+            raise ResourceError(
+                f"{folder}: {-(-(need.least + need.draft) // MB)} MB are needed, {self.memory // MB} MB may be taken "
+                "by all models; give more memory, or lower max_context or the prefix cache"
+            )
+
+    async def _reserve(
+        self, key: object, place: _Place, folder: Path, need: MemoryNeed, patience_s: float
+    ) -> int | None:
+        """Bytes for a model, taken from the plan once they are free; None where there is no plan.
+
+        Raises:
+            ResourceError: too few ever, or not in time.
+        """
+        if self.memory is None:
+            return None
+        self._refuse_too_large(folder, need)
+        await self._make_room(place, need, patience_s)
+        fair = self.memory * need.least // max(1, self._needed)
+        share = max(need.least, min(need.most, fair, self._left - need.draft))
+        self._taken[key] = share + need.draft
+        return share
+
+    async def _make_room(self, place: _Place, need: MemoryNeed, patience_s: float) -> None:
+        """Unload idle models until the least fits, and wait for those in use.
+
+        Raises:
+            ResourceError: it did not in time.
+        """
+        until = time.monotonic() + patience_s
+        while (missing := need.least + need.draft - self._left) > 0:
+            self._refuse_closed()
+            idle = self._least_recently_used(place) if missing > self._leaving else None
+            if idle is not None:
+                await self._unload(idle)
+            elif not await self._change(until - time.monotonic()):
+                raise ResourceError(
+                    f"{place.name}: {-(-missing // MB)} MB are missing of the {(self.memory or 0) // MB} MB that all "
+                    f"models may take, for others are in use; try again later, or give more memory"
+                )
+
+    @property
+    def _left(self) -> int:
+        return (self.memory or 0) - self.memory_taken
+
+    def _least_recently_used(self, besides: _Place) -> _Place | None:
+        """A place whose model nobody uses, the one used longest ago; None where all are in use."""
+        idle = (place for place in self._places.values() if place.is_idle and place is not besides)
+        return min(idle, key=lambda place: place.current.used if place.current else 0, default=None)
+
+    async def _unload(self, place: _Place) -> None:
+        loaded, place.current = place.current, None
+        assert loaded is not None
+        await asyncio.shield(self._task(self._dispose(loaded)))
+        event(log, "model unloaded", model=place.name, memory=loaded.memory)
+
+    async def _dispose(self, loaded: _Loaded) -> None:
+        """Close a model that nobody uses any more, and give its memory back."""
+        self._leaving += loaded.memory
+        try:
+            await self._in_thread(loaded.model.close, True)
+        finally:
+            self._leaving -= loaded.memory
+            for place in self._places.values():
+                if loaded in place.former:
+                    place.former.remove(loaded)
+            self._free(loaded)
+
+    def _free(self, key: object) -> None:
+        self._taken.pop(key, None)
+        self._notify()
+
+    # ------------------------------------------------------------------------------------------ hot swap
+
+    async def swap(self, name: str, folder: Path | None = None, *, drain: bool = False) -> None:
+        """Let another bundle serve under a name, without a failed request.
+
+        The new one is loaded beside the old one, whose requests finish while new ones go to the new one. If the new
+        one cannot be loaded, the old one goes on.
+
+        Args:
+            name: of the model.
+            folder: the new bundle; default: the same folder, in which another one was published.
+            drain: where memory does not hold both, let the old one finish its requests and close it first. New
+                requests wait for the new one meanwhile, and fail if it cannot be loaded.
+
+        Raises:
+            UsageError: there is no such name.
+            ResourceError: memory does not hold both, and ``drain`` is false.
+            LlmcError: whatever loading raises.
+        """
+        place = self._place(name)
+        target = place.folder if folder is None else Path(folder)
+        place.wanted += 1  # it stays meanwhile
+        try:
+            async with place.swapping:
+                await self._replace(place, target, drain)
+        finally:
+            place.wanted -= 1
+            self._notify()
+        event(log, "model swapped", model=name, bundle=str(target))
+
+    async def refresh(self) -> dict[str, Exception | None]:
+        """Swap every loaded model in whose folder another bundle was published; the error, or None, of each that was
+        tried. What is not loaded is read anew when it is."""
+        results: dict[str, Exception | None] = {}
+        for name, place in self._places.items():
+            if place.current is None or publication(place.folder) in (None, place.current.published):
+                continue
+            try:
+                await self.swap(name)
+                results[name] = None
+            except Exception as error:  # noqa: BLE001 - logged; the old one serves, and the others have their turn
+                results[name] = error
+        return results
+
+    async def unload(self, name: str) -> None:
+        """Let a model go: its requests finish, new ones load it again.
+
+        Raises:
+            UsageError: there is no such name.
+            EngineClosedError: the pool was closed.
+        """
+        place = self._place(name)
+        async with place.swapping:
+            self._refuse_closed()
+            loaded, place.current = place.current, None
+            if loaded is not None:
+                self._retire(place, loaded)
+                event(log, "model unloaded", model=name, memory=loaded.memory)
+
+    async def _replace(self, place: _Place, folder: Path, drain: bool) -> None:
+        if place.loading is not None:
+            with suppress(Exception):  # somebody else's attempt, with somebody else to be told
+                await asyncio.shield(place.loading)
+        self._refuse_closed()
+        if place.current is None:
+            await asyncio.shield(self._begin(place, self._serve(place, folder)))
+            return
+        try:
+            await asyncio.shield(self._task(self._serve(place, folder, 0.0)))
+        except ResourceError as error:
+            if not drain:
+                raise ResourceError(
+                    f"{error}; {place.name} goes on with the bundle that it has. Swap with drain to close that first"
+                ) from error
+            await asyncio.shield(self._begin(place, self._drained(place, folder)))
+
+    async def _drained(self, place: _Place, folder: Path) -> None:
+        """Load a bundle once the one before it has finished its requests."""
+        former, place.current = place.current, None
+        if former is not None:
+            self._retire(place, former)
+        while place.former:
+            self._refuse_closed()
+            await self._change(None)
+        await self._serve(place, folder)
+
+    def _retire(self, place: _Place, loaded: _Loaded) -> None:
+        """Close a model once nobody uses it; nobody new will."""
+        loaded.retired = True
+        place.former.append(loaded)
+        if loaded.users == 0:
+            self._task(self._dispose(loaded))
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    async def close(self, drain: bool = True) -> None:
+        """Close all models; with ``drain`` once nobody holds one, else requests that run fail. New ones are refused."""
+        self._closing = True
+        self._notify()
+        while drain and any(loaded.users for loaded in self._all()):
+            await self._change(None)
+        await self._close_loaded(drain)
+        for place in self._places.values():
+            if place.loading is not None:
+                with suppress(Exception):
+                    await place.loading
+        await self._close_loaded(drain)  # what came meanwhile
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._taken.clear()
+        self._threads.shutdown(wait=False)
+
+    async def _close_loaded(self, drain: bool) -> None:
+        leaving = self._all()
+        for place in self._places.values():
+            if place.current is not None:
+                place.former.append(place.current)
+                place.current = None
+        await asyncio.gather(*(self._in_thread(loaded.model.close, drain) for loaded in leaving))
+        for place in self._places.values():
+            place.former = [loaded for loaded in place.former if loaded not in leaving]
+
+    def _all(self) -> list[_Loaded]:
+        places = self._places.values()
+        return [loaded for place in places for loaded in [*place.former, place.current] if loaded is not None]
+
+    # ------------------------------------------------------------------------------------------ small parts
+
+    def _place(self, name: str) -> _Place:
+        if name not in self._places:
+            raise UsageError(f"there is no model {written(name)}; expected one of {', '.join(self._places)}")
+        return self._places[name]
+
+    def _refuse_closed(self) -> None:
+        if self._closing:
+            raise EngineClosedError("the service is stopping and takes no requests; try another one, or later")
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that lives as long as it runs; its error is also its own, for who waits for it may have gone."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return task
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _change(self, timeout_s: float | None) -> bool:
+        """Wait until a lease or a model ended; False if none did in time."""
+        if timeout_s is not None and timeout_s <= 0:
+            return False
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+
+def _load_whole(folder: Path, memory: int | None, options: Mapping[str, Any]) -> Model:
+    """A model with all that it reads of its folder, for another bundle may take that place while it serves.
+
+    Raises:
+        BundleError: also for options that do not suit it: they are not its clients' fault.
+    """
+    try:
+        model = load(folder, memory=memory, **options)
+    except (UsageError, RequestError) as error:  # the latter of a draft
+        raise BundleError(f"{folder} cannot be loaded with the options of this service: {error}") from error
+    try:
+        if not model.manifest.geometry.encoder:
+            _ = model.engine  # a draft that does not fit is refused now
+            with suppress(RequestError):  # it has no chat template; who chats will be told
+                _ = model.chat_template
+    except BaseException:
+        model.close()
+        raise
+    return model
+
+
+def _state(place: _Place) -> ModelState:
+    current, failure = place.current, place.failure
+    if current is not None:
+        phase: Phase = "ready"
+    elif place.loading is not None:
+        phase = "loading"
+    else:
+        phase = "unloaded" if failure is None else "failed"
+    held = [*place.former, *([] if current is None else [current])]
+    return ModelState(
+        phase,
+        None if failure is None else _reason(failure.error),
+        sum(loaded.held for loaded in held),
+        sum(loaded.memory for loaded in held),
+        sum(loaded.users for loaded in held),
+        len(place.former),
+        place.loads,
+    )
+
+
+def _refuse_failed(place: _Place) -> None:
+    """Answer with the error of an attempt a moment ago, unless another bundle was published or only memory lacked."""
+    failure = place.failure
+    if failure is None or isinstance(failure.error, ResourceError) or time.monotonic() >= failure.until:
+        return
+    if (failure.folder, failure.published) == (place.folder, publication(place.folder)):
+        raise BundleError(f"{place.name} could not be loaded a moment ago: {_reason(failure.error)}") from failure.error
+
+
+def _hide(error: Exception, name: str, folder: object) -> None:
+    """Say a name where an error says a folder: clients read it, and folders are the server's own affair."""
+    if isinstance(error, LlmcError) and str(folder) not in ("None", "none", "auto", "lookup", ".", ".."):
+        error.args = (re.sub(rf"(?<![\w.-]){re.escape(str(folder))}(?![\w.-])", lambda _: name, str(error)),)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, LlmcError) else text_of(error)

@@ -1,0 +1,131 @@
+"""Responses that clients may go on from: kept in memory, bounded, and apart for every key."""
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.streams import in_pieces
+
+Item = dict[str, Any]
+# A delta of an output: how many characters it had, and how many tokens' log-probabilities came with it.
+Piece = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A response with what it answered.
+
+    Attributes:
+        previous: the id of the response that it goes on from.
+        items: what was new in its input, as JSON.
+        response: as it was sent.
+        pieces: the pieces in which its output came, as JSON; see
+            :class:`llmc.runtime.server.openai.response_events.Output`.
+    """
+
+    previous: str | None
+    items: bytes
+    response: bytes
+    pieces: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return len(self.items) + len(self.response) + len(self.pieces)
+
+
+def kept(previous: str | None, items: list[Item], response: dict[str, Any], pieces: list[list[Piece]]) -> Stored:
+    """A response as it is kept."""
+    return Stored(previous, *(in_pieces(part).encode() for part in (items, response, pieces)))
+
+
+def read(kept: bytes) -> Any:
+    """The value of JSON that is kept; between its objects other threads have their turn."""
+    return json.loads(kept, object_hook=_same)
+
+
+def _same(value: dict[str, Any]) -> dict[str, Any]:
+    return value
+
+
+class ResponseStore:
+    """Responses by their key's name and their id. The one that was used longest ago makes room for a new one, and what
+    a conversation goes on from is never older than it. Any thread may call it.
+
+    Args:
+        most_entries: responses; 0 keeps none.
+        most_bytes: of their JSON together. A larger one is not kept.
+    """
+
+    def __init__(self, most_entries: int, most_bytes: int) -> None:
+        self._most_entries, self._most_bytes = most_entries, most_bytes
+        self._kept: OrderedDict[tuple[str | None, str], Stored] = OrderedDict()
+        self._lock = Lock()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def keeps(self) -> bool:
+        """False if nothing is ever kept."""
+        return self._most_entries > 0 and self._most_bytes > 0
+
+    def put(self, owner: str | None, name: str, stored: Stored) -> None:
+        """Keep a response; those that its room takes are gone."""
+        if not self.keeps or stored.size > self._most_bytes:
+            return
+        with self._lock:
+            self._kept[owner, name] = stored
+            self.bytes += stored.size
+            self._use(owner, stored.previous)
+            while len(self._kept) > self._most_entries or self.bytes > self._most_bytes:
+                self.bytes -= self._kept.popitem(last=False)[1].size
+
+    def get(self, owner: str | None, name: str) -> Stored:
+        """A response of this key.
+
+        Raises:
+            ApiError: 404, it has none of that name, or no more.
+        """
+        with self._lock:
+            return self._get(owner, name)
+
+    def delete(self, owner: str | None, name: str) -> None:
+        """Forget a response; conversations that go on from it end with it.
+
+        Raises:
+            ApiError: 404, as :meth:`get`.
+        """
+        with self._lock:
+            self.bytes -= self._get(owner, name).size
+            del self._kept[owner, name]
+
+    def conversation(self, owner: str | None, name: str | None) -> list[Item]:
+        """All items up to a response and with its output, the oldest first; none before the first response.
+
+        Raises:
+            ApiError: 404, it or one before it is not stored.
+        """
+        turns = []
+        while name is not None:
+            stored = self.get(owner, name)
+            turns.append([*read(stored.items), *read(stored.response)["output"]])
+            name = stored.previous
+        return [item for turn in reversed(turns) for item in turn]
+
+    def _get(self, owner: str | None, name: str) -> Stored:
+        if (owner, name) not in self._kept:
+            said = f"no response {name[:80]!r} is stored; it was deleted, had to make room for later ones, or never was"
+            raise ApiError(404, said, code="response_not_found")
+        self._kept.move_to_end((owner, name))
+        return self._kept[owner, name]
+
+    def _use(self, owner: str | None, name: str | None) -> None:
+        """Make a conversation newer than what goes on from it, so that it does not leave before."""
+        while name is not None and (owner, name) in self._kept:
+            self._kept.move_to_end((owner, name))
+            name = self._kept[owner, name].previous

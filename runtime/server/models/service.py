@@ -1,0 +1,245 @@
+"""The service behind every dialect: models for requests, held while they are answered, and bounds of what is asked."""
+
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from anyio.lowlevel import RunVar
+from starlette.requests import HTTPConnection
+
+from llmc.bundle import Manifest
+from llmc.errors import written
+from llmc.runtime import Handle, Model
+from llmc.runtime.server.http.accounts import allowed, charge, check_model, prefix_scope, spend
+from llmc.runtime.server.http.aside import SHORT, room_beside
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.logs import watch
+from llmc.runtime.server.models.response_store import ResponseStore
+from llmc.runtime.text.sandbox import SlowError, quickly
+
+if TYPE_CHECKING:
+    from llmc.runtime.server.config import ServerConfig
+    from llmc.runtime.server.models.pool import ModelPool
+
+H = TypeVar("H", bound=Handle)
+T = TypeVar("T")
+GUIDES = ("json_schema", "regex", "grammar", "choice", "tools")  # arguments of which grammars are made
+_PREFIXED = re.compile("(?:call|toolu)_(?=[A-Za-z0-9]{9}$)")
+COMPILERS = 8  # threads; two grammars are tried at once, and each may take seconds
+_COMPILERS: RunVar[CapacityLimiter] = RunVar("llmc_compilers")
+# Models' work by the kind of their results; None is that of models that generate.
+WORK = {None: "generates text", "embeddings": "embeds texts", "scores": "ranks documents"}
+# Requests for vectors or scores that are computed at once: a model's calls take turns, and a second one tokenizes.
+ENCODING_THREADS = 2
+# Requests that count or show tokens at once: a text takes a hundred times its memory while it is tokenized.
+TOKENIZING_THREADS = 2
+
+
+class Service:
+    """The part that all routes share.
+
+    Args:
+        config: the server's settings.
+        pool: the models.
+    """
+
+    def __init__(self, config: "ServerConfig", pool: "ModelPool") -> None:
+        self.config = config
+        self.pool = pool
+        self.started = int(time.time())
+        self.encoding = CapacityLimiter(ENCODING_THREADS)
+        """Threads of requests for vectors and scores, which have no queue of an engine."""
+        self.tokenizing = CapacityLimiter(TOKENIZING_THREADS)
+        """Threads of requests that ask for tokens and no more."""
+        self.responses = ResponseStore(config.response_store_entries, config.response_store_bytes)
+        self.draining = False
+        """True once the server goes down: what runs is finished, and balancers are to send nobody."""
+
+    @property
+    def warm(self) -> tuple[str, ...]:
+        """Names of the models that are loaded at the start."""
+        return self.config.warm or self.pool.names[:1]
+
+    @property
+    def is_ready(self) -> bool:
+        """True if requests may come: what is loaded at the start was, the GPU is there, and the server stays."""
+        states = self.pool.states()
+        loaded = all(states[name].loads > 0 and states[name].phase != "failed" for name in self.warm)
+        return not self.draining and self.pool.lost is None and loaded
+
+    def name(self, asked: str | None) -> str:
+        """The name of the model asked for; the first one of the client's where none was.
+
+        Raises:
+            ApiError: 404, there is no such model; 403, the client's key is not for it.
+        """
+        known = self.names
+        if asked is None and not known:
+            raise ApiError(403, "the key is for none of the models here; use another one", code="model_not_allowed")
+        asked = known[0] if asked is None else asked
+        if asked not in self.pool.names:
+            said = f"the model {asked[:100]!r} is not here, expected {', '.join(known) or 'another key'}"
+            raise ApiError(404, said, param="model", code="model_not_found")
+        check_model(asked)
+        return asked
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Models that the present client's key is for."""
+        return tuple(name for name in self.pool.names if allowed(name))
+
+    def manifest(self, asked: str | None) -> Manifest:
+        """The manifest of a model, which need not be loaded."""
+        return self.pool.manifest(self.name(asked))
+
+    def check_work(self, asked: str | None, wanted: str | None) -> None:
+        """Refuse a model that does something else, without loading it.
+
+        Args:
+            asked: its name.
+            wanted: a key of :data:`WORK`.
+
+        Raises:
+            ApiError: 400, naming it.
+        """
+        encoder = self.manifest(asked).geometry.encoder
+        found = encoder.result if encoder else None
+        if found != wanted:
+            said = f"the model {self.name(asked)!r} {WORK[found]}, expected one that {WORK[wanted]}"
+            raise ApiError(400, f"{said}; GET /v1/models lists what there is", param="model")
+
+    @asynccontextmanager
+    async def model(self, asked: str | None) -> AsyncIterator[Model]:
+        """The model, loaded, and kept while the block runs."""
+        async with self.pool.lease(self.name(asked)) as model:
+            yield model
+
+    async def tokenized(self, work: Callable[[], T], cost: Callable[[T], int]) -> T:
+        """The result of ``work`` on a prompt, in one of few threads; the client is charged as for the prompt."""
+        found = await to_thread.run_sync(work, limiter=self.tokenizing)
+        spend(tokens=cost(found))
+        return found
+
+    def head(self, prefix: str, kind: str, asked: str | None) -> dict[str, Any]:
+        """The members with which an answer in OpenAI's older dialects, and each of its pieces, begins."""
+        return {
+            "id": new_id(f"{prefix}-"),
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.name(asked),
+            "system_fingerprint": f"fp_{self.manifest(asked).source.fingerprint[:12]}",
+        }
+
+    @asynccontextmanager
+    async def generator(self, asked: str | None) -> AsyncIterator[Model]:
+        """:meth:`model` for routes that generate.
+
+        Raises:
+            ApiError: 400, the model does something else.
+        """
+        self.check_work(asked, None)
+        async with self.model(asked) as model:
+            yield model
+
+    def bounded(self, sampling: dict[str, Any], prompts: int = 1) -> dict[str, Any]:
+        """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes.
+
+        Raises:
+            ApiError: 400, more new tokens, of all outputs to all prompts, than ``max_request_tokens``; 429, each prompt
+                is a request, and the key's rate has no room for them.
+        """
+        most, longest = self.config.max_request_tokens, self.config.request_deadline_s
+        if most is not None:
+            outputs = prompts * max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
+            if outputs > most:
+                said = f"{written(outputs)} outputs are asked for, of which this server allows {most} tokens"
+                raise ApiError(400, f"{said}; ask for fewer", param="n" if prompts == 1 else "prompt")
+            asked = sampling.get("max_tokens", most // outputs)
+            if asked * outputs > most:
+                said = f"{written(asked)} tokens of {outputs} outputs" if outputs > 1 else written(asked)
+                raise ApiError(
+                    400, f"max_tokens is {said}, this server allows {most}; ask for less", param="max_tokens"
+                )
+            sampling = {**sampling, "max_tokens": asked}
+        if longest is not None:
+            sampling = {**sampling, "deadline_s": min(sampling.get("deadline_s", longest), longest)}
+        if prompts > 1:
+            spend(requests=prompts - 1)
+        return {**sampling, "prefix_scope": prefix_scope()}
+
+    def check_retention(self, asked: str | None) -> None:
+        """Refuse to keep prefixes in memory alone where a folder keeps them, too.
+
+        Raises:
+            ApiError: 400, naming the parameter.
+        """
+        if asked is not None and self.config.prefix_cache_folder is not None:
+            said = f"prompt_cache_retention is {asked!r}, but this server keeps prefixes in a folder; leave it out"
+            raise ApiError(400, said, param="prompt_cache_retention")
+
+    def parses_special(self, asked: bool | None, default: bool = False) -> bool:
+        """True if special tokens that a client's text spells are to be special tokens.
+
+        Raises:
+            ApiError: the client asks for it, and this server does not allow it.
+        """
+        if asked and not self.config.allow_special:
+            raise ApiError(400, "parse_special is true, which this server does not allow", param="parse_special")
+        return default if asked is None else asked
+
+
+async def submitted(submit: Callable[[], H]) -> H:
+    """A request submitted: at once where it is short, for a thread's waking takes as long as its work, and else in a
+    thread, as tokenizing a prompt, a chat template's work and compiling a grammar may take long.
+
+    Those with a grammar share threads of their own, so that any number of slow ones keeps nobody else waiting.
+
+    Args:
+        submit: submits it; all that the client gave is among its arguments, or in a mapping there.
+    """
+    given = [*submit.args, submit.keywords] if isinstance(submit, partial) else []
+    has_grammar = any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES)
+    handle = None
+    if given and not has_grammar and room_beside(given, SHORT) >= 0:
+        with suppress(SlowError), quickly():  # of a chat template, which is a program
+            handle = submit()
+    if handle is None:
+        handle = await to_thread.run_sync(submit, limiter=_compilers() if has_grammar else None)
+    charge(handle)
+    watch(handle)
+    return handle
+
+
+def _compilers() -> CapacityLimiter:
+    """The limit of threads that compile grammars, of the present event loop."""
+    try:
+        return _COMPILERS.get()
+    except LookupError:
+        _COMPILERS.set(CapacityLimiter(COMPILERS))
+        return _COMPILERS.get()
+
+
+def service_at(connection: HTTPConnection) -> Service:
+    """The service that answers this connection."""
+    service: Service = connection.app.state.service
+    return service
+
+
+async def service_of(connection: HTTPConnection) -> Service:
+    """:func:`service_at` as the routes' dependency; FastAPI would call one that is not async in a thread."""
+    return service_at(connection)
+
+
+def new_id(prefix: str) -> str:
+    """A name for an answer or a part of one, as ``resp_...``."""
+    return prefix + secrets.token_hex(12)
+
+
+def plain_id(call: str) -> str:
+    """The id of a call without the prefix that a dialect gave it: some templates take nine letters and digits alone."""
+    return _PREFIXED.sub("", call)

@@ -1,0 +1,282 @@
+"""OpenAI's completions: a prompt as text or tokens, and what follows it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request, Response, WebSocket
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from llmc.runtime import GenerationResult, Handle, Model
+from llmc.runtime.api.results import Delta
+from llmc.runtime.server.http.aside import aside
+from llmc.runtime.server.http.bodies import (
+    ANY,
+    Logged,
+    Sampled,
+    StreamOptions,
+    Usage,
+    asked_at_the_end,
+    biases,
+    check_stream,
+    told,
+    unknown_usage,
+    usage_of,
+)
+from llmc.runtime.server.http.errors import ApiError, named
+from llmc.runtime.server.http.logs import note
+from llmc.runtime.server.http.sockets import converse
+from llmc.runtime.server.http.streams import Chunks, EventStream, answered, encoded, guarded, unless_gone
+from llmc.runtime.server.http.validation import given, read_json
+from llmc.runtime.server.models.service import Service, service_at, service_of, submitted
+from llmc.runtime.server.openai.logprobs import completion_logprobs, text_offsets
+
+router = APIRouter(tags=["OpenAI"])
+MOST_PROMPTS = 128  # of one request; each is a request to the engine
+MOST_ENTRIES = 1 << 20  # log-probabilities of prompts, which take some 200 bytes each
+DEFAULT_TOKENS = 16  # OpenAI's own, which clients of completions rely on
+
+
+class CompletionRequest(Sampled):
+    """The body of POST /v1/completions."""
+
+    model: str | None = None
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    best_of: int | None = None
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    echo: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: Annotated[bool | None, Field(description="BOS and its like around a text; on by default")] = (
+        None
+    )
+    user: Logged = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one.
+
+        Raises:
+            ApiError: there are none, or too many.
+        """
+        given: Any = self.prompt
+        several = isinstance(given, list) and not (given and isinstance(given[0], int))
+        found = list(given) if several else [given]
+        if not 1 <= len(found) <= MOST_PROMPTS:
+            raise ApiError(400, f"prompt holds {len(found)} prompts, expected 1 to {MOST_PROMPTS}", param="prompt")
+        return found
+
+    @property
+    def is_prompt_alone(self) -> bool:
+        """True if the answer is the prompt, and no token after it."""
+        return self.echo is True and self.max_tokens == 0
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.stream` beside the prompt.
+
+        Raises:
+            ApiError: parameters contradict each other.
+        """
+        check_stream(self.stream, self.stream_options)
+        most = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.sampling(
+            max_tokens=1 if self.is_prompt_alone else None if most == ANY else most,
+            stop=self.stop,
+            n=self.n,
+            best_of=self.best_of,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+            logit_bias=biases(self.logit_bias),
+            add_special_tokens=self.add_special_tokens,
+        )
+
+
+class CompletionChoice(TypedDict):
+    """One completion of one prompt."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Completion(TypedDict):
+    """The answer to a completion request."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: str
+    x_llmc: NotRequired[dict[str, Any]]
+
+
+def choices_of(model: Model, body: CompletionRequest, results: list[GenerationResult]) -> list[CompletionChoice]:
+    """All completions; those of a prompt follow each other."""
+    found: list[CompletionChoice] = []
+    for prompt, result in zip(body.prompts(), results, strict=True):
+        echoed = echo_of(model, prompt) if body.echo else ""
+        for output in result.outputs:
+            text, chosen = ("", ()) if body.is_prompt_alone else (output.text, output.logprobs)
+            logprobs = completion_logprobs(model, chosen, text, len(echoed))
+            if body.logprobs is not None and body.echo:
+                before = _prompt_logprobs(model, body, prompt, echoed, result)
+                logprobs = {name: [*before[name], *of_name] for name, of_name in (logprobs or {}).items()}
+            reason = output.finish_reason
+            found.append({"index": len(found), "text": echoed + text, "logprobs": logprobs, "finish_reason": reason})
+    return found
+
+
+def echo_of(model: Model, prompt: str | list[int]) -> str:
+    """The text of a prompt."""
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def _prompt_logprobs(
+    model: Model, body: CompletionRequest, prompt: str | list[int], echoed: str, result: GenerationResult
+) -> dict[str, list[Any]]:
+    """Log-probabilities of a prompt's tokens; its first one has none."""
+    first = prompt[0] if not isinstance(prompt, str) else _first_token(model, prompt, body.add_special_tokens)
+    later = result.prompt_logprobs or ()
+    found = completion_logprobs(model, later, "") or {}
+    spelt = model.tokenizer.spelling(first).decode("utf-8", "replace")
+    return {
+        "tokens": [spelt, *found["tokens"]],
+        "token_logprobs": [None, *found["token_logprobs"]],
+        "top_logprobs": [None, *found["top_logprobs"]],
+        "text_offset": text_offsets(model, [first, *(one.token for one in later)], echoed),
+    }
+
+
+def _first_token(model: Model, prompt: str, add_special_tokens: bool | None) -> int:
+    return model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False)[0]
+
+
+def check_entries(tokens: int, logprobs: int) -> None:
+    """Refuse prompts whose log-probabilities would fill the memory.
+
+    Raises:
+        ApiError: they are too many.
+    """
+    if tokens * (logprobs + 1) > MOST_ENTRIES:
+        said = (
+            f"prompt holds {tokens} tokens, of which each would be told with {logprobs} others, {MOST_ENTRIES} at most"
+        )
+        raise ApiError(400, f"{said} altogether; send fewer prompts, or ask for fewer logprobs", param="prompt")
+
+
+async def merged(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]]:
+    """Deltas of several requests as they come, each with the number of its request."""
+    streams = [handle.events_async() for handle in handles]
+    waiting = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                if isinstance(task.exception(), StopAsyncIteration):
+                    continue
+                yield number, task.result()
+                waiting[asyncio.ensure_future(anext(streams[number]))] = number
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def chunks(body: CompletionRequest, service: Service, model: Model, handles: list[Handle]) -> AsyncIterator[str]:
+    """The pieces of the answer as JSON, reasons of the end, and the usage if the client wants it."""
+    head, outputs = service.head("cmpl", "text_completion", body.model), handles[0].outputs
+    chunk_of = Chunks(head | unknown_usage(body.stream_options))
+    lengths = [0] * (outputs * len(handles))
+    # Log-probabilities of a prompt, which come before the completion's, are known at the end alone.
+    whole = body.is_prompt_alone or (body.echo and body.logprobs is not None)
+
+    def chunk(index: int, text: str, **rest: Any) -> str:
+        return chunk_of(choices=[{"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}])
+
+    if body.echo and not whole:
+        for index in range(len(lengths)):
+            yield chunk(index, echo_of(model, body.prompts()[index // outputs]))
+    async for number, delta in merged(handles):
+        index = number * outputs + delta.index
+        if (delta.text or delta.logprobs) and not whole:
+            logprobs = completion_logprobs(model, delta.logprobs or None, delta.text, lengths[index])
+            yield chunk(index, delta.text, logprobs=logprobs)
+        lengths[index] += len(delta.text)
+    results = await _results(body, handles)
+    for choice in choices_of(model, body, results) if whole else ():
+        yield chunk(choice["index"], choice["text"], logprobs=choice["logprobs"])
+    for number, result in enumerate(results):
+        for place, output in enumerate(result.outputs):
+            yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)
+    if asked := asked_at_the_end(body, model, results):
+        yield encoded({**head, "choices": [], **asked})
+
+
+async def _opened(body: CompletionRequest, held: AsyncExitStack, service: Service) -> tuple[Model, list[Handle]]:
+    """Submit a request for each prompt; model and requests are held until ``held`` is closed."""
+    note(user=body.user)
+    prompts = body.prompts()
+    arguments = service.bounded(await aside(body.arguments), len(prompts))
+    arguments["parse_special"] = service.parses_special(body.parse_special, service.config.allow_special)
+    model = await held.enter_async_context(service.generator(body.model))
+    handles = []
+    for prompt in prompts:
+        with named({"prompt": "prompt"}):
+            handle = await submitted(partial(model.stream, prompt, **arguments))
+        held.callback(handle.cancel)
+        handles.append(handle)
+        if body.echo and body.logprobs is not None:
+            check_entries(sum(handle.prompt_tokens for handle in handles), body.logprobs)
+    return model, handles
+
+
+async def _events(service: Service, body: CompletionRequest, held: AsyncExitStack) -> AsyncIterator[str]:
+    model, handles = await _opened(body, held, service)
+    return chunks(body, service, model, handles)
+
+
+async def _results(body: CompletionRequest, handles: list[Handle]) -> list[GenerationResult]:
+    """The results; where the prompt alone was asked for, without the token that the engine cannot do without."""
+    found = [await handle for handle in handles]
+    if body.is_prompt_alone:
+        return [replace(result, usage=replace(result.usage, completion_tokens=0)) for result in found]
+    return found
+
+
+@router.post("/v1/completions", response_model=Completion)
+async def completions(
+    body: Annotated[CompletionRequest, given(CompletionRequest)],
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+) -> Response:
+    """Complete prompts. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
+    async with AsyncExitStack() as held:
+        if body.stream:
+            events = guarded(await _events(service, body, held))
+            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
+        model, handles = await _opened(body, held, service)
+        results = await unless_gone(request, _results(body, handles))
+        head = service.head("cmpl", "text_completion", body.model)
+
+        def made() -> dict[str, Any]:
+            choices = choices_of(model, body, results)
+            return {**head, "choices": choices, "usage": usage_of(results), **told(body.x_llmc, model, results[0])}
+
+        return await answered(made, large=bool(body.echo) or body.logprobs is not None)
+
+
+@router.websocket("/v1/completions")
+async def completion_socket(socket: WebSocket) -> None:
+    """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
+    await converse(socket, partial(read_json, CompletionRequest), partial(_events, service_at(socket)))

@@ -1,0 +1,226 @@
+"""Vectors in OpenAI's form, and scores of documents in the form that Cohere and Jina share."""
+
+import base64
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Request, Response
+from numpy.typing import NDArray
+from pydantic import Field
+from starlette.responses import JSONResponse
+from typing_extensions import NotRequired, TypedDict
+
+from llmc.errors import DeadlineError, QueueFullError
+from llmc.runtime import Model
+from llmc.runtime.server.http.accounts import spend
+from llmc.runtime.server.http.aside import LARGE
+from llmc.runtime.server.http.bodies import Body
+from llmc.runtime.server.http.errors import ApiError, named
+from llmc.runtime.server.http.streams import answered
+from llmc.runtime.server.http.validation import given
+from llmc.runtime.server.models.service import Service, new_id, service_of
+
+router = APIRouter(tags=["Embeddings"])
+MOST_TEXTS = 2048  # of one request, as OpenAI has it
+# Texts between two looks whether the client is still there; many enough to share the model's calls.
+PIECE = 32
+MOST_WAITING = 256  # requests, where the settings say nothing
+Rows = Sequence[Sequence[int]]
+
+Truncate = Annotated[
+    bool, Field(description="leave out the end of a text that is too long, which is refused otherwise; extension")
+]
+Instruction = Annotated[
+    str | None, Field(description="name of one of the checkpoint's prompts, or a task in words; extension of llmc")
+]
+
+
+class EmbeddingRequest(Body):
+    """The body of POST /v1/embeddings."""
+
+    model: str | None = None
+    input: str | list[str] | list[int] | list[list[int]]
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    instruction: Instruction = None
+    truncate: Truncate = False
+    user: Annotated[str | None, Field(description="written into the log")] = None
+
+    def texts(self) -> list[Any]:
+        """The texts, or their tokens, one by one.
+
+        Raises:
+            ApiError: there are none, or too many; or tokens come with an instruction, which is text.
+        """
+        given: Any = self.input
+        several = isinstance(given, list) and not (given and isinstance(given[0], int))
+        found = list(given) if several else [given]
+        if not 1 <= len(found) <= MOST_TEXTS:
+            raise ApiError(400, f"input holds {len(found)} texts, expected 1 to {MOST_TEXTS}", param="input")
+        if self.instruction is not None and not isinstance(found[0], str):
+            raise ApiError(400, "instruction stands before a text, but input holds tokens", param="instruction")
+        return found
+
+
+class Vector(TypedDict):
+    """The vector of one text."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EncodingUsage(TypedDict):
+    """Tokens that the model read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    """Vectors in the order of the texts."""
+
+    object: Literal["list"]
+    data: list[Vector]
+    model: str
+    usage: EncodingUsage
+
+
+class Document(Body):
+    """A text."""
+
+    text: str
+
+
+class RerankRequest(Body):
+    """The body of POST /v1/rerank."""
+
+    model: str | None = None
+    query: str
+    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MOST_TEXTS)]
+    top_n: Annotated[int | None, Field(ge=1)] = None
+    return_documents: bool | None = None
+    instruction: Instruction = None
+    truncate: Truncate = False
+
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        return [given if isinstance(given, str) else given.text for given in self.documents]
+
+
+class Ranked(TypedDict):
+    """A document's place in the order."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[dict[str, str]]
+
+
+class Ranking(TypedDict):
+    """Documents, the best first."""
+
+    id: str
+    object: Literal["list"]
+    model: str
+    results: list[Ranked]
+    usage: EncodingUsage
+
+
+def usage_of(rows: Rows) -> EncodingUsage:
+    """Tokens of what was encoded."""
+    tokens = sum(map(len, rows))
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def vector_form(encoding_format: str | None) -> Callable[[NDArray[np.float32]], list[float] | str]:
+    """The form of a vector: numbers, or the base64 of little-endian float32."""
+    if encoding_format == "base64":
+        return lambda vector: base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return lambda vector: vector.tolist()
+
+
+async def encoded(
+    service: Service, request: Request, model: Model, tokenize: Callable[[], Rows]
+) -> tuple[Rows, NDArray[np.float32]]:
+    """Tokens and results of texts, computed piece by piece while the client is there and the deadline has not passed.
+
+    A piece that runs is waited for, for the model must stay while it does.
+
+    Raises:
+        QueueFullError: as many requests wait as may wait.
+        ApiError: the client is gone.
+        DeadlineError: the deadline of the server's settings has passed.
+    """
+    most = service.config.max_queue or MOST_WAITING
+    if service.encoding.statistics().tasks_waiting >= most:
+        raise QueueFullError(f"{most} requests for vectors or scores wait already; try again later")
+    seconds, began = service.config.request_deadline_s, time.monotonic()
+    rows = await to_thread.run_sync(tokenize, limiter=service.encoding)
+    spend(tokens=sum(map(len, rows)))
+    found = []
+    for start in range(0, len(rows), PIECE):
+        if await request.is_disconnected():
+            raise ApiError(499, "the client closed the connection before the answer was there")
+        if seconds is not None and time.monotonic() - began > seconds:
+            raise DeadlineError(f"the request was not finished within {seconds} s; send fewer texts")
+        work = partial(model.encoder.encode, rows[start : start + PIECE])
+        found.append(await to_thread.run_sync(work, limiter=service.encoding))
+    return rows, np.concatenate(found)
+
+
+@router.post("/v1/embeddings", response_model=Embeddings)
+async def embeddings(
+    body: Annotated[EmbeddingRequest, given(EmbeddingRequest)],
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+) -> Response:
+    """Vectors of texts, of length one where the checkpoint normalises."""
+    texts = body.texts()
+    service.check_work(body.model, "embeddings")
+    async with service.model(body.model) as model:
+        encoder, form = model.encoder, vector_form(body.encoding_format)
+        width = encoder.vector_width(body.dimensions)
+        if isinstance(texts[0], str):
+            tokenize = partial(encoder.text_tokens, texts, instruction=body.instruction, truncate=body.truncate)
+        else:
+            tokenize = partial(encoder.given_tokens, texts, truncate=body.truncate)
+        with named({"prompt": "input"}):
+            rows, vectors = await encoded(service, request, model, tokenize)
+    name = service.name(body.model)
+
+    def made() -> dict[str, Any]:
+        data = [
+            {"object": "embedding", "index": index, "embedding": form(vector)}
+            for index, vector in enumerate(encoder.cut(vectors, width))
+        ]
+        return {"object": "list", "data": data, "model": name, "usage": usage_of(rows)}
+
+    return await answered(made, large=len(rows) * width > LARGE)
+
+
+@router.post("/v1/rerank", response_model=Ranking)
+async def rerank(
+    body: Annotated[RerankRequest, given(RerankRequest)],
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+) -> Response:
+    """Documents in the order in which they answer a query.
+
+    The scores are what the checkpoint makes of them: the higher the better, between 0 and 1 only where it says so.
+    """
+    texts = body.texts()
+    service.check_work(body.model, "scores")
+    async with service.model(body.model) as model:
+        pairs = partial(model.encoder.pair_tokens, instruction=body.instruction, truncate=body.truncate)
+        tokenize = partial(pairs, body.query, texts)
+        with named({"prompt": "documents"}):
+            rows, scores = await encoded(service, request, model, tokenize)
+    order = np.argsort(-scores[:, 0], kind="stable")[: body.top_n].tolist()
+    shown = {index: {"document": {"text": texts[index]}} if body.return_documents else {} for index in order}
+    results = [{"index": index, "relevance_score": float(scores[index, 0]), **shown[index]} for index in order]
+    head = {"id": new_id("rerank-"), "object": "list", "model": service.name(body.model)}
+    return JSONResponse({**head, "results": results, "usage": usage_of(rows)})

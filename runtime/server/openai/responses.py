@@ -1,0 +1,813 @@
+"""OpenAI's responses: items in, items out, and conversations that go on from a stored response."""
+
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import Discriminator, Field, JsonValue, Tag
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import HTTPConnection
+from typing_extensions import NotRequired, TypedDict
+
+from llmc.errors import LlmcError
+from llmc.runtime import Model, SamplingParams
+from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
+from llmc.runtime.server.http.aside import apart, aside
+from llmc.runtime.server.http.bodies import (
+    Body,
+    CacheKey,
+    Logged,
+    Metadata,
+    Retention,
+    Sampled,
+    ToolFormat,
+    Verbosity,
+    biases,
+    told,
+)
+from llmc.runtime.server.http.errors import ApiError, from_llmc, named
+from llmc.runtime.server.http.ignored import ignore
+from llmc.runtime.server.http.logs import note
+from llmc.runtime.server.http.streams import (
+    EventStream,
+    answered,
+    event,
+    in_pieces,
+    in_slices,
+    unless_gone,
+    unless_long,
+)
+from llmc.runtime.server.http.validation import given
+from llmc.runtime.server.models.response_store import Item, Piece, Stored, kept, read
+from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submitted
+from llmc.runtime.server.openai.chat import EFFORTS, reasoned, worded
+from llmc.runtime.server.openai.logprobs import chat_logprobs
+from llmc.runtime.server.openai.response_events import Event, Output, replay
+
+router = APIRouter(tags=["OpenAI"])
+Status = Literal["in_progress", "completed", "incomplete"]
+# Codes of OpenAI's failed responses, by the status that the error would have had before the first event.
+FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+# ------------------------------------------------------------------------------------------------------------ request
+
+
+class InputText(Body):
+    """Text of whoever asks."""
+
+    IGNORED = frozenset({"prompt_cache_breakpoint"})
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputText(Body):
+    """Text of an earlier answer."""
+
+    IGNORED = frozenset({"annotations", "logprobs", "parsed"})  # the client writes what it parsed into its objects
+    type: Literal["output_text"]
+    text: str
+
+
+TextPart = Annotated[InputText | OutputText, Field(discriminator="type")]
+
+
+class MessageItem(Body):
+    """A message, of whoever asks or of an earlier answer."""
+
+    IGNORED = frozenset({"phase"})
+    type: Literal["message"] = "message"
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[TextPart]
+    status: Status | None = None
+
+
+class CallItem(Body):
+    """A call in an earlier answer."""
+
+    IGNORED = frozenset({"caller", "created_by", "parsed_arguments"})
+    type: Literal["function_call"]
+    id: str | None = None
+    call_id: str
+    name: str
+    arguments: str
+    status: Status | None = None
+
+
+class CallOutputItem(Body):
+    """The result of a call."""
+
+    IGNORED = frozenset({"caller", "created_by", "name"})
+    type: Literal["function_call_output"]
+    id: str | None = None
+    call_id: str
+    output: str | list[InputText]
+    status: Status | None = None
+
+
+class ReasoningText(Body):
+    """Thoughts."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """Thoughts of an earlier answer. What other servers summed up or encrypted, templates do not show."""
+
+    IGNORED = frozenset({"summary", "encrypted_content"})
+    type: Literal["reasoning"]
+    id: str | None = None
+    content: list[ReasoningText] | None = None
+    status: Status | None = None
+
+
+def _kind(item: Any) -> str:
+    """The type of an item; messages need not name theirs."""
+    found = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
+    return found if isinstance(found, str) else ""
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+class Tool(Body):
+    """A function that the model may call; tools that OpenAI's servers run are refused."""
+
+    IGNORED = frozenset({"allowed_callers", "output_schema"})
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The tool as templates and grammars read it."""
+        function = self.model_dump(exclude_none=True, include={"name", "description", "parameters", "strict"})
+        return {"type": "function", "function": function}
+
+
+class NamedTool(Body):
+    """The tool that must be called, or one that may be."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(Body):
+    """The tools that may be called, of which one must be where the mode is ``required``; others are not shown."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    """A JSON object of any form."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Body):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """The form of the text."""
+
+    format: Annotated[TextFormat | ObjectFormat | SchemaFormat | None, Field(discriminator="type")] = None
+    verbosity: Verbosity = None
+
+
+class Reasoning(Body):
+    """Thoughts, by OpenAI's words for effort; nobody sums them up, for they are given as they are."""
+
+    IGNORED = frozenset({"summary", "generate_summary"})
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class Prompted(Body):
+    """The members that make the prompt."""
+
+    model: str | None = None
+    input: str | list[InputItem]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    def items(self) -> list[Item]:
+        """The new items of the conversation, as they are kept.
+
+        Raises:
+            ApiError: nothing is.
+        """
+        if isinstance(self.input, str):
+            return [_named(MessageItem(role="user", content=self.input))]
+        if not self.input and self.previous_response_id is None:
+            raise ApiError(400, "input holds no items, expected one at least", param="input")
+        return [_named(item) for item in self.input]
+
+    def messages(self, before: Sequence[Item], items: Sequence[Item]) -> list[dict[str, Any]]:
+        """The conversation as chat templates read it.
+
+        Args:
+            before: items of the responses that it goes on from.
+            items: those of :meth:`items`.
+        """
+        told_first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*told_first, *plain([*before, *items])]
+
+    def shown(self, model: Model) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
+
+        Raises:
+            UsageError: the chat template cannot do as ``reasoning`` says.
+        """
+        return {
+            "tools": [tool.plain() for tool in self.offered()] or None,
+            "chat_template_kwargs": worded(
+                model, reasoned(model, None, self.thinks), self.verbosity, bool(self.tools), "text.verbosity"
+            ),
+        }
+
+    def offered(self) -> list[Tool]:
+        """The tools that the model is shown.
+
+        Raises:
+            ApiError: ``tool_choice`` allows one that is not there.
+        """
+        tools = self.tools or []
+        if not isinstance(self.tool_choice, AllowedTools):
+            return tools
+        allowed = {tool.name for tool in self.tool_choice.tools}
+        if absent := sorted(allowed - {tool.name for tool in tools}):
+            said = f"tool_choice.tools has the name {absent[0][:64]!r}, which is none of tools; leave it out"
+            raise ApiError(400, said, param="tool_choice.tools")
+        return [tool for tool in tools if tool.name in allowed]
+
+    @property
+    def verbosity(self) -> Verbosity:
+        """The length of the answer that the request asks for."""
+        return self.text.verbosity if self.text else None
+
+    @property
+    def thinks(self) -> bool | None:
+        """True or False where the request asks for reasoning or for none."""
+        effort = self.reasoning.effort if self.reasoning else None
+        return None if effort is None else effort != "none"
+
+
+class ResponseRequest(Sampled, Prompted):
+    """The body of POST /v1/responses."""
+
+    IGNORED = frozenset(
+        {"access_programs", "background_options", "client_metadata", "image", "max_tool_calls"}
+        | {"prompt_cache_options", "service_tier", "stream_options"}
+    )
+    store: Annotated[bool | None, Field(description="keep it for previous_response_id; true by default")] = None
+    max_output_tokens: int | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    include: list[str] | None = None
+    metadata: Metadata = None
+    stream: bool | None = None
+    background: Literal[False] | None = None
+    prompt_cache_key: CacheKey = None
+    prompt_cache_retention: Retention = None
+    safety_identifier: Logged = None
+    user: Logged = None
+    tool_format: ToolFormat = None
+    stop: Annotated[str | list[str] | None, Field(description="extension of llmc")] = None
+    logit_bias: Annotated[dict[str, float] | None, Field(description="extension of llmc")] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
+
+        Raises:
+            ApiError: parameters contradict each other.
+        """
+        effort = self.reasoning.effort if self.reasoning else None
+        for name in self.include or ():
+            if name != LOGPROBS:
+                ignore(f"include.{name}")
+        if self.parallel_tool_calls is False and not self.tools:
+            ignore("parallel_tool_calls")
+        return {
+            **self.sampling(
+                max_tokens=self.max_output_tokens,
+                stop=self.stop,
+                logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+                logit_bias=biases(self.logit_bias),
+                on_overflow="truncate_left" if self.truncation == "auto" else None,
+                json_schema=self._schema(),
+            ),
+            "tool_choice": self._tool_choice(),
+            "tool_format": self.tool_format,
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning_budget": EFFORTS.get(effort or ""),
+            "ignored": ignore,
+        }
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if log-probabilities are to be told."""
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+    def _schema(self) -> dict[str, Any] | None:
+        wanted = self.text.format if self.text else None
+        if isinstance(wanted, SchemaFormat):
+            return wanted.schema_
+        return {"type": "object"} if isinstance(wanted, ObjectFormat) else None
+
+    def _tool_choice(self) -> str:
+        choice = self.tool_choice.mode if isinstance(self.tool_choice, AllowedTools) else self.tool_choice or "auto"
+        if choice not in ("none", "auto") and not self.tools:
+            raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
+        return choice.name if isinstance(choice, NamedTool) else choice
+
+
+# This dialect's names of llmc's parameters.
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "json_schema": "text.format.schema",
+    "reasoning": "reasoning.effort",
+    "reasoning_budget": "reasoning.effort",
+}
+PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+LOGPROBS = "message.output_text.logprobs"
+# What a response says of its sampling.
+PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+
+
+def _named(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Item:
+    """An item as it is kept, with an id, and a message's text as a part."""
+    found = {"id": new_id(PREFIXES[item.type]), "status": "completed", **item.model_dump(exclude_none=True)}
+    if isinstance(item, ReasoningItem):
+        return {"summary": [], **found}
+    if isinstance(item, MessageItem):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        parts = [{"type": kind, "text": item.content}] if isinstance(item.content, str) else found["content"]
+        found["content"] = [({"annotations": []} if part["type"] == "output_text" else {}) | part for part in parts]
+    return found
+
+
+def plain(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """The conversation as chat templates read it: thoughts, text and calls of one answer are one message."""
+    found: list[dict[str, Any]] = []
+    for item in items:
+        if item["type"] == "function_call_output":
+            found.append({"role": "tool", "tool_call_id": plain_id(item["call_id"]), "content": _text(item["output"])})
+        elif item["type"] == "message" and item["role"] != "assistant":
+            role = "system" if item["role"] == "developer" else item["role"]
+            found.append({"role": role, "content": _text(item["content"])})
+        else:
+            _answered(found, item)
+    return found
+
+
+def _answered(found: list[dict[str, Any]], item: Item) -> None:
+    """Add an item of an answer to the message that it belongs to; thoughts after text or calls begin another one."""
+    last = found[-1] if found else {}
+    goes_on = last.get("role") == "assistant" and not (
+        item["type"] == "reasoning" and (last["content"] or "tool_calls" in last)
+    )
+    if not goes_on:
+        found.append(last := {"role": "assistant", "content": ""})
+    if item["type"] == "message":
+        last["content"] += _text(item["content"])
+    elif item["type"] == "reasoning":
+        last["reasoning_content"] = last.get("reasoning_content", "") + _text(item.get("content") or "")
+    else:
+        call = ToolCall(plain_id(item["call_id"]), item["name"], item["arguments"])
+        last.setdefault("tool_calls", []).append(call.to_dict())
+
+
+def _text(content: str | Sequence[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+# ------------------------------------------------------------------------------------------------------------- answer
+
+
+class InputDetails(TypedDict):
+    """Tokens of the prompt, apart."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(TypedDict):
+    """Tokens of the output, apart."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens of a request."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Answer(TypedDict):
+    """A response. What the request did not say is told as it is by default."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    presence_penalty: float
+    frequency_penalty: float
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    background: Literal[False]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    x_llmc: NotRequired[dict[str, Any]]
+
+
+class InputTokens(TypedDict):
+    """Tokens of a prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class Deleted(TypedDict):
+    """A response that is no longer stored."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(TypedDict):
+    """Items of a conversation."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, Any]:
+    """A response before its first item."""
+    asked = {name: value for name in PARAMETERS if (value := getattr(body, name)) is not None}
+    params = SamplingParams.from_defaults(model.manifest.generation, **asked)
+    text = body.text or TextConfig()
+    given = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
+    choice = body.tool_choice or "auto"
+    return {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": service.name(body.model),
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "background": False,
+        "store": body.store is not False and service.responses.keeps,
+        **{name: getattr(params, name) for name in PARAMETERS},
+        "text": {"format": given, "verbosity": body.verbosity or "medium"},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [
+            {"description": None, "parameters": None, "strict": None} | tool.model_dump(exclude_none=True)
+            for tool in body.tools or ()
+        ],
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def ended(
+    body: ResponseRequest, model: Model, head: dict[str, Any], output: Output, result: ChatResult
+) -> dict[str, Any]:
+    """The whole response."""
+    usage, thoughts = result.usage, result.message.reasoning
+    cut = result.message.finish_reason == "length"
+    return {
+        **head,
+        "completed_at": None if cut else int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": output.items,
+        "usage": {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {
+                "reasoning_tokens": len(model.tokenizer.encode(thoughts, False)) if thoughts else 0
+            },
+            "total_tokens": usage.total_tokens,
+        },
+        **told(body.x_llmc, model, result),
+    }
+
+
+def failed(head: dict[str, Any], output: Output, error: ApiError) -> Event:
+    """The last event of a response that went wrong."""
+    told_of = {"code": FAILURES.get(error.status, "server_error"), "message": error.message}
+    return {
+        "type": "response.failed",
+        "response": {**head, "status": "failed", "error": told_of, "output": output.items},
+    }
+
+
+class Turn:
+    """A request on its way: what it says, whose it is, and the conversation that it goes on with.
+
+    Args:
+        body: what was asked.
+        service: the service.
+        owner: the name of the key that asks.
+
+    Raises:
+        ApiError: the conversation is not stored, or nothing is, or parameters contradict each other.
+    """
+
+    def __init__(self, body: ResponseRequest, service: Service, owner: str | None) -> None:
+        if body.store and not service.responses.keeps:
+            raise ApiError(400, "store is true, but this server keeps no responses; set it to false", param="store")
+        self.body, self._service, self._owner = body, service, owner
+        self._items = body.items()
+        before = service.responses.conversation(owner, body.previous_response_id)
+        self.messages = body.messages(before, self._items)
+        note(user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata or None)
+        service.check_retention(body.prompt_cache_retention)
+        self.arguments = service.bounded(body.arguments()) | {
+            "parse_special": service.parses_special(body.parse_special)
+        }
+
+    async def opened(self, held: AsyncExitStack) -> tuple[Model, ChatHandle]:
+        """Submit the request; model and request are held until ``held`` is closed."""
+        model = await held.enter_async_context(self._service.generator(self.body.model))
+        with named(NAMES):
+            arguments = self.arguments | await aside(partial(self.body.shown, model))
+            handle = await submitted(partial(model.stream_chat, self.messages, **arguments))
+        held.callback(handle.cancel)
+        return model, handle
+
+    async def events(self, model: Model, handle: ChatHandle) -> AsyncIterator[Event]:
+        """The events of the answer; the last of them has the whole response."""
+        head = head_of(self.body, self._service, model)
+        output = Output(partial(_entries, model) if self.body.wants_logprobs else None)
+        for kind in ("response.created", "response.in_progress"):
+            yield {"type": kind, "response": head}
+        try:
+            async for delta in handle.deltas_async():
+                for found in output.events(delta):
+                    yield found
+            result = await handle
+        except LlmcError as error:
+            for found in output.close("incomplete"):
+                yield found
+            yield failed(head, output, from_llmc(error))
+            return
+        for found in output.close("incomplete" if result.message.finish_reason == "length" else "completed"):
+            yield found
+        response = await run_in_threadpool(self._ended, model, head, output, result)
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    def _ended(self, model: Model, head: dict[str, Any], output: Output, result: ChatResult) -> dict[str, Any]:
+        """The whole response, which is kept where it is to be."""
+        response = ended(self.body, model, head, output, result)
+        if response["store"]:
+            stored = kept(self.body.previous_response_id, self._items, response, output.pieces)
+            self._service.responses.put(self._owner, response["id"], stored)
+        return response
+
+    async def whole(self, model: Model, handle: ChatHandle) -> dict[str, Any]:
+        """The whole response.
+
+        Raises:
+            LlmcError: the request failed.
+        """
+        last: Event = {}
+        async for piece in self.events(model, handle):
+            last = piece
+        if last["type"] == "response.failed":
+            await handle  # which raises
+        response: dict[str, Any] = last["response"]
+        return response
+
+
+async def turn_of(body: ResponseRequest, service: Service, owner: str | None) -> Turn:
+    """:class:`Turn`, made off the event loop where it goes on with what is stored, or is large itself."""
+    return await (aside if body.previous_response_id is None else apart)(lambda: Turn(body, service, owner))
+
+
+def _entries(model: Model, logprobs: Any) -> list[dict[str, Any]]:
+    found = chat_logprobs(model, logprobs)
+    return found["content"] if found else []
+
+
+async def numbered(events: AsyncIterator[Event], first: int = 0) -> AsyncIterator[Event]:
+    """Events of this dialect, each with its number, from the one with the number ``first`` on."""
+    async with aclosing(events) as pieces:  # type: ignore[type-var]
+        number = 0
+        async for piece in pieces:
+            if number >= first:
+                yield {**piece, "sequence_number": number}
+            number += 1
+
+
+def replayed(stored: Stored, first: int) -> Iterator[bytes]:
+    """The events of a stored response from the one with the number ``first`` on, as they were when it was streamed, or
+    would have been."""
+    response = read(stored.response)
+    for number, piece in enumerate(_told(response, read(stored.pieces))):
+        if number >= first:
+            yield event({**piece, "sequence_number": number}, piece["type"], in_pieces)
+
+
+def _told(response: dict[str, Any], pieces: list[list[Piece]]) -> Iterator[Event]:
+    unknown: dict[str, Any] = {"completed_at": None, "incomplete_details": None, "output": [], "usage": None}
+    head = {name: value for name, value in response.items() if name != "x_llmc"} | unknown | {"status": "in_progress"}
+    for kind in ("response.created", "response.in_progress"):
+        yield {"type": kind, "response": head}
+    yield from replay(response["output"], pieces)
+    yield {"type": f"response.{response['status']}", "response": response}
+
+
+async def written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    """Events, encoded."""
+    async with aclosing(events) as pieces:  # type: ignore[type-var]
+        async for piece in pieces:
+            yield await unless_long(piece, partial(event, piece, piece["type"]))
+
+
+# ------------------------------------------------------------------------------------------------------------- routes
+
+
+async def owner_of(request: HTTPConnection) -> str | None:
+    """The name of the key that asks, None where none is asked for."""
+    found: str | None = request.scope.get("state", {}).get("key_name")
+    return found
+
+
+Owner = Annotated[str | None, Depends(owner_of)]
+Served = Annotated[Service, Depends(service_of)]
+
+
+@router.post("/v1/responses", response_model=Answer)
+async def responses(
+    body: Annotated[ResponseRequest, given(ResponseRequest)], request: Request, owner: Owner, service: Served
+) -> Response:
+    """Answer a conversation. With ``stream`` the answer comes as server-sent events."""
+    turn = await turn_of(body, service, owner)
+    async with AsyncExitStack() as held:
+        model, handle = await turn.opened(held)
+        if body.stream:
+            events = written(numbered(turn.events(model, handle)))
+            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
+        whole = await unless_gone(request, turn.whole(model, handle))
+        return await answered(lambda: whole, large=body.wants_logprobs)
+
+
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact() -> None:
+    """Refuse what clients try before they do without."""
+    raise ApiError(404, "conversations are not compacted here; truncation: auto drops what is oldest")
+
+
+@router.post("/v1/responses/input_tokens")
+async def input_tokens(body: Annotated[Prompted, given(Prompted)], owner: Owner, service: Served) -> InputTokens:
+    """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
+
+    def conversation() -> list[dict[str, Any]]:
+        return body.messages(service.responses.conversation(owner, body.previous_response_id), body.items())
+
+    messages = await (aside if body.previous_response_id is None else apart)(conversation)
+    async with service.generator(body.model) as model:
+        with named(NAMES):
+            tokens = await service.tokenized(lambda: model.chat_tokens(messages, **body.shown(model)), len)
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+
+
+@router.get("/v1/responses/{response_id}", response_model=Answer)
+async def stored_response(
+    response_id: str,
+    owner: Owner,
+    service: Served,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0, description="number of the last event that is known")] = None,
+) -> Response:
+    """A stored response, as it was sent. With ``stream`` its events come, as they came or might have come."""
+    if starting_after is not None and not stream:
+        said = "starting_after is given without stream; set stream to true"
+        raise ApiError(400, said, param="starting_after")
+    stored = service.responses.get(owner, response_id)
+    if not stream:
+        return Response(stored.response, media_type="application/json")
+    first = 0 if starting_after is None else starting_after + 1
+    events = in_slices(replayed(stored, first))
+    return EventStream(events, AsyncExitStack(), service.config.heartbeat_s)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, owner: Owner, service: Served) -> Deleted:
+    """Forget a response. Conversations cannot go on from it, nor from those after it."""
+    service.responses.delete(owner, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=ItemList)
+async def input_items(
+    response_id: str,
+    owner: Owner,
+    service: Served,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """The items that a stored response answered, the conversation before it included."""
+
+    def page() -> dict[str, Any]:
+        stored = service.responses.get(owner, response_id)
+        items = [*service.responses.conversation(owner, stored.previous), *read(stored.items)]
+        return page_of(items if order == "asc" else items[::-1], after, limit)
+
+    return await answered(page, large=True)
+
+
+def page_of(items: list[Item], after: str | None, limit: int) -> dict[str, Any]:
+    """Some of the items, from the one after ``after`` on.
+
+    Raises:
+        ApiError: there is no such item.
+    """
+    names = [item["id"] for item in items]
+    if after is not None and after not in names:
+        raise ApiError(400, f"after is {after[:80]!r}, which is no item of this response", param="after")
+    start = 0 if after is None else names.index(after) + 1
+    found = items[start : start + limit]
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": found, **ends, "has_more": start + limit < len(items)}

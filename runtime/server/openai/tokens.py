@@ -1,0 +1,210 @@
+"""Models and their tokens: what is served, and how texts and messages are seen by it."""
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Response
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from llmc.runtime import Model
+from llmc.runtime.engine.input_processor import text_tokens
+from llmc.runtime.model import template_variables
+from llmc.runtime.server.http.aside import SHORT
+from llmc.runtime.server.http.bodies import Body
+from llmc.runtime.server.http.errors import ApiError, named
+from llmc.runtime.server.http.streams import answered
+from llmc.runtime.server.http.validation import given
+from llmc.runtime.server.models.service import Service, service_of
+from llmc.runtime.server.openai.chat import ChatMessage, Tool, conversation
+from llmc.runtime.text.shown import rendered
+
+router = APIRouter(tags=["Models and tokens"])
+CHARACTERS = 4  # of a template's text that are charged as a token, for it is not tokenized
+
+
+class ModelCard(TypedDict):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["llmc"]
+    max_model_len: int
+    x_llmc: dict[str, Any]
+
+
+class ModelList(TypedDict):
+    """All of them."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+def card(service: Service, name: str) -> ModelCard:
+    """The card of a model, for clients that choose one."""
+    manifest = service.pool.manifest(name)
+    about = {
+        "fingerprint": manifest.source.fingerprint,
+        "target": manifest.target.name,
+        "precision": manifest.recipe.precision,
+        "generates": manifest.geometry.encoder is None,
+        "chats": manifest.geometry.encoder is None and service.pool.has_template(name),
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "llmc",
+        "max_model_len": service.config.max_context or manifest.limits.max_context,
+        "x_llmc": about,
+    }
+
+
+@router.get("/v1/models")
+async def models(service: Annotated[Service, Depends(service_of)]) -> ModelList:
+    """The models that are served to this client; the first of all answers requests that name none."""
+    return {"object": "list", "data": [card(service, name) for name in service.names]}
+
+
+@router.get("/v1/models/{name}")
+async def model(name: str, service: Annotated[Service, Depends(service_of)]) -> ModelCard:
+    """One model."""
+    return card(service, service.name(name))
+
+
+class TokenizeRequest(Body):
+    """A text, or a conversation as the model's chat template renders it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = True
+
+
+# Parameters of a conversation, and of a text, that mean nothing for the other one.
+OF_MESSAGES = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+OF_PROMPTS = {"add_special_tokens"}
+
+
+class Tokens(TypedDict):
+    """Token ids and how many they are."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(max_length=1_000_000)]
+    skip_special_tokens: bool = False
+
+
+class TemplateRequest(Body):
+    """A conversation."""
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class Text(TypedDict):
+    """A text."""
+
+    prompt: str
+
+
+def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
+    """The conversation as the model's methods take it.
+
+    Raises:
+        ApiError: the prompt shall end with the beginning of an answer, and also go on with one.
+    """
+    begins = body.add_generation_prompt and not body.continue_final_message
+    if body.add_generation_prompt and not begins and "add_generation_prompt" in body.model_fields_set:
+        said = "add_generation_prompt is true, and continue_final_message too; leave one of them out"
+        raise ApiError(400, said, param="add_generation_prompt")
+    return {
+        "messages": conversation(body.messages or []),
+        "tools": [tool.plain() for tool in body.tools] if body.tools else None,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "add_generation_prompt": begins,
+        "continue_final_message": body.continue_final_message,
+    }
+
+
+@router.post("/tokenize", response_model=Tokens)
+async def tokenize(
+    body: Annotated[TokenizeRequest, given(TokenizeRequest)], service: Annotated[Service, Depends(service_of)]
+) -> Response:
+    """The tokens of a text, or those of the prompt that a conversation becomes."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "prompt and messages are both given or both missing, expected one of them", param="prompt")
+    other, names = ("messages", OF_MESSAGES) if body.messages is None else ("prompt", OF_PROMPTS)
+    if idle := sorted(name for name in body.model_fields_set & names if getattr(body, name) is not None):
+        raise ApiError(400, f"{idle[0]} is given without {other}; leave it out", param=idle[0])
+    async with service.model(body.model) as loaded:
+        with named({"prompt": "prompt" if body.messages is None else "messages"}):
+            found = await service.tokenized(partial(_tokens_of, loaded, body), len)
+        told = {"tokens": found, "count": len(found), "max_model_len": loaded.max_context}
+        return await answered(lambda: told, large=len(found) > SHORT)
+
+
+def _tokens_of(model: Model, body: TokenizeRequest) -> list[int]:
+    """The tokens, if the context could hold them or hardly any more."""
+    if body.prompt is None:
+        return model.chat_tokens(**_plain(body))
+    encode = partial(model.tokenizer.encode, add_special_tokens=body.add_special_tokens)
+    return text_tokens(model.tokenizer, body.prompt, encode, model.max_context, None)
+
+
+@router.post("/detokenize", response_model=Text)
+async def detokenize(
+    body: Annotated[DetokenizeRequest, given(DetokenizeRequest)], service: Annotated[Service, Depends(service_of)]
+) -> Response:
+    """The text of tokens, special ones included unless they are to be skipped."""
+    async with service.model(body.model) as loaded:
+        text = await service.tokenized(partial(_text_of, loaded, body), lambda text: len(body.tokens))
+        return await answered(lambda: {"prompt": text}, large=len(text) > SHORT)
+
+
+def _text_of(model: Model, body: DetokenizeRequest) -> str:
+    """The text of tokens, of which there are as many as a context has.
+
+    Raises:
+        ApiError: there are more, or one is none of the model's.
+    """
+    if len(body.tokens) > model.max_context:
+        said = f"tokens holds {len(body.tokens)} tokens, expected at most {model.max_context}; send them in parts"
+        raise ApiError(400, said, param="tokens", code="context_length_exceeded")
+    size = model.tokenizer.vocab_size
+    if (wrong := next((token for token in body.tokens if not 0 <= token < size), None)) is not None:
+        raise ApiError(400, f"tokens holds {wrong}, expected ids from 0 to {size - 1}", param="tokens")
+    return model.tokenizer.decode(body.tokens, body.skip_special_tokens)
+
+
+@router.post("/apply-template", response_model=Text)
+async def apply_template(
+    body: Annotated[TemplateRequest, given(TemplateRequest)], service: Annotated[Service, Depends(service_of)]
+) -> Response:
+    """The prompt that a conversation becomes, as text; tokens that messages spell are shown as they were written."""
+    async with service.model(body.model) as loaded:
+        text = await service.tokenized(partial(_prompt_of, loaded, body), lambda text: len(text) // CHARACTERS)
+        return await answered(lambda: {"prompt": text}, large=len(text) > SHORT)
+
+
+def _prompt_of(model: Model, body: TemplateRequest) -> str:
+    plain = _plain(body)
+    variables = {**template_variables(plain.pop("chat_template_kwargs")), "documents": body.documents}
+    return rendered(model.chat_template, **plain, **variables)

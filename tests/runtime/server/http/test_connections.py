@@ -1,0 +1,216 @@
+"""Connections of clients that are slow, too many, or send no HTTP, against uvicorn on a real socket."""
+
+import http.client
+import json
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles.listening import listening
+
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.guarded import guarded, uvicorn_options
+
+PATIENCE_S = 30  # of these clients; nothing here waits so long unless it is broken
+Address = tuple[str, int]
+
+
+async def pieces(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with as many kilobytes as the path says, without waiting for anything but the client."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(int(scope["path"].strip("/") or 0)):
+        await send({"type": "http.response.body", "body": b"x" * 1024, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@contextmanager
+def served(**settings: Any) -> Iterator[Address]:
+    config = ServerConfig(**settings)
+    with listening(guarded(pieces, config), **uvicorn_options(config)) as address:
+        yield address
+
+
+@contextmanager
+def connected(address: Address, sent: bytes = b"") -> Iterator[socket.socket]:
+    with socket.create_connection(address, PATIENCE_S) as client:
+        client.sendall(sent)
+        yield client
+
+
+def everything(client: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    found = b""
+    while piece := client.recv(65536):
+        found += piece
+    return found
+
+
+def parsed(answer: bytes) -> tuple[int, dict[str, str], Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    return int(status.split()[1]), headers, json.loads(body) if body.startswith(b"{") else body
+
+
+def get(address: Address, path: str = "/0") -> int:
+    client = http.client.HTTPConnection(*address, timeout=PATIENCE_S)
+    client.request("GET", path)
+    status = client.getresponse().status
+    client.close()
+    return status
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[Address]:
+    """A service with little patience and room."""
+    with served(header_timeout_s=0.3, send_timeout_s=0.3, max_header_bytes=1024, max_headers=8) as found:
+        yield found
+
+
+class TestHeaders:
+    @pytest.mark.parametrize("sent", [b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: 1\r\n"])
+    def test_that_do_not_end_are_waited_for_no_longer_than_their_time(self, address: Address, sent: bytes):
+        with connected(address, sent) as client:
+            status, headers, body = parsed(everything(client))
+        assert status == 408 and headers["connection"] == "close" and "0.3 s" in body["error"]["message"]
+
+    def test_that_come_byte_by_byte_are_waited_for_no_longer(self, address: Address):
+        with connected(address) as client:
+            client.settimeout(0.02)
+            with pytest.raises(OSError, match=r"reset|Broken pipe") as ended:  # and not after a hundred more
+                for _ in range(100):
+                    client.sendall(b"G")
+                    try:
+                        if not client.recv(65536):
+                            raise ConnectionResetError("reset")
+                    except TimeoutError:
+                        pass
+            assert ended
+
+    def test_that_never_begin_end_the_connection_in_silence(self, address: Address):
+        with connected(address) as client:
+            assert everything(client) == b""
+
+    def test_that_empty_lines_stand_for_end_it_too(self, address: Address):
+        with connected(address, b"GET /0 HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+            client.sendall(b"\r\n\r\n")
+            status = parsed(everything(client).rpartition(b"0\r\n\r\n")[2])[0]
+        assert status == 408
+
+    @pytest.mark.parametrize(
+        "sent",
+        [
+            b"GET /" + b"a" * 2000 + b" HTTP/1.1\r\n\r\n",
+            b"GET /" + b"a" * 2000,
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 2000 + b"\r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 2000,
+            b"GET / HTTP/1.1\r\n" + b"a" * 2000,
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: 1\r\n" * 8 + b"\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: 1\r\n" * 9,
+        ],
+    )
+    def test_beyond_a_limit_are_refused(self, address: Address, sent: bytes):
+        with connected(address, sent) as client:
+            status, headers, body = parsed(everything(client))
+        assert status == 431 and headers["content-type"] == "application/json"
+        assert body["error"]["code"] == "headers_too_large"
+
+    @pytest.mark.parametrize("sent", [b"\x16\x03\x01", b"HELO localhost\r\n\r\n", b"GET / HTTP/1.1\r\n: x\r\n"])
+    def test_that_are_no_http_are_refused(self, address: Address, sent: bytes):
+        with connected(address, sent) as client:
+            status, _, body = parsed(everything(client))
+        assert status == 400 and body["error"]["type"] == "invalid_request_error"
+
+
+class TestReaders:
+    def test_that_do_not_read_their_answer_are_cut_off(self, address: Address):
+        with connected(address, b"GET /100000 HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
+            assert client.recv(10) == b"HTTP/1.1 2"
+            with pytest.raises(ConnectionResetError):
+                while True:  # the connection is reset while nobody reads, and what was under way is lost
+                    client.sendall(b"\r\n")
+                    time.sleep(0.05)
+
+
+class TestBodies:
+    def test_that_stall_are_answered_in_time_and_others_meanwhile(self):
+        with served(body_timeout_s=0.3) as address:
+            head = b"POST /0 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+            with connected(address, head + b"{") as client:
+                assert get(address) == 200
+                answer = http.client.HTTPResponse(client)
+                answer.begin()
+                assert answer.status == 408 and answer.getheader("connection") == "close"
+                assert "0.3 s" in json.loads(answer.read())["error"]["message"]
+
+    def test_too_large_are_refused_before_they_are_asked_for(self):
+        with served(max_body_bytes=1024) as address:
+            head = b"POST /0 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1025\r\nExpect: 100-continue\r\n\r\n"
+            with connected(address, head) as client:
+                assert client.recv(65536).startswith(b"HTTP/1.1 413")
+
+    def test_too_large_are_refused_so_that_a_client_that_sends_on_reads_it(self):
+        with served(max_body_bytes=1024) as address:
+            client = http.client.HTTPConnection(*address, timeout=PATIENCE_S)
+            client.request("POST", "/0", body=b" " * 4_000_000)
+            assert client.getresponse().status == 413
+            client.close()
+
+
+class TestCrowds:
+    def test_of_slow_clients_block_nobody(self):
+        """Some in the middle of their headers, some of their body, some of their answer."""
+        slow = [
+            b"GET /0 HTTP/1.1\r\nHost: local",
+            b"POST /0 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
+            b"GET /10000 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        ]
+        with served() as address, ExitStack() as crowd:
+            for sent in slow * 67:
+                crowd.enter_context(connected(address, sent))
+            assert [get(address) for _ in range(10)] == [200] * 10
+
+    def test_larger_than_the_limit_are_told_so(self):
+        with served(max_connections=3) as address, ExitStack() as crowd:
+            for _ in range(3):
+                crowd.enter_context(connected(address))
+            with connected(address) as client:
+                status, headers, body = parsed(everything(client))
+            assert status == 503 and headers["retry-after"] == "1"
+            assert body["error"]["message"].startswith("3 connections are open")
+            crowd.close()
+            while get(address) != 200:  # until the server has seen that they are gone
+                pass
+
+    def test_of_one_address_larger_than_the_limit_are_told_so(self):
+        with served(max_connections_per_address=2) as address, ExitStack() as crowd:
+            for _ in range(2):
+                crowd.enter_context(connected(address))
+            with connected(address) as client:
+                assert "2 connections of 127.0.0.1" in parsed(everything(client))[2]["error"]["message"]
+
+
+def test_tls_takes_a_certificate_from_files(tmp_path: Path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    make += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=localhost"]
+    try:
+        subprocess.run([*make, "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl to make a certificate with")
+    with served(tls_cert=cert, tls_key=key) as address:
+        trusting = ssl.create_default_context(cafile=str(cert))
+        client = http.client.HTTPSConnection(*address, context=trusting, timeout=PATIENCE_S)
+        client.request("GET", "/0")
+        assert client.getresponse().status == 200
+        client.close()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            http.client.HTTPSConnection(*address, context=ssl.create_default_context()).connect()

@@ -1,0 +1,166 @@
+"""API keys: a file that says who may, and a request that must bring one."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles.asgi import Echo, ask, converse
+
+from llmc.errors import UsageError
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.guarded import Guarded
+from llmc.runtime.server.http.keys import read_keys
+
+ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789abc"
+CONTENT = f"""
+[alice]
+key = "{ALICE}"
+[bob]
+sha256 = "{hashlib.sha256(BOB.encode()).hexdigest()}"
+models = ["tiny"]
+requests_per_minute = 7
+admin = true
+"""
+
+
+def keys_file(folder: Path, content: str = CONTENT, mode: int = 0o600) -> Path:
+    path = folder / "keys.toml"
+    path.write_text(content)
+    path.chmod(mode)
+    return path
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def app(tmp_path: Path, echo: Echo) -> Guarded:
+    return Guarded(echo, ServerConfig(keys_file=keys_file(tmp_path)))
+
+
+class TestFile:
+    def test_has_names_hashes_models_and_rates(self, tmp_path: Path):
+        alice, bob = read_keys(keys_file(tmp_path))
+        assert (alice.name, alice.models, alice.requests_per_minute) == ("alice", None, None)
+        assert (bob.name, bob.requests_per_minute) == ("bob", 7)
+        assert bob.admin and not alice.admin
+        assert alice.allows("any") and bob.allows("tiny") and not bob.allows("any")
+        assert ALICE not in repr(alice)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("", "has 0 keys"),
+            ('[a]\nkey = "short"', r"\[a\]: key is no 16 ... 512 printable ASCII"),
+            (f'[a]\nkey = "{ALICE} with a space"', "key is no 16 ... 512"),
+            (f'[a]\nsha256 = "{"A" * 64}"', "sha256 is no 64 hexadecimal digits"),
+            ("[a]", "expected either key or sha256"),
+            (f'[a]\nkey = "{ALICE}"\nsha256 = "{"a" * 64}"', "expected either key or sha256"),
+            (f'[a]\nkey = "{ALICE}"\nrate = 5', "unknown entry 'rate'"),
+            (f'[a]\nkey = "{ALICE}"\nmodels = "tiny"', "models is 'tiny', expected a list"),
+            (f'[a]\nkey = "{ALICE}"\ntokens_per_minute = 0', "tokens_per_minute is 0, expected an integer above 0"),
+            (f'[a]\nkey = "{ALICE}"\nadmin = "yes"', "admin is 'yes', expected true or false"),
+            (f'["a b"]\nkey = "{ALICE}"', "expected a name of letters"),
+            (f'a = "{ALICE}"', "expected a table"),
+            (f'[a]\nkey = "{ALICE}"\n[b]\nkey = "{ALICE}"', "one key under two names"),
+            (f'[a]\nkey = "{ALICE}', "is no TOML"),
+        ],
+    )
+    def test_is_read_strictly_and_no_message_shows_a_key(self, tmp_path: Path, content: str, message: str):
+        with pytest.raises(UsageError, match=message) as refusal:
+            read_keys(keys_file(tmp_path, content))
+        assert ALICE not in str(refusal.value)
+
+    def test_that_others_may_write_or_read_keys_in_is_refused(self, tmp_path: Path):
+        with pytest.raises(UsageError, match="mode 620, others may write it"):
+            read_keys(keys_file(tmp_path, mode=0o620))
+        with pytest.raises(UsageError, match="mode 644, everybody may read the keys"):
+            read_keys(keys_file(tmp_path, mode=0o644))
+        hashes = "[bob]" + CONTENT.partition("[bob]")[2]
+        assert len(read_keys(keys_file(tmp_path, hashes, 0o644))) == 1
+        assert len(read_keys(keys_file(tmp_path, mode=0o440))) == 2  # as Kubernetes mounts secrets
+
+    def test_that_is_no_regular_file_is_refused_at_once(self, tmp_path: Path):
+        os.mkfifo(tmp_path / "pipe")
+        for path in (tmp_path / "pipe", tmp_path, tmp_path / "none"):
+            with pytest.raises(UsageError, match="cannot be read"):
+                read_keys(path)
+
+
+class TestRequests:
+    @pytest.mark.parametrize("header", ["Authorization: Bearer {}", "authorization: bearer {}", "x-api-key: {}"])
+    def test_with_a_key_reach_the_application_without_it(self, app: Guarded, echo: Echo, header: str):
+        name, _, value = header.format(BOB).partition(": ")
+        assert ask(app, headers={name: value}).status == 200
+        assert echo.scope is not None
+        assert echo.scope["state"]["key_name"] == "bob" and not echo.scope["state"]["key"].allows("other")
+        assert BOB not in repr(echo.scope)
+
+    @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/ready", "/openapi.json", "/healthy", "/pages"])
+    @pytest.mark.parametrize("value", [None, "", "Bearer", "Bearer sk-nobody-0123456789", f"Basic {ALICE}", "Bearer é"])
+    def test_without_one_are_refused_on_every_route(self, app: Guarded, echo: Echo, path: str, value: str | None):
+        answer = ask(app, path, headers={} if value is None else {"authorization": value})
+        assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json["error"]["type"] == "authentication_error"
+        assert answer.json["error"]["code"] == "invalid_api_key"
+        assert echo.scope is None
+
+    def test_are_refused_in_the_format_of_their_dialect(self, app: Guarded):
+        answer = ask(app, "/v1/messages", method="POST", headers={"x-request-id": "mine"}, body=[b"{}"])
+        assert answer.json["type"] == "error" and answer.json["error"]["type"] == "authentication_error"
+        assert answer.json["request_id"] == answer.headers["x-request-id"] == answer.headers["request-id"] == "mine"
+
+    def test_to_liveness_and_for_the_page_need_none(self, app: Guarded, echo: Echo, tmp_path: Path):
+        for path in ("/health", "/", "/page/app.js"):
+            assert ask(app, path).status == 200
+            assert ask(app, path, method="POST").status == 401
+        hidden = Guarded(echo, ServerConfig(keys_file=keys_file(tmp_path), page=False))
+        assert ask(hidden, "/").status == ask(hidden, "/page/app.js").status == 401
+
+    def test_need_none_where_there_is_no_file(self, echo: Echo):
+        assert ask(Guarded(echo, ServerConfig()), headers={"authorization": "Bearer none"}).status == 200
+        assert echo.scope is not None and echo.scope["state"]["key_name"] is None
+
+    def test_have_a_name_of_their_own_or_the_clients_if_it_is_sane(self, app: Guarded, echo: Echo):
+        for asked in ("a b", "x" * 200, "é"):
+            assert ask(app, "/health", headers={"x-request-id": asked}).headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize(("scope", "expected"), [("key", "alice"), ("shared", None)])
+def test_prefixes_are_shared_where_a_setting_says_so(echo: Echo, tmp_path: Path, scope: Any, expected: str | None):
+    keys = keys_file(tmp_path, f'[alice]\nkey = "{ALICE}"')
+    ask(Guarded(echo, ServerConfig(keys_file=keys, prefix_cache_scope=scope)), headers={"x-api-key": ALICE})
+    assert echo.scope is not None and echo.scope["state"]["prefix_scope"] == expected
+
+
+class TestReload:
+    def test_takes_new_keys_and_forgets_old_ones(self, app: Guarded, tmp_path: Path):
+        keys_file(tmp_path, '[carol]\nkey = "sk-carol-0123456789"')
+        assert ask(app, headers={"x-api-key": ALICE}).status == 200
+        app.reload()
+        assert ask(app, headers={"x-api-key": ALICE}).status == 401
+        assert ask(app, headers={"x-api-key": "sk-carol-0123456789"}).status == 200
+
+    def test_of_a_broken_file_keeps_those_before(self, app: Guarded, tmp_path: Path):
+        keys_file(tmp_path, "[alice]")
+        with pytest.raises(UsageError):
+            app.reload()
+        assert ask(app, headers={"x-api-key": ALICE}).status == 200
+
+
+class TestSockets:
+    def test_of_browsers_bring_it_as_a_protocol(self, app: Guarded, echo: Echo):
+        answer = converse(app, ["{}"], protocols=["llmc", f"llmc-key.{ALICE}"])
+        accepted = next(message for message in answer.messages if message["type"] == "websocket.accept")
+        assert accepted["subprotocol"] == "llmc"
+        assert echo.scope is not None and ALICE not in repr(echo.scope)
+        assert echo.scope["state"]["key_name"] == "alice" and echo.scope["subprotocols"] == ["llmc"]
+
+    def test_without_one_are_refused_in_the_handshake(self, app: Guarded, echo: Echo):
+        answer = converse(app, ["{}"], protocols=["llmc"])
+        assert answer.messages[0]["type"] == "websocket.http.response.start" and answer.status == 401
+        assert echo.scope is None

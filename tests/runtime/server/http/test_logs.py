@@ -1,0 +1,195 @@
+"""Lines of the log: what a request cost, where a failure happened, and no word of anybody's unless asked for."""
+
+import asyncio
+import io
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from doubles.asgi import ask
+from doubles.serving import serving
+from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
+
+from llmc.runtime.api.handle import Handle, OutputCollector
+from llmc.runtime.observe.tracing import current_context, event
+from llmc.runtime.server import page
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.logs import Costs, RequestLog, TextFormatter, logging_to_stderr, note, route_noted
+from llmc.runtime.server.http.streams import EventStream
+
+SECRET = "a secret"
+HEADERS = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
+
+
+def answered(app: Any, *, bodies: bool = False, body: bytes = b"") -> None:
+    """Have an application answer a request."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "headers": HEADERS, "state": {"request_id": "r", "key_name": "ann"}}
+    asyncio.run(RequestLog(app, bodies=bodies)(scope, receive, send))
+
+
+async def fine(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    note(model="m")
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"an answer", "more_body": False})
+
+
+async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+    raise KeyError(SECRET)
+
+
+@pytest.fixture
+def lines(capsys: pytest.CaptureFixture[str]) -> Any:
+    def read() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+    return read
+
+
+def test_a_request_leaves_a_line_with_the_name_of_its_key(lines: Any):
+    with logging_to_stderr("json"):
+        answered(route_noted(fine), body=b"a secret")
+    (line,) = lines()
+    said = {name: line[name] for name in ("request_id", "key", "method", "status", "model")}
+    assert said == {"request_id": "r", "key": "ann", "method": "POST", "status": 200, "model": "m"}
+    assert "a secret" not in str(line) and "an answer" not in str(line)
+
+
+def test_bodies_are_written_where_they_are_asked_for(lines: Any):
+    with logging_to_stderr("json"):
+        answered(fine, bodies=True, body=b"a secret")
+    (line,) = lines()
+    assert (line["body"], line["answer"]) == ("a secret", "an answer")
+
+
+def test_pieces_of_a_stream_are_written_there_too_though_they_are_sent_past_what_stands_around_it(lines: Any):
+    async def events() -> AsyncIterator[bytes]:
+        yield b"one,"
+        yield b"two"
+
+    passed: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def around(message: Any) -> None:
+            passed.append(message["type"])
+            await send(message)
+
+        await EventStream(events(), AsyncExitStack(), 0)(scope, receive, around)
+
+    with logging_to_stderr("json"):
+        answer = ask(RequestLog(app, bodies=True))
+    (line,) = lines()
+    assert answer.body == b"one,two" and (line["status"], line["answer"]) == (200, "one,two")
+    assert passed == ["http.response.start", "http.response.body"]  # the start and the end
+
+
+@pytest.mark.parametrize("bodies", [False, True])
+def test_a_failure_is_written_with_its_place_and_its_message_only_where_bodies_are(bodies: bool, lines: Any):
+    with logging_to_stderr("json"):
+        answered(broken, bodies=bodies)
+    failure, line = lines()
+    assert (failure["level"], failure["error"], failure["request_id"]) == ("ERROR", "KeyError", "r")
+    assert line["status"] == 500
+    assert "in broken" in failure["traceback"] and ("a secret" in str(failure)) == bodies
+
+
+def test_requests_of_supervisors_leave_no_line(lines: Any):
+    async def health(scope: Scope, receive: Receive, send: Send) -> None:
+        note(route="/health")
+        await fine(scope, receive, send)
+
+    with logging_to_stderr("json"):
+        answered(health)
+    assert lines() == []
+
+
+def test_the_page_leaves_its_route(lines: Any):
+    app = Starlette()
+    page.mount(app)  # type: ignore[arg-type]
+    with logging_to_stderr("json"):
+        ask(RequestLog(route_noted(app)), "/")
+    assert [line["route"] for line in lines()] == ["/"]
+
+
+def test_what_clients_say_of_themselves_is_in_the_line(tiny_bundle: Path, lines: Any):
+    config = ServerConfig(models={"tiny": tiny_bundle}, threads=1)
+    said = {"user": "ann", "safety_identifier": "h4sh", "metadata": {"team": "a\nb"}}
+    messages = [{"role": "user", "content": "Hello"}]
+    with logging_to_stderr("json"), serving(config, lambda app, config: RequestLog(app)) as url:
+        bodies = {
+            "chat/completions": {"messages": messages, "max_tokens": 1},
+            "responses": {"input": messages, "max_output_tokens": 1},
+        }
+        for path, body in bodies.items():
+            assert httpx.post(f"{url}/v1/{path}", json={**body, **said}, timeout=60).status_code == 200
+    found = [line for line in lines() if line.get("event", line.get("message")) == "request"]
+    assert [{name: line[name] for name in said} for line in found] == [said] * 2
+
+
+def test_a_value_of_a_client_never_begins_a_line():
+    record = logging.LogRecord("x", logging.INFO, "x.py", 1, "said", (), None)
+    record.__dict__["llmc_fields"] = {"metadata": {"a": "b\nc\x9bd"}}
+    assert len(TextFormatter().format(record).splitlines()) == 1 and "\x9b" not in TextFormatter().format(record)
+
+
+def test_people_get_lines_of_their_own():
+    record = logging.LogRecord("x", logging.INFO, "x.py", 1, "said", (), None)
+    record.created = 0.0
+    record.__dict__["llmc_fields"] = {"tokens": 3, "model": "m"}
+    assert TextFormatter().format(record).endswith("INFO    said tokens=3 model=m")
+
+
+def test_people_at_a_terminal_get_them_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, lines: Any):
+    with logging_to_stderr(None):
+        answered(fine)
+    assert lines()[0]["status"] == 200
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with logging_to_stderr(None):
+        answered(fine)
+    assert " status=200 " in terminal.getvalue()
+
+
+def test_of_a_request_that_was_left_the_prompt_counts():
+    handle = Handle(OutputCollector(), lambda: None, 1, False)
+    handle.prompt_tokens = 7
+    handle._tokens.extend([1, 2])
+    costs = Costs()
+    costs.add(handle)
+    assert (costs.prompt_tokens, costs.output_tokens) == (7, 2)
+
+
+def test_what_was_logged_before_is_so_again(lines: Any):
+    logger = logging.getLogger("llmc.runtime.server")
+    with logging_to_stderr("text"):
+        assert logger.isEnabledFor(logging.INFO)
+    event(logger, "nobody hears it")
+    assert not logger.isEnabledFor(logging.INFO) and lines() == []
+
+
+def test_a_trace_that_the_request_brings_goes_on(monkeypatch: pytest.MonkeyPatch):
+    trace = pytest.importorskip("opentelemetry.trace")
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    monkeypatch.setattr(trace, "get_tracer_provider", sdk.TracerProvider)
+    seen: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(trace.get_current_span(current_context()).get_span_context().trace_id)
+
+    answered(app)
+    assert seen == [0x0AF7651916CD43DD8448EB211C80319C]

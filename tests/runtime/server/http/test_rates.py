@@ -1,0 +1,235 @@
+"""Rates: what a key may use in a minute, and what it is told of that."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from doubles.asgi import Echo, ask, converse
+
+from llmc.errors import CancelledError
+from llmc.runtime.api.results import Usage
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.accounts import CLIENT, Account, Bill, Bucket, Client, Tab, charge, check_model, spend
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.keys import Key
+from llmc.runtime.server.http.rates import Rates
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class As:
+    """Stand in for the middleware that finds the key."""
+
+    def __init__(self, app: Rates) -> None:
+        self.app = app
+        self.key: Key | None = None
+
+    async def __call__(self, scope, receive, send):
+        scope["state"]["key"] = self.key
+        await self.app(scope, receive, send)
+
+
+class Asked:
+    """A handle of a request: one that runs until it is ``done``, and may have failed by then."""
+
+    def __init__(self, prompt: int, most: int, generated: int, *, done: bool = True, failed: bool = False) -> None:
+        self.prompt_tokens, self.most_tokens, self.generated = prompt, prompt + most, lambda: generated
+        self.usage = Usage(prompt, generated)
+        self.done, self.failed, self.cancelled = done, failed, False
+
+    def result(self, timeout: float) -> "Asked":
+        if self.failed:
+            raise CancelledError("its client is gone")
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Asking(Echo):
+    """An application that asks models for something, and then answers."""
+
+    handles: Sequence[Any] = ()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        for handle in self.handles:
+            charge(handle)
+        self.client = CLIENT.get()
+        await super().__call__(scope, receive, send)
+
+
+def limited(clock: Clock, **settings: int) -> tuple[As, Asking]:
+    echo = Asking()
+    return As(Rates(echo, ServerConfig(**settings), clock)), echo
+
+
+class TestBucket:
+    def test_fills_evenly_and_never_over(self, clock: Clock):
+        bucket = Bucket(60, clock)
+        bucket.spend(60)
+        assert bucket.wait(1) == 1 and bucket.level == 0
+        clock.now += 0.5
+        assert bucket.wait(1) == 0.5
+        clock.now += 1e6
+        assert bucket.level == 60
+
+    def test_remembers_what_is_owed(self, clock: Clock):
+        bucket = Bucket(60, clock)
+        bucket.spend(120)
+        assert bucket.level == -60 and bucket.wait(1) == 61
+        assert bucket.headers("tokens")["x-ratelimit-remaining-tokens"] == "0"
+
+
+class TestRequests:
+    def test_beyond_the_rate_are_told_when_to_come_back(self, clock: Clock):
+        app, _ = limited(clock, requests_per_minute=2)
+        first, second = (ask(app, method="POST") for _ in range(2))
+        assert first.status == 200 and first.headers["x-ratelimit-limit-requests"] == "2"
+        assert [a.headers["x-ratelimit-remaining-requests"] for a in (first, second)] == ["1", "0"]
+        third = ask(app, method="POST")
+        assert third.status == 429 and third.headers["retry-after"] == "30"
+        assert third.headers["x-ratelimit-reset-requests"] == "60.000s"
+        assert third.json["error"]["type"] == "rate_limit_error"
+        assert third.json["error"]["code"] == "rate_limit_exceeded"
+        clock.now += 30
+        assert ask(app, method="POST").status == 200
+
+    def test_that_only_read_are_free_but_for_what_is_stored(self, clock: Clock):
+        app, _ = limited(clock, requests_per_minute=1)
+        assert [ask(app).status for _ in range(3)] == [200] * 3
+        assert [ask(app, "/v1/responses/resp_a").status for _ in range(2)] == [200, 429]
+
+    def test_of_each_key_are_counted_for_themselves_by_its_own_rate(self, clock: Clock):
+        app, _ = limited(clock, requests_per_minute=1)
+        alice, bob = Key("alice", b""), Key("bob", b"", requests_per_minute=3)
+        for key, most in ((alice, 1), (bob, 3)):
+            app.key = key
+            assert [ask(app, method="POST").status for _ in range(most + 1)] == [200] * most + [429]
+
+    def test_of_a_key_whose_rate_was_changed_begin_anew(self, clock: Clock):
+        app, _ = limited(clock)
+        for rate in (1, 2):
+            app.key = Key("alice", b"", requests_per_minute=rate)
+            assert [ask(app, method="POST").status for _ in range(rate + 1)] == [200] * rate + [429]
+
+    def test_without_a_rate_are_told_of_none(self, clock: Clock):
+        app, _ = limited(clock)
+        answer = ask(app, method="POST")
+        assert answer.status == 200 and not any(name.startswith("x-ratelimit") for name in answer.headers)
+
+
+class TestTokens:
+    def test_that_are_used_up_are_waited_for(self, clock: Clock):
+        app, echo = limited(clock, tokens_per_minute=600)
+        echo.handles = [Asked(100, 300, 300), Asked(100, 100, 100)]
+        assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "0"
+        answer = ask(app, method="POST")
+        assert answer.status == 429 and answer.headers["retry-after"] == "1"
+        assert "600 tokens per minute" in answer.json["error"]["message"]
+        clock.now += 60
+        assert ask(app, method="POST").status == 200
+
+    def test_are_given_back_before_the_client_has_the_whole_answer(self, clock: Clock):
+        app, echo = limited(clock, tokens_per_minute=600)
+        echo.handles = [running := Asked(100, 300, 50, done=False)]
+        left = []
+
+        async def noting(scope: Any, receive: Any, send: Any) -> None:
+            async def note(message: Any) -> None:
+                left.append(echo.client.account.tokens.level)
+                running.done = True
+                await send(message)
+
+            await app(scope, receive, note)
+
+        ask(noting, method="POST")
+        assert left == [200, 450]
+
+    def test_of_texts_that_are_encoded_count_too(self, clock: Clock):
+        app, echo = limited(clock, tokens_per_minute=600)
+        ask(app)
+        assert echo.client is not None
+        CLIENT.set(echo.client)
+        spend(tokens=7)
+        CLIENT.set(None)
+        spend(tokens=7)
+        assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "593"
+
+    @pytest.mark.parametrize("done", [True, False])
+    def test_of_who_leaves_are_the_prompts_and_those_so_far(self, clock: Clock, done: bool):
+        app, echo = limited(clock, tokens_per_minute=600)
+        echo.handles = [Asked(10, 500, 5, done=done, failed=True)]
+        ask(app, method="POST")
+        assert echo.client.account.tokens.level == 585
+
+    def test_refusals_for_them_count_no_request(self, clock: Clock):
+        account = Account(Bucket(5, clock), Bucket(5, clock))
+        account.reserve(6)
+        with pytest.raises(ApiError, match="tokens per minute"):
+            account.admit()
+        assert account.headers()["x-ratelimit-remaining-requests"] == "5"
+
+    def test_that_others_hold_are_not_there(self, clock: Clock):
+        account = Account(None, Bucket(100, clock))
+        first, second = (Tab(account) for _ in range(2))
+        first.take(Bill(reserved=101))  # more than there ever is, of a bucket that is full
+        with pytest.raises(ApiError, match="100 tokens per minute has no room for the 20 of prompt and max_tokens"):
+            second.take(Bill(reserved=20))
+        first.take(Bill(reserved=101, used=60))
+        first.close()
+        second.take(Bill(reserved=20))
+        assert account.tokens is not None and account.tokens.level == 20
+
+    def test_that_are_too_many_cancel_the_request(self, clock: Clock):
+        client = Client(None, None, account := Account(None, Bucket(100, clock)), Tab(account).take)
+        client.charge(one := Asked(10, 70, 0, done=False))
+        with pytest.raises(ApiError, match="has no room"):
+            client.charge(other := Asked(10, 70, 0, done=False))
+        assert (one.cancelled, other.cancelled, client.bill) == (False, True, Bill(0, 80, 10))
+
+
+def test_each_message_of_a_socket_is_a_request(clock: Clock):
+    app, _ = limited(clock, requests_per_minute=2)
+    answer = converse(app, ["a", "b", "c"])
+    texts = [message["text"] for message in answer.messages if message["type"] == "websocket.send"]
+    assert texts[:2] == ["a", "b"] and "2 requests per minute" in texts[2]
+
+
+def test_a_message_amid_an_answer_spares_none_of_its_tokens(clock: Clock):
+    app, echo = limited(clock, tokens_per_minute=600)
+    echo.handles = [Asked(100, 400, 300, done=False)]
+    converse(app, ["a"])
+    assert echo.client.account.tokens.level == 200
+
+
+def test_requests_that_come_as_one_are_counted_once_however_often_they_are_told_of(clock: Clock):
+    account = Account(Bucket(3, clock), None)
+    account.admit()
+    tab = Tab(account)
+    for bill in (Bill(requests=9), Bill(), Bill(requests=9)):  # the second replica after one that was lost
+        tab.take(bill)
+    assert account.requests is not None and account.requests.level == 3 - 10
+
+
+def test_a_key_is_for_its_models_alone(clock: Clock):
+    app, echo = limited(clock)
+    app.key = Key("alice", b"", frozenset({"tiny", "small"}))
+    ask(app)
+    CLIENT.set(echo.client)
+    check_model("tiny")
+    with pytest.raises(ApiError, match="the key 'alice' is not for the model 'large', expected small, tiny") as refusal:
+        check_model("large")
+    assert refusal.value.status == 403
+    CLIENT.set(None)
+    check_model("large")

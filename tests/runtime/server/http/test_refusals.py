@@ -1,0 +1,250 @@
+"""Refusals name the parameter as the client wrote it, in words of the API's."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from doubles.asgi import Echo, ask, converse
+from pydantic import ValidationError
+
+from llmc.runtime.server.anthropic.messages import MessageRequest
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.arrival import Bodies
+from llmc.runtime.server.http.bodies import Body
+from llmc.runtime.server.http.errors import ApiError, in_json
+from llmc.runtime.server.http.validation import read_json
+from llmc.runtime.server.openai.chat import ChatRequest
+from llmc.runtime.server.openai.completions import CompletionRequest
+from llmc.runtime.server.openai.responses import ResponseRequest
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+VERSION = {"anthropic-version": "2026-10-21"}
+USER = {"role": "user", "content": "a"}
+# Words that whoever writes another language than Python need not know.
+PYTHON = re.compile(
+    r"\b(tuple|NoneType|None|True|False|dict|dictionary|str|int|float|bool|bytes|mapping|kwarg|repr|pydantic|instance)\b"
+    r"|tagged-union|<class|Path\(|Error\("
+)
+# Values that no parameter, or hardly any, can have.
+ODD: tuple[Any, ...] = (None, True, -1, 1.5, 10**400, "", "x", [], [None], [[]], {}, {"a": None}, [{"type": "x"}])
+CORPUS = [
+    *((CHAT, {"messages": [USER], name: value}) for name in (
+        "model", "max_tokens", "stop", "n", "best_of", "logprobs", "top_logprobs", "logit_bias", "response_format",
+        "stream", "stream_options", "tools", "tool_choice", "tool_format", "reasoning_effort", "reasoning_budget",
+        "chat_template_kwargs", "documents", "user", "temperature", "top_p", "seed", "regex", "grammar", "choice",
+        "json_schema", "bad_words", "stop_token_ids", "sequence_bias", "priority", "deadline_s", "x_llmc", "unknown",
+        "num_beams", "consensus", "mirostat", "speculate", "on_overflow",
+    ) for value in ODD),
+    *((CHAT, {"messages": value}) for value in ODD),
+    *((CHAT, {"messages": [{**USER, name: value}]})
+      for name in ("role", "content", "name", "tool_calls") for value in ODD),
+    *((COMPLETIONS, {"prompt": value}) for value in ODD),
+    *((RESPONSES, {"input": value}) for value in ODD),
+    *((RESPONSES, {"input": "a", name: value}) for name in ("text", "tools", "include", "metadata") for value in ODD),
+    *((MESSAGES, {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": value}]})
+      for value in ODD),
+    *((MESSAGES, {"model": "tiny", "max_tokens": 1, "messages": [USER], name: value})
+      for name in ("system", "tools", "tool_choice", "thinking", "output_config", "metadata") for value in ODD),
+    *(("/tokenize", {name: value}) for name in ("prompt", "messages") for value in ODD),
+    *(("/detokenize", {"tokens": value}) for value in ODD),
+]  # fmt: skip
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "default": 1e999}}}
+ANSWERED = {"role": "assistant", "content": [{"type": "output_text", "text": "b", "logprobs": [1e999]}]}
+USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1e999}}]}
+ASKED = {"model": "tiny", "max_tokens": 1, "messages": [USER]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (RESPONSES, {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]}, "tools[0]"),
+        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}}, "text"),
+        (MESSAGES, {**ASKED, "tools": [{"name": "f", "input_schema": SCHEMA}]}, "tools[0]"),
+        (MESSAGES, {**ASKED, "messages": [USER, USED]}, "messages[1]"),
+        (MESSAGES, {**ASKED, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_config"),
+    ],
+)
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_has_not_are_refused_at_their_place(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str, number: str
+):
+    text = json.dumps(body).replace("Infinity", number)
+    answer = http.post(path, content=text, headers={**VERSION, "content-type": "application/json"})
+    said = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and said.startswith(param) and said.endswith("expected a finite number")
+
+
+def test_numbers_that_json_has_not_may_be_in_what_is_not_read(http: httpx.Client):
+    text = json.dumps({"input": [USER, ANSWERED, USER], "max_output_tokens": 1})
+    assert http.post(RESPONSES, content=text, headers={"content-type": "application/json"}).status_code == 200
+
+
+def test_no_sentence_speaks_of_python(http: httpx.Client):
+    said = set()
+    for path, body in CORPUS:
+        if body.get("stream") is True or body.get("logprobs") is True:
+            continue
+        answer = http.post(path, json={"max_tokens": 1, **body} if path == CHAT else body, headers=VERSION)
+        assert answer.status_code in (200, 400, 404), (body, answer.text)
+        if answer.status_code != 200:
+            said.add(answer.json()["error"]["message"])
+    assert len(said) > 100 and max(map(len, said)) < 600
+    assert [sentence for sentence in said if PYTHON.search(re.sub(r"'[^']*'", "", sentence))] == []
+
+
+def test_a_word_of_python_would_be_noticed():
+    assert (
+        PYTHON.search("top_p is None")
+        and PYTHON.search("expected a valid dictionary")
+        and not PYTHON.search("nonetheless")
+    )
+
+
+def test_what_stands_in_quotes_stays():
+    assert (
+        in_json("speculate is True, but 'True' is None, or a NoneType")
+        == "speculate is true, but 'True' is null, or null"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [USER, {"role": "user", "content": [{"type": "text"}]}]}, "messages[1].content[0].text"),
+        (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        (CHAT, {"messages": [USER], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id"),
+        (COMPLETIONS, {"prompt": "a", "stream_options": {"include": True}, "stream": True}, "stream_options.include"),
+        (RESPONSES, {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
+        (CHAT, {"messages": [USER], "num_beams": 2, "n": 2}, "n"),
+        (CHAT, {"messages": [USER], "length_penalty": 2.0}, "length_penalty"),
+        (CHAT, {"messages": [USER], "regex": "a", "choice": ["a"]}, "regex"),
+        (CHAT, {"messages": [USER], "json_schema": {"a": None}}, "json_schema"),
+        (CHAT, {"messages": [USER], "logit_bias": {"5": 101}}, "logit_bias"),
+        (CHAT, {"messages": [USER], "chat_template_kwargs": {"message": 1}}, "chat_template_kwargs"),
+        ("/apply-template", {"messages": [USER], "documents": [{}]}, "documents"),
+        (f"{CHAT}?temperature=0", {"messages": [USER]}, "temperature"),
+        ("/v1/responses?store=false", {"input": "a"}, "store"),
+    ],
+)
+def test_a_place_is_named_as_it_was_written(http: httpx.Client, path: str, body: dict[str, Any], param: str):
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert param in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "the body is empty, expected a JSON object"),
+        (b'{"messages": "\xff"}', "the body cannot be read, expected a JSON object in UTF-8"),
+        (b"[]", "the body is no JSON object"),
+        (b"{", "the body is no JSON"),
+    ],
+)
+def test_a_body_that_is_none_is_told_apart(http: httpx.Client, body: bytes, said: str):
+    answer = http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_texts_of_two_names_are_not_sent_back_whole(http: httpx.Client):
+    thoughts = {"reasoning_content": "a" * 10_000, "reasoning": "b" * 10_000}
+    answer = http.post(CHAT, json={"messages": [USER, {"role": "assistant", "content": "c", **thoughts}]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "messages[1].reasoning"
+    assert "give one of them" in error["message"] and len(error["message"]) < 1000
+
+
+@pytest.mark.parametrize("name", ["query", "body", "header", "path"])
+def test_a_message_of_a_socket_is_told_of_a_parameter_that_is_named_as_a_part_of_a_request(name: str):
+    with pytest.raises(ApiError, match=f"^{name} is not a parameter of this route") as refused:
+        asyncio.run(read_json(ChatRequest, json.dumps({"messages": [USER], name: 1})))
+    assert refused.value.param == name
+
+
+def test_what_other_servers_call_otherwise_is_refused_with_llmcs_name(http: httpx.Client):
+    answer = http.post(CHAT, json={"messages": [USER], "repeat_penalty": 1.1})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "repeat_penalty"
+    assert answer.json()["error"]["message"].endswith("leave it out, or did you mean repetition_penalty?")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [1] * 9999 + ["x"]}),
+        (CompletionRequest, {"prompt": [True] * 9999}),
+        (ChatRequest, {"messages": [{"role": 1}] * 9999}),
+        (ChatRequest, {"messages": [USER], "logit_bias": {str(number): "x" for number in range(9999)}}),
+        (ChatRequest, {"messages": [{**USER, **{str(number): 1 for number in range(9999)}}]}),
+        (ResponseRequest, {"input": [{"type": "message", "role": "user", "content": [{}] * 9999}] * 9}),
+        (MessageRequest, {"model": "a", "max_tokens": 1, "messages": [{"role": "user", "content": [{}] * 9999}]}),
+    ],
+)
+def test_a_body_ends_at_its_first_fault(kind: type[Body], body: dict[str, Any]):
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert refused.value.error_count() < 9  # one of each kind of value, and each member that is missing
+
+
+def test_a_name_that_an_object_has_twice_is_refused():
+    app = Bodies(Echo(), ServerConfig(models={}))
+    body = b'{"messages": [{"content": "a", "content": "b"}]}'
+    refused = ask(app, CHAT, method="POST", headers={"content-length": str(len(body))}, body=[body])
+    assert refused.status == 400 and refused.json["error"]["param"] == "content"
+    assert "content is given twice" in converse(app, [body.decode()]).messages[1]["text"]
+    once = json.dumps({"a": {"content": 1}, "b": {"content": 1}}).encode()
+    assert ask(app, CHAT, method="POST", headers={"content-length": str(len(once))}, body=[once]).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 5000}]}, "messages"),
+        (COMPLETIONS, {"prompt": "a " * 5000}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 10**6}, "prompt"),
+        (RESPONSES, {"input": "a " * 5000}, "input"),
+    ],
+)
+def test_what_exceeds_the_context_has_its_code(http: httpx.Client, path: str, body: dict[str, Any], param: str):
+    error = http.post(path, json=body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+def test_an_empty_list_of_blocks_is_told_as_such(http: httpx.Client):
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": []}]}
+    answer = http.post(MESSAGES, json=body, headers=VERSION)
+    assert answer.json()["error"]["message"] == "messages[0].content is empty, expected 1 or more items"
+
+
+def test_another_spelling_of_a_route_leads_nowhere_else(http: httpx.Client):
+    assert http.post(f"{CHAT}/", json={}, follow_redirects=False).status_code == 404
+
+
+def test_biases_of_sequences_are_taken(http: httpx.Client):
+    body = {"messages": [USER], "max_tokens": 1, "sequence_bias": [[[5], 0.5]], "x_llmc": {"resolved": True}}
+    assert http.post(CHAT, json=body).json()["x_llmc"]["resolved"]["sequence_bias"] == [[[5], 0.5]]
+
+
+def test_clients_of_anthropics_beta_resources_go_on_working(http: httpx.Client):
+    body = {"model": "tiny", "max_tokens": 1, "messages": [USER]}
+    assert http.post(f"{MESSAGES}?beta=true", json=body, headers=VERSION).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("Application/JSON; charset=utf-8", 200), ("application/vnd.api+json", 200), ("", 400)]
+)
+def test_a_body_is_json_by_any_of_its_names(http: httpx.Client, kind: str, status: int):
+    assert http.post("/tokenize", content=b'{"prompt": "a"}', headers={"content-type": kind}).status_code == status
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/tokenize", "/v1/embeddings"])
+def test_parameters_in_the_address_are_refused_everywhere(http: httpx.Client, path: str):
+    answer = http.post(f"{path}?invented=1", json={}, headers=VERSION)
+    assert answer.status_code == 400 and "invented" in answer.json()["error"]["message"]

@@ -1,0 +1,532 @@
+"""Models share one plan of memory: each is loaded once, waits for room in a bounded way, and is swapped unnoticed."""
+
+import asyncio
+import os
+import shutil
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmc.bundle import Manifest, MemoryPlan, write_manifest
+from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, ResourceError, UsageError
+from llmc.publish import file_entries
+from llmc.runtime import load
+from llmc.runtime.model import memory_need
+from llmc.runtime.server.models import pool as module
+from llmc.runtime.server.models.pool import ModelPool
+
+SIZE = 1000  # bytes that each model of these tests needs
+OPTIONS = {"prefix_cache_bytes": 0, "max_batch": 1}
+WAIT_S = 20.0  # for what happens at once, on a machine that does much else
+
+
+class Loaded:
+    """A model that does nothing, and notes when it is closed."""
+
+    def __init__(self, folder: Path, manifest: Manifest, memory: int | None, options: dict[str, Any]) -> None:
+        self.folder, self.manifest, self.memory, self.options = folder, manifest, memory, options
+        self.closed = threading.Event()
+        self.engine = self.chat_template = object()
+        self.planned_bytes = manifest.memory.total(0)
+
+    def close(self, drain: bool = False) -> None:
+        self.closed.set()
+
+
+class Loader:
+    """What takes the place of ``load``: it notes every model, and waits or fails where told to."""
+
+    def __init__(self, manifest: Callable[[Path], Manifest]) -> None:
+        self.loaded: list[Loaded] = []
+        self.before: Callable[[Path], object] = lambda folder: None
+        self._manifest = manifest
+
+    def __call__(self, folder: Path, *, memory: int | None, **options: Any) -> Loaded:
+        self.before(folder)
+        self.loaded.append(Loaded(folder, self._manifest(folder), memory, options))
+        return self.loaded[-1]
+
+    @property
+    def names(self) -> list[str]:
+        return [model.folder.name for model in self.loaded]
+
+
+@pytest.fixture
+def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
+    loader = Loader(module.read_bundle)
+    monkeypatch.setattr(module, "load", loader)
+    return loader
+
+
+@pytest.fixture
+def folders(tmp_path: Path, manifest: Manifest) -> dict[str, Path]:
+    """Three bundles without anything to run, of SIZE bytes each."""
+    plan = MemoryPlan(engine=0, tokenizer=0, logits=0, weights=SIZE)
+    found = {}
+    for name in "abc":
+        found[name] = tmp_path / name
+        found[name].mkdir()
+        publish(found[name], replace(manifest, memory=plan, source=replace(manifest.source, name=name)))
+    return found
+
+
+def publish(folder: Path, manifest: Manifest) -> None:
+    """Put a manifest into a folder, as another publication each time."""
+    files = {"tokenizer.json": "{}", "decode.onnx": ""}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    write_manifest(replace(manifest, files=file_entries(folder, files)), folder)
+    written = folder / "llmc.json"
+    os.replace(shutil.copy(written, folder / "next"), written)
+
+
+Make = Callable[..., ModelPool]
+
+
+@pytest.fixture
+def make(folders: dict[str, Path], loader: Loader) -> Make:
+    def made(names: str = "abc", memory: int | None = 2 * SIZE, **options: Any) -> ModelPool:
+        patience_s = options.pop("patience_s", WAIT_S)
+        bundles = {name: folders[name] for name in names}
+        return ModelPool(bundles, memory=memory, load_options=OPTIONS | options, patience_s=patience_s)
+
+    return made
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, WAIT_S))
+
+
+async def use(pool: ModelPool, *names: str) -> None:
+    for name in names:
+        async with pool.lease(name):
+            pass
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+class Held:
+    """A request that holds a model until it is let go."""
+
+    def __init__(self, pool: ModelPool, name: str) -> None:
+        self._let_go, self.model = asyncio.Event(), asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold(pool, name))
+
+    async def _hold(self, pool: ModelPool, name: str) -> None:
+        async with pool.lease(name) as model:
+            self.model.set_result(model)
+            await self._let_go.wait()
+
+    async def end(self) -> None:
+        self._let_go.set()
+        await self._task
+
+
+class TestUnloading:
+    def test_lets_requests_finish_and_the_next_one_loads_anew(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make()
+            held = Held(pool, "a")
+            first = await held.model
+            await pool.unload("a")
+            assert (pool.states()["a"].phase, pool.states()["a"].draining) == ("unloaded", 1)
+            assert not first.closed.is_set() and pool.memory_taken == SIZE
+            await use(pool, "a")
+            assert loader.names == ["a", "a"] and not first.closed.is_set()
+            await held.end()
+            await until(lambda: first.closed.is_set() and pool.memory_taken == SIZE)
+
+        run(work())
+
+    def test_of_what_is_not_loaded_does_nothing_and_of_what_is_not_there_is_refused(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make()
+            await pool.unload("a")
+            assert loader.names == [] and pool.states()["a"].phase == "unloaded"
+            with pytest.raises(UsageError, match="there is no model 'x'"):
+                await pool.unload("x")
+            await pool.close()
+            with pytest.raises(EngineClosedError):
+                await pool.unload("a")
+
+        run(work())
+
+
+class TestLoading:
+    def test_is_done_once_for_all_who_ask_meanwhile(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make()
+            await asyncio.gather(*(use(pool, "a") for _ in range(5)))
+            assert loader.names == ["a"] and pool.states()["a"].loads == 1
+            assert [pool.states()[name].phase for name in "abc"] == ["ready", "unloaded", "unloaded"]
+
+        run(work())
+
+    def test_a_client_that_leaves_while_its_model_is_loaded_takes_it_from_nobody(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool, go = make(), threading.Event()
+            loader.before = lambda folder: go.wait(WAIT_S)
+            first, second = (asyncio.create_task(use(pool, "a")) for _ in range(2))
+            await until(lambda: pool.states()["a"].phase == "loading")
+            first.cancel()
+            go.set()
+            await second
+            assert first.cancelled() and loader.names == ["a"]
+
+        run(work())
+
+    def test_warms_the_first_one_unless_told_which(self, make: Make, loader: Loader):
+        async def work() -> None:
+            await make().warm()
+            await make().warm("c", "b")
+            assert loader.names == ["a", "c", "b"]
+
+        run(work())
+
+    def test_warms_several_only_where_they_fit_together(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make(patience_s=0.01)
+            with pytest.raises(ResourceError, match=r"c: .* others are in use;"):
+                await pool.warm("a", "b", "c")
+            assert not pool.ready
+
+        run(work())
+
+    def test_of_a_broken_bundle_fails_for_all_and_is_not_tried_again_until_another_one_is_published(
+        self, make: Make, loader: Loader, folders: dict[str, Path], manifest: Manifest
+    ):
+        tried = []
+
+        def broken(folder: Path) -> None:
+            tried.append(folder)
+            raise BundleError("the self-test failed")
+
+        async def work() -> None:
+            pool = make("a")
+            loader.before = broken
+            results = await asyncio.gather(use(pool, "a"), use(pool, "a"), return_exceptions=True)
+            assert all(isinstance(error, BundleError) for error in results)
+            with pytest.raises(BundleError, match=r"a could not be loaded a moment ago: the self-test failed"):
+                await use(pool, "a")
+            assert (len(tried), pool.states()["a"].phase, pool.states()["a"].reason) == (
+                1,
+                "failed",
+                "the self-test failed",
+            )
+            loader.before = lambda folder: None
+            publish(folders["a"], pool.manifest("a"))
+            await use(pool, "a")
+            assert pool.states()["a"].reason is None and pool.memory_taken == SIZE
+
+        run(work())
+
+    def test_options_that_do_not_suit_a_bundle_are_not_its_clients_fault(self, make: Make, loader: Loader):
+        def refuse(folder: Path) -> None:
+            raise UsageError("max_context is 9, expected 1 ... 8")
+
+        async def work() -> None:
+            loader.before = refuse
+            with pytest.raises(BundleError, match=r"a cannot be loaded with the options of this service: max_context"):
+                await use(make("a"), "a")
+
+        run(work())
+
+    def test_bundles_that_do_not_generate_get_no_options_of_an_engine(
+        self, make: Make, loader: Loader, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ):
+        class Vectors:
+            encoder = True
+
+        async def work() -> None:
+            pool = make("a", threads=3, max_queue=5, memory=None)
+            manifest = pool.manifest("a")
+            assert pool._options_of(manifest) == {"threads": 3, "max_queue": 5, **OPTIONS}
+            object.__setattr__(manifest, "geometry", Vectors())
+            await use(pool, "a")
+            assert loader.loaded[0].options == {"threads": 3}
+
+        run(work())
+
+
+class TestMemory:
+    def test_a_model_that_cannot_fit_even_alone_is_refused_at_the_start(self, make: Make):
+        with pytest.raises(ResourceError, match=r"a: 1 MB are needed, 0 MB may be taken by all models"):
+            make(memory=SIZE - 1)
+
+    def test_is_divided_where_all_fit_and_nobody_gets_more_than_it_can_use(self, make: Make, loader: Loader):
+        async def work() -> None:
+            more = {"max_batch": 1, "prefix_cache_bytes": None}  # so that a model has use for more than SIZE
+            pool = make("ab", memory=10 * SIZE, **more)
+            await use(pool, "a", "b")
+            assert [model.memory for model in loader.loaded] == [5 * SIZE, 5 * SIZE]
+            state = pool.states()["a"]
+            assert (state.memory, state.promised) == (SIZE, 5 * SIZE)
+            await use(make("ab", memory=10 * SIZE), "a")
+            assert loader.loaded[-1].memory == SIZE
+
+        run(work())
+
+    def test_the_one_used_longest_ago_makes_room(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make()
+            await use(pool, "a", "b", "a", "c")
+            assert [model.closed.is_set() for model in loader.loaded] == [False, True, False]
+            assert [pool.states()[name].phase for name in "abc"] == ["ready", "unloaded", "ready"]
+            await use(pool, "b")
+            assert loader.names == ["a", "b", "c", "b"] and pool.memory_taken == 2 * SIZE
+
+        run(work())
+
+    def test_one_in_use_stays_and_who_needs_its_room_waits_for_it(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make(memory=SIZE)
+            held = Held(pool, "a")
+            model = await held.model
+            waiting = asyncio.create_task(use(pool, "b"))
+            await until(lambda: pool.states()["b"].phase == "loading")
+            await asyncio.sleep(0.01)
+            assert not model.closed.is_set() and not waiting.done()
+            await held.end()
+            await waiting
+            assert model.closed.is_set() and loader.names == ["a", "b"]
+
+        run(work())
+
+    def test_who_waits_too_long_is_refused(self, make: Make):
+        async def work() -> None:
+            pool = make(memory=SIZE, patience_s=0.01)
+            held = Held(pool, "a")
+            await held.model
+            with pytest.raises(ResourceError, match=r"b: 1 MB are missing .* others are in use;|try again"):
+                await use(pool, "b")
+            await held.end()
+            await use(pool, "b")  # lack of memory is no reason to wait before the next attempt
+
+        run(work())
+
+    def test_that_the_machine_lacks_is_made_by_idle_models_too(self, make: Make, loader: Loader):
+        def lack(folder: Path) -> None:
+            if folder.name == "b" and not loader.loaded[0].closed.is_set():
+                raise ResourceError("the GPU has 3 MB left")
+
+        async def work() -> None:
+            pool = make()
+            loader.before = lack
+            await use(pool, "a", "b")
+            assert pool.states()["a"].phase == "unloaded"
+
+        run(work())
+
+    @pytest.mark.parametrize("options", [{}, {"max_context": 100}, {"prefix_cache_bytes": 1_000_000}])
+    def test_the_least_is_what_load_demands(self, tiny_bundle: Path, options: dict[str, Any]):
+        least = memory_need(module.read_bundle(tiny_bundle), options).least - options.get("prefix_cache_bytes", 0)
+        load(tiny_bundle, memory=least, self_test=False, verify=False, **options).close()
+        with pytest.raises(ResourceError):
+            named = {"max_context": module.read_bundle(tiny_bundle).limits.max_context, **options}
+            load(tiny_bundle, memory=least - 1, self_test=False, verify=False, **named)
+
+    def test_a_draft_counts(self, make: Make, folders: dict[str, Path]):
+        with pytest.raises(ResourceError):
+            make("a", memory=2 * SIZE - 1, draft=str(folders["b"]))
+
+
+class TestSwap:
+    def test_the_old_one_finishes_its_requests_beside_the_new_one_and_is_closed(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make("ab")
+            held = Held(pool, "a")
+            old = await held.model
+            await pool.swap("a")
+            state = pool.states()["a"]
+            assert (state.phase, state.users, state.draining, state.memory) == ("ready", 1, 1, 2 * SIZE)
+            async with pool.lease("a") as new:
+                assert new is loader.loaded[1] is not old and not old.closed.is_set()
+            await held.end()
+            await until(old.closed.is_set)
+            await until(lambda: pool.memory_taken == SIZE)
+            assert not new.closed.is_set()
+
+        run(work())
+
+    def test_to_another_folder_holds_for_later_loads(self, make: Make, loader: Loader, folders: dict[str, Path]):
+        async def work() -> None:
+            pool = make("a", memory=SIZE)
+            await pool.swap("a", folders["c"])
+            await use(pool, "a")
+            assert loader.names == ["c"] and pool.manifest("a").source.name == "c"
+
+        run(work())
+
+    def test_to_a_bundle_that_fails_leaves_the_old_one_serving(self, make: Make, loader: Loader):
+        def fail(folder: Path) -> None:
+            raise BundleError("the self-test failed")
+
+        async def work() -> None:
+            pool = make("a")
+            await use(pool, "a")
+            loader.before = fail
+            with pytest.raises(BundleError, match="self-test failed"):
+                await pool.swap("a")
+            await use(pool, "a")
+            state = pool.states()["a"]
+            assert (state.phase, state.reason, state.memory) == ("ready", "the self-test failed", SIZE)
+            assert not loader.loaded[0].closed.is_set()
+
+        run(work())
+
+    def test_without_memory_for_both_is_refused_or_waits_for_the_old_one(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make("a", memory=SIZE)
+            held = Held(pool, "a")
+            old = await held.model
+            with pytest.raises(ResourceError, match=r"a goes on with the bundle that it has. Swap with drain"):
+                await pool.swap("a")
+            await use(pool, "a")
+            swap = asyncio.create_task(pool.swap("a", drain=True))
+            await until(lambda: pool.states()["a"].phase == "loading")
+            late = asyncio.create_task(use(pool, "a"))
+            await asyncio.sleep(0.01)
+            assert not late.done() and not old.closed.is_set()
+            await held.end()
+            await asyncio.gather(swap, late)
+            assert old.closed.is_set() and len(loader.loaded) == 2 and pool.memory_taken == SIZE
+
+        run(work())
+
+    def test_idle_models_make_room_for_it(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make("ab")
+            await use(pool, "b", "a")
+            await pool.swap("a")
+            assert pool.states()["b"].phase == "unloaded"
+
+        run(work())
+
+    def test_refresh_takes_what_was_published_anew_and_nothing_else(
+        self, make: Make, loader: Loader, folders: dict[str, Path]
+    ):
+        async def work() -> None:
+            pool = make()
+            await use(pool, "a", "b")
+            assert await pool.refresh() == {}
+            publish(folders["a"], pool.manifest("a"))
+            publish(folders["c"], pool.manifest("c"))  # not loaded
+            loader.loaded.clear()
+            results = await pool.refresh()
+            assert results == {"a": None} and loader.names == ["a"]
+
+            def fail(folder: Path) -> None:
+                raise BundleError("spoilt")
+
+            loader.before = fail
+            publish(folders["a"], pool.manifest("a"))
+            assert isinstance((await pool.refresh())["a"], BundleError)
+            await use(pool, "a")
+
+        run(work())
+
+    def test_of_a_real_model_under_its_requests_changes_no_answer(
+        self, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """The folder is replaced first, as a build does: nothing of the new one reaches those who have the old one."""
+        folder = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+        messages = [{"role": "user", "content": "def"}]
+
+        async def ask(pool: ModelPool) -> str:
+            async with pool.lease("m") as model:
+                return (await model.stream_chat(messages, max_tokens=12, temperature=0)).text
+
+        async def work() -> None:
+            pool = ModelPool({"m": folder}, memory=None, load_options={"threads": 1})
+            expected = await ask(pool)
+            shutil.copytree(tiny_bundle, tmp_path / "next")
+            folder.rename(tmp_path / "former")
+            (tmp_path / "next").rename(folder)
+            asked = [asyncio.create_task(ask(pool)) for _ in range(4)]
+            await asyncio.sleep(0)
+            assert await pool.refresh() == {"m": None}
+            asked += [asyncio.create_task(ask(pool)) for _ in range(4)]
+            assert set(await asyncio.gather(*asked)) == {expected}
+            await pool.close()
+            assert pool.states()["m"].draining == 0
+
+        run(work())
+
+
+class TestEnd:
+    def test_waits_for_requests_and_refuses_new_ones(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make("a")
+            held = Held(pool, "a")
+            model = await held.model
+            closing = asyncio.create_task(pool.close())
+            await asyncio.sleep(0.01)
+            with pytest.raises(EngineClosedError, match="the service is stopping"):
+                await use(pool, "a")
+            assert not closing.done() and not model.closed.is_set()
+            await held.end()
+            await closing
+            assert model.closed.is_set()
+
+        run(work())
+
+    def test_without_drain_waits_for_nobody(self, make: Make, loader: Loader):
+        async def work() -> None:
+            pool = make("a", memory=SIZE)
+            held = Held(pool, "a")
+            model = await held.model
+            swap = asyncio.create_task(pool.swap("a", drain=True))
+            await until(lambda: pool.states()["a"].phase == "loading")
+            await pool.close(drain=False)
+            assert model.closed.is_set()
+            with pytest.raises(EngineClosedError):
+                await swap
+            await held.end()
+
+        run(work())
+
+    def test_a_lost_gpu_is_remembered(self, make: Make):
+        async def work() -> None:
+            pool = make("a")
+            with pytest.raises(GpuError):
+                async with pool.lease("a"):
+                    raise GpuError("gone", lost=True)
+            assert pool.lost is not None
+
+        run(work())
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda pool: use(pool, "nobody"), UsageError),
+        (lambda pool: pool.swap("nobody"), UsageError),
+        (lambda pool: pool.swap("a", Path("/nowhere")), BundleError),
+    ],
+)
+def test_what_is_not_there_is_refused(call: Callable[[ModelPool], Any], error: type[LlmcError], make: Make):
+    async def work() -> None:
+        pool = make()
+        with pytest.raises(error):
+            await call(pool)
+        await use(pool, "a")
+
+    run(work())
+
+
+def test_no_bundle_at_all_is_refused():
+    with pytest.raises(UsageError, match="there is no model to serve"):
+        ModelPool({}, memory=None, load_options={})
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_context", 10**6), ("max_batch", 10**3)])
+def test_what_no_bundle_was_built_for_is_refused_before_anything_is_loaded(tiny_bundle: Path, name: str, value: int):
+    with pytest.raises(UsageError, match=f"{name} is {value}, .* built for .* build with a larger --"):
+        ModelPool({"tiny": tiny_bundle}, memory=None, load_options={name: value})

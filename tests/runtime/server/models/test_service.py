@@ -1,0 +1,97 @@
+"""Bounds of what requests may ask for."""
+
+import asyncio
+import threading
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.aside import SHORT, room_beside
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.models.service import Service, submitted
+from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.sandbox import QUICK_WORK, STEP
+
+POOL: Any = None  # nothing here needs a model
+BOUNDED = Service(ServerConfig(max_request_tokens=50, request_deadline_s=5.0), POOL)
+
+
+def test_a_request_may_ask_for_so_many_tokens_of_all_its_outputs():
+    assert BOUNDED.bounded({"n": 2, "max_tokens": 25})["max_tokens"] == 25
+    assert BOUNDED.bounded({"n": 3})["max_tokens"] == 16
+    assert BOUNDED.bounded({"n": 3}, prompts=2)["max_tokens"] == 8
+    assert BOUNDED.bounded({"max_tokens": 0})["max_tokens"] == 0  # which the engine refuses by name
+
+
+@pytest.mark.parametrize(("asked", "param"), [({"max_tokens": 51}, "max_tokens"), ({"n": 51}, "n")])
+def test_more_is_refused_by_the_name_of_what_is_too_much(asked: dict[str, Any], param: str):
+    with pytest.raises(ApiError) as refused:
+        BOUNDED.bounded(asked)
+    assert refused.value.status == 400 and refused.value.param == param
+
+
+def test_a_deadline_may_be_shorter_and_not_longer():
+    assert BOUNDED.bounded({"deadline_s": 1.0})["deadline_s"] == 1.0
+    assert BOUNDED.bounded({"deadline_s": 9.0})["deadline_s"] == 5.0
+
+
+def took(*given: Any, **named: Any) -> bool:
+    """True if what has these arguments is submitted on the event loop's own thread."""
+
+    def submit(*given: Any, **named: Any) -> Any:
+        return SimpleNamespace(thread=threading.get_ident(), done=True)
+
+    async def main() -> bool:
+        handle: Any = await submitted(partial(submit, *given, **named))
+        return bool(handle.thread == threading.get_ident())
+
+    return asyncio.run(main())
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def test_a_short_request_is_submitted_without_a_thread():
+    assert took(HELLO, max_tokens=4, tools=None, temperature=0.0)
+    assert took("Hello", stop=["a", "b"])
+    assert took(object(), HELLO, {"max_tokens": 4, "tools": None})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (([{"role": "user", "content": "x" * SHORT}],), {}),
+        ((HELLO * SHORT,), {}),
+        (([1] * (SHORT + 1),), {}),
+        ((HELLO,), {"logit_bias": dict.fromkeys(range(SHORT + 1), 1.0)}),
+        ((HELLO,), {"tools": [TOOL]}),
+        ((HELLO,), {"grammar": 'root ::= "a"'}),
+        ((object(), HELLO, {"tools": [TOOL]}), {}),
+    ],
+)
+def test_what_may_take_long_to_submit_is_submitted_in_a_thread(given: tuple[Any, ...], named: dict[str, Any]):
+    assert not took(*given, **named)
+
+
+@pytest.mark.parametrize(("rounds", "on_the_loop"), [(10, True), (QUICK_WORK // STEP, False)])
+def test_a_template_that_works_long_is_rendered_in_a_thread(rounds: int, on_the_loop: bool):
+    template = ChatTemplate({"default": f"{{% for a in range({rounds}) %}}{{% endfor %}}."}, {})
+
+    def submit(messages: Any) -> Any:
+        assert template.render(messages) == "."
+        return SimpleNamespace(thread=threading.get_ident(), done=True)
+
+    async def main() -> Any:
+        handle: Any = await submitted(partial(submit, HELLO))
+        return handle.thread == threading.get_ident()
+
+    assert asyncio.run(main()) is on_the_loop
+
+
+def test_values_take_room_by_their_characters_and_items():
+    assert room_beside({"a": "xyz", "b": [1, None]}, 10) == 10 - (2 + 3 + 2 + 2)
+    assert room_beside([["x" * 50]] * 1000, 60) < 0  # and the rest is not looked at

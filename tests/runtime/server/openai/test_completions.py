@@ -1,0 +1,216 @@
+"""OpenAI's completions: what the official client sends and reads, held against the engine in this process."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from llmc.runtime import Model, load
+from llmc.runtime.server.openai.logprobs import text_offsets
+
+GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> Iterator[Model]:
+    with load(tiny_bundle, threads=1, self_test=False) as loaded:
+        yield loaded
+
+
+def test_the_text_is_that_of_the_engine(client: openai.OpenAI, model: Model):
+    answer = client.completions.create(prompt="def add(a, b):", **GREEDY)
+    wanted = model.generate("def add(a, b):", max_tokens=12, temperature=0)
+    assert answer.choices[0].text == wanted.text
+    assert answer.choices[0].finish_reason == wanted.finish_reason
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        wanted.usage.prompt_tokens,
+        wanted.usage.completion_tokens,
+    )
+
+
+def test_a_stream_joins_to_the_whole_and_ends_with_the_usage_that_was_asked_for(client: openai.OpenAI):
+    whole = client.completions.create(prompt="import ", **GREEDY)
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.completions.create(prompt="import ", **options, **GREEDY))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("completions", {"prompt": "x"}), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
+)
+def test_a_stream_tells_at_its_end_what_was_asked_for_alone(http: httpx.Client, path: str, said: dict[str, Any]):
+    body = {**said, "stream": True, "max_tokens": 2}
+    lines = [line for line in http.post(f"/v1/{path}", json=body).text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]" and not any('"usage"' in line for line in lines)
+    assert all(json.loads(line.removeprefix("data: "))["choices"] for line in lines[:-1])
+    told = http.post(f"/v1/{path}", json={**body, "x_llmc": {"timings": True}}).text.split("\n\n")[-3]
+    last = json.loads(told.removeprefix("data: "))
+    assert last["choices"] == [] and last["x_llmc"].keys() == {"timings"} and "usage" not in last
+
+
+def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(client: openai.OpenAI, model: Model):
+    prompts = ["def f(", "class A"]
+    # One token each: later ones come from steps that the prompts share, whose graph is the one that is faster here.
+    given: dict[str, Any] = {"model": "tiny", "max_tokens": 1, "temperature": 2.0, "seed": 7, "n": 2}
+    answer = client.completions.create(prompt=prompts, **given)
+    wanted = [
+        output.text
+        for prompt in prompts
+        for output in model.generate(prompt, max_tokens=1, temperature=2.0, seed=7, n=2).outputs
+    ]
+    assert [choice.text for choice in answer.choices] == wanted and len(set(wanted)) == 4
+    streamed = [""] * 4
+    for chunk in client.completions.create(prompt=prompts, stream=True, **given):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == wanted
+
+
+def test_a_prompt_may_be_tokens(client: openai.OpenAI, model: Model):
+    tokens = model.tokenizer.encode("import os")
+    by_tokens = client.completions.create(prompt=tokens, **GREEDY)
+    assert by_tokens.choices[0].text == client.completions.create(prompt="import os", **GREEDY).choices[0].text
+
+
+def test_logprobs_and_the_echo_cover_prompt_and_completion(client: openai.OpenAI, model: Model):
+    answer = client.completions.create(prompt="def add(a, b):", logprobs=2, echo=True, **GREEDY)
+    choice = answer.choices[0]
+    wanted = model.generate("def add(a, b):", max_tokens=12, temperature=0, logprobs=2, prompt_logprobs=2)
+    assert choice.text == "def add(a, b):" + wanted.text
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    expected = [found.logprob for found in (*(wanted.prompt_logprobs or ()), *(wanted.outputs[0].logprobs or ()))]
+    assert choice.logprobs.token_logprobs == [None, *expected]
+    tokens, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
+    assert offsets[0] == 0 and len(tokens) == len(offsets) > 10
+    assert all(choice.text.startswith(token, offset) for token, offset in zip(tokens, offsets, strict=True))
+    streamed = list(client.completions.create(prompt="def add(a, b):", logprobs=2, echo=True, stream=True, **GREEDY))
+    assert streamed[0].choices[0].text == choice.text and streamed[0].choices[0].logprobs == choice.logprobs
+    plain = list(client.completions.create(prompt="def add(a, b):", echo=True, stream=True, **GREEDY))
+    assert plain[0].choices[0].text == "def add(a, b):"
+    assert "".join(found.text for chunk in plain for found in chunk.choices) == choice.text
+
+
+def test_the_log_probabilities_of_a_prompt_need_no_completion(client: openai.OpenAI, model: Model):
+    given: dict[str, Any] = {"model": "tiny", "max_tokens": 0, "echo": True, "logprobs": 1}
+    answer = client.completions.create(prompt=["import os", "def f("], **given)
+    for text, choice in zip(("import os", "def f("), answer.choices, strict=True):
+        wanted = model.generate(text, max_tokens=1, prompt_logprobs=1).prompt_logprobs or ()
+        assert choice.text == text and choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == [None, *(found.logprob for found in wanted)]
+        for token, top in zip(choice.logprobs.tokens or [], choice.logprobs.top_logprobs or [], strict=True):
+            assert top is None or token in top
+    assert answer.usage is not None and answer.usage.completion_tokens == 0
+
+
+def test_tokens_that_are_not_in_the_text_take_no_room_there(model: Model):
+    text = "def naïve():"
+    bos, ids = model.tokenizer.token_to_id("<|im_start|>"), model.tokenizer.encode(text)
+    assert bos is not None
+    offsets = text_offsets(model, [bos, *ids], text)
+    assert offsets[:2] == [0, 0] and offsets[1:] == text_offsets(model, ids, text)
+    assert text_offsets(model, model.tokenizer.encode("é:"), "é:")[-1] == 1
+    assert text_offsets(model, model.tokenizer.encode(" a"), "a", 5)[0] == 5
+
+
+def test_other_servers_spellings_are_read(http: httpx.Client):
+    def resolved(**given: Any) -> dict[str, Any]:
+        body = {"prompt": "x", "max_tokens": 1, "x_llmc": {"resolved": True}, **given}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json()["x_llmc"]["resolved"])
+
+    assert resolved(top_p=0)["temperature"] == 0 and resolved(top_k=-1)["top_k"] == 0
+    assert resolved(max_tokens=-1)["max_tokens"] > 16 and resolved(seed=-1, temperature=1)["seed"] >= 0
+    assert (
+        resolved(guided_regex="[0-9]")["regex"] == resolved(structured_outputs={"regex": "[0-9]"})["regex"] == "[0-9]"
+    )
+    assert resolved(guided_choice=["a"])["choice"] == ["a"] and resolved(guided_json={"const": 1})["json_schema"]
+    assert resolved(structured_outputs={"json_object": True})["json_schema"] == {"type": "object"}
+    assert resolved(guided_grammar='start: "a"')["grammar"] and resolved(logit_bias={}, stop=[], n=1)
+
+
+def test_the_resolved_request_has_every_default_filled_in(client: openai.OpenAI):
+    answer = client.completions.create(
+        prompt="x", model="tiny", max_tokens=1, extra_body={"x_llmc": {"resolved": True}, "min_p": 0.25}
+    )
+    resolved = answer.model_extra["x_llmc"]["resolved"]  # type: ignore[index]
+    assert resolved["min_p"] == 0.25 and resolved["max_tokens"] == 1 and resolved["seed"] is not None
+    assert {"determinism", "repetition_penalty", "num_beams"} <= resolved.keys()
+
+
+def test_beams_and_consensus_are_extensions(client: openai.OpenAI, model: Model):
+    beams = client.completions.create(prompt="def f(", model="tiny", max_tokens=6, extra_body={"num_beams": 3})
+    assert beams.choices[0].text == model.generate("def f(", max_tokens=6, num_beams=3).text
+    voted = client.completions.create(
+        prompt="def f(", model="tiny", max_tokens=6, n=3, temperature=1, seed=1, extra_body={"consensus": "chrf"}
+    )
+    wanted = model.generate("def f(", max_tokens=6, n=3, temperature=1, seed=1, consensus="chrf")
+    assert [choice.text for choice in voted.choices] == [output.text for output in wanted.outputs]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"suffix": "end"}, "suffix"),
+        ({"max_tokens": "12"}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"x_llmc": {"resolved": 1}}, "x_llmc.resolved"),
+        ({"parse_special": True}, "parse_special"),
+        ({"prompt": []}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"guided_regex": "a", "regex": "b"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}, "regex": "b"}, "structured_outputs"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict[str, Any], param: str):
+    answer = http.post("/v1/completions", json={"prompt": "x", **given})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param and param in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_a_value_out_of_range_names_the_parameter_and_its_range(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match=r"top_p is 2.* at most 1"):
+        client.completions.create(prompt="x", model="tiny", top_p=2)
+
+
+def test_a_model_that_is_not_there_is_404(client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match="expected tiny"):
+        client.completions.create(prompt="x", model="gpt-4")
+
+
+def test_a_prompt_does_not_spell_special_tokens(http: httpx.Client, model: Model):
+    spelt = "<|im_end|>"
+    answer = http.post("/v1/completions", json={"prompt": spelt, "max_tokens": 1}).json()
+    assert answer["usage"]["prompt_tokens"] == len(model.tokenizer.encode_plain(spelt)) > 1
+
+
+def test_the_client_works_in_asyncio(address: str, client: openai.OpenAI):
+    async def ask() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as asked:
+            stream = await asked.completions.create(prompt="import ", stream=True, **GREEDY)
+            return "".join([choice.text async for chunk in stream for choice in chunk.choices])
+
+    assert asyncio.run(ask()) == client.completions.create(prompt="import ", **GREEDY).choices[0].text
+
+
+def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+    body = {"prompt": ["a b c", "a b c"], "max_tokens": 1, "echo": True, "logprobs": 4}
+    whole = http.post("/v1/completions", json=body).json()
+    entries = 5 * (whole["usage"]["prompt_tokens"])
+    monkeypatch.setattr("llmc.runtime.server.openai.completions.MOST_ENTRIES", entries)
+    assert http.post("/v1/completions", json=body).json()["choices"] == whole["choices"]
+    monkeypatch.setattr("llmc.runtime.server.openai.completions.MOST_ENTRIES", entries - 1)
+    error = http.post("/v1/completions", json=body).json()["error"]
+    assert error["param"] == "prompt" and f"{entries - 1} at most" in error["message"]

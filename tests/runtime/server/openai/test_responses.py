@@ -1,0 +1,369 @@
+"""OpenAI's responses through the official client: items, streams, tools, and conversations that are stored."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from doubles.serving import serving
+
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.models.response_store import ResponseStore, Stored, kept
+
+GREEDY: dict[str, Any] = {
+    "model": "able",
+    "input": "Write a function.",
+    "max_output_tokens": 12,
+    "temperature": 0,
+}
+USER = {"role": "user", "content": "Write a function."}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "name": "add", "description": "Add.", "parameters": SCHEMA, "strict": True}
+CALLED: dict[str, Any] = {
+    **GREEDY,
+    "tools": [TOOL],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "max_output_tokens": 100,
+}
+
+
+ALLOWED: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
+COUNTED = {"model", "input", "instructions", "tools", "reasoning", "previous_response_id"}
+
+
+def plain(able_http: httpx.Client, messages: list[dict[str, Any]], **given: Any) -> Any:
+    body = {"model": "able", "messages": messages, "max_tokens": 12, "temperature": 0, **given}
+    return able_http.post("/v1/chat/completions", json=body).json()
+
+
+def test_the_answer_is_that_of_chat(able_openai: openai.OpenAI, able_http: httpx.Client):
+    answer = able_openai.responses.create(instructions="Be brief.", metadata={"a": "b"}, **GREEDY)
+    wanted = plain(able_http, [{"role": "system", "content": "Be brief."}, USER])
+    assert answer.output_text == wanted["choices"][0]["message"]["content"]
+    assert answer.status == "incomplete" and answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage is not None and answer.usage.total_tokens == wanted["usage"]["total_tokens"]
+    assert answer.metadata == {"a": "b"} and answer.instructions == "Be brief." and answer.temperature == 0
+
+
+def test_a_stream_has_every_event_and_joins_to_the_whole(able_openai: openai.OpenAI):
+    whole = able_openai.responses.create(**GREEDY)
+    events = list(able_openai.responses.create(stream=True, **GREEDY))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events if event.type != "response.output_text.delta"] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text == events[-1].response.output_text
+    assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_the_clients_helper_reads_the_stream(able_openai: openai.OpenAI):
+    form = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer", "minimum": 1, "maximum": 9}}}
+    with able_openai.responses.stream(**{**GREEDY, "max_output_tokens": 40}, text=form) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_response()
+    assert final.status == "completed" and json.loads(final.output_text) in range(1, 10)
+
+
+def test_thoughts_are_an_item_of_their_own(able_openai: openai.OpenAI):
+    given = {**GREEDY, "reasoning": {"effort": "minimal"}, "max_output_tokens": 160}
+    answer = able_openai.responses.create(**given)
+    assert answer.output[0].type == "reasoning" and answer.usage is not None
+    text = answer.output[0].content[0].text
+    assert 0 < answer.usage.output_tokens_details.reasoning_tokens <= 128
+    events = list(able_openai.responses.create(stream=True, **given))
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == text
+    assert [item.type for item in events[-1].response.output] == [item.type for item in answer.output]
+
+
+def test_a_call_follows_its_schema_and_is_streamed(able_openai: openai.OpenAI):
+    answer = able_openai.responses.create(**CALLED)
+    call = answer.output[-1]
+    assert answer.status == "completed" and call.type == "function_call" and call.name == "add"
+    assert json.loads(call.arguments)["a"] in range(10)
+    events = list(able_openai.responses.create(stream=True, **CALLED))
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert [event.arguments for event in done] == [item.arguments for item in answer.output if hasattr(item, "call_id")]
+    assert "".join(deltas) == "".join(event.arguments for event in done)
+
+
+def test_a_conversation_goes_on_with_items(able_openai: openai.OpenAI, able_http: httpx.Client):
+    """What the client was given, it gives back as it is."""
+    asked = able_openai.responses.create(**CALLED)
+    call = asked.output[-1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+    answer = able_openai.responses.create(
+        **{**GREEDY, "input": [USER, *asked.output, result], "tools": [TOOL], "store": False}
+    )
+    follows = able_openai.responses.create(
+        **{**GREEDY, "input": [result], "tools": [TOOL], "previous_response_id": asked.id}
+    )
+    function = {"name": "add", "arguments": call.arguments}
+    told = [
+        USER,
+        {
+            "role": "assistant",
+            "content": asked.output_text,
+            "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call.call_id, "content": "3"},
+    ]
+    tool = {name: TOOL[name] for name in ("name", "description", "parameters")}
+    wanted = plain(able_http, told, tools=[{"type": "function", "function": tool}])
+    for found in (answer, follows):
+        assert found.output_text == wanted["choices"][0]["message"]["content"]
+        assert found.usage is not None and found.usage.input_tokens == wanted["usage"]["prompt_tokens"]
+
+
+def test_a_stored_conversation_goes_on_and_can_be_read_and_deleted(able_openai: openai.OpenAI):
+    first = able_openai.responses.create(**GREEDY)
+    second = able_openai.responses.create(**{**GREEDY, "input": "Go on.", "previous_response_id": first.id})
+    turns: Any = [USER, *first.output, {"role": "user", "content": [{"type": "input_text", "text": "Go on."}]}]
+    by_hand = able_openai.responses.create(**{**GREEDY, "input": turns, "store": False})
+    assert second.output_text == by_hand.output_text and second.usage and by_hand.usage
+    assert second.usage.input_tokens == by_hand.usage.input_tokens
+    assert able_openai.responses.retrieve(second.id) == second
+    items = able_openai.responses.input_items.list(second.id, order="asc", limit=2)
+    assert [item.role for item in items] == ["user", "assistant", "user"]  # over two pages
+    able_openai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match=first.id):
+        able_openai.responses.create(**{**GREEDY, "previous_response_id": second.id})
+    for gone in (first.id, by_hand.id):
+        with pytest.raises(openai.NotFoundError, match="is stored"):
+            able_openai.responses.retrieve(gone)
+
+
+def test_logprobs_are_those_of_the_text(able_openai: openai.OpenAI):
+    answer = able_openai.responses.create(include=["message.output_text.logprobs"], top_logprobs=2, **GREEDY)
+    part = answer.output[0].content[0]
+    assert b"".join(bytes(token.bytes) for token in part.logprobs).decode().startswith(part.text)
+    assert all(len(token.top_logprobs) == 2 for token in part.logprobs)
+
+
+def test_truncation_drops_what_does_not_fit(able_openai: openai.OpenAI):
+    long = {**GREEDY, "input": "word " * 5000}
+    with pytest.raises(openai.BadRequestError, match="context"):
+        able_openai.responses.create(**long)
+    assert able_openai.responses.create(truncation="auto", **long).output_text
+
+
+async def _texts(url: str) -> tuple[str, str]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        whole = await client.responses.create(**GREEDY)
+        stream = await client.responses.create(stream=True, **GREEDY)
+        return whole.output_text, "".join([event.delta async for event in stream if "text.delta" in event.type])
+
+
+def test_the_asynchronous_client_answers_the_same(able_address: str, able_openai: openai.OpenAI):
+    wanted = able_openai.responses.create(**GREEDY).output_text
+    assert asyncio.run(_texts(able_address)) == (wanted, wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "x"}}, "prompt"),
+        ({"conversation": "x"}, "conversation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"truncation": "auto", "on_overflow": "sink"}, "on_overflow"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        (
+            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "function", "name": "x"}]}},
+            "tool_choice.tools",
+        ),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
+        ({"safety_identifier": "x" * 257}, "safety_identifier"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(able_http: httpx.Client, given: dict[str, Any], param: str):
+    answer = able_http.post("/v1/responses", json={"model": "able", "input": "a", **given})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["param"] == param
+
+
+def test_what_changes_no_answer_is_accepted_and_named(able_http: httpx.Client):
+    given = {
+        "service_tier": "flex",
+        "stream_options": {"include_obfuscation": True},
+        "max_tool_calls": 3,
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+    }
+    answer = able_http.post("/v1/responses", json={**GREEDY, **given})
+    named = set(answer.headers["x-llmc-ignored"].split(", "))
+    assert answer.status_code == 200
+    assert named == {*given, "summary", "include.reasoning.encrypted_content"} - {"reasoning", "include"}
+    without = able_http.post("/v1/responses", json={**GREEDY, "include": given["include"]})
+    assert [item["content"] for item in answer.json()["output"]] == [
+        item["content"] for item in without.json()["output"]
+    ]
+
+
+def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_openai: openai.OpenAI):
+    short = able_openai.responses.create(**GREEDY, text={"verbosity": "low"})
+    plain = able_openai.responses.create(**GREEDY)
+    assert short.text and short.text.verbosity == "low" and plain.text and plain.text.verbosity == "medium"
+    assert short.usage and plain.usage and short.usage.input_tokens > plain.usage.input_tokens
+
+
+def test_errors_are_those_of_the_client(able_openai: openai.OpenAI, able_http: httpx.Client):
+    with pytest.raises(openai.NotFoundError, match="'none' is not here"):
+        able_openai.responses.create(model="none", input="a")
+    with pytest.raises(openai.BadRequestError, match="embeds texts"):
+        able_openai.responses.create(model="embed", input="a")
+    assert able_http.get("/v1/responses/resp-1?stream=true&include=all").status_code == 400
+
+
+def test_a_failure_amid_a_stream_is_its_last_event(able_openai: openai.OpenAI):
+    given = {**GREEDY, "max_output_tokens": 400, "extra_body": {"deadline_s": 0.05, "ignore_eos": True}}
+    last = list(able_openai.responses.create(stream=True, **given))[-1]
+    assert last.type == "response.failed" and "deadline" in last.response.error.message
+    with pytest.raises(openai.InternalServerError, match="deadline"):
+        able_openai.responses.create(**given)
+
+
+def test_a_server_that_keeps_nothing_says_so(tiny_bundle: Path):
+    with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1, response_store_entries=0)) as url:
+        body = {"input": "a", "max_output_tokens": 2}
+        assert httpx.post(f"{url}/v1/responses", json=body).json()["store"] is False
+        refused = httpx.post(f"{url}/v1/responses", json={**body, "store": True})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "store"
+
+
+# ------------------------------------------------------------------------------------------------------------ the store
+
+
+def named(name: str, previous: str | None = None, text: str = "") -> tuple[str, Stored]:
+    return name, kept(previous, [{"text": f"{name}?"}], {"id": name, "output": [{"text": f"{name}!{text}"}]}, [])
+
+
+def texts(store: ResponseStore, owner: str | None, name: str) -> list[str]:
+    return [item["text"] for item in store.conversation(owner, name)]
+
+
+def test_a_conversation_is_its_turns_in_order():
+    store = ResponseStore(10, 10_000)
+    store.put(None, *named("a"))
+    store.put(None, *named("b", "a"))
+    assert texts(store, None, "b") == ["a?", "a!", "b?", "b!"]
+
+
+def test_no_key_sees_what_another_one_stored():
+    store = ResponseStore(10, 10_000)
+    store.put("one", *named("a"))
+    for other in ("two", None):
+        with pytest.raises(ApiError, match="no response 'a' is stored"):
+            store.get(other, "a")
+        with pytest.raises(ApiError, match="no response 'a' is stored"):
+            store.delete(other, "a")
+    assert texts(store, "one", "a") == ["a?", "a!"]
+
+
+def test_what_was_used_longest_ago_makes_room_and_conversations_stay_whole():
+    store = ResponseStore(3, 10_000)
+    store.put(None, *named("a"))
+    store.put(None, *named("b"))
+    store.put(None, *named("c", "a"))
+    store.put(None, *named("d"))  # b leaves, though a is older: c goes on from it
+    assert texts(store, None, "c") == ["a?", "a!", "c?", "c!"]
+    with pytest.raises(ApiError):
+        store.get(None, "b")
+
+
+def test_what_is_kept_is_read_as_it_was_sent_without_being_parsed(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+    sent = http.post("/v1/responses", json={"input": "a", "max_output_tokens": 4, "top_logprobs": 2})
+    monkeypatch.setattr("llmc.runtime.server.openai.responses.read", lambda kept: pytest.fail("it was parsed"))
+    assert http.get(f"/v1/responses/{sent.json()['id']}").content == sent.content
+
+
+def test_bytes_are_bounded_too():
+    store = ResponseStore(1000, 1000)
+    for number in range(50):
+        store.put(None, *named(str(number), text="x" * 100))
+        assert store.bytes <= 1000
+    assert 1 < len(store) < 10
+    store.put(None, *named("large", text="x" * 2000))
+    with pytest.raises(ApiError):
+        store.get(None, "large")
+    while len(store):
+        store.delete(None, str(50 - len(store)))
+    assert store.bytes == 0
+
+
+class TestStored:
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+            {"reasoning": {"effort": "minimal"}, "max_output_tokens": 160},
+            {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 100},
+        ],
+        ids=["text", "reasoning", "calls"],
+    )
+    def test_streams_the_events_again_from_any_of_them_on(self, able_openai: openai.OpenAI, given: dict[str, Any]):
+        """As they came: each with its number, so that who lost the connection goes on where it was."""
+        first = [event.to_dict() for event in able_openai.responses.create(stream=True, **{**GREEDY, **given})]
+        name = first[0]["response"]["id"]
+        again = [event.to_dict() for event in able_openai.responses.retrieve(name, stream=True)]
+        assert len(again) > 5 and again[2:] == first[2:]
+        for begun, before in zip(again[:2], first[:2], strict=True):
+            resolved = {"temperature", "top_p"}  # told at the end
+            assert begun["type"] == before["type"] and begun["sequence_number"] == before["sequence_number"]
+            assert {**begun["response"], **dict.fromkeys(resolved)} == {**before["response"], **dict.fromkeys(resolved)}
+        for known in (0, 4, len(first) - 1):
+            rest = able_openai.responses.retrieve(name, stream=True, starting_after=known)
+            assert [event.to_dict() for event in rest] == again[known + 1 :]
+
+    def test_refuses_what_is_no_parameter(self, able_http: httpx.Client, able_openai: openai.OpenAI):
+        name = able_openai.responses.create(**GREEDY).id
+        for query, said in [
+            ("starting_after=1", "starting_after is given without stream"),
+            ("stream=true&starting_after=-1", "starting_after"),
+            ("stream=true&include_obfuscation=true", "include_obfuscation is not a parameter"),
+        ]:
+            answer = able_http.get(f"/v1/responses/{name}?{query}")
+            assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_input_tokens_are_those_that_the_request_would_have(able_openai: openai.OpenAI):
+    given: dict[str, Any] = {"instructions": "Be brief.", "tools": [TOOL], "reasoning": {"effort": "low"}}
+    first = able_openai.responses.create(**GREEDY, **given)
+    for more in ({}, {"previous_response_id": first.id}):
+        asked = {name: value for name, value in {**GREEDY, **given, **more}.items() if name in COUNTED}
+        count = able_openai.responses.input_tokens.count(**asked)
+        assert count.object == "response.input_tokens"
+        assert count.input_tokens == able_openai.responses.create(**GREEDY, **given, **more).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="personality is not a parameter"):
+        able_openai.responses.input_tokens.count(model="able", input="a", personality="friendly")
