@@ -39,64 +39,60 @@ def test_shards_are_read_through_their_index(checkpoint):
 # ------------------------------------------------------------------------------------------------ files of the folder
 
 
+def gone(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def holding(name: str, data: bytes):
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def renamed(name: str, to: str):
+    return lambda folder: (folder / name).rename(folder / to)
+
+
+WEIGHTS = "model.safetensors"
+FILES = {
+    "no config": (gone("config.json"), ["no config.json", "expected a Hugging Face checkpoint folder"]),
+    "no tokenizer": (gone("tokenizer.json"), ["no tokenizer.json", "AutoTokenizer", "save_pretrained"]),
+    "no weights": (gone(WEIGHTS), ["neither model.safetensors nor model.safetensors.index.json"]),
+    "pickled weights": (
+        renamed(WEIGHTS, "pytorch_model.bin"),
+        ["pytorch_model.bin", "can run code when opened", "AutoModelForCausalLM", "save_pretrained"],
+    ),
+    "a corrupt tokenizer": (holding("tokenizer.json", b"{"), ["tokenizer.json cannot be read as JSON"]),
+    "an export": (holding("export.json", b"{}"), ["is an export already", "llmc build"]),
+    "no safetensors file": (
+        holding(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"),
+        ["truncated or no safetensors file", "43 bytes"],
+    ),
+    "a truncated config": (holding("config.json", b'{"a": "b"'), ["config.json cannot be read as JSON", "line 1"]),
+    "a list for a config": (holding("config.json", b"[1, 2]"), ["holds a JSON list", "expected an object"]),
+    "a config that is no UTF-8": (holding("config.json", b"\xff"), ["config.json cannot be read as JSON"]),
+    "an adapter beside it": (
+        holding("adapter_config.json", b"{}"),
+        ["adapter_config.json belongs to an adapter, which llmc would leave out; merge it"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_that_is_no_whole_checkpoint_is_refused(checkpoint, name):
+    spoil, words = FILES[name]
+    spoil(checkpoint.folder)
+    refuses(checkpoint, *words)
+
+
 def test_a_missing_folder_is_named(checkpoint):
     checkpoint.folder = checkpoint.folder / "nowhere"
     refuses(checkpoint, "nowhere is no folder", "local Hugging Face checkpoint folder")
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_an_adapter_is_never_left_out(checkpoint, alone):
+def test_an_adapter_alone_is_no_model(checkpoint):
     (checkpoint.folder / "adapter_config.json").write_text("{}")
-    if not alone:
-        return refuses(checkpoint, "adapter_config.json belongs to an adapter, which llmc would leave out; merge it")
     (checkpoint.folder / "config.json").unlink()
-    (checkpoint.folder / "model.safetensors").rename(checkpoint.folder / "adapter_model.safetensors")
-    return refuses(checkpoint, "is an adapter (adapter_config.json) and no whole model; merge it into its base model")
-
-
-def test_a_missing_config_is_named(checkpoint):
-    (checkpoint.folder / "config.json").unlink()
-    refuses(checkpoint, "no config.json", "expected a Hugging Face checkpoint folder")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"model_type": "llama"', ["config.json cannot be read as JSON", "line 1"]),
-        ("[1, 2]", ["config.json holds a JSON list", "expected an object"]),
-        ("\xff", ["config.json cannot be read as JSON"]),
-        ("[" * 100_000, ["config.json cannot be read as JSON"]),
-    ],
-    ids=["truncated", "a list", "not UTF-8", "nested without end"],
-)
-def test_a_corrupt_config_is_named(checkpoint, text, words):
-    (checkpoint.folder / "config.json").write_bytes(text.encode("latin-1"))
-    refuses(checkpoint, *words)
-
-
-def test_a_missing_tokenizer_comes_with_the_command_that_makes_one(checkpoint):
-    (checkpoint.folder / "tokenizer.json").unlink()
-    refuses(checkpoint, "no tokenizer.json", "AutoTokenizer", "save_pretrained")
-
-
-def test_a_corrupt_tokenizer_is_named(checkpoint):
-    (checkpoint.folder / "tokenizer.json").write_text("{")
-    refuses(checkpoint, "tokenizer.json cannot be read as JSON")
-
-
-def test_pickled_weights_are_refused_with_the_command_that_converts_them(checkpoint):
-    (checkpoint.folder / "model.safetensors").rename(checkpoint.folder / "pytorch_model.bin")
-    refuses(checkpoint, "pytorch_model.bin", "can run code when opened", "AutoModelForCausalLM", "save_pretrained")
-
-
-def test_a_folder_without_weights_is_named(checkpoint):
-    (checkpoint.folder / "model.safetensors").unlink()
-    refuses(checkpoint, "neither model.safetensors nor model.safetensors.index.json")
-
-
-def test_an_export_is_no_checkpoint(checkpoint):
-    (checkpoint.folder / "export.json").write_text("{}")
-    refuses(checkpoint, "is an export already", "llmc build")
+    (checkpoint.folder / WEIGHTS).rename(checkpoint.folder / "adapter_model.safetensors")
+    refuses(checkpoint, "is an adapter (adapter_config.json) and no whole model; merge it into its base model")
 
 
 # ------------------------------------------------------------------------------------------------ shards
@@ -121,11 +117,6 @@ def test_bytes_after_the_last_tensor_are_noticed(checkpoint):
     refuses(checkpoint, "model.safetensors is corrupt", "its header says")
 
 
-def test_a_file_that_is_no_safetensors_file_is_named(checkpoint):
-    (checkpoint.folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    refuses(checkpoint, "truncated or no safetensors file", "43 bytes")
-
-
 def write_header(checkpoint, header: bytes, data: bytes = b"") -> None:
     (checkpoint.folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
 
@@ -136,9 +127,7 @@ def write_header(checkpoint, header: bytes, data: bytes = b"") -> None:
         (b"{", ["corrupt safetensors header"]),
         (b"[]", ["corrupt safetensors header", "no JSON object"]),
         (b'{"a": 1}', ["entry for a is corrupt"]),
-        (b'{"a": {"dtype": "F32", "shape": [1]}}', ["entry for a is corrupt"]),
         (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', ["entry for a is corrupt"]),
-        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}', ["entry for a is corrupt"]),
         (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', ["a takes 4 bytes", "F32 [2] needs 8"]),
         (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', ["overlap or leave gaps"]),
         (b'{"a": {"dtype": "I16", "shape": [2], "data_offsets": [0, 4]}}', ["a has dtype I16", "F32, F16, BF16"]),
@@ -161,7 +150,7 @@ def test_a_corrupt_index_is_named(checkpoint, text):
     refuses(checkpoint, "model.safetensors.index.json is corrupt", "no weight_map")
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", 3, "decoder.onnx", "config.json"])
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", 3, "config.json"])
 def test_an_index_that_leads_out_of_the_folder_is_refused(checkpoint, file):
     checkpoint.split()
     checkpoint.write_index({"model.norm.weight": file})
@@ -180,28 +169,25 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(checkpoint):
 # ------------------------------------------------------------------------------------------------ tensors
 
 
-def test_a_missing_tensor_is_named(checkpoint):
-    del checkpoint.tensors["model.layers.0.mlp.up_proj.weight"]
+UP, BIAS = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
+TENSORS = {
+    "missing": ({UP: None}, [f"tensor {UP} is missing", "the 12 tensors of a llama decoder"]),
+    "no head": ({"lm_head.weight": None}, ["tensor lm_head.weight is missing", "tie_word_embeddings=false"]),
+    "unused": ({BIAS: np.zeros(8, np.float32)}, [f"tensor {BIAS} [8] is unused", "changes the result"]),
+    "another shape": (
+        {"model.norm.weight": np.zeros(9, np.float32)},
+        ["model.norm.weight has shape [9]", "config.json asks for [8]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_do_not_fit_the_config_are_named(checkpoint, name):
+    changes, words = TENSORS[name]
+    tensors = {**checkpoint.tensors, **changes}
+    checkpoint.tensors = {own: array for own, array in tensors.items() if array is not None}
     checkpoint.write_weights()
-    refuses(checkpoint, "tensor model.layers.0.mlp.up_proj.weight is missing", "the 12 tensors of a llama decoder")
-
-
-def test_an_untied_checkpoint_needs_its_head(checkpoint):
-    del checkpoint.tensors["lm_head.weight"]
-    checkpoint.write_weights()
-    refuses(checkpoint, "tensor lm_head.weight is missing", "tie_word_embeddings=false")
-
-
-def test_an_unused_tensor_is_named(checkpoint):
-    checkpoint.tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(8, np.float32)
-    checkpoint.write_weights()
-    refuses(checkpoint, "tensor model.layers.0.self_attn.q_proj.bias [8] is unused", "changes the result")
-
-
-def test_a_tensor_of_another_shape_is_named(checkpoint):
-    checkpoint.tensors["model.norm.weight"] = np.zeros(9, np.float32)
-    checkpoint.write_weights()
-    refuses(checkpoint, "model.norm.weight has shape [9]", "config.json asks for [8]")
+    refuses(checkpoint, *words)
 
 
 def test_stored_rotary_frequencies_are_ignored(checkpoint):
@@ -250,9 +236,7 @@ def test_a_default_that_is_not_supported_is_noted(checkpoint):
     ("values", "words"),
     [
         ({"eos_token_id": 16}, ["eos_token_id=16", "below vocab_size=16"]),
-        ({"eos_token_id": "2"}, ["eos_token_id='2'", "a token id"]),
         ({"temperature": -1}, ["temperature=-1", "a number from 0"]),
-        ({"top_p": 2}, ["top_p=2", "to 1"]),
         ({"top_p": 0}, ["top_p=0", "from 1e-09 to 1"]),
         ({"top_k": 1.5}, ["top_k=1.5", "whole number"]),
         ({"do_sample": "yes"}, ["do_sample='yes'", "true or false"]),

@@ -8,76 +8,51 @@ import pytest
 
 from llmc.errors import CheckpointError
 from llmc.export.blocks.rope import inverse_frequencies
-from llmc.export.config import AttentionConfig, DecoderConfig, Rope, parameter_shapes
+from llmc.export.config import AttentionConfig, DecoderConfig, Rope
 from llmc.export.families import FAMILIES, read_config
 from llmc.export.keys import Keys
 
-# config.json as published on the Hugging Face hub, and the number of parameters that its model card or index states.
+# What decides in config.json of published models; whole files are read in test_published.py.
+COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-06}
 QWEN25_05B = {
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
-    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
-    "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads": 14,
-    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.43.1",
-    "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+    **COMMON, "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 21,
+    "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False,
+    "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
 QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
-    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
-    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
-    "vocab_size": 151936,
+    **COMMON, "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
+    "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+    "num_key_value_heads": 8, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
 LLAMA32_1B = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
-    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
-    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
-    "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    **COMMON, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_size": 2048,
+    "intermediate_size": 8192, "max_position_embeddings": 131072, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 16, "num_key_value_heads": 8,
     "rope_scaling": {
         "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     },
-    "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.45.0",
-    "use_cache": True, "vocab_size": 128256,
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
 }  # fmt: skip
 LLAMA2_7B = {
-    "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
-    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
-    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
-    "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
+    **COMMON, "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 4096, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 32000,
 }  # fmt: skip
 MISTRAL_7B = {
-    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
-SMOLLM2_135M = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
-    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
-    "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False,
-    "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
-    "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None,
-    "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
-    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
+    **LLAMA2_7B, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+    "num_key_value_heads": 8, "rope_theta": 10000.0, "sliding_window": 4096,
 }  # fmt: skip
 SMOLLM3 = {
-    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536,
+    **COMMON, "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536,
     "model_type": "smollm3", "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "vocab_size": 128256,
+    "rope_theta": 5000000.0, "vocab_size": 128256,
 }  # fmt: skip
 PHI3_MINI = {
-    "attention_bias": False, "embd_pdrop": 0.0, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
-    "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
-    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
-    "vocab_size": 32064,
+    **LLAMA2_7B, "hidden_size": 3072, "intermediate_size": 8192, "model_type": "phi3", "attention_bias": False,
+    "original_max_position_embeddings": 4096, "rope_theta": 10000.0, "sliding_window": 2047, "vocab_size": 32064,
 }  # fmt: skip
 # As the cards of Qwen2.5 and Qwen3 tell to add it.
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -87,14 +62,7 @@ LONGROPE = {
     "short_factor": [1 + i / 64 for i in range(64)],
     "long_factor": [1 + i for i in range(64)],
 }
-REAL = {
-    "Qwen2.5-0.5B-Instruct": (QWEN25_05B, 494_032_768),
-    "Qwen3-0.6B": (QWEN3_06B, 596_049_920),
-    "Llama-3.2-1B": (LLAMA32_1B, 1_235_814_400),
-    "Llama-2-7b": (LLAMA2_7B, 6_738_415_616),
-    "Mistral-7B-v0.1": (MISTRAL_7B, 7_241_732_096),
-    "SmolLM2-135M": (SMOLLM2_135M, 134_515_008),
-}
+REAL = [QWEN25_05B, QWEN3_06B, LLAMA32_1B, LLAMA2_7B, MISTRAL_7B]
 
 
 def read(values: dict[str, Any], **changes: Any) -> DecoderConfig:
@@ -112,17 +80,6 @@ def windows(values: dict[str, Any], **changes: Any) -> tuple[int, ...]:
 
 def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_real_configs_give_the_published_number_of_parameters(name):
-    values, parameters = REAL[name]
-    assert sum(int(np.prod(shape)) for shape in parameter_shapes(read(values)).values()) == parameters
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_real_configs_give_the_frequencies_of_transformers(name):
-    assert_frequencies_equal(REAL[name][0])
 
 
 @pytest.mark.parametrize(
@@ -174,11 +131,10 @@ def test_frequency_tolerance_can_fail():
         np.testing.assert_allclose(inverse_frequencies(other), inverse_frequencies(rope), rtol=FREQUENCY_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_what_transformers_saves_again_is_read_the_same(name):
+@pytest.mark.parametrize("values", REAL, ids=lambda values: values["model_type"])
+def test_what_transformers_saves_again_is_read_the_same(values):
     from transformers import AutoConfig
 
-    values = REAL[name][0]
     saved = AutoConfig.for_model(**values).to_dict()
     assert read(saved) == read(values)
 
@@ -219,16 +175,6 @@ def test_absent_keys_mean_what_transformers_takes_them_for():
     assert attention(without(QWEN3_06B, "head_dim")).head_dim == 128
     assert read(without(LLAMA32_1B, "rope_theta", "rope_scaling")).ropes == (Rope(64, 10000.0),)
     assert not read(without(LLAMA32_1B, "tie_word_embeddings")).tied_head
-
-
-def test_what_transformers_does_not_read_either_is_of_no_matter():
-    """Slices of a product that is computed in one piece: the sizes of the pretraining cluster."""
-    assert read(LLAMA2_7B, pretraining_tp=2) == read(LLAMA2_7B)
-
-
-@pytest.mark.parametrize("head_dim", [100, 120])
-def test_head_sizes_that_no_power_of_two_divides_are_read(head_dim):
-    assert attention(LLAMA2_7B, head_dim=head_dim).head_dim == head_dim
 
 
 @pytest.mark.parametrize(
@@ -272,14 +218,12 @@ def test_longrope_of_short_texts_is_had_by_fewer_positions_as_the_note_says():
 def test_windowed_layers_may_have_a_rope_of_their_own():
     """Gemma 3 as it was published first, and as transformers 5 saves it; olmo3 has one base for both kinds."""
     first = {
-        "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None, "bos_token_id": 2,
-        "cache_implementation": "hybrid", "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "initializer_range": 0.02,
-        "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
-        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
-        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
-        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "use_cache": True,
-        "vocab_size": 262144,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
+        "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "vocab_size": 262144,
     }  # fmt: skip
     found = read(first, rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert found.ropes == (Rope(256, 1e6, "linear", 8.0), Rope(256, 1e4))
@@ -383,7 +327,6 @@ def test_a_part_of_each_head_may_be_rotated():
 WRONG_TYPES = ["sliding_attention"] * 24
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (LLAMA2_7B, {"model_type": "bloom"}, ["model_type='bloom'", f"expected one of {', '.join(FAMILIES)}"]),
-    (LLAMA2_7B, {"model_type": ["llama"]}, ["model_type=['llama']", "expected one of"]),
     (LLAMA2_7B, {"hidden_act": "xielu"}, ["hidden_act='xielu'", "expected one of silu, gelu"]),
     (LLAMA2_7B, {"attention_multiplier": 0.5}, ["attention_multiplier=0.5", "not known to llmc"]),
     (LLAMA2_7B, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "expected 1"]),
@@ -417,10 +360,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ),
     (PHI3_MINI, {"attention_bias": True}, ["attention_bias=True", "expected false"]),
     (SMOLLM3, {"no_rope_layers": [1, 0]}, ["no_rope_layers=[1, 0]", "36 entries, each 1 (rotates) or 0"]),
-    (LLAMA2_7B, {"rope_scaling": {"type": "linear"}}, ["rope_scaling: factor is missing", "a number from"]),
     (LLAMA2_7B, {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, ["rope_scaling: beta=1", "not known"]),
     (LLAMA2_7B, {"rope_scaling": "linear"}, ["rope_scaling='linear'", "an object"]),
-    (LLAMA2_7B, {"rope_parameters": {"full_attention": {}}}, ["full_attention={}", "not known"]),
     (
         LLAMA32_1B,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
@@ -439,16 +380,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (LLAMA2_7B, {"num_key_value_heads": 5}, ["num_key_value_heads=5", "a divisor of num_attention_heads=32"]),
     (LLAMA2_7B, {"hidden_size": 4097}, ["head_dim is missing", "whole number"]),
     (LLAMA2_7B, {"head_dim": 33}, ["head_dim=33", "an even number"]),
-    (LLAMA2_7B, {"num_hidden_layers": 0}, ["num_hidden_layers=0", "at least 1"]),
     (LLAMA2_7B, {"vocab_size": "32000"}, ["vocab_size='32000'", "whole number"]),
-    (LLAMA2_7B, {"vocab_size": True}, ["vocab_size=True", "whole number"]),
-    (LLAMA2_7B, {"vocab_size": None}, ["vocab_size=None", "whole number"]),
     (LLAMA2_7B, {"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan", "a number from 1e-30 to 1"]),
     (LLAMA2_7B, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings='yes'", "true or false"]),
     (LLAMA2_7B, {"eos_token_id": 32000}, ["eos_token_id=32000", "below vocab_size=32000"]),
     (LLAMA2_7B, {"eos_token_id": [1, "2"]}, ["eos_token_id=[1, '2']", "a token id"]),
     (QWEN25_05B, {"layer_types": WRONG_TYPES}, ["layer_types=", "24 entries", "full_attention"]),
-    (QWEN25_05B, {"layer_types": ["full_attention"]}, ["layer_types=['full_attention']", "24 entries"]),
     (QWEN25_05B, {"use_sliding_window": 1}, ["use_sliding_window=1", "true or false"]),
     (QWEN25_05B, {"dual_chunk_attention_config": {}}, ["original_max_position_embeddings is missing", "whole number"]),
     (
@@ -457,7 +394,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ["dual_chunk_attention_config: local_value=1", "not known"],
     ),
     (QWEN25_05B, {"use_mrope": True}, ["use_mrope=True", "expected False"]),
-    (MISTRAL_7B, {"sliding_window": 0}, ["sliding_window=0", "at least 1"]),
 ]
 
 
@@ -469,12 +405,7 @@ def test_what_is_not_understood_is_refused_by_name(values, changes, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["model_type", "hidden_size", "num_hidden_layers", "rms_norm_eps", "vocab_size"])
+@pytest.mark.parametrize("name", ["model_type", "hidden_size", "rms_norm_eps", "sliding_window"])
 def test_a_missing_key_is_named(name):
     with pytest.raises(CheckpointError, match=rf"config.json: {name} is missing; expected"):
-        read(without(LLAMA2_7B, name))
-
-
-def test_a_missing_window_is_not_guessed():
-    with pytest.raises(CheckpointError, match="sliding_window is missing"):
-        read(without(MISTRAL_7B, "sliding_window"))
+        read(without(MISTRAL_7B, name))
