@@ -2,29 +2,13 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from llmc.bundle import Geometry, Source
 from llmc.errors import require
+from llmc.export.report import ExportReport
 
 __all__ = ["ExportReport", "export"]
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """The folder that an export wrote: bytes by file name, of which ``new_bytes`` are new on disk (the rest is linked).
-
-    ``seconds`` include loading torch; ``notes`` are sentences about what was left out on purpose.
-    """
-
-    output: Path
-    files: dict[str, int]
-    new_bytes: int
-    seconds: float
-    geometry: Geometry
-    source: Source
-    notes: tuple[str, ...]
 
 
 def require_packages() -> None:

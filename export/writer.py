@@ -6,8 +6,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmc import __version__, bundle
-from llmc.export import ExportReport
 from llmc.export.graph import build_graph, check_graph
+from llmc.export.report import ExportReport
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.codes import flattened
 from llmc.export.sources.made import write_made
