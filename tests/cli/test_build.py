@@ -10,7 +10,6 @@ import pytest
 
 import llmc as llmc_package
 from llmc import bundle
-from llmc.errors import BuildError
 from llmc.optimize.auto.search import AutoReport, Trial
 from llmc.optimize.build import BuildReport
 from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES
@@ -148,46 +147,11 @@ def test_a_budget_and_a_calibration_reach_the_library(llmc, library: FakeLibrary
 # ---------------------------------------------------------------------------------------------------- sizes and recipes
 
 
-@pytest.mark.parametrize(
-    ("written", "size"),
-    [
-        ("2GB", 2_000_000_000),
-        ("1.5GiB", 1_610_612_736),
-        ("800mb", 800_000_000),
-        ("64 KiB", 65_536),
-        ("1000000", 1_000_000),
-        ("12B", 12),
-        ("0.5MiB", 524_288),
-    ],
-)
-def test_sizes_are_read_as_people_write_them(llmc, library: FakeLibrary, export_folder: Path, written: str, size: int):
-    assert llmc("build", export_folder, "-o", "out", "--memory", written).code == 0
-    assert library.built[0]["memory"] == size
-
-
-@pytest.mark.parametrize(
-    "written", ["0", "0GB", "much", "2 GBs", "-2GB", "1e9", "2,5GB", ".5GB", "GB", "", "inf", "0.1B"]
-)
-def test_what_is_no_size_is_refused(llmc, library: FakeLibrary, export_folder: Path, written: str):
-    ran = llmc("build", export_folder, "-o", "out", f"--memory={written}")
-    assert (ran.code, library.built) == (2, [])
-    assert f"{written!r} is no size, expected for example 2GB, 1.5GiB or 800MB" in ran.err
-
-
 def test_a_recipe_of_llmc_is_found_by_its_name(llmc, library: FakeLibrary, export_folder: Path):
     shipped = sorted((Path(llmc_package.__path__[0]) / "recipes").glob("*.toml"))
     for path in shipped:
         llmc("build", export_folder, "-o", "out", "--recipe", path.stem)
     assert [built["recipe"] for built in library.built] == shipped
-
-
-def test_a_file_goes_over_a_recipe_of_the_same_name(
-    llmc, library: FakeLibrary, export_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    Path("int4").write_text("")
-    llmc("build", export_folder, "-o", "out", "--recipe", "int4")
-    assert library.built[0]["recipe"] == Path("int4")
 
 
 @pytest.mark.parametrize("name", ["int5", "missing.toml", "int4.toml"])
@@ -219,18 +183,6 @@ def test_auto_searches_and_prints_every_trial_the_fastest_first(
     assert lines[-1] == f"wrote {tmp_path / 'out'}"
 
 
-def test_auto_as_json_is_the_whole_report(llmc, library: FakeLibrary, export_folder: Path):
-    report = json.loads(llmc("build", export_folder, "-o", "out", "--auto", "--max-kl", 0.1, "--json").out)
-    assert report["chosen"]["name"] == "int4"
-    assert [trial["reason"] for trial in report["trials"]] == ["", "400 MB"]
-
-
-def test_a_plot_without_auto_is_refused(llmc, library: FakeLibrary, export_folder: Path, tmp_path: Path):
-    ran = llmc("build", export_folder, "-o", "out", "--plot", tmp_path / "plot.png")
-    assert (ran.code, library.built) == (2, [])
-    assert "--plot is for --auto" in ran.err
-
-
 # ----------------------------------------------------------------------------------------------------------- precisions
 
 
@@ -260,36 +212,10 @@ def test_a_checkpoint_is_exported_beside_the_output_and_cleared_away(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-@pytest.mark.parametrize("error", [BuildError("no lowering for this"), KeyboardInterrupt()])
-def test_a_failed_build_clears_the_export_away_too(
-    llmc, library: FakeLibrary, checkpoint: Path, tmp_path: Path, error: BaseException
-):
-    library.error = error
-    assert llmc("build", checkpoint, "-o", tmp_path / "out").code in (1, 130)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_a_tokenizer_that_does_not_work_is_refused_before_the_export(
-    llmc, library: FakeLibrary, exploding_checkpoint: Path, tmp_path: Path
-):
-    ran = llmc("build", exploding_checkpoint, "-o", tmp_path / "out")
-    assert (ran.code, library.exported, library.built) == (1, [], [])
-    assert "tokenizer.json: replacements of its normalizer make" in ran.err
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
 def test_an_output_that_exists_is_refused_before_any_work(llmc, library: FakeLibrary, checkpoint: Path, tmp_path: Path):
     ran = llmc("build", checkpoint, "-o", tmp_path)
     assert (ran.code, library.exported, library.built) == (2, [], [])
     assert f"{tmp_path} exists" in ran.err
-
-
-def test_a_folder_of_neither_kind_is_left_to_the_library_to_refuse(llmc, tmp_path: Path):
-    source = tmp_path / "empty"
-    source.mkdir()
-    ran = llmc("build", source, "-o", tmp_path / "out")
-    assert ran.code == 1
-    assert f"{source}: no export.json here" in ran.err
 
 
 def test_report_shows_recipe_quality_and_sizes(llmc, library: FakeLibrary, export_folder: Path):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 
 from llmc.cli.chat import COMMANDS
-from llmc.cli.main import main
-from llmc.cli.saved import read_messages, write_messages
-from llmc.errors import CancelledError, RequestError, ResourceError, UsageError
+from llmc.cli.saved import write_messages
+from llmc.errors import CancelledError, RequestError, UsageError
 from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage, load
 from llmc.runtime.api.chat import MessageDelta
 from llmc.runtime.observe.metrics import RequestMetrics
@@ -148,19 +146,6 @@ def test_every_line_is_a_turn_that_remembers_those_before(talk, model: FakeModel
     assert model.sampling == [{"seed": 1}] * 2
 
 
-def test_a_script_prints_answers_and_nothing_else(talk, model: FakeModel):
-    assert talk("Hello").err == ""
-
-
-def test_a_terminal_is_told_how_to_leave(talk, model: FakeModel):
-    assert "/exit or Ctrl-D leaves" in talk("Hello", terminal=True).err
-
-
-@pytest.mark.parametrize("word", ["/exit", "/quit"])
-def test_exit_leaves(talk, model: FakeModel, word: str):
-    assert talk("Hello", word, "Again").out == "ab\n"
-
-
 def test_a_line_with_two_slashes_begins_with_one(talk, model: FakeModel):
     talk("//save x")
     assert model.asked == [[user("/save x")]]
@@ -187,10 +172,6 @@ def test_stats_show_the_last_answer_the_context_and_all_answers(talk, model: Fak
     assert err[0] == "no answer yet"
     assert err[1].startswith("prompt: 7 tokens")
     assert err[2:] == ["context: 9 of 128 tokens; messages: 2", "all answers: requests 3"]
-
-
-def test_stats_after_every_answer_if_asked_for(talk, model: FakeModel):
-    assert talk("One", "Two", options=("--stats",)).err.count("completion: 2 tokens") == 2
 
 
 def test_an_answer_that_cannot_be_streamed_is_printed_whole(talk, model: FakeModel):
@@ -240,22 +221,6 @@ def test_a_full_context_is_told_with_what_a_chat_can_do(talk, model: FakeModel):
     assert model.asked[2] == [user("Hello"), assistant("ab"), user("Again")]
 
 
-def test_a_first_turn_that_is_too_long_is_not_sent_to_clear(talk, model: FakeModel):
-    model.encode = list
-    model.between = failing(RequestError("shorten it"))
-    ran = talk("a" * 99, options=("--max-tokens", 29))
-    assert ran.code == 1
-    assert "has 100 tokens and --max-tokens asks for 29 more, the context holds 128: say less at once, or" in ran.err
-    assert "/save" not in ran.err, "nothing was said yet"
-    assert ran.err.endswith("built with a larger --max-context if the model allows it\n")
-    assert talk("a" * 99, options=("--max-tokens", 28)).err == "llmc: error: shorten it\n"
-
-
-def test_a_person_reads_flags_and_not_names_of_parameters(talk, model: FakeModel):
-    model.between = failing(RequestError("set on_overflow"))
-    assert "error: set --on-overflow\n" in talk("Hello", terminal=True).err
-
-
 def test_a_parameter_that_cannot_be_ends_the_talk_for_a_person_too(talk, model: FakeModel):
     model.between = failing(UsageError("top_p is 2.0, expected less"))
     ran = talk("Hello", "Again", terminal=True)
@@ -272,26 +237,6 @@ def test_a_wrong_command_ends_a_script_and_not_a_person(talk, model: FakeModel, 
     assert "error: " in ran.err
 
 
-@pytest.mark.parametrize(
-    "line", ["/save /", "/save ~nouser/x", "/load ~nouser/x", "/save a\0b", "/load a\0b", "/save ."]
-)
-def test_a_name_that_is_none_of_a_file_is_an_error_and_not_the_end(talk, model: FakeModel, line: str):
-    assert talk(line).code == 2
-    if "\0" not in line:  # no key types it
-        ran = talk("Hello", line, "Again", terminal=True)
-        assert (ran.code, len(model.asked[-1])) == (0, 3)
-        assert f"error: {line[:5]}: " in ran.err
-
-
-@pytest.mark.parametrize("command", ["/load", "/save"])
-def test_what_may_never_end_is_not_read(talk, model: FakeModel, tmp_path: Path, command: str):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "/dev/full"):
-        ran = talk("Hello", f"{command} {path}", "Again", terminal=True)
-        assert (ran.code, len(model.asked[-1])) == (0, 3)
-        assert f"error: {path} " in ran.err
-
-
 def test_a_pipe_in_the_place_of_a_state_is_neither_read_nor_replaced(talk, model: FakeModel, tmp_path: Path):
     write_messages(tmp_path / "saved", "tiny", TALK)
     os.mkfifo(tmp_path / "saved.kv")
@@ -300,50 +245,11 @@ def test_a_pipe_in_the_place_of_a_state_is_neither_read_nor_replaced(talk, model
     assert "saved.kv exists and was not saved by llmc" in ran.err
 
 
-def test_half_of_a_surrogate_pair_from_the_command_line_is_not_saved(talk, model: FakeModel, tmp_path: Path):
-    ran = talk("/save x", f"/save {tmp_path / 'saved'}", options=("--system", "caf\udce9"), terminal=True)
-    assert ran.code == 0
-    assert ran.err.count("error: the conversation has half of a surrogate pair") == 2
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_line_that_does_not_end_is_refused(talk, model: FakeModel, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llmc.cli.reading.MIN_STDIN_BYTES", 10)
     ran = talk("a" * (128 * 64 - 1), "a" * (128 * 64 + 1))
     assert (ran.code, len(model.asked)) == (2, 1)
     assert "a line on stdin has more than 8,192 bytes" in ran.err
-
-
-def test_a_closed_stdin_has_no_lines(model: FakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(SystemExit) as stopped:
-        main(["chat", str(tmp_path)])
-    assert (stopped.value.code, model.asked) == (0, [])
-
-
-def test_a_link_stays_one_and_what_it_leads_to_is_written(talk, model: FakeModel, tmp_path: Path):
-    real, link = tmp_path / "real", tmp_path / "link"
-    link.symlink_to(real)
-    for _ in range(2):
-        talk("Hello", f"/save {link}")
-    assert link.is_symlink()
-    assert read_messages(real) == [user("Hello"), assistant("ab")]
-    assert {path.name for path in tmp_path.iterdir()} == {"real", "link", "real.kv"}
-    talk("Again", options=("--load", link))
-    assert model.restored == [Path(f"{real}.kv")]
-
-
-def test_a_full_disk_does_not_end_the_talk_of_a_person(talk, model: FakeModel, tmp_path: Path):
-    model.refusal = ResourceError("the disk is full")
-    ran = talk("Hello", f"/save {tmp_path / 'saved'}", "Again", terminal=True)
-    assert (ran.code, len(model.asked)) == (0, 2)
-    assert "error: the disk is full" in ran.err
-
-
-def test_a_person_who_types_no_utf8_is_told_and_goes_on(llmc, model: FakeModel, tmp_path: Path):
-    ran = llmc("chat", tmp_path, stdin=b"caf\xe9\n", terminal=True)
-    assert ran.code == 0
-    assert "error: this is no UTF-8: b'\\xe9'" in ran.err
 
 
 def test_a_script_that_is_not_utf8_is_refused(llmc, model: FakeModel, tmp_path: Path):
@@ -375,11 +281,6 @@ def test_former_questions_come_back_with_the_arrow_keys(
     talk("\x1b[A\x1b[A\x1b[A", terminal=True)  # two questions back, over the lines of the second
     assert model.asked[-1] == [user("second\nline")]
     file.write_bytes(b"no history\xff\n")
-    assert talk("Hello", terminal=True).code == 0
-
-
-def test_a_history_that_cannot_be_written_is_none(talk, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     assert talk("Hello", terminal=True).code == 0
 
 
@@ -432,23 +333,11 @@ def test_a_saved_conversation_goes_on_where_it_was(talk, model: FakeModel, tmp_p
     assert model.restored == [Path(f"{file}.kv")]
 
 
-def test_a_conversation_that_has_not_begun_can_be_saved(talk, model: FakeModel, tmp_path: Path):
-    ran = talk(f"/save {tmp_path / 'saved'}")
-    assert (ran.code, ran.err) == (0, f"0 messages saved in {tmp_path / 'saved'}\n")
-    assert read_messages(tmp_path / "saved") == []
-
-
 def test_load_takes_the_place_of_what_was_said(talk, model: FakeModel, tmp_path: Path):
     write_messages(tmp_path / "saved", "tiny", TALK)
     talk("Forget this", f"/load {tmp_path / 'saved'}", "Again")
     assert model.asked[-1] == [*TALK, user("Again")]
     assert model.restored == []
-
-
-def test_a_system_text_of_the_command_line_goes_before_a_saved_one(talk, model: FakeModel, tmp_path: Path):
-    write_messages(tmp_path / "saved", "tiny", TALK)
-    talk("Again", options=("--load", tmp_path / "saved", "--system", "Shout."))
-    assert model.asked[-1][:2] == [system("Shout."), TALK[1]]
 
 
 def test_saving_again_replaces_the_file_and_drops_a_state_that_is_not_its_own(talk, model: FakeModel, tmp_path: Path):
@@ -481,13 +370,6 @@ def test_other_files_are_not_overwritten(talk, model: FakeModel, tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_nor_is_a_file_where_the_state_would_go(talk, model: FakeModel, tmp_path: Path):
-    (tmp_path / "saved.kv").write_bytes(b"precious")
-    ran = talk("Hello", f"/save {tmp_path / 'saved'}")
-    assert (ran.code, (tmp_path / "saved.kv").read_bytes()) == (2, b"precious")
-    assert not (tmp_path / "saved").exists()
-
-
 # ----------------------------------------------------------------------------------------------------------- Ctrl-C
 
 
@@ -509,23 +391,10 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(talk, model: FakeModel):
     assert model.asked[1] == [user("Hello"), assistant("a"), user("Again")]
 
 
-def test_ctrl_c_before_the_first_token_takes_the_turn_back(talk, model: FakeModel):
-    model.before = press
-    ran = talk("Hello", "Again", terminal=True)
-    assert (ran.code, ran.out) == (0, "\n\n")
-    assert model.asked == [[user("Hello")], [user("Again")]]
-
-
 def test_ctrl_c_ends_a_script(talk, model: FakeModel):
     model.between = press
     ran = talk("Hello", "Again")
     assert (ran.code, ran.err.strip(), len(model.asked)) == (130, "interrupted", 1)
-
-
-def test_the_former_handler_is_back_afterwards(talk, model: FakeModel):
-    before = signal.getsignal(signal.SIGINT)
-    talk("Hello", terminal=True)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 # ---------------------------------------------------------------------------------------------------- the real thing

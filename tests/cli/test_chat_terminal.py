@@ -104,11 +104,6 @@ def test_a_paste_of_four_lines_is_one_question(terminal: Terminal, tmp_path: Pat
     assert read_messages(tmp_path / "saved")[0] == {"role": "user", "content": "one\ntwo\nthree\nfour"}
 
 
-def test_ctrl_d_at_the_prompt_leaves(terminal: Terminal):
-    terminal.type("\x04")
-    assert terminal.process.wait(LIMIT_S) == 0
-
-
 def test_ctrl_c_at_the_prompt_says_how_to_leave_and_the_second_one_leaves(terminal: Terminal):
     terminal.type("\x03")
     terminal.wait_for("Ctrl-C again or Ctrl-D leaves")

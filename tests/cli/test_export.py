@@ -1,11 +1,9 @@
 """``llmc export``: one call with the same names, and a report for people or programs."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.ggufs import write_gguf
 
 from llmc import bundle
 from llmc.export import ExportReport
@@ -32,31 +30,12 @@ def test_arguments_reach_the_library_under_their_own_names(llmc, calls: list[dic
     assert calls == [{"checkpoint": tmp_path, "output": tmp_path / "out", "force": True}]
 
 
-def test_a_gguf_file_is_a_checkpoint(llmc, calls: list[dict[str, Any]], tiny_checkpoint: Path, tmp_path: Path):
-    path = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "Q4_0")
-    assert llmc("export", path, "-o", tmp_path / "out").code == 0
-    assert calls == [{"checkpoint": path, "output": tmp_path / "out", "force": False}]
-
-
 def test_report_shows_sizes_and_time_and_notes_go_to_stderr(llmc, calls: list[dict[str, Any]], tmp_path: Path):
     ran = llmc("export", tmp_path, "-o", "out")
     assert ran.code == 0
     for text in ("tiny (llama, 2 layers)", "74.0 kB", "11.5 MB", "75.0 kB", "1.2 s", "wrote out"):
         assert text in ran.out
     assert ran.err == "note: repetition_penalty=1.1 was left out\n"
-
-
-def test_json_is_the_whole_report(llmc, calls: list[dict[str, Any]], tmp_path: Path):
-    report = json.loads(llmc("export", tmp_path, "-o", "out", "--json").out)
-    assert report["output"] == "out"
-    assert report["new_bytes"] == 75_000
-    assert report["geometry"]["layers"] == 2
-
-
-def test_an_output_folder_is_required(llmc, tmp_path: Path):
-    ran = llmc("export", tmp_path)
-    assert ran.code == 2
-    assert "Missing option '-o' / '--output'" in ran.err
 
 
 def test_a_tokenizer_that_does_not_work_is_refused_before_any_work(

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 from doubles.geometries import uniform
-from doubles.ggufs import write_gguf
 
 from llmc import bundle
 from llmc.bundle import read_bundle
-from llmc.cli.output import size
 from llmc.publish import file_entries
 
 
@@ -51,13 +49,6 @@ def test_a_checkpoint_shows_its_geometry_and_bytes(llmc, tiny_checkpoint: Path):
     assert shown["window"] == "all positions"
     # 2 (keys and values) x 6 layers x 4 heads x 32 values x 2048 positions x 4 bytes
     assert "12.6 MB cache (float32)" in shown["memory at 2048 tokens x 1"]
-
-
-def test_a_gguf_file_is_shown_as_it_would_be_exported(llmc, tiny_checkpoint: Path, tmp_path: Path):
-    path = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "Q8_0")
-    shown = rows(llmc("inspect", path).out)
-    assert (shown["family"], shown["tiny.gguf"]) == ("qwen3", size(path.stat().st_size))
-    assert shown["weights"].startswith(size(5_767_168) + " int8")  # all matrices
 
 
 def test_a_checkpoint_as_json_adds_up(llmc, tiny_checkpoint: Path):
@@ -129,16 +120,3 @@ def test_a_bundle_holds_its_weights_once(tiny_bundle: Path, compiled_bundle: Pat
     stored = (tiny_bundle / "weights.bin").stat().st_size
     assert stored <= 1.1 * sum(graph.weight_bytes for graph in graphs)
     assert (compiled_bundle / "weights.bin").stat().st_size > 1.5 * stored
-
-
-def test_any_other_folder_is_refused_with_what_was_looked_for(llmc, tmp_path: Path):
-    ran = llmc("inspect", tmp_path)
-    assert ran.code == 1
-    assert all(name in ran.err for name in ("llmc.json", "export.json", "config.json"))
-
-
-def test_a_corrupt_bundle_is_one_sentence(llmc, bundle_folder: Path):
-    (bundle_folder / "decode.onnx").write_bytes(b"short")
-    ran = llmc("inspect", bundle_folder)
-    assert (ran.code, ran.out) == (1, "")
-    assert "decode.onnx has 5 bytes, 1500 expected" in ran.err

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import click
 import pytest
 
-import llmc as package
 from llmc import errors
 from llmc.cli import main as frame
 
@@ -70,21 +68,6 @@ def test_every_verb_explains_itself(llmc, verb: str):
     assert ("\n  --json " in ran.out) == (verb not in ("chat", "embed", "rank", "serve"))  # two print nothing else
 
 
-def test_without_a_verb_help_goes_to_stderr_and_usage_fails(llmc):
-    ran = llmc()
-    assert (ran.code, ran.out) == (2, "")
-    assert "Usage: llmc" in ran.err
-
-
-def test_version_is_the_packages(llmc):
-    assert llmc("--version").out == f"llmc {package.__version__}\n"
-
-
-def test_python_m_runs_the_command():
-    command = [sys.executable, "-m", "llmc.cli", "--version"]
-    assert subprocess.run(command, capture_output=True, check=True, text=True).stdout.startswith("llmc ")
-
-
 # ----------------------------------------------------------------------------------------------------------- errors
 
 
@@ -125,11 +108,6 @@ def test_an_error_of_the_system_names_the_file(llmc, fail_with):
     fail_with(OSError(errno.EACCES, "Permission denied", "weights.bin"))
     ran = llmc("inspect")
     assert (ran.code, ran.err) == (1, "llmc: error: [Errno 13] Permission denied: 'weights.bin'\n")
-
-
-def test_lack_of_memory_is_said_in_words(llmc, fail_with):
-    fail_with(MemoryError())
-    assert llmc("inspect").err.startswith("llmc: error: out of memory")
 
 
 def test_a_bug_of_ours_is_one_line_without_a_traceback(llmc, fail_with):
@@ -187,14 +165,6 @@ def test_a_broken_pipe_is_quiet():
     with os.fdopen(writing, "wb") as closed:
         ran = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=False)
     assert (ran.returncode, ran.stderr) == (1, b"")
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["run", "nowhere", "-p", "Once"]])
-def test_a_closed_output_is_an_error(arguments: list[str]):
-    command = shlex.join([sys.executable, "-m", "llmc.cli", *arguments])
-    ran = subprocess.run(f"{command} >&-", shell=True, stderr=subprocess.PIPE, text=True, check=False)
-    said = "llmc: error: stdout is closed; send what nobody reads to /dev/null\n"
-    assert (ran.returncode, ran.stderr) == (1, said)
 
 
 def test_an_output_that_knows_no_emoji_gets_an_escape():

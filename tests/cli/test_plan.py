@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmc.bundle import Limits
-from llmc.runtime.bench.stages import Stage, refusal
 from llmc.runtime.host.machine import Available
-from llmc.runtime.kv.budget import MemoryEstimate
 
 MB = 1_000_000
 
@@ -88,34 +85,11 @@ def test_every_stage_that_does_not_fit_is_named(llmc, tiny_checkpoint: Path):
     assert ran.err.count(advice) == 1
 
 
-def test_advice_that_differs_names_its_stages():
-    limits = Limits(2048, 1, 128)
-    plans = [
-        MemoryEstimate("export", {"exporter": 3 * MB}, 2048, 1, limits, lambda context, batch: 3 * MB),
-        MemoryEstimate("build", {"engine": 4 * MB}, 2048, 1, limits, lambda context, batch: 4 * MB),
-        MemoryEstimate("run", {"cache": 2048 * 1000}, 2048, 1, limits, lambda context, batch: context * batch * 1000),
-    ]
-    assert refusal([Stage(plan, plan.verdict(MB)) for plan in plans]) == (
-        "to export it needs 3 MB, 2 MB are missing; to build it needs 4 MB, 3 MB are missing; "
-        "to run it needs 3 MB, 2 MB are missing. "
-        "Advice to export: free memory or export on a larger machine; "
-        "to build: no context or batch is small enough: free memory or use a smaller precision or model; "
-        "to run: a context of 1000 tokens fits with a batch of 1: lower them, free memory or use a smaller precision"
-    )
-
-
 @pytest.mark.parametrize("size", ["", "0", "-1", "2ZB", "GB", "1e9", "1,5GB", "nan", "many", "1.GB"])
 def test_a_size_that_is_none_is_wrong_usage(llmc, tiny_checkpoint: Path, size: str):
     ran = llmc("plan", tiny_checkpoint, f"--memory={size}")
     assert (ran.code, ran.out) == (2, "")
     assert "is no size, expected for example 2GB, 1.5GiB or 800MB" in ran.err
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [("800MB", 800 * MB), ("1.5GiB", 3 << 29), ("2gb", 2000 * MB), ("123456789", 123_456_789)]
-)
-def test_sizes_are_read_as_people_write_them(llmc, tiny_checkpoint: Path, size: str, expected: int):
-    assert json.loads(llmc("plan", tiny_checkpoint, "--json", "--memory", size).out)["available"] == expected
 
 
 def test_more_than_a_bundle_was_built_for_is_wrong_usage(llmc, tiny_bundle: Path):
@@ -147,12 +121,6 @@ def test_a_bundle_is_planned_without_what_builds(tiny_bundle: Path):
     command = [sys.executable, "-c", code, "plan", str(tiny_bundle), "--memory", "64GB", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert list(stages(ran.stdout)) == ["run"]
-
-
-def test_a_folder_of_something_else_is_refused(llmc, tmp_path: Path):
-    ran = llmc("plan", tmp_path)
-    assert ran.code == 1
-    assert all(name in ran.err for name in ("llmc.json", "export.json", "config.json"))
 
 
 def test_an_export_that_does_not_fit_is_refused_before_it_begins(

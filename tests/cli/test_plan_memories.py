@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from doubles.machines import NO_GPU, ORIN, RTX_4090
 
-from llmc.errors import UsageError
-from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
 from llmc.runtime.bench.stages import ONE_MEMORY, Memories, find_memories
 from llmc.runtime.host.machine import Available
 from llmc.runtime.host.probe import Probe
@@ -65,31 +63,6 @@ def test_whether_memory_is_one_is_asked_of_the_gpu_unless_it_is_said(
     assert find_memories(True, *given) == expected
 
 
-def test_free_in_one_memory_is_what_driver_or_system_calls_free_whatever_is_more(probed: Callable[..., None]):
-    more = Available(6_500 * MB, "cgroup")
-    probed(ORIN, more)
-    assert find_memories(True, None, None, None) == Memories(more, more, True)
-
-
-@pytest.mark.parametrize("probe", [RTX_4090, ORIN, NO_GPU])
-def test_sizes_that_are_given_count(probed: Callable[..., None], probe: Probe):
-    probed(probe)
-    memory, gpu = Available(7_000 * MB, "--memory"), Available(8_000 * MB, "--gpu-memory")
-    assert find_memories(True, memory.bytes, None, True) == Memories(memory, memory, True)
-    assert find_memories(True, None, gpu.bytes, True) == Memories(gpu, gpu, True)
-    assert find_memories(True, memory.bytes, gpu.bytes, None) == Memories(memory, gpu, False), (
-        "another GPU than the one here"
-    )
-    with pytest.raises(UsageError, match="one memory has one size: give --memory or --gpu-memory"):
-        find_memories(True, memory.bytes, gpu.bytes, True)
-
-
-def test_on_a_jetson_a_limit_for_the_process_is_one_for_all(probed: Callable[..., None]):
-    probed(ORIN)
-    memory = Available(1_000 * MB, "--memory")
-    assert find_memories(True, memory.bytes, None, None) == Memories(memory, memory, True)
-
-
 # ----------------------------------------------------------------------------------------------------------- the sum
 
 
@@ -135,20 +108,6 @@ def test_a_sum_that_does_not_fit_is_refused_where_each_part_would(
     assert apart["run on the GPU"]["fits"]
 
 
-def test_the_report_says_that_the_memory_is_one(llmc: Any, tiny_export: Path, probed: Callable[..., None]):
-    probed(ORIN)
-    order = ("plan", tiny_export, "--target", "tensorrt")
-    ran = llmc(*order)
-    assert (ran.code, ran.err) == (0, "")
-    assert f"{ONE_MEMORY} 2048 tokens x 1" in ran.out
-    assert "GPU cache" in ran.out
-    assert ran.out.endswith("available: 6.00 GB (Orin), CPU and GPU together\n")
-    report = json.loads(llmc(*order, "--json").out)
-    assert report["gpu"] == {"bytes": 6_000 * MB, "source": "Orin"}
-    assert (report["available"], report["source"], report["unified_memory"]) == (6_000 * MB, "Orin", True)
-    assert json.loads(llmc(*order, "--json", "--separate-memory").out)["unified_memory"] is False
-
-
 @pytest.mark.parametrize("flags", [["--unified-memory"], ["--separate-memory"], ["--gpu-memory", "8GB"]])
 def test_what_is_said_of_a_gpu_is_refused_where_none_is_planned_for(
     llmc: Any, tiny_export: Path, tiny_bundle: Path, flags: list[str]
@@ -157,22 +116,6 @@ def test_what_is_said_of_a_gpu_is_refused_where_none_is_planned_for(
         ran = llmc("plan", path, *flags)
         assert (ran.code, ran.out) == (2, "")
         assert f"{flags[0]} is for a GPU, and none is planned for; leave it out, or give a --target" in ran.err
-
-
-def test_building_in_one_memory_counts_what_the_builder_holds_on_the_gpu(
-    llmc: Any, tiny_export: Path, probed: Callable[..., None]
-):
-    probed(ORIN)
-    order = ("plan", tiny_export, "--target", "tensorrt", "--fp16", "--json")
-    apart, together = (stages(llmc(*order, f"--{kind}-memory").out) for kind in ("separate", "unified"))
-    on_gpu = {f"GPU {name}": apart["run on the GPU"]["parts"][name] for name in ("context", "weights", "workspace")}
-    host = dict(apart["build"]["parts"])
-    host["engine"] += HOST - ENGINE_LIBRARY
-    assert together["build"]["parts"] == host | on_gpu
-    assert together["build"]["total"] == sum(host.values()) + sum(on_gpu.values())
-    graphs = ("plan", tiny_export, "--target", "cuda", "--json")  # no engine: nothing runs while it is built
-    apart, together = (stages(llmc(*graphs, f"--{kind}-memory").out) for kind in ("separate", "unified"))
-    assert together["build"] == apart["build"]
 
 
 def test_of_a_gpu_that_nobody_knows_nothing_is_said_to_fit(llmc: Any, tiny_export: Path, probed: Callable[..., None]):
@@ -187,9 +130,3 @@ def test_of_a_gpu_that_nobody_knows_nothing_is_said_to_fit(llmc: Any, tiny_expor
     assert table.partition("run on the GPU")[2].count("not known whether it fits") == 1
     known = stages(llmc(*order, "--json", "--gpu-memory", "8GB").out)["run on the GPU"]
     assert (known["fits"], known["missing"], known["largest_context"], known["largest_batch"]) == (True, 0, 2048, 1024)
-
-
-def test_memory_that_is_given_goes_before_what_the_machine_has(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llmc.runtime.bench.stages.memory_here", lambda: Available(7, "cgroup"))
-    assert find_memories(False, None, None, None).machine == Available(7, "cgroup")
-    assert find_memories(False, 9, None, None).machine == Available(9, "--memory")

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +14,11 @@ import pytest
 
 from llmc.cli import options
 from llmc.cli.chat import chat_command
-from llmc.cli.main import main
 from llmc.cli.options import with_flags
 from llmc.cli.run import run_command
 from llmc.cli.sampling import COMMON
-from llmc.errors import RequestError, UsageError
-from llmc.runtime import EngineOptions, GenerationResult, Output, SamplingParams, Timings, Usage
+from llmc.errors import RequestError
+from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage
 from llmc.runtime.api.chat import MessageDelta
 from llmc.runtime.observe.metrics import RequestMetrics
 from llmc.runtime.sampling.logprobs import TokenLogprobs
@@ -191,15 +189,6 @@ def test_every_parameter_is_an_option_and_reaches_the_library_under_its_own_name
     assert type(sampling[name]) is type(VALUES[name][1])
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_what_the_command_line_makes_of_a_value_is_in_the_range_of_its_parameter(name: str):
-    """Alone it may contradict the rest; that is another sentence than being no such value."""
-    try:
-        SamplingParams(**{name: VALUES[name][1]})
-    except UsageError as error:
-        assert not str(error).startswith(f"{name} is")
-
-
 def test_help_says_of_every_parameter_what_its_field_states():
     options = {option.name: option for option in run_command.params}
     assert options["min_tokens"].help == "New tokens before one that ends the output may come."
@@ -213,11 +202,6 @@ def test_help_says_of_every_parameter_what_its_field_states():
         "dry_sequence_breakers",
         "choice",
     }
-
-
-def test_engine_options_are_fields_of_the_engines():
-    assert {field.name for field in dataclasses.fields(EngineOptions)} >= options.ENGINE_NAMES
-    assert {option.name for option in run_command.params} >= options.ENGINE_NAMES
 
 
 def test_chat_takes_the_same_parameters_as_run():
@@ -236,11 +220,6 @@ def test_help_begins_with_the_common_parameters(llmc):
     assert headings == ["Options", COMMON, *sections, options.ENGINE_SECTION]
     assert sum(stated.common for stated in PARAMETERS.values()) == 12
     assert "BUNDLE\n" not in out.partition("Options:")[2]
-
-
-def test_switches_can_be_turned_off(llmc, model: FakeModel, tmp_path: Path):
-    llmc("run", tmp_path, "-p", "Once", "--no-speculate", "--no-ignore-eos")
-    assert model.asked == [("stream", "Once", {"speculate": False, "ignore_eos": False})]
 
 
 def test_options_of_loading_reach_the_library(llmc, model: FakeModel, tmp_path: Path):
@@ -291,27 +270,6 @@ def test_a_value_that_cannot_be_read_is_refused_with_its_flag(
     assert ran.err.startswith(f"llmc: error: Invalid value for {sentence}")
 
 
-def test_a_file_that_is_no_text_is_refused(llmc, model: FakeModel, tmp_path: Path):
-    file = tmp_path / "schema"
-    file.write_bytes(b"\xff\xfe")
-    assert "(it is not UTF-8 text)" in llmc("run", tmp_path, "-p", "Once", "--json-schema", file).err
-
-
-@pytest.mark.parametrize("flag", ["--json-schema", "--grammar"])
-def test_what_may_never_end_is_not_read(llmc, model: FakeModel, tmp_path: Path, flag: str):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "/dev/full"):
-        ran = llmc("run", tmp_path, "-p", "Once", flag, path)
-        assert (ran.code, model.loaded) == (2, {})
-        assert "nor a file that can be read (it is no regular file)" in ran.err
-
-
-def test_an_empty_folder_for_prefixes_is_refused_with_its_flag(llmc, model: FakeModel, tmp_path: Path):
-    ran = llmc("run", tmp_path, "-p", "Once", "--prefix-cache-folder", "")
-    assert (ran.code, model.loaded) == (2, {})
-    assert ran.err.startswith("llmc: error: Invalid value for '--prefix-cache-folder': '' is no path")
-
-
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
@@ -335,21 +293,6 @@ def test_errors_of_the_library_name_flags(message: str, shown: str):
     assert with_flags(message, FIELDS) == shown
 
 
-def test_a_refusal_of_the_library_names_the_flag(llmc, model: FakeModel, tmp_path: Path):
-    model.error = UsageError("top_p is 2.0, expected less")
-    ran = llmc("run", tmp_path, "-p", "Once")
-    assert (ran.code, ran.err) == (2, "llmc: error: --top-p is 2.0, expected less\n")
-
-
-def test_values_of_processor_order_are_named_as_they_were_written(llmc, model: FakeModel, tmp_path: Path):
-    with pytest.raises(UsageError) as refused:
-        SamplingParams(processor_order=("top_k", "tpo_p"))
-    model.error = refused.value
-    ran = llmc("run", tmp_path, "-p", "Once", "--processor-order", "top_k,tpo_p")
-    assert ran.code == 2
-    assert ran.err.startswith("llmc: error: --processor-order is ('top_k', 'tpo_p'), expected ")
-
-
 # ----------------------------------------------------------------------------------------------------------- output
 
 
@@ -357,10 +300,6 @@ def test_several_outputs_are_printed_one_after_another_under_a_header(llmc, mode
     model.ended = SEVERAL
     ran = llmc("run", tmp_path, "-p", "Once", "--n", 2)
     assert ran.out == "--- 1 of 2: ended by stop, seed 42\nab\n--- 2 of 2: ended by length, score -1.2500\ncd\n"
-
-
-def test_the_best_of_several_is_printed_alone(llmc, model: FakeModel, tmp_path: Path):
-    assert llmc("run", tmp_path, "-p", "Once", "--best-of", 3).out == "ab\n"
 
 
 def test_json_is_the_whole_result_with_the_resolved_parameters(llmc, model: FakeModel, tmp_path: Path):
@@ -376,12 +315,6 @@ def test_json_is_the_whole_result_with_the_resolved_parameters(llmc, model: Fake
     assert set(result["params"]) == set(FIELDS)
     assert (result["stop_reason"], result["outputs"][1]["stop_reason"]) == ("END", None)
     assert [item["rank"] for item in result["outputs"][0]["logprobs"]] == [1, 7]
-
-
-def test_a_probability_of_zero_is_null_in_json(llmc, model: FakeModel, tmp_path: Path):
-    text = llmc("run", tmp_path, "-p", "Once", "--json").out
-    logprobs = json.loads(text, parse_constant=pytest.fail)["outputs"][0]["logprobs"]
-    assert [item["processed_logprob"] for item in logprobs] == [-0.25, None]
 
 
 @pytest.mark.parametrize(
@@ -400,26 +333,7 @@ def test_what_only_json_shows_is_refused_without_it(
     assert ran.err.startswith(f"llmc: error: {named}, which only llmc run with --json shows")
 
 
-@pytest.mark.parametrize("flag", ["--top-k", "--banned-tokens", "--logit-bias", "--sequence-bias", "--consensus"])
-def test_an_integer_of_thousands_of_digits_is_refused_in_a_short_sentence(
-    llmc, model: FakeModel, tmp_path: Path, flag: str
-):
-    ran = llmc("run", tmp_path, "-p", "Once", f"{flag}={'9' * 5000}")
-    assert ran.code == 2 and len(ran.err) < 500 and "999" in ran.err
-
-
-def test_json_and_a_talk_exclude_each_other(llmc, model: FakeModel, tmp_path: Path):
-    ran = llmc("run", tmp_path, "--chat", "--json", terminal=True)
-    assert ran.code == 2
-    assert "--json prints one answer" in ran.err
-
-
 # ----------------------------------------------------------------------------------------------------------- prompts
-
-
-def test_zeros_are_not_taken_for_left_out(llmc, model: FakeModel, tmp_path: Path):
-    llmc("run", tmp_path, "-p", "Once", "--temperature", 0, "--seed", 0, "--top-k", 0)
-    assert model.asked == [("stream", "Once", {"temperature": 0.0, "seed": 0, "top_k": 0})]
 
 
 @pytest.mark.parametrize(
@@ -429,11 +343,6 @@ def test_zeros_are_not_taken_for_left_out(llmc, model: FakeModel, tmp_path: Path
 def test_stdin_is_the_prompt_without_its_last_newline(llmc, model: FakeModel, tmp_path: Path, stdin: str, prompt: str):
     assert llmc("run", tmp_path, stdin=stdin.encode()).code == 0
     assert model.asked == [("stream", prompt, {})]
-
-
-def test_an_empty_prompt_option_is_not_replaced_by_stdin(llmc, model: FakeModel, tmp_path: Path):
-    llmc("run", tmp_path, "-p", "", stdin=b"not this")
-    assert model.asked == [("stream", "", {})]
 
 
 def test_stdin_that_is_not_utf8_is_refused_with_the_byte(llmc, model: FakeModel, tmp_path: Path):
@@ -454,18 +363,6 @@ def test_more_than_the_context_can_hold_is_refused_before_it_is_all_read(
     assert sys.stdin.buffer.tell() == 128 * 64 + 1
 
 
-@pytest.mark.parametrize("options", [[], ["--chat"]])
-def test_a_closed_stdin_is_an_empty_one(
-    llmc, model: FakeModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str]
-):
-    llmc("run", tmp_path, *options)
-    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stopped:
-        patched.setattr(sys, "stdin", None)
-        main(["run", str(tmp_path), *options])
-    assert not stopped.value.code
-    assert model.asked[0] == model.asked[1]
-
-
 def test_chat_sends_the_prompt_as_the_users_message(llmc, model: FakeModel, tmp_path: Path):
     assert llmc("run", tmp_path, "--chat", "-p", "Hello").out == "ab\n"
     assert model.asked == [("chat", [{"role": "user", "content": "Hello"}], {})]
@@ -478,14 +375,6 @@ def test_stats_go_to_stderr(llmc, model: FakeModel, tmp_path: Path):
         "prompt: 7 tokens, first token after 0.500 s (14.0 tok/s); completion: 2 tokens, 250.00 ms each (4.0 tok/s); "
         "ended by stop; seed 42\n"
     )
-
-
-def test_stats_tell_of_caches_drafts_and_truncation(llmc, model: FakeModel, tmp_path: Path):
-    metrics = dataclasses.replace(METRICS, drafted=4, accepted=3)
-    model.ended = dataclasses.replace(RESULT, usage=Usage(7, 2, 5, 1), metrics=metrics)
-    err = llmc("run", tmp_path, "-p", "Once", "--stats").err
-    assert err.startswith("prompt: 7 tokens (5 from the prefix cache) (1 left out), first")
-    assert "; 3 of 4 drafts accepted; ended by" in err
 
 
 def test_a_refused_request_is_a_sentence_after_what_was_streamed(llmc, model: FakeModel, tmp_path: Path):
@@ -513,9 +402,3 @@ def test_chat_on_a_terminal_is_a_conversation(llmc, model: FakeModel, tmp_path: 
     second = [*first, {"role": "assistant", "content": "ab"}, {"role": "user", "content": "Again"}]
     assert (ran.code, ran.out) == (0, "ab\nab\n")
     assert model.asked == [("chat", first, {"seed": 1}), ("chat", second, {"seed": 1})]
-
-
-def test_a_folder_that_is_no_bundle_is_refused(llmc, tmp_path: Path):
-    ran = llmc("run", tmp_path, "-p", "Once")
-    assert ran.code == 1
-    assert ran.err.startswith(f"llmc: error: {tmp_path}: no llmc.json here")

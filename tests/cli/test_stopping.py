@@ -4,7 +4,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,17 +39,6 @@ def test_what_the_block_was_doing_is_ended_as_by_ctrl_c():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_second_signal_does_not_disturb_clearing_away():
-    cleared = []
-    with pytest.raises(SystemExit), cleanly_stopped():
-        try:
-            terminate()
-        finally:
-            terminate()
-            cleared.append(True)
-    assert cleared
-
-
 def test_an_error_that_a_library_made_of_it_ends_the_same():
     with pytest.raises(SystemExit) as stopped, cleanly_stopped():
         try:
@@ -66,27 +54,6 @@ def test_an_interrupt_that_was_swallowed_is_told_in_the_end():
     assert stopped.value.code == TERMINATED
 
 
-def test_in_another_thread_nothing_is_taken_over():
-    handlers: list[Any] = []
-
-    def work() -> None:
-        with cleanly_stopped():
-            handlers.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert handlers == [signal.SIG_DFL]
-
-
-@pytest.mark.parametrize("error", [BuildError("no lowering"), KeyboardInterrupt(), SystemExit(3)])
-def test_other_errors_pass(error: BaseException):
-    with pytest.raises(type(error)) as passed, cleanly_stopped():
-        raise error
-    assert passed.value is error
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda number, frame: None])
 def test_whoever_handles_the_signal_already_goes_on_doing_so(handler: Any):
     signal.signal(signal.SIGTERM, handler)
@@ -96,48 +63,6 @@ def test_whoever_handles_the_signal_already_goes_on_doing_so(handler: Any):
 
 
 # -------------------------------------------------------------------------------------------------------- the commands
-
-
-def stopped_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's function of this name gets SIGTERM instead of doing its work."""
-    monkeypatch.setattr(name, lambda *_, **__: terminate())
-
-
-def folder(path: Path, name: str) -> Path:
-    path.mkdir()
-    (path / name).write_text("{}")
-    return path
-
-
-def test_export_says_that_it_was_terminated(llmc: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    stopped_in("llmc.export.export", monkeypatch)
-    ran = llmc("export", folder(tmp_path / "checkpoint", "config.json"), "-o", tmp_path / "out")
-    assert (ran.code, ran.err) == (TERMINATED, "terminated\n")
-
-
-@pytest.mark.parametrize(
-    ("options", "name"), [((), "build.build"), (("--auto", "--max-kl", "1"), "auto.search.automatic")]
-)
-def test_build_says_that_it_was_terminated_and_clears_the_export_away(
-    llmc: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...], name: str
-):
-    def export(checkpoint: Path, output: Path, **_: object) -> Any:
-        output.mkdir()
-        (output / "decoder.onnx").write_bytes(b"graph")
-        return type("Report", (), {"output": output})
-
-    monkeypatch.setattr("llmc.export.export", export)
-    stopped_in(f"llmc.optimize.{name}", monkeypatch)
-    checkpoint = folder(tmp_path / "checkpoint", "config.json")
-    ran = llmc("build", checkpoint, "-o", tmp_path / "a" / "out", *options)
-    assert (ran.code, ran.err) == (TERMINATED, "terminated\n")
-    assert list(tmp_path.iterdir()) == [checkpoint]
-
-
-def test_rebuild_says_that_it_was_terminated(llmc: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    stopped_in("llmc.optimize.tensorrt.rebuild.rebuild", monkeypatch)
-    ran = llmc("build", "--rebuild", folder(tmp_path / "bundle", "llmc.json"))
-    assert (ran.code, ran.err) == (TERMINATED, "terminated\n")
 
 
 COMMAND = """
