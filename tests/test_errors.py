@@ -45,18 +45,6 @@ def test_a_message_is_text_whatever_names_are_in_it():
     assert errors.printable(str(error)) == str(error)
 
 
-def test_require_gives_the_module():
-    import json.decoder
-
-    assert errors.require("json.decoder", "cpu") is json.decoder
-
-
-def test_what_is_installed_is_not_asked_how_it_is_installed(monkeypatch):
-    """That takes a millisecond, and ``require`` stands where requests pass."""
-    monkeypatch.setattr(errors, "install_command", lambda extra: pytest.fail("it was"))
-    assert errors.require("json.decoder", "serve").JSONDecoder
-
-
 @pytest.mark.parametrize("module", ["no_such_engine", "no_such_engine.parts"])
 def test_require_names_the_pip_command(module: str):
     with pytest.raises(errors.MissingExtraError, match=r"no_such_engine.* pip install 'onnxruntime>="):

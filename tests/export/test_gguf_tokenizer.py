@@ -90,11 +90,6 @@ def test_several_chat_templates_keep_their_names():
     assert found == [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
 
 
-def test_phi3_drops_spaces_after_its_control_tokens():
-    found = rebuilt({**VOCABULARIES["llama"], "general.architecture": "phi3"}).json["added_tokens"]
-    assert {token["content"]: token["rstrip"] for token in found} == {"<unk>": False, "<s>": False, "</s>": True}
-
-
 # --------------------------------------------------------------------------------------------------- what is refused
 
 PIECES: dict[str, Any] = {

@@ -3,13 +3,11 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
-import torch
 
 from llmc.bundle import DECODER_FILE, MADE_FILE
 from llmc.errors import CheckpointError
 from llmc.export.graph import build_graph
 from llmc.export.sources.checkpoint import read_checkpoint
-from llmc.export.sources.exported import read_weights
 from llmc.export.sources.made import MadeTensor, write_made
 from llmc.export.streaming import StreamedDecoder
 
@@ -28,12 +26,6 @@ def export(window_case, tmp_path):
     assert (list(places), new_bytes) == (list(source.tensors), rows.nbytes)
     ir.save(build_graph(source.config, places, tmp_path), tmp_path / DECODER_FILE)
     return tmp_path, rows
-
-
-def test_a_made_tensor_takes_the_place_of_a_stored_one(export):
-    folder, rows = export
-    assert read_weights(folder)[NAME].file == MADE_FILE
-    torch.testing.assert_close(StreamedDecoder(folder).rows(NAME), torch.from_numpy(rows), rtol=0, atol=0)
 
 
 def test_a_made_file_that_is_gone_or_short_is_named(export):

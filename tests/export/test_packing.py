@@ -111,12 +111,3 @@ def test_codes_that_lie_in_the_file_as_they_are_needed_are_not_copied(tmp_path):
     found = read(tmp_path, "int8-channel", parts("int8-channel"))[f"{P}.weight"]
     assert isinstance(found, QuantizedTensor)
     assert (found.codes.file, found.codes.dtype, found.zero_points) == ("model.safetensors", "I8", None)
-
-
-def test_a_matrix_of_many_pieces_is_unpacked_as_a_whole(tmp_path, monkeypatch):
-    tensors = parts("awq")
-    whole = np.concatenate(list(read(tmp_path, "awq", tensors)[f"{P}.weight"].codes.pieces()))
-    monkeypatch.setattr("llmc.export.sources.packing.PIECE", 64 * 16)
-    found = list(read(tmp_path, "awq", tensors)[f"{P}.weight"].codes.pieces())
-    assert [len(piece) for piece in found] == [16, 16, 16]
-    np.testing.assert_array_equal(np.concatenate(found), whole)
