@@ -91,23 +91,6 @@ def test_finished_samples_keep_nothing_but_their_output(make_engine: Any, monkey
     assert max(alive) <= 5
 
 
-def test_samples_join_beside_others_and_after_one_has_ended(make_engine: Any, alone: Alone):
-    engine = make_engine(max_batch=3)
-    params = sampled(n=6, max_tokens=5)
-    handles = [engine.submit(Request(PROMPT[: 30 + i], params)) for i in range(3)]
-    for i, handle in enumerate(handles):
-        outputs = handle.result(PATIENCE).outputs
-        assert [list(output.token_ids) for output in outputs] == [alone(PROMPT[: 30 + i], params, j) for j in range(6)]
-
-
-def test_every_piece_says_which_sample_it_is_of(make_engine: Any, alone: Alone):
-    params = sampled(n=3)
-    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for delta in make_engine().submit(Request(PROMPT, params)).events(PATIENCE):
-        streamed[delta.index] += delta.token_ids
-    assert streamed == {i: alone(PROMPT, params, i) for i in range(3)}
-
-
 def test_the_best_of_several_are_those_with_the_highest_mean_log_probability(
     make_engine: Any, remembering: Any, alone: Alone
 ):

@@ -92,11 +92,6 @@ def test_truncation_on_the_left_leaves_room_for_the_answer(engine: Any, alone: A
     assert (result.usage.prompt_tokens, result.usage.truncated_tokens) == (len(kept), length - len(kept))
 
 
-def test_an_answer_as_long_as_the_context_leaves_no_room_for_a_prompt(engine: Any):
-    with pytest.raises(RequestError, match="set on_overflow"):
-        engine.submit(Request(LONG[:5], params("truncate_left", CONTEXT)))
-
-
 # ---------------------------------------------------------------------------------------------------------------- sink
 
 

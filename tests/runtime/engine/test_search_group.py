@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.errors import ProcessorError
 from llmc.runtime import load
 from llmc.runtime.api.request import Request
-from llmc.runtime.engine.search_group import common
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.search.base import Hypothesis, Strategy
 from llmc.runtime.search.beam import BeamSearch
@@ -85,17 +83,6 @@ def test_beams_end_at_end_of_sequence_tokens_and_stop_tokens(make_engine: Any, r
     assert result.stop_reason == result.token_ids[-1] in likely[1:]
 
 
-def test_beams_keep_the_text_of_what_ended_them_or_have_none(make_engine: Any, remembering: Any, tiny_tokenizer: Any):
-    likely = int(np.argmax(remembering().logits(PROMPT)))
-    texts = []
-    for how in ({}, {"include_stop_str_in_output": True}, {"detokenize": False}):
-        asked = SamplingParams(max_tokens=NEW, num_beams=2, length_penalty=0.0, stop_token_ids=(likely,), **how)
-        result = make_engine().submit(Request(PROMPT, asked)).result(PATIENCE)
-        assert (result.token_ids, result.stop_reason) == ((likely,), likely)
-        texts.append(result.text)
-    assert texts == ["", tiny_tokenizer.decode([likely]), ""]
-
-
 def test_beams_write_no_bad_word(make_engine: Any, tiny_tokenizer: Any):
     free = make_engine().submit(beams({"num_beams": 3})).result(PATIENCE)
     word = tiny_tokenizer.decode(free.token_ids[2:4])
@@ -118,21 +105,6 @@ def test_rows_for_all_beams_are_kept_free_from_the_start(make_engine: Any, remem
     assert session.cache.rows <= 8
 
 
-def test_beams_as_wide_as_the_engine_wait_for_every_row(make_engine: Any, remembering: Any, alone: Any):
-    session = remembering()
-    engine = make_engine(session, max_batch=4)
-    sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=1, ignore_eos=True)
-    handles = [engine.submit(Request([20], sampled)), engine.submit(beams({"num_beams": 4}))]
-    late = engine.submit(Request([30], sampled))
-    wanted = expected(driven(remembering(), beam_search({"num_beams": 4}), PROMPT))
-    assert found(handles[1].result(PATIENCE)) == wanted
-    assert [list(handle.result(PATIENCE).token_ids) for handle in (handles[0], late)] == [
-        alone([20], sampled),
-        alone([30], sampled),
-    ]
-    assert session.cache.rows == 4
-
-
 def test_strands_keep_their_order_when_rows_are_moved(make_engine: Any, remembering: Any):
     """A request in the first row ends, and the last beam takes its place."""
     engine = make_engine(prefill_chunk=2, decode_steps_per_chunk=0)
@@ -142,18 +114,6 @@ def test_strands_keep_their_order_when_rows_are_moved(make_engine: Any, remember
         handle = engine.submit(beams({"num_beams": 4}))
         assert found(handle.result(PATIENCE)) == wanted
         assert len(short.result(PATIENCE).token_ids) == new
-
-
-def test_a_processor_of_beams_that_raises_ends_them_alone(make_engine: Any, alone: Any):
-    def failing(tokens: Any, logits: np.ndarray) -> np.ndarray:
-        return logits if len(tokens) < len(PROMPT) + 3 else 1 / 0  # type: ignore[return-value]
-
-    engine = make_engine()
-    sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=1, ignore_eos=True)
-    other = engine.submit(Request([20], sampled))
-    with pytest.raises(ProcessorError, match="ZeroDivisionError"):
-        engine.submit(beams({"num_beams": 4}, logits_processors=[failing])).result(PATIENCE)
-    assert list(other.result(PATIENCE).token_ids) == alone([20], sampled)
 
 
 def test_a_fork_that_copies_too_little_is_noticed(make_engine: Any, remembering: Any):
@@ -169,10 +129,6 @@ def test_a_fork_that_copies_too_little_is_noticed(make_engine: Any, remembering:
     wanted = expected(driven(remembering(), beam_search({"num_beams": 4}), PROMPT))
     with pytest.raises(Exception, match=r"failed inside|reports"):
         assert found(make_engine(Lossy()).submit(beams({"num_beams": 4})).result(PATIENCE)) == wanted
-
-
-def test_what_two_sequences_share():
-    assert [common([1, 2, 3], other) for other in ([1, 2, 3], [1, 2], [1, 2, 4, 5], [2], [])] == [3, 2, 2, 0, 0]
 
 
 # -------------------------------------------------------------------------------------------- the small model's beams

@@ -1,11 +1,9 @@
 """Processes that share a folder of prefixes, and one that is killed in the middle, leave whole files only."""
 
 import logging
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -132,20 +130,3 @@ def test_processes_share_a_folder_within_its_bound(tmp_path: Path, caplog: pytes
     assert hits > 0
     assert sum(path.stat().st_size for path in files(tmp_path)) <= bound
     assert warnings(caplog) == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities belong to processes elsewhere")
-def test_writing_has_a_lower_claim_to_the_cores(tmp_path, monkeypatch):
-    ranks, mine = [], os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    def publish(*_):
-        ranks.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    monkeypatch.setattr(prefix_store, "publish", publish)
-    with closing(PrefixStore(tmp_path, PLENTY, pending_bytes=PENDING)) as store:
-        PrefixCache("model", 4, max_bytes=PLENTY, store=store).insert(
-            range(LENGTH), lambda start, end: list(np.zeros(((end - start) // 4, 256), np.float32))
-        )
-        assert flush(store, PATIENCE)
-    assert ranks == [max(mine, prefix_store.POLITE_NICENESS)]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
