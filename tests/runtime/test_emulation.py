@@ -3,7 +3,6 @@
 So a bundle can be checked where its GPU is not, through the same generation loop.
 """
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from llmc.bundle import DECODER_FILE, read_bundle, read_export, write_manifest
+from llmc.bundle import DECODER_FILE, read_bundle, read_export
 from llmc.errors import BundleError, GpuError
 from llmc.runtime import Model, load
 from llmc.runtime.sessions import EMULATED_BYTES, Batch, Phase, emulated
@@ -156,11 +155,6 @@ def test_requests_that_share_batches_get_the_tokens_of_the_cpus_bundle(
         assert generate(model) == wanted, "also from what the first round left behind"
 
 
-def test_a_prompt_beyond_the_first_bucket_is_served_in_chunks(bundle: Path, portable: Logits):
-    with load(bundle, emulate=True, self_test=False) as model:
-        assert model.generate(IDS, max_tokens=1, temperature=0).token_ids == (int(portable[-1].argmax()),)
-
-
 # ---------------------------------------------------------------------------------------------------- what it stands on
 
 
@@ -184,11 +178,3 @@ def test_the_golden_prompts_are_replayed(bundles: Callable[[str], Path], tmp_pat
     (folder / "llmc.json").write_text(json.dumps(text))
     with pytest.raises(BundleError, match="this machine computes something else"):
         load(folder, emulate=True, self_test=True)
-
-
-def test_bfloat16_is_refused(bundles: Callable[[str], Path], tmp_path: Path):
-    folder = Path(shutil.copytree(bundles("native"), tmp_path / "bundle"))
-    manifest = read_bundle(folder)
-    write_manifest(dataclasses.replace(manifest, cache="bfloat16"), folder)
-    with pytest.raises(GpuError, match="a bundle in bfloat16 cannot be run on a CPU; run it on its GPU"):
-        load(folder, emulate=True, self_test=False)

@@ -100,20 +100,6 @@ def test_deltas_concatenate_to_the_text(scripted: Callable[..., Model], tokenize
     assert list(stream.result().token_ids) == stream.token_ids == ids
 
 
-def test_timings_count_the_first_token_apart(scripted: Callable[..., Model]):
-    timings = scripted().generate(PROMPT, max_tokens=5).timings
-    assert (timings.decode_tokens, timings.ttft_s > 0, timings.decode_s > 0) == (4, True, True)
-    assert timings.tpot_s == timings.decode_s / 4 == pytest.approx(1 / timings.decode_tokens_per_s)
-    single = scripted().generate(PROMPT, max_tokens=1).timings
-    assert (single.decode_tokens, single.tpot_s, single.decode_tokens_per_s) == (0, 0, 0)
-
-
-def test_end_of_sequence_can_be_ignored(scripted: Callable[..., Model], tokenizer: Tokenizer):
-    length = 2 * len(tokenizer.encode(TEXT)) + 1
-    result = scripted(TEXT, [EOS]).generate(PROMPT, max_tokens=length, ignore_eos=True)
-    assert (result.text, result.finish_reason) == (TEXT * 2, "length")
-
-
 @pytest.mark.parametrize("stop", ["\n", "):", " return '", "🎉 日", "本", "naïve(x):\n  "])
 def test_nothing_of_a_stop_string_is_ever_streamed(scripted: Callable[..., Model], stop: str):
     stream = scripted().stream(PROMPT, stop=["not there", stop])
@@ -147,32 +133,7 @@ def test_the_stop_text_or_token_that_ended_an_output_is_told_and_an_end_of_seque
     assert (result.text, result.stop_reason, result.outputs[0].stop_reason) == (text, reason, reason)
 
 
-def test_the_text_of_a_stop_token_is_kept_on_demand(scripted: Callable[..., Model], tokenizer: Tokenizer):
-    ids = tokenizer.encode(TEXT)
-    for keep in (False, True):
-        result = scripted().generate(PROMPT, stop_token_ids=[ids[6]], include_stop_str_in_output=keep)
-        assert (result.text, result.stop_reason) == (tokenizer.decode(ids[: 6 + keep]), ids[6])
-
-
-def test_without_detokenizing_there_are_tokens_and_no_text(scripted: Callable[..., Model], tokenizer: Tokenizer):
-    texts: list[str] = []
-    ids = tokenizer.encode(TEXT)
-    stream = scripted(TEXT, [EOS]).stream(
-        PROMPT, detokenize=False, stopping_criteria=[lambda tokens, text: bool(texts.append(text))]
-    )
-    deltas = list(stream.events())
-    assert [token for delta in deltas for token in delta.token_ids] == [*ids, EOS]
-    assert {delta.text for delta in deltas} == {stream.result().text} == set(texts) == {""}
-    assert stream.result().finish_reason == "stop"
-
-
 # ------------------------------------------------------------------------------------------------ sampling parameters
-
-
-def test_the_checkpoint_decides_whether_to_sample(scripted: Callable[..., Model]):
-    assert scripted(do_sample=False).generate(PROMPT, max_tokens=2).seed is None
-    assert scripted(do_sample=True).generate(PROMPT, max_tokens=2).seed is not None
-    assert scripted(do_sample=True).generate(PROMPT, max_tokens=2, temperature=0).seed is None
 
 
 def test_the_checkpoint_and_the_caller_fill_the_sampling_parameters(
@@ -186,6 +147,11 @@ def test_the_checkpoint_and_the_caller_fill_the_sampling_parameters(
 def test_a_misspelt_parameter_is_refused_with_the_nearest(scripted: Callable[..., Model]):
     with pytest.raises(UsageError, match="unknown sampling parameter 'temprature'; did you mean temperature"):
         scripted().generate(PROMPT, temprature=0)
+
+
+def test_the_default_for_new_tokens_fits_the_context(tiny_bundle: Path):
+    with load(tiny_bundle, threads=1, max_context=64) as short:
+        assert len(short.generate(list(range(10, 20)), temperature=0, ignore_eos=True).token_ids) == 54
 
 
 def test_a_seed_repeats_its_tokens_and_another_gives_others(model: Model):

@@ -277,15 +277,3 @@ def test_files_that_changed_since_are_tested_anew(copied_bundle: Path, replays: 
     with pytest.raises(BundleError, match=r"this machine computes something else|hold NaN"):
         loaded(copied_bundle)
     assert len(replays) == 2
-
-
-def test_without_a_cache_every_load_tests(
-    tiny_bundle: Path, replays: list[int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def full(path: Path) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(selftest.disk_cache, "published", full)
-    loaded(tiny_bundle)
-    loaded(tiny_bundle)
-    assert len(replays) == 2

@@ -234,28 +234,3 @@ def test_prompt_lookup_speeds_up_a_text_that_repeats_itself():
     found, lengths = speculated(repeating, random_sampler(1, 11), [0, 1], 400, speculator, costs)
     assert found == wanted
     assert len(lengths) < 200
-
-
-class Slow(Oracle):
-    """Takes its time, on a clock that the test sets."""
-
-    def __init__(self, answer: Sequence[int], clock: list[float], seconds: float) -> None:
-        super().__init__(answer, wrong=1)
-        self.clock = clock
-        self.seconds = seconds
-
-    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        self.clock[0] += self.seconds
-        return super().propose(key, tokens, count)
-
-
-def asked(seconds: float, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often a drafter that is always wrong is asked for drafts in 300 tokens."""
-    clock = [0.0]
-    monkeypatch.setattr("llmc.runtime.speculation.speculator.perf_counter", lambda: clock[0])
-    wanted = plain(toy, random_sampler(5), [0, 1], 300)
-    drafter: Drafter = Slow([0, 1, *wanted], clock, seconds)
-    costs = StepCosts()
-    speculated(toy, random_sampler(5), [0, 1], 300, speculator_of(0, drafter, costs), costs)
-    assert isinstance(drafter, Slow)
-    return len(drafter.asked)

@@ -20,7 +20,6 @@ from llmc.runtime.sampling.params import SamplingParams
 PATIENCE = 120
 SOON = 0.02  # seconds after which a wait for what does not come ends
 PROMPT = [11, 12, 13, 14]
-PARAMS = SamplingParams(max_tokens=10, temperature=1.0, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
 RESULT: Any = object()
 
@@ -178,25 +177,6 @@ def test_cancelling_a_task_cancels_its_request(make_engine: Any, remembering: An
     assert engine.metrics.snapshot().requests["cancelled"] == 1
 
 
-def test_a_loop_that_is_gone_does_not_disturb_who_brings_pieces():
-    pieces, loop = Pieces(keep=True), asyncio.new_event_loop()
-    pieces.handle._cancel = lambda: False
-
-    async def begin() -> Any:
-        reader = pieces.handle.events_async()
-        task = asyncio.ensure_future(anext(reader))
-        await asyncio.sleep(0)
-        return reader, task
-
-    reader, task = loop.run_until_complete(begin())
-    loop.close()  # in the middle of the wait
-    pieces.put("a")
-    pieces.mailbox.end(RESULT)
-    assert pieces.handle.result() is RESULT
-    task._log_destroy_pending = False
-    del reader, task
-
-
 def test_one_call_into_a_loop_tells_all_who_read_there(monkeypatch: pytest.MonkeyPatch):
     many = [Pieces() for _ in range(8)]
 
@@ -246,22 +226,3 @@ def test_no_piece_is_missed_however_threads_and_readers_meet():
         found = [reader.result(PATIENCE) for reader in readers]
     assert sorted(found[0] + found[1]) == list(range(count))
     assert all(tokens == sorted(tokens) for tokens in found)
-
-
-def test_on_delta_hears_every_token_in_order_and_the_handle_too(make_engine: Any, alone: Any):
-    heard: list[int] = []
-    handle = make_engine().submit(Request(PROMPT, PARAMS, on_delta=lambda delta: heard.extend(delta.token_ids)))
-    read = [token for delta in handle.events(PATIENCE) for token in delta.token_ids]
-    assert heard == read == alone(PROMPT, PARAMS)
-
-
-def test_on_delta_may_submit_and_cancel(make_engine: Any, alone: Any):
-    engine = make_engine()
-    more: list[Handle] = []
-
-    def chain(_: Delta) -> None:
-        if not more:
-            more.append(engine.submit(Request([*PROMPT, 15], PARAMS)))
-
-    engine.submit(Request(PROMPT, PARAMS, on_delta=chain)).result(PATIENCE)
-    assert list(more[0].result(PATIENCE).token_ids) == alone([*PROMPT, 15], PARAMS)

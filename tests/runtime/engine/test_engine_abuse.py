@@ -235,6 +235,7 @@ def test_a_forked_process_is_told_that_its_parents_request_stayed_behind(model: 
     handle = companion(model, brake := Brake(3))
     next(handle)
     waits: list[Callable[[], object]] = [
+        lambda: model.generate([1, 2, 3], max_tokens=1),
         handle.result,
         lambda: list(handle),
         lambda: list(handle.events()),

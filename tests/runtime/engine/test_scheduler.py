@@ -65,15 +65,6 @@ def test_while_others_decode_a_further_chunk_waits_for_steps_and_for_their_time(
     assert pacer.allows(first_chunk=False, decoding=True)
 
 
-def test_a_slow_chunk_is_paid_back_by_as_much_time_of_decoding():
-    pacer = ChunkedPrefill(SPACING)
-    pacer.fed(STEP_S * 10, first_chunk=False)
-    for _ in range(10):
-        assert not pacer.allows(first_chunk=False, decoding=True)
-        pacer.decoded(STEP_S)
-    assert pacer.allows(first_chunk=False, decoding=True)
-
-
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 10)), max_size=20))
 def test_a_first_chunk_never_waits_nor_any_where_nobody_decodes(past: list[tuple[bool, float]]):
     pacer = ChunkedPrefill(SPACING)
@@ -95,11 +86,4 @@ def test_a_prompt_goes_on_however_many_new_ones_come(spacing: int):
             pacer.decoded(STEP_S)
             rounds += 1
             assert rounds <= max(1, spacing)
-        pacer.fed(CHUNK_S, first_chunk=False)
-
-
-def test_without_spacing_prompts_are_fed_as_fast_as_possible():
-    pacer = ChunkedPrefill(0)
-    for _ in range(3):
-        assert pacer.allows(first_chunk=False, decoding=True)
         pacer.fed(CHUNK_S, first_chunk=False)

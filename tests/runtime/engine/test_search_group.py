@@ -1,5 +1,6 @@
 """Beams on rows of the cache, beside other requests: they give what they give alone."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,30 +146,45 @@ def reference(checkpoint: Path) -> Iterator[Any]:
         yield model
 
 
+TRANSFORMERS: list[dict[str, Any]] = [
+    {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.8},
+    {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True},
+    {"num_beams": 4, "num_return_sequences": 2, "early_stopping": "never", "length_penalty": 2.0},
+    {"num_beams": 3, "num_return_sequences": 3, "length_penalty": -1.0, "no_repeat_ngram_size": 2},
+]
+
+
 def test_beams_of_the_small_model_equal_those_of_transformers(tiny_in: Callable[[str], Path], tiny_checkpoint: Path):
     import torch
 
     texts = ["def add(a, b):\n    return", "import os\nimport", "class Point:\n    def"]
-    options: dict[str, Any] = {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.8}
+    reasons = set()
     with load(tiny_in("fp32"), threads=1, self_test=False) as model, reference(tiny_checkpoint) as torch_model:
-        prompts = [model.tokenizer.encode(text) for text in texts]
-        handles = [model.stream(prompt, max_tokens=NEW, ignore_eos=True, **options) for prompt in prompts]
-        for prompt, handle in zip(prompts, handles, strict=True):
+        answers = [model.generate(text, max_tokens=NEW, temperature=0, ignore_eos=True).token_ids for text in texts]
+        ends = [answer[3] for answer in answers]  # tokens that some outputs end with, and others do not
+        for text, options in itertools.product(texts, TRANSFORMERS):
+            prompt = model.tokenizer.encode(text)
+            outputs = model.generate(prompt, max_tokens=NEW, ignore_eos=True, stop_token_ids=ends, **options).outputs
             ids = torch.tensor([prompt])
             answer = torch_model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 max_new_tokens=NEW,
+                eos_token_id=ends,
                 pad_token_id=0,
                 return_dict_in_generate=True,
                 output_scores=True,
                 **options,
             )
-            outputs = handle.result(PATIENCE).outputs
-            assert [list(output.token_ids) for output in outputs] == answer.sequences[:, len(prompt) :].tolist()
-            scores = np.array([output.score for output in outputs])
-            assert np.abs(scores - answer.sequences_scores.numpy()).max() * NEW**0.8 < SCORE_TOLERANCE
+            for output, found, score in zip(outputs, answer.sequences, answer.sequences_scores, strict=True):
+                tokens = found[len(prompt) :].tolist()
+                assert tokens[: len(output.token_ids)] == list(output.token_ids)
+                assert len({*tokens[len(output.token_ids) :]}) <= 1  # padding
+                most = len(output.token_ids) ** options.get("length_penalty", 1.0)
+                assert abs(output.score - float(score)) * most < SCORE_TOLERANCE
+                reasons.add(output.finish_reason)
+    assert reasons == {"stop", "length"}
 
 
 def test_log_probabilities_of_the_small_model_are_those_of_transformers(

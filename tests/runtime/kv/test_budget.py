@@ -2,7 +2,6 @@
 
 import errno
 import mmap
-import shutil
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,9 +20,8 @@ from llmc.bundle import (
     MemoryPlan,
     Profile,
     read_bundle,
-    write_manifest,
 )
-from llmc.errors import BundleError, ResourceError, UsageError
+from llmc.errors import ResourceError, UsageError
 from llmc.runtime import load
 from llmc.runtime.kv import host_cache
 from llmc.runtime.kv.budget import (
@@ -61,11 +59,6 @@ def unopened(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("llmc.runtime.model.open_session", refuse)
     monkeypatch.setattr("llmc.runtime.model.Tokenizer.from_folder", refuse)
-
-
-@pytest.fixture
-def copied_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
 
 
 def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -229,13 +222,8 @@ def test_a_budget_holds_both_memories_and_names_the_one_that_lacks(
     ("arguments", "expected"),
     [
         ({"threads": 0}, "threads is 0, expected 1 ... 1024"),
-        ({"threads": 1025}, "threads is 1025, expected 1 ... 1024"),
         ({"threads": True}, "threads is True, expected 1 ... 1024"),
-        ({"threads": 1.5}, "threads is 1.5, expected 1 ... 1024"),
-        ({"threads": "2"}, "threads is '2', expected 1 ... 1024"),
-        ({"max_context": 0}, "max_context is 0, expected 1 ... 2048"),
         ({"max_context": 2049}, "max_context is 2049, expected 1 ... 2048"),
-        ({"prefill_chunk": -1}, "prefill_chunk is -1, expected 1 ... 256"),
         ({"prefill_chunk": 257}, "prefill_chunk is 257, expected 1 ... 256"),  # the plan has no room for its scores
     ],
 )
@@ -244,14 +232,6 @@ def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, arguments: dict[
     with pytest.raises(UsageError) as refused:
         load(tiny_bundle, **arguments)
     assert expected in str(refused.value)
-
-
-@pytest.mark.usefixtures("unopened")
-def test_a_bundle_newer_than_the_runtime_is_refused(copied_bundle: Path):
-    manifest = read_bundle(copied_bundle)
-    write_manifest(replace(manifest, schema_version=99, llmc_version="9.0"), copied_bundle)
-    with pytest.raises(BundleError, match=r"schema version 99, written by llmc 9\.0; .*: upgrade it with pip install"):
-        load(copied_bundle)
 
 
 @pytest.mark.usefixtures("unopened")

@@ -205,8 +205,3 @@ def test_what_is_forged_well_comes_back(tmp_path: Path):
     """The digests of a file cannot tell who wrote it, which is why its owner is looked at."""
     forged(tmp_path / "chat.kv", lambda raw: None, [-block for block in values()])
     np.testing.assert_array_equal(load(tmp_path / "chat.kv")[1], [-block for block in values()])
-
-
-def test_no_more_blocks_are_read_than_there_is_memory_for(saved: Path):
-    size = values()[0].nbytes
-    assert [len(load(saved, max_bytes=room)[1]) for room in (0, size, 2 * size - 1, 9 * size)] == [0, 1, 1, 2]

@@ -82,39 +82,6 @@ def test_what_is_written_is_read_in_the_type_of_the_cache(made: Made, kind: str,
     assert size(cache) == 2 * HEADS * 8 * WIDTH * itemsize * TENSORS
 
 
-def test_tensors_lie_as_the_engine_reads_them(cache: DeviceCache):
-    given = values(32)
-    write(cache, 2, 0, given)
-    for tensor in range(TENSORS):
-        here = array_at(cache.address(tensor, 0), (3, HEADS, 32, WIDTH), np.float16)
-        assert np.array_equal(here[2], given[tensor])
-        assert not here[:2].any()
-        assert cache.address(tensor, 0) % module.ALIGNMENT == 0
-
-
-def test_fresh_memory_is_zero_where_the_engine_may_look(cache: DeviceCache, driver: FakeDriver):
-    cache.reserve(4, 48)
-    for block in driver.blocks.values():
-        if block.kind == "device":
-            cache._driver.synchronize(cache._stream)
-    assert all(not cache.read(row, 0, 48).any() for row in range(4))
-    sides = [array_at(block, (size(cache) // len(cache._blocks),)) for block in cache._blocks]
-    assert not any(side.any() for side in sides)
-
-
-def test_a_copied_range_reaches_its_row_and_no_other(cache: DeviceCache):
-    given = [values(32) for _ in range(3)]
-    for row, content in enumerate(given):
-        write(cache, row, 0, content)
-    cache.copy(0, 2, 5, 20)
-    cache.copy(1, 1, 0, 32)
-    assert np.array_equal(read(cache, 2, 5, 20), given[0][:, :, 5:20])
-    assert np.array_equal(read(cache, 2, 0, 5), given[2][:, :, :5])
-    assert np.array_equal(read(cache, 2, 20, 32), given[2][:, :, 20:])
-    assert np.array_equal(read(cache, 0, 0, 32), given[0])
-    assert np.array_equal(read(cache, 1, 0, 32), given[1])
-
-
 def test_long_ranges_go_through_a_small_pinned_buffer(cache: DeviceCache, monkeypatch: pytest.MonkeyPatch):
     position = TENSORS * HEADS * WIDTH * 2
     monkeypatch.setattr(module, "STAGING_BYTES", 5 * position)

@@ -44,16 +44,6 @@ def numbers(count: int, kind: str = "float32") -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------ contents
 
 
-def test_each_layer_has_arrays_of_its_own_shape_under_the_graphs_names(made: Made):
-    cache = made()
-    assert [tensor.past for tensor in cache.tensors] == [
-        f"past_key_values.{layer}.{part}" for layer in (0, 1, 5) for part in ("key", "value")
-    ]
-    assert [tensor.present for tensor in cache.tensors][-1] == "present.5.value"
-    assert [array.shape for array in cache.arrays[::2]] == [(3, 2, 32, 4), (3, 1, 32, 6), (3, 3, 32, 2)]
-    assert cache.can_rewind
-
-
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
 def test_what_is_written_is_read_and_lies_tensor_after_tensor(made: Made, kind: str):
     cache = made(kind=kind)
@@ -77,24 +67,6 @@ def test_a_copied_range_reaches_its_row_and_no_other(made: Made):
     after = [cache.read_blocks(row, 1, 0, 32) for row in range(3)]
     before[2][5:20] = before[0][5:20]
     assert np.array_equal(before, after)
-
-
-@pytest.mark.parametrize(
-    ("row", "start", "end"), [(3, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 2, 1), (0, 0, 33), (0, 33, 33)]
-)
-def test_rows_and_positions_outside_the_cache_are_refused(made: Made, row: int, start: int, end: int):
-    def says(row: int) -> str:
-        return f"positions {start} ... {end} of row {row} .* 3 rows of 32; reserve"
-
-    cache = made()
-    with pytest.raises(UsageError, match=says(row)):
-        cache.read(row, start, end)
-    with pytest.raises(UsageError, match=says(row)):
-        cache.copy(row, 0, start, end)
-    with pytest.raises(UsageError, match=says(row if row else 1)):
-        cache.copy(1, row, start, end)
-    with pytest.raises(UsageError, match=says(row)):
-        cache.write(row, start, end, np.zeros(max(0, end - start) * POSITION, np.float32))
 
 
 # -------------------------------------------------------------------------------------------------------------- growth
@@ -348,10 +320,3 @@ def test_what_was_let_go_of_is_refused(made: Made):
     with pytest.raises(UsageError, match="let go of position 0; read from 448 on"):
         cache.read(0, 0, 512)
     assert cache.read_blocks(0, 32, 448, 512)
-
-
-@pytest.mark.parametrize("caches", [RAGGED[:1], WINDOWED], ids=["no window", "where pages stay"])
-def test_nothing_is_let_go_of(made: Made, monkeypatch: pytest.MonkeyPatch, caches: Sequence[Cache]):
-    monkeypatch.setattr(module, "LETS_GO", False)
-    cache = made(caches)
-    assert not cache.is_overdue(0, 1 << 20)

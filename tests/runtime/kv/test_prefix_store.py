@@ -144,23 +144,7 @@ def test_a_file_cut_anywhere_is_ignored_and_removed(opened: Opened, folder: Path
     (path,) = files(folder)
     content = path.read_bytes()
     start = len(content) - 4 * BLOCK_BYTES  # of the first block
-    cuts = [
-        0,
-        4,
-        8,
-        12,
-        16,
-        31,
-        32,
-        100,
-        start - 64,
-        start - 1,
-        start,
-        start + 1,
-        start + BLOCK_BYTES,
-        len(content) - 1,
-    ]
-    for cut in cuts:
+    for cut in (0, 4, 12, 31, 100, start - 1, start, start + BLOCK_BYTES, len(content) - 1):
         path.write_bytes(content[:cut])
         caplog.clear()
         cache, _ = opened()
@@ -169,21 +153,6 @@ def test_a_file_cut_anywhere_is_ignored_and_removed(opened: Opened, folder: Path
         assert [message for message in warnings(caplog) if "is damaged and is removed" in message] == warnings(caplog)
         assert len(warnings(caplog)) == 1
         assert not path.exists()
-
-
-def test_another_version_is_ignored_and_kept(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
-    keep(opened, PROMPT)
-    (path,) = files(folder)
-    content = bytearray(path.read_bytes())
-    length, version = struct.unpack_from("<I", content, 12)[0], struct.pack("<I", 1)
-    content[8:12] = version
-    content[16:32] = blake2b(version + content[32 : 32 + length], digest_size=16).digest()
-    path.write_bytes(content)
-    cache, _ = opened()
-    assert [found(cache, PROMPT), found(cache, PROMPT)] == [0, 0]
-    assert len(warnings(caplog)) == 1
-    assert "format 1, this llmc reads 2" in warnings(caplog)[0]
-    assert path.exists()
 
 
 def test_a_file_under_another_name_is_not_believed(opened: Opened, folder: Path):
@@ -207,20 +176,6 @@ def test_the_bound_holds_and_the_least_recently_used_goes(opened: Opened, folder
     assert [found(later, [first] * 16) for first in range(6)] == [0, 0, 0, 0, WHOLE, WHOLE]
 
 
-def test_use_in_memory_keeps_a_file(opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prefix_store, "TOUCH_S", 0.0)
-    cache, store = opened(max_bytes=11 * BLOCK_BYTES)
-    for first in range(2):
-        writer(cache)([first] * 16)
-        flush(store)
-    assert found(cache, [0] * 16) == WHOLE
-    assert cache.counters.disk_hits == 0
-    writer(cache)([2] * 16)
-    flush(store)
-    later, _ = opened()
-    assert [found(later, [first] * 16) for first in range(3)] == [WHOLE, 0, WHOLE]
-
-
 def fail_with(code: int) -> Callable[..., Any]:
     return raising(OSError(code, os.strerror(code)))
 
@@ -232,7 +187,7 @@ def raising(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 @pytest.mark.parametrize("call", ["os.fsync", "tempfile.mkstemp", "os.replace"])
 def test_a_disk_that_refuses_leaves_memory_at_work(
     opened: Opened,
@@ -258,17 +213,6 @@ def test_a_disk_that_refuses_leaves_memory_at_work(
     assert found(opened()[0], PROMPT) == WHOLE
 
 
-def test_a_failed_disk_is_left_alone_for_a_while(opened: Opened, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("os.fsync", fail_with(errno.ENOSPC))
-    cache, store = opened()
-    writer(cache)(PROMPT)
-    assert flush(store, PATIENCE)
-    monkeypatch.undo()
-    writer(cache)(PROMPT)
-    assert flush(store, PATIENCE)
-    assert found(opened()[0], PROMPT) == 0
-
-
 def test_a_full_queue_skips_and_the_next_time_fills_the_gap(folder: Path, monkeypatch: pytest.MonkeyPatch):
     hold, publish = threading.Event(), prefix_store.publish
 
@@ -289,17 +233,6 @@ def test_a_full_queue_skips_and_the_next_time_fills_the_gap(folder: Path, monkey
         assert flush(store, PATIENCE)
     with closing(PrefixStore(folder, PLENTY, pending_bytes=PENDING)) as store:
         assert found(PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store), PROMPT) == WHOLE
-
-
-def test_closing_writes_what_waits_and_takes_no_more(opened: Opened, folder: Path):
-    cache, store = opened()
-    writer(cache)(PROMPT)
-    store.close()
-    store.close()
-    assert len(files(folder)) == 1
-    writer(cache)([1] * 8)
-    assert len(files(folder)) == 1
-    assert found(cache, [1] * 8) == 8
 
 
 def test_another_process_sees_what_this_one_writes_and_removes(opened: Opened, folder: Path):

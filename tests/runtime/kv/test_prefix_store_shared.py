@@ -16,7 +16,6 @@ from llmc.runtime.kv import prefix_store
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 
-BLOCK_BYTES = 4 * 4 * 2 * 4 * 8
 LENGTH = 16  # tokens of every prompt: four blocks of one token, whose keys and values are all that token
 PLENTY = 1 << 24
 PENDING = 1 << 28
@@ -108,25 +107,3 @@ def test_killing_a_writer_leaves_whole_files_only(
         )
         assert flush(store, PATIENCE)
     assert list(shelf.glob(".staging-*")) == []
-
-
-def test_processes_share_a_folder_within_its_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    bound, hits, passes, deadline = 40 * BLOCK_BYTES, 0, 0, time.monotonic() + PATIENCE
-    with closing(PrefixStore(tmp_path, bound, pending_bytes=PENDING)) as store:
-        cache = PrefixCache("model", 4, max_bytes=8 * BLOCK_BYTES, store=store)
-        with (
-            process(tmp_path, bound, 0, 40) as one,
-            process(tmp_path, bound, 20, 40) as other,
-        ):  # half of it is the same
-            while (passes < 10 or hits == 0) and time.monotonic() < deadline:
-                hits += sum(finds(cache, token) for token in range(60))
-                passes += 1
-            for writing in (one, other):
-                assert writing.stdin is not None and writing.poll() is None
-                writing.stdin.close()
-                writing.wait(PATIENCE)
-            assert (one.returncode, other.returncode) == (0, 0)
-        assert sum(finds(cache, token) for token in range(60)) >= 7
-    assert hits > 0
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= bound
-    assert warnings(caplog) == []

@@ -179,21 +179,6 @@ def test_evaluation_logits_are_those_of_the_steps(opened: tuple[str, Session, Ma
 # -------------------------------------------------------------------------------------------------------------- cache
 
 
-def test_crossing_a_growth_step_equals_all_room_from_the_start(tiny_bundle: Path):
-    manifest = read_bundle(tiny_bundle)
-    logits, capacities = [], []
-    for up_front in (1, manifest.limits.max_context):
-        session = open_session(tiny_bundle, manifest, 1)
-        runner = SingleRunner(session, manifest.limits.max_context, 512)
-        runner.reserve(up_front)
-        runner.prefill(LONG[:250])
-        logits.append([runner.step(token, 250 + i)[0, 0].copy() for i, token in enumerate(LONG[250:262])])
-        capacities.append(session.cache.capacity)
-        session.close()
-    assert capacities == [512, manifest.limits.max_context]
-    assert np.array_equal(*logits)
-
-
 def test_what_an_earlier_request_left_in_the_cache_is_never_read(tiny_bundle: Path):
     """Not even times zero: NaN would show."""
     manifest = read_bundle(tiny_bundle)

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from llmc.errors import RequestError
 from llmc.runtime.search.beam import BeamSearch
 
 PROMPT = [1, 2]
@@ -124,9 +123,3 @@ def test_where_processors_allow_fewer_tokens_than_beams_there_are_fewer_outputs(
     outputs = decode(search, PROMPT, made_up(20))
     assert {output.token_ids for output in outputs} == set(itertools.product([3, 4], repeat=2))
     assert all(math.isfinite(output.score) for output in outputs)
-
-
-def test_processors_that_forbid_everything_are_an_error(made_up, decode):
-    search = BeamSearch(num_beams=2, max_tokens=2, processors=[lambda tokens, scores: scores - np.inf])
-    with pytest.raises(RequestError, match="forbid every token"):
-        decode(search, PROMPT, made_up(20))

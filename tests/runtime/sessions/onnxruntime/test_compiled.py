@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -187,29 +186,6 @@ def test_other_weights_or_graphs_are_compiled_anew(foreign: Path, root: Path, fi
     assert len(entries(root)) == 2
 
 
-RACE = """
-import sys
-from pathlib import Path
-from llmc.bundle import read_bundle
-from llmc.runtime.sessions import open_session
-folder = Path(sys.argv[1])
-open_session(folder, read_bundle(folder), 1).close()
-"""
-
-
-@pytest.mark.vnni
-def test_two_processes_that_compile_at_once_end_well(foreign: Path, root: Path):
-    racers = [subprocess.Popen([sys.executable, "-c", RACE, foreign]) for _ in range(2)]
-    assert [racer.wait(120) for racer in racers] == [0, 0]
-    (entry,) = entries(root)
-    assert sorted(file.name for file in entry.iterdir()) == [
-        "compiled-decode.onnx",
-        "compiled-prefill.onnx",
-        "files.json",
-        "weights.bin",
-    ]
-
-
 def test_the_cache_is_bounded(foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
     old = root / "compiled" / "old"
     old.mkdir(parents=True)
@@ -226,21 +202,6 @@ def test_the_cache_is_bounded(foreign: Path, root: Path, monkeypatch: pytest.Mon
 
 
 # ----------------------------------------------------------------------------------------------------- without it all
-
-
-@pytest.mark.vnni
-def test_weights_that_the_engine_wrote_only_in_part_are_noticed(
-    foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    original = compiled.relocated
-
-    def cut(model: bytes, move: Callable[[dict[str, str]], dict[str, str]]) -> bytes:
-        return original(model, lambda entry: move({**entry, "length": str(1 << 40)}))
-
-    monkeypatch.setattr(compiled, "relocated", cut)
-    assert opened(foreign, monkeypatch) == [foreign / "decode.onnx", foreign / "prefill.onnx"]
-    assert "wrote fewer weights than it names" in caplog.text
-    assert entries(root) == []
 
 
 def refusing(runtime: object, graph: str, options: object) -> object:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,6 @@ from doubles.onnxruntime_cuda import EngineError, FakeOnnxRuntime
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.runtime.sessions import Batch, Phase, Session, emulated, open_session
-from llmc.runtime.sessions.onnxruntime import cuda as module
-from llmc.runtime.sessions.onnxruntime import cuda_provider
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider, import_onnxruntime_gpu
 
@@ -92,17 +89,6 @@ def reference(bundle: Path) -> Iterator[Session]:
     session.cache.reserve(ROWS, 256)
     yield session
     session.close()
-
-
-def test_cudas_libraries_are_found_wherever_packages_lie(fp16_bundle, opened, tmp_path, monkeypatch):
-    """ONNX Runtime itself looks beside itself, and an environment may see the packages of another one."""
-    folders = [tmp_path / name / "nvidia" / "cu13" / "lib" for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        monkeypatch.syspath_prepend(folder.parents[2])
-    session = opened(fp16_bundle)
-    assert set(map(str, folders)) <= set(session._runtime.preloaded)
-    assert session._runtime.preloaded[-1] is None, "last, when all are loaded: what it says then counts"
 
 
 def prefill(session: Session, prompt: list[int], row: int = 0) -> np.ndarray:
@@ -183,14 +169,6 @@ def test_recordings_go_when_the_cache_moves(fp16_bundle, opened):
     assert session._runtime.runs[-2:] == [-1, 2]
 
 
-def test_recordings_are_limited_where_they_cannot_be_let_go(fp16_bundle, opened, monkeypatch):
-    monkeypatch.setattr(module, "MOST_RECORDINGS", 1)
-    session = opened(fp16_bundle)
-    for row in (0, 0, 1, 1, 1):
-        decode(session, [5], [0], first_row=row)
-    assert session._runtime.runs == [-1, 1, -1, -1, -1]
-
-
 @pytest.mark.parametrize(("precision", "wanted"), [("fp16", ("1", "1")), ("fp32", ("0", "0"))])
 def test_float32_is_not_recorded_and_not_rounded_to_tf32(built, opened, precision, wanted):
     options = opened(built(precision))._runtime.options
@@ -220,25 +198,12 @@ def test_the_package_for_cpus_is_named_with_what_to_install():
         check_provider(import_onnxruntime_gpu(), "1.28")
 
 
-def test_what_an_uninstalled_onnxruntime_left_behind_is_named_with_what_to_install(monkeypatch):
-    monkeypatch.setattr(cuda_provider, "require", lambda module, extra: ModuleType(module))
-    with pytest.raises(GpuError, match=r"onnxruntime is installed and cannot be loaded \(it has no .*pip install"):
-        import_onnxruntime_gpu()
-
-
 def test_a_provider_that_falls_back_to_the_cpu_is_an_error_with_its_reason(fp16_bundle, opened, capsys):
     driver = FakeDriver()
     with pytest.raises(GpuError, match=r"could not load its CUDA provider \(Failed to load libcublasLt.so.13\)"):
         opened(fp16_bundle, driver, falls_back=True)
     assert capsys.readouterr().out == ""
     assert driver.leaks == []
-
-
-def test_operators_that_run_on_the_cpu_are_named(fp16_bundle, opened, caplog):
-    opened(fp16_bundle)
-    assert "on the CPU" not in caplog.text
-    opened(fp16_bundle, astray=("MatMulNBits", "Cast"))
-    assert "ONNX Runtime computes MatMulNBits on the CPU, which is slow" in caplog.text
 
 
 FAILURES: list[tuple[str, type[LlmcError], bool]] = [
@@ -263,16 +228,6 @@ def test_what_fails_on_the_gpu_is_translated(fp16_bundle, opened, text, kind, lo
             prefill(session, PROMPTS[0])
     else:
         prefill(session, PROMPTS[0])
-
-
-def test_a_lost_context_is_found_behind_a_librarys_own_failure(fp16_bundle, opened):
-    session = opened(fp16_bundle)
-    session._runtime.failure = EngineError("CUBLAS failure 14: CUBLAS_STATUS_INTERNAL_ERROR")
-    session._driver.lose = session._driver._count + 2  # the upload works, the question does not
-    for _ in range(2):
-        with pytest.raises(GpuError, match="context was lost") as caught:
-            prefill(session, PROMPTS[0])
-        assert caught.value.lost
 
 
 @pytest.mark.parametrize("number", range(1, 6))
