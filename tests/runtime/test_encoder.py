@@ -91,16 +91,6 @@ def test_a_text_that_is_too_long_is_refused_or_cut_as_asked(model, checkpoint):
     assert np.abs(model.embed([text], truncate=True) - wanted).max() <= TOLERANCE
 
 
-def test_a_shorter_vector_without_its_length_restored_is_another_one(model):
-    assert np.abs(model.embed(TEXTS, dimensions=8) - model.embed(TEXTS)[:, :8]).max() > 100 * TOLERANCE
-
-
-def test_a_text_cut_without_the_token_that_ends_it_is_another_one(model):
-    text = "word " * 100
-    plain = model.encoder.encode([model.tokenizer.encode(text)[:64]])
-    assert np.abs(model.embed([text], truncate=True) - plain).max() > 100 * TOLERANCE
-
-
 def test_eight_bits_keep_the_direction_of_vectors(tmp_path, tiny_checkpoint, built):
     """Of the small model, which was trained: random weights say nothing about rounding."""
     checkpoint = encoders.as_embedder(encoders.copy(tiny_checkpoint, tmp_path / "small"))
@@ -112,10 +102,6 @@ def test_eight_bits_keep_the_direction_of_vectors(tmp_path, tiny_checkpoint, bui
         similarity = model.manifest.similarity
     cosines = np.sum(found * encoders.embeddings(checkpoint, texts), axis=1)
     assert cosines.min() >= LEAST_COSINE and similarity.smallest >= LEAST_COSINE
-
-
-def test_nothing_in_gives_nothing_out(model):
-    assert model.embed([]).shape == (0, 32)
 
 
 @pytest.mark.parametrize(
@@ -131,14 +117,6 @@ def test_nothing_in_gives_nothing_out(model):
 def test_what_makes_no_sense_is_refused(model, arguments, message):
     with pytest.raises(UsageError, match=message):
         model.embed(**{"texts": ["a"], **arguments})
-
-
-def test_an_embedding_model_says_that_it_neither_generates_nor_ranks(model):
-    for ask in (lambda: model.generate("a"), lambda: model.runner, lambda: model.rank("a", ["b"])):
-        with pytest.raises(UsageError, match=r"embeds texts \(llmc embed, Model.embed\)"):
-            ask()
-    with pytest.raises(UsageError, match="draft is for a bundle that generates"):
-        load(model.folder, draft="lookup")
 
 
 # ------------------------------------------------------------------------------------------------------------ ranking
@@ -184,11 +162,6 @@ def test_a_document_that_is_too_long_is_refused_or_cut_before_what_the_template_
     assert np.array_equal(kept, ranks.rank(QUERY, ["word " * 300], truncate=True))
     with pytest.raises(RequestError, match="the query leaves no room for a document in 128 tokens"):
         ranks.rank("word " * 200, ["a"], truncate=True)
-
-
-def test_a_reranker_says_that_it_does_not_embed(ranks):
-    with pytest.raises(UsageError, match=r"ranks documents \(llmc rank, Model.rank\), so it cannot embed"):
-        ranks.embed(["a"])
 
 
 def test_a_model_that_generates_says_that_it_neither_embeds_nor_ranks(tiny_bundle):

@@ -204,22 +204,3 @@ def test_a_removed_bundle_goes_on_running(folder: Path):
         before = loaded.generate([1, 2, 3], max_tokens=4, temperature=0).token_ids
         shutil.rmtree(folder)
         assert loaded.generate([1, 2, 3], max_tokens=4, temperature=0).token_ids == before
-
-
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-@pytest.mark.parametrize(
-    ("content", "words"), [("[" * 100_000, "nests more than"), ("[" + "9" * 5000 + "]", "an integer of 5000 digits")]
-)
-def test_json_beside_the_tokenizer_has_bounds(
-    tiny_checkpoint: Path, tmp_path: Path, name: str, content: str, words: str
-):
-    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
-    (folder / "tokenizer_config.json").write_text("{}")
-    (folder / name).write_text(content)
-    with pytest.raises(BundleError, match=words):
-        model.Tokenizer.from_folder(folder)
-
-
-def test_verify_names_files_that_are_not_the_bundles(folder: Path):
-    (folder / "README.md").write_text("mine")
-    assert verify(folder).unlisted == ("README.md",)

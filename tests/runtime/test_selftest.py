@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmc.bundle import LARGEST_TOLERANCE, GoldenPrompt, read_bundle, write_manifest
-from llmc.errors import BundleError, UsageError
+from llmc.errors import BundleError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load, selftest
 from llmc.runtime.model import verify
@@ -18,7 +18,6 @@ from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay
 from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
 BEYOND = 1.2 * LOGIT_TOLERANCE
-WITHIN = 0.8 * LOGIT_TOLERANCE
 
 
 @pytest.fixture
@@ -72,20 +71,6 @@ def test_one_changed_bit_anywhere_is_found(copied_bundle: Path, file: str):
         verify(copied_bundle)
 
 
-@pytest.mark.parametrize("file", [pytest.param("prefill.onnx", marks=pytest.mark.vnni), "decode.onnx"])
-def test_loading_refuses_a_graph_of_the_right_size_but_other_content(copied_bundle: Path, file: str):
-    (copied_bundle / file).write_bytes(b"\xff" * (copied_bundle / file).stat().st_size)
-    with pytest.raises(BundleError, match=rf"{file} is corrupt \(its SHA-256 changed\)"):
-        load(copied_bundle)
-    with pytest.raises(BundleError, match=rf"{file} is no graph of this bundle \(.*\); build the bundle again"):
-        load(copied_bundle, self_test=False)
-
-
-def test_threads_out_of_range_are_refused(tiny_bundle: Path):
-    with pytest.raises(UsageError, match="threads is 0"):
-        verify(tiny_bundle, threads=0)
-
-
 # ------------------------------------------------------------------------------------------------------------- logits
 
 
@@ -107,13 +92,6 @@ def test_wrong_weights_whose_hash_is_right_are_found_by_the_logits(copied_bundle
 
 
 @pytest.mark.vnni
-def test_logits_within_the_tolerance_pass_and_the_largest_difference_is_reported(model: Model):
-    first, *rest = model.manifest.golden[0].top_logits
-    record(model, top_logits=(first - WITHIN, *rest))
-    assert replay(model).largest_difference == pytest.approx(WITHIN, abs=0.05)
-
-
-@pytest.mark.vnni
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("error", [BEYOND, -BEYOND])
 def test_one_logit_beyond_the_tolerance_fails(model: Model, place: int, error: float):
@@ -121,13 +99,6 @@ def test_one_logit_beyond_the_tolerance_fails(model: Model, place: int, error: f
     logits[place] += error
     record(model, top_logits=tuple(logits))
     with pytest.raises(BundleError, match=r"logits differ by 0\.\d+ from those recorded"):
-        replay(model)
-
-
-def test_logits_that_are_no_numbers_fail(model: Model, monkeypatch: pytest.MonkeyPatch):
-    vocab = model.manifest.geometry.vocab_size
-    monkeypatch.setattr(model.runner, "prefill", lambda prompt, graph: np.full((1, 1, vocab), np.nan, np.float32))
-    with pytest.raises(BundleError, match="logits differ by nan"):
         replay(model)
 
 
@@ -210,14 +181,6 @@ def test_another_token_at_a_near_tie_passes_and_what_follows_is_not_judged(model
     assert replay(model).equal_tokens == everything - (len(case.tokens) - 3)
 
 
-@pytest.mark.vnni
-def test_a_lead_just_beyond_both_tolerances_is_no_tie(model: Model):
-    case = record(model, margins=(2.1 * LOGIT_TOLERANCE,) * len(model.manifest.golden[0].margins))
-    record(model, tokens=other_token(case, 0))
-    with pytest.raises(BundleError, match=r"greedy token 0 .* build the bundle on it"):
-        replay(model)
-
-
 def test_a_bundle_without_golden_prompts_is_not_called_sound(model: Model):
     model.manifest = replace(model.manifest, golden=())
     with pytest.raises(BundleError, match="no golden prompts; build the bundle again"):
@@ -291,18 +254,6 @@ def test_the_first_load_replays_the_shortest_prompt_alone(copied_bundle: Path, r
         loaded(copied_bundle)
 
 
-def test_a_test_that_is_asked_for_always_runs_and_one_that_is_not_wanted_never(
-    tiny_bundle: Path, replays: list[int | None]
-):
-    loaded(tiny_bundle, False)
-    assert replays == []
-    loaded(tiny_bundle, True)
-    loaded(tiny_bundle, True)
-    assert len(replays) == 2
-    loaded(tiny_bundle)
-    assert len(replays) == 2
-
-
 def test_another_bundle_engine_or_processor_is_tested_anew(
     copied_bundle: Path, replays: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
@@ -325,54 +276,4 @@ def test_files_that_changed_since_are_tested_anew(copied_bundle: Path, replays: 
     write_manifest(replace(manifest, files=files), copied_bundle)
     with pytest.raises(BundleError, match=r"this machine computes something else|hold NaN"):
         loaded(copied_bundle)
-    assert len(replays) == 2
-
-
-def test_a_machine_that_computes_something_else_is_refused_every_time(
-    copied_bundle: Path, replays: list[int | None], tmp_path: Path
-):
-    """The planted error: weights are wrong although every size and hash is right."""
-    weights = copied_bundle / "weights.bin"
-    weights.write_bytes(bytes(weights.stat().st_size))
-    manifest = read_bundle(copied_bundle)
-    files = manifest.files | file_entries(copied_bundle, ["weights.bin"])
-    write_manifest(replace(manifest, files=files), copied_bundle)
-    for _ in range(2):
-        with pytest.raises(BundleError, match=r"this machine computes something else: build the bundle on it"):
-            loaded(copied_bundle)
-    assert len(replays) == 2
-    loaded(copied_bundle, False)
-    assert not list((tmp_path / "cache" / "selftest").rglob("report.json"))
-
-
-@pytest.mark.vnni
-def test_the_recorded_tolerance_decides(copied_bundle: Path, replays: list[int | None]):
-    manifest = read_bundle(copied_bundle)
-    first, *rest = manifest.golden[0].top_logits
-    case = replace(manifest.golden[0], top_logits=(first + 0.5, *rest))
-    other = replace(manifest, golden=(case,))
-    write_manifest(other, copied_bundle)
-    with pytest.raises(BundleError, match=r"logits differ by 0\.5.*, at most 0\.25 is expected"):
-        loaded(copied_bundle)
-    write_manifest(replace(other, golden_tolerance=0.8), copied_bundle)
-    loaded(copied_bundle)
-
-
-def test_a_bundle_without_golden_prompts_is_only_refused_when_asked(copied_bundle: Path, replays: list[int | None]):
-    write_manifest(replace(read_bundle(copied_bundle), golden=()), copied_bundle)
-    loaded(copied_bundle)
-    assert replays == []
-    with pytest.raises(BundleError, match="no golden prompts"):
-        loaded(copied_bundle, True)
-
-
-def test_without_a_cache_every_load_tests(
-    tiny_bundle: Path, replays: list[int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def full(path: Path) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(selftest.disk_cache, "published", full)
-    loaded(tiny_bundle)
-    loaded(tiny_bundle)
     assert len(replays) == 2

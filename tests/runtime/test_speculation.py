@@ -148,13 +148,6 @@ def test_draws_stop_at_the_first_disagreement_which_is_committed():
     assert calls == [0, 1, 2, 0, 1, 2, 3, 0]
 
 
-def test_who_stops_early_has_drawn_nothing_beyond():
-    calls: list[int] = []
-    tokens = verify([0, 1, 2], lambda i: calls.append(i) or i)  # type: ignore[func-returns-value]
-    assert next(tokens) == 0
-    assert calls == [0]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 def test_tokens_are_those_that_come_without_speculation(temperature: float, adversary: str):
@@ -223,14 +216,6 @@ def test_a_good_oracle_is_used_and_changes_no_token():
     assert oracle.forgotten == [3]
 
 
-def test_the_seconds_of_a_drafter_are_kept_where_the_draft_length_reads_them():
-    wanted = plain(toy, random_sampler(5), [0, 1], 300)
-    costs = StepCosts()
-    speculator = Speculator(3, Oracle([0, 1, *wanted]), costs, DraftLength(costs, "any name"))
-    speculated(toy, random_sampler(5), [0, 1], 300, speculator, costs)
-    assert costs.predict("any name", 1, 3)
-
-
 def test_an_oracle_that_is_always_wrong_is_hardly_asked_and_changes_no_token():
     wanted = plain(toy, random_sampler(5), [0, 1], 300)
     costs = StepCosts()
@@ -241,15 +226,6 @@ def test_an_oracle_that_is_always_wrong_is_hardly_asked_and_changes_no_token():
     assert sum(length > 0 for length in lengths) < 10
 
 
-def test_no_more_is_committed_than_there_is_room_for():
-    wanted = plain(toy, random_sampler(5), [0, 1], 303)
-    for count in range(1, 40):
-        costs = StepCosts()
-        speculator = speculator_of(0, Oracle([0, 1, *wanted], wrong=1000), costs)
-        found, _ = speculated(toy, random_sampler(5), [0, 1], count, speculator, costs)
-        assert found == wanted[:count]
-
-
 def test_prompt_lookup_speeds_up_a_text_that_repeats_itself():
     sampler = random_sampler(1, 11)
     wanted = plain(repeating, sampler, [0, 1], 400)
@@ -258,61 +234,3 @@ def test_prompt_lookup_speeds_up_a_text_that_repeats_itself():
     found, lengths = speculated(repeating, random_sampler(1, 11), [0, 1], 400, speculator, costs)
     assert found == wanted
     assert len(lengths) < 200
-
-
-class Slow(Oracle):
-    """Takes its time, on a clock that the test sets."""
-
-    def __init__(self, answer: Sequence[int], clock: list[float], seconds: float) -> None:
-        super().__init__(answer, wrong=1)
-        self.clock = clock
-        self.seconds = seconds
-
-    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        self.clock[0] += self.seconds
-        return super().propose(key, tokens, count)
-
-
-def asked(seconds: float, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often a drafter that is always wrong is asked for drafts in 300 tokens."""
-    clock = [0.0]
-    monkeypatch.setattr("llmc.runtime.speculation.speculator.perf_counter", lambda: clock[0])
-    wanted = plain(toy, random_sampler(5), [0, 1], 300)
-    drafter: Drafter = Slow([0, 1, *wanted], clock, seconds)
-    costs = StepCosts()
-    speculated(toy, random_sampler(5), [0, 1], 300, speculator_of(0, drafter, costs), costs)
-    assert isinstance(drafter, Slow)
-    return len(drafter.asked)
-
-
-def test_while_drafting_is_off_only_a_drafter_that_costs_nothing_goes_on_guessing(monkeypatch: pytest.MonkeyPatch):
-    assert asked(1e-5, monkeypatch) > 200
-    assert asked(1e-3, monkeypatch) < 20  # a tenth of a step is 0.5 % of 20 of them
-
-
-class Late(Oracle):
-    """A draft model that is wrong for a while, and right from some token on; its drafts take a fifth of a step each."""
-
-    def __init__(self, answer: Sequence[int], clock: list[float], begins: int) -> None:
-        super().__init__(answer, wrong=1)
-        self.clock = clock
-        self.begins = begins
-
-    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        self.clock[0] += 0.002 * count
-        self.wrong = 1000 if len(tokens) >= self.begins else 1
-        return super().propose(key, tokens, count)
-
-
-def test_a_draft_model_that_becomes_right_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    clock = [0.0]
-    monkeypatch.setattr("llmc.runtime.speculation.speculator.perf_counter", lambda: clock[0])
-    wanted = plain(toy, random_sampler(5), [0, 1], 1200)
-    costs = StepCosts()
-    late = Late([0, 1, *wanted], clock, 300)
-    found, lengths = speculated(toy, random_sampler(5), [0, 1], 1200, speculator_of(0, late, costs), costs)
-    assert found == wanted
-    assert sum(length > 0 for length in lengths[:298]) < 10
-    assert len(lengths) < 900
-    never = Late([0, 1, *wanted], clock, 5000)  # planted
-    assert len(speculated(toy, random_sampler(5), [0, 1], 1200, speculator_of(0, never, costs), costs)[1]) > 1190

@@ -22,19 +22,6 @@ def test_what_followed_in_an_answer_is_proposed_twice_as_long_as_the_match():
     assert lookup(ANSWER).propose(0, [1, 2, ANSWER[0]], 31) == []
 
 
-def test_nothing_is_proposed_beyond_the_end_of_an_answer():
-    assert lookup(ANSWER, [7, 8, 9]).propose(0, [1, *ANSWER[-6:-1]], 31) == [ANSWER[-1]]
-    assert lookup(ANSWER, [7, 8, 9]).propose(0, [1, *ANSWER[-6:]], 31) == []
-    assert lookup(ANSWER, [7, 8, 9]).propose(0, [1, ANSWER[-1], 7], 31) == []  # no match across two of them
-
-
-def test_of_equal_matches_the_own_text_counts_and_otherwise_the_longest():
-    own = [*ANSWER[:3], 55, 56, 57]
-    assert lookup(ANSWER).propose(0, [*own, *ANSWER[:3]], 3) == [55, 56, 57]
-    assert lookup([9, *ANSWER]).propose(0, [*own, 9, *ANSWER[:3]], 3) == ANSWER[3:6]
-    assert lookup(ANSWER, [*ANSWER[:3], 60, 61]).propose(0, [1, *ANSWER[:3]], 2) == [60, 61]  # the last of equal ones
-
-
 def test_scopes_do_not_see_each_other():
     scopes = Scopes()
     scopes.of("a").add(ANSWER)
@@ -66,10 +53,6 @@ def test_memory_is_bounded_and_the_last_answers_are_kept():
     known.add([90_000 + j for j in range(400)])
     assert known.find([1, *ANSWER[:3]], 0) == []
     assert END < 0  # no token of any answer
-
-
-def test_of_an_answer_that_is_longer_than_the_memory_the_beginning_is_kept():
-    assert lookup([*ANSWER, *range(1000, 1000 + MOST_TOKENS)]).propose(0, [1, *ANSWER[:3]], 3) == ANSWER[3:6]
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=40), max_size=6), st.lists(st.integers(0, 2), min_size=1))

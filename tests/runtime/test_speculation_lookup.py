@@ -1,8 +1,5 @@
 """Prompt lookup against a search of the whole text, written the plain way."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,21 +60,6 @@ def test_among_long_matches_the_longest_counts(monkeypatch: pytest.MonkeyPatch):
     assert PromptLookup().propose(0, text, 1) == [41]  # planted: only the last one is looked at
 
 
-def test_short_matches_propose_few_tokens():
-    text = [1, 2, *range(10, 30), 1, 2]
-    assert PromptLookup().propose(0, text, 15) == [10, 11, 12, 13]
-    text = [*range(1, 7), *range(10, 30), *range(1, 7)]
-    assert PromptLookup().propose(0, text, 15) == list(range(10, 22))
-
-
-def test_where_the_known_text_ends_it_goes_on_repeating_itself():
-    assert PromptLookup().propose(0, [5, 6, 7, 5, 6], 10) == [7, 5, 6, 7]
-
-
-def test_a_text_that_never_repeats_gets_no_proposal():
-    assert PromptLookup().propose(0, list(range(100)), 4) == []
-
-
 def test_sequences_do_not_see_each_other_and_are_forgotten():
     lookup = PromptLookup()
     assert lookup.propose(1, [1, 2, 3, 1, 2], 1) == [3]
@@ -88,36 +70,3 @@ def test_sequences_do_not_see_each_other_and_are_forgotten():
     assert lookup.propose(1, [1, 2, 8, 1, 2], 1) == [8]
     lookup.close()
     assert lookup.propose(1, [1, 2], 1) == []
-
-
-class Counted(list[int]):
-    """Counts how many of its tokens are read."""
-
-    read = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        self.read += len(found) if isinstance(index, slice) else 1
-        return found
-
-    def __iter__(self) -> Iterator[int]:
-        self.read += len(self)
-        return super().__iter__()
-
-
-def test_a_step_reads_as_much_of_a_long_text_as_of_a_short_one():
-    assert most_read(20_000) == most_read(400) < 200
-
-
-def most_read(length: int) -> int:
-    """Tokens that the dearest of a hundred steps reads in a text that long."""
-    lookup = PromptLookup()
-    tokens = Counted((i * i) % 1009 for i in range(length))
-    lookup.propose(0, tokens, 4)
-    read = []
-    for i in range(100):
-        tokens.append(i % 7)
-        tokens.read = 0
-        lookup.propose(0, tokens, 4)
-        read.append(tokens.read)
-    return max(read)

@@ -21,8 +21,6 @@ PROMPTS = [
     "class Point:\n    def __init__(self, x",
 ]
 NEW = 24
-# Drafts of the int4 bundle that the int8 one agrees with: 0.85 was seen, and chance would give 1 / 4096.
-AGREEMENT = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +31,6 @@ def drafting_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory)
     content["limits"]["max_batch"] = 2
     (folder / BUNDLE_MANIFEST).write_text(json.dumps(content), encoding="utf-8")
     return folder
-
-
-@pytest.fixture(scope="module")
-def int4_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from llmc.optimize.build import build
-
-    return build(tiny_export, tmp_path_factory.mktemp("draft") / "int4", precision="int4").output
 
 
 @pytest.fixture(scope="module")
@@ -168,28 +159,6 @@ def test_the_row_that_was_idle_longest_makes_room(
     assert prefilled == [0, 0, 0, 0]  # 0, 1, 2 in the place of 1, and 1 in the place of 2
 
 
-def test_a_forgotten_row_is_used_again(drafter: ModelDrafter, texts: list[tuple[list[int], list[int]]]):
-    for key in range(20):
-        prompt, answer = texts[key % 3]
-        assert drafter.propose(key, prompt, 2) == answer[:2]
-        drafter.forget(key)
-        drafter.forget(key)
-    assert drafter._session.cache.capacity == 256
-    assert drafter._session.cache.rows == 1
-
-
-def test_a_bundle_of_another_precision_drafts_well(
-    int4_bundle: Path, target: Model, texts: list[tuple[list[int], list[int]]]
-):
-    with load(int4_bundle, threads=1, self_test=False) as small:
-        drafter = ModelDrafter(small, target)
-        right = 0
-        for key, (prompt, answer) in enumerate(texts):
-            drafter.forget(key - 1)
-            right += sum(drafter.propose(key, prompt + answer[:i], 1) == [answer[i]] for i in range(NEW))
-    assert right > AGREEMENT * NEW * len(texts)
-
-
 # ------------------------------------------------------------------------------------------------------------- limits
 
 
@@ -200,15 +169,6 @@ def test_it_drafts_to_the_end_of_its_context_and_no_further(drafting_bundle: Pat
         assert len(drafter.propose(0, tokens, 8)) == 3  # two are fed, and the third is known then
         assert len(drafter.propose(0, [*tokens, 1, 2], 8)) == 1
         assert drafter.propose(0, [*tokens, 1, 2, 3], 8) == []
-
-
-def test_nothing_is_drafted_for_nothing(drafter: ModelDrafter):
-    assert drafter.propose(0, [], 3) == []
-    assert drafter.propose(0, [1, 2], 0) == []
-
-
-def test_a_token_that_the_draft_model_lacks_ends_drafting(drafter: ModelDrafter):
-    assert drafter.propose(0, [1, 2, 4096], 3) == []
 
 
 def test_without_memory_there_are_no_drafts_and_one_warning(
@@ -227,27 +187,12 @@ def test_without_memory_there_are_no_drafts_and_one_warning(
     assert len(drafter.propose(0, [1, 2, 3], 3)) == 3
 
 
-def test_memory_is_asked_for_before_it_is_taken(
-    drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 0)
-    assert drafter.propose(0, [1, 2, 3], 3) == []
-    assert "0 MB are available" in caplog.text
-    assert drafter._session.cache.capacity == 0
-
-
 def test_a_draft_model_that_cannot_take_drafts_back_is_refused(
     draft: Model, target: Model, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(draft.runner.session.cache, "can_rewind", False)
     with pytest.raises(DraftError, match=r"keep a state .* cannot go back over rejected drafts; draft with a model"):
         ModelDrafter(draft, target)
-
-
-def test_closing_closes_the_draft_model(drafting_bundle: Path, target: Model):
-    model = load(drafting_bundle, threads=1, self_test=False)
-    ModelDrafter(model, target).close()
-    assert model.runner.session.cache.capacity == 0
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizers
@@ -276,24 +221,11 @@ def rewrite(folder: Path, text: str, new: str) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def test_the_same_tokenizer_in_other_files_passes(target: Model, other: Other):
-    check_same_tokenizer(other, target)
-    path = other.folder / TOKENIZER_FILE
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
-    check_same_tokenizer(other, target)
-
-
 def test_a_token_with_another_text_is_refused_by_name(target: Model, other: Other):
     vocabulary = json.loads((other.folder / TOKENIZER_FILE).read_text(encoding="utf-8"))["model"]["vocab"]
     text = next(text for text, token in vocabulary.items() if token == 1000)
     rewrite(other.folder, text, "changed")
     with pytest.raises(DraftError, match=r"another tokenizer.*expected the same.*token 1000 is 'changed', there"):
-        check_same_tokenizer(other, target)
-
-
-def test_another_kind_of_tokenizer_is_refused(target: Model, other: Other, metaspace_folder: Path):
-    other.folder = metaspace_folder
-    with pytest.raises(DraftError, match="draft with a model of the same family"):
         check_same_tokenizer(other, target)
 
 
@@ -304,9 +236,3 @@ def test_other_special_tokens_are_refused(target: Model, other: Other):
     other.tokenizer.special_tokens["eos_token"] = "<|other|>"
     with pytest.raises(DraftError, match=r"eos_token is '<\|other\|>', there"):
         check_same_tokenizer(other, target)
-
-
-def test_a_drafter_is_not_made_with_another_tokenizer(draft: Model, target: Model, metaspace_folder: Path):
-    wrong = Other(target, metaspace_folder)
-    with pytest.raises(DraftError):
-        ModelDrafter(draft, wrong)

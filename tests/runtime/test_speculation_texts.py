@@ -81,14 +81,6 @@ def test_answers_that_copy_nothing_cost_less_than_two_percent(machine: str, text
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_neither_do_they_after_answers_that_copied(machine: str, texts: dict[str, Any], clock: Clock):
-    engine = StepCosts(), Ledger()
-    for name, text in sorted(texts.items(), reverse=True):  # what copies comes first
-        found = speed(machine, text, clock, engine)
-        assert found > (LEAST if name.startswith("free") else LEAST_SUMMARY)
-
-
-@pytest.mark.parametrize("machine", MACHINES)
 def test_answers_that_copy_are_faster(machine: str, texts: dict[str, Any], clock: Clock):
     copying = {name: speed(machine, text, clock) for name, text in texts.items() if name.startswith("held")}
     assert copying.pop("held summary") > LEAST_SUMMARY
@@ -102,13 +94,3 @@ def test_without_stakes_and_margin_more_is_lost(texts: dict[str, Any], clock: Cl
     monkeypatch.setattr(control, "LENIENCE", 0.5)
     machine = "0.5B, int4, verified by the graph of int8"
     assert min(speed(machine, text, clock) for name, text in texts.items() if name.startswith("free")) < LEAST
-
-
-def test_a_look_at_every_step_costs_more_where_it_is_slow(
-    texts: dict[str, Any], clock: Clock, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(f"{__name__}.LOOK", 70e-6)
-    text = texts["free story 1"]
-    assert speed("135M, int4", text, clock) > LEAST
-    monkeypatch.setattr(speculator, "LOOK_SHARE", 1.0)  # planted
-    assert speed("135M, int4", text, clock) < LEAST

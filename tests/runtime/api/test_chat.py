@@ -10,7 +10,6 @@ import jsonschema
 import numpy as np
 import pytest
 
-from llmc.errors import CancelledError, GrammarError
 from llmc.runtime import Model, load
 from llmc.runtime.api.chat import ChatHandle, Message, MessageDelta, ToolCall
 from llmc.runtime.text.chat_template import ChatTemplate
@@ -140,14 +139,6 @@ def test_a_call_that_begins_is_guided_and_one_may_be_all(model: Model, say: Call
     assert len(once.tool_calls) == 1
 
 
-def test_without_a_choice_of_tools_calls_are_text(model: Model, say: Callable[[str], Any]):
-    for asked in ({"tools": TOOLS, "tool_choice": "none"}, {}):
-        message = model.chat(ASKED, **asked, temperature=0, max_tokens=100, logits_processors=say(NOW)).message
-        assert (message.content, message.tool_calls, message.finish_reason) == (NOW, (), "stop")
-    shown = model.tokenizer.decode(model.chat_tokens(ASKED, tools=TOOLS))
-    assert "Look at a door." in shown
-
-
 def test_a_call_that_is_cut_keeps_what_was_written_of_it(model: Model, say: Callable[[str], Any]):
     cut = len(model.tokenizer.encode(CALL[: CALL.index("open")], add_special_tokens=False))
     given: dict[str, Any] = {"tools": TOOLS, "temperature": 0, "logits_processors": say(CALL)}
@@ -164,11 +155,6 @@ def test_several_outputs_are_several_messages(model: Model):
         assert message.tool_calls == joined([delta for delta in deltas if delta.index == index]).tool_calls
         assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [("now", {})]
     assert len({message.tool_calls[0].id for message in handle.messages()}) == 3
-
-
-def test_beams_tell_their_answers_apart_too(model: Model):
-    result = model.chat(ASKED, num_beams=2, max_tokens=6, chat_template_kwargs={"open": True})
-    assert result.message.reasoning and result.message.content == ""
 
 
 def test_a_budget_ends_the_reasoning_and_a_form_binds_the_answer(model: Model):
@@ -199,17 +185,3 @@ def test_a_message_has_the_form_of_openais(model: Model):
     }
     assert Message("hi", "hm").to_dict() == {"role": "assistant", "content": "hi", "reasoning_content": "hm"}
     assert Message("").to_dict() == {"role": "assistant", "content": ""}
-
-
-def test_a_schema_that_cannot_be_enforced_is_refused(model: Model):
-    tools = [{"type": "function", "function": {"name": "now", "parameters": {"not": {}}}}]
-    with pytest.raises(GrammarError, match="'not' at # cannot be enforced"):
-        model.chat(ASKED, tools=tools)
-
-
-def test_a_conversation_can_be_cancelled(model: Model):
-    handle = model.stream_chat(ASKED, max_tokens=200, ignore_eos=True)
-    next(iter(handle.deltas()))
-    assert handle.cancel()
-    with pytest.raises(CancelledError):
-        handle.messages()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from doubles.brakes import Brake
 
-from llmc.errors import CancelledError, ProcessorError, RequestError, UsageError
+from llmc.errors import CancelledError, ProcessorError, UsageError
 from llmc.runtime.api.handle import Handle, OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta
@@ -20,7 +20,6 @@ from llmc.runtime.sampling.params import SamplingParams
 PATIENCE = 120
 SOON = 0.02  # seconds after which a wait for what does not come ends
 PROMPT = [11, 12, 13, 14]
-PARAMS = SamplingParams(max_tokens=10, temperature=1.0, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
 RESULT: Any = object()
 
@@ -62,16 +61,6 @@ def test_iterating_gives_the_texts_that_are_not_empty_and_collects_every_token()
     assert pieces.handle.result() is RESULT
 
 
-def test_events_give_every_piece_of_every_output():
-    pieces = Pieces(outputs=2)
-    deltas = [Delta(0, "a", (1,)), Delta(1, "x", (2,)), Delta(0, "", (3,))]
-    for delta in deltas:
-        pieces.mailbox.put(delta)
-    pieces.mailbox.end(RESULT)
-    assert list(pieces.handle.events()) == deltas
-    assert pieces.handle.token_ids == [1, 3]
-
-
 def test_texts_of_several_outputs_are_not_mixed():
     handle = Pieces(outputs=2).handle
     with pytest.raises(UsageError, match=r"has 2 outputs, whose texts would mix; iterate over events\(\)"):
@@ -95,13 +84,6 @@ def test_pieces_come_before_the_error_that_ended_the_request():
             wait()
 
 
-def test_the_first_end_counts():
-    mailbox = OutputCollector()
-    mailbox.end(RESULT)
-    mailbox.end(None, RequestError("too late"))
-    assert (mailbox.result, mailbox.error, mailbox.ended) == (RESULT, None, True)
-
-
 # ------------------------------------------------------------------------------------------------------------- waiting
 
 
@@ -117,24 +99,6 @@ def test_a_wait_that_takes_too_long_ends_and_the_request_goes_on():
     assert list(pieces.handle) == ["a"]
 
 
-def test_any_number_of_threads_may_wait_for_the_result():
-    pieces = Pieces()
-    with ThreadPoolExecutor(8) as pool:
-        waiting = [pool.submit(pieces.handle.result, PATIENCE) for _ in range(8)]
-        pieces.mailbox.end(RESULT)
-        assert [future.result(PATIENCE) for future in waiting] == [RESULT] * 8
-
-
-def test_threads_that_read_together_share_the_pieces_out(make_engine: Any, alone: Any):
-    handle = make_engine().submit(Request(PROMPT, LONG))
-    with ThreadPoolExecutor(4) as pool:
-        read = [
-            pool.submit(lambda: [t for delta in handle.events(PATIENCE) for t in delta.token_ids]) for _ in range(4)
-        ]
-        tokens = [token for future in read for token in future.result(PATIENCE)]
-    assert sorted(tokens) == sorted(alone(PROMPT, LONG))
-
-
 # ------------------------------------------------------------------------------------------------------------- dropped
 
 
@@ -148,20 +112,6 @@ def test_a_dropped_handle_cancels_unless_someone_else_listens(ended: bool, keep:
     gc.collect()
     assert pieces.cancelled == cancelled
     assert pieces.mailbox.result is (RESULT if ended else None)
-
-
-def test_a_handle_that_is_read_is_not_dropped():
-    pieces = Pieces()
-    reader = pieces.handle.events(PATIENCE)
-    pieces.handle = None
-    gc.collect()
-    pieces.put("a")
-    assert next(reader).text == "a"
-    assert pieces.cancelled == 0
-    reader.close()
-    del reader
-    gc.collect()
-    assert pieces.cancelled == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- asyncio
@@ -181,18 +131,6 @@ def test_an_event_loop_reads_and_awaits(make_engine: Any, alone: Any):
 
     for text, result, tokens in asyncio.run(main()):
         assert (result.text, list(result.token_ids)) == (text, tokens)
-
-
-def test_an_event_loop_reads_every_piece_of_every_output(make_engine: Any, alone: Any):
-    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, n=3, ignore_eos=True)
-
-    async def main() -> dict[int, list[int]]:
-        tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        async for delta in make_engine().submit(Request(PROMPT, params)).events_async():
-            tokens[delta.index] += delta.token_ids
-        return tokens
-
-    assert asyncio.run(main()) == {index: alone(PROMPT, params, index) for index in range(3)}
 
 
 def test_what_comes_from_another_thread_wakes_the_loop():
@@ -237,36 +175,6 @@ def test_cancelling_a_task_cancels_its_request(make_engine: Any, remembering: An
 
     asyncio.run(main())
     assert engine.metrics.snapshot().requests["cancelled"] == 1
-
-
-def test_a_wait_with_a_timeout_cancels_the_request():
-    pieces = Pieces()
-
-    async def main() -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(pieces.handle, SOON)
-
-    asyncio.run(main())
-    assert pieces.cancelled == 1
-
-
-def test_a_loop_that_is_gone_does_not_disturb_who_brings_pieces():
-    pieces, loop = Pieces(keep=True), asyncio.new_event_loop()
-    pieces.handle._cancel = lambda: False
-
-    async def begin() -> Any:
-        reader = pieces.handle.events_async()
-        task = asyncio.ensure_future(anext(reader))
-        await asyncio.sleep(0)
-        return reader, task
-
-    reader, task = loop.run_until_complete(begin())
-    loop.close()  # in the middle of the wait
-    pieces.put("a")
-    pieces.mailbox.end(RESULT)
-    assert pieces.handle.result() is RESULT
-    task._log_destroy_pending = False
-    del reader, task
 
 
 def test_one_call_into_a_loop_tells_all_who_read_there(monkeypatch: pytest.MonkeyPatch):
@@ -318,78 +226,3 @@ def test_no_piece_is_missed_however_threads_and_readers_meet():
         found = [reader.result(PATIENCE) for reader in readers]
     assert sorted(found[0] + found[1]) == list(range(count))
     assert all(tokens == sorted(tokens) for tokens in found)
-
-
-def test_two_tasks_of_a_loop_share_the_pieces_out():
-    pieces = Pieces()
-
-    async def main() -> list[list[str]]:
-        async def read() -> list[str]:
-            return [delta.text async for delta in pieces.handle.events_async()]
-
-        reading = [asyncio.ensure_future(read()) for _ in range(2)]
-        await asyncio.sleep(0)
-        later(lambda: pieces.put("a", "b", "c"), lambda: pieces.mailbox.end(RESULT))
-        return await asyncio.wait_for(asyncio.gather(*reading), PATIENCE)
-
-    first, second = asyncio.run(main())
-    assert sorted(first + second) == ["a", "b", "c"]
-
-
-def test_a_piece_wakes_nobody_who_waits_for_the_end():
-    pieces = Pieces()
-    with ThreadPoolExecutor(1) as pool:
-        waiting, threads = pool.submit(pieces.handle.result, PATIENCE), pieces.mailbox._over._waiters
-        while not threads:
-            time.sleep(0)
-        pieces.put("a")
-        assert len(threads) == 1  # whoever is woken is taken out at once
-        pieces.mailbox.end(RESULT)
-        assert waiting.result(PATIENCE) is RESULT
-    pieces = Pieces()
-
-    async def main() -> bool:
-        waiting = asyncio.ensure_future(pieces.handle._wait_async())
-        await asyncio.sleep(0)
-        pieces.put("a")
-        [waiter] = pieces.mailbox._waiters
-        told = waiter._has_news
-        pieces.mailbox.end(RESULT)
-        await waiting
-        return told
-
-    assert not asyncio.run(main())
-
-
-def test_a_reader_that_leaves_is_not_told_any_more():
-    pieces = Pieces()
-
-    async def main() -> None:
-        pieces.put("a")
-        reader = pieces.handle.events_async()
-        await anext(reader)
-        assert len(pieces.mailbox._readers) == 1
-        await reader.aclose()
-
-    asyncio.run(main())
-    assert pieces.mailbox._readers == []
-    assert pieces.cancelled == 0
-
-
-def test_on_delta_hears_every_token_in_order_and_the_handle_too(make_engine: Any, alone: Any):
-    heard: list[int] = []
-    handle = make_engine().submit(Request(PROMPT, PARAMS, on_delta=lambda delta: heard.extend(delta.token_ids)))
-    read = [token for delta in handle.events(PATIENCE) for token in delta.token_ids]
-    assert heard == read == alone(PROMPT, PARAMS)
-
-
-def test_on_delta_may_submit_and_cancel(make_engine: Any, alone: Any):
-    engine = make_engine()
-    more: list[Handle] = []
-
-    def chain(_: Delta) -> None:
-        if not more:
-            more.append(engine.submit(Request([*PROMPT, 15], PARAMS)))
-
-    engine.submit(Request(PROMPT, PARAMS, on_delta=chain)).result(PATIENCE)
-    assert list(more[0].result(PATIENCE).token_ids) == alone([*PROMPT, 15], PARAMS)

@@ -45,12 +45,6 @@ def test_drafts_may_be_switched_off_by_name_and_auto_suits_every_level():
     assert all(EngineOptions(draft="auto", determinism=level).draft == "auto" for level in Determinism)
 
 
-def test_a_level_may_be_named_or_given():
-    assert EngineOptions(determinism="strict").determinism is Determinism.STRICT
-    assert EngineOptions(determinism=Determinism.BATCH).determinism is Determinism.BATCH
-    assert EngineOptions().determinism is Determinism.FAST
-
-
 def test_an_unknown_option_is_refused_with_the_nearest_one(tiny_bundle: Any):
     with pytest.raises(UsageError, match=r"load has no argument 'max_batches'; did you mean max_batch\?"):
         load(tiny_bundle, max_batches=4)

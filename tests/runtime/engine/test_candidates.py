@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 
 from llmc.bundle import EngineConfig, Manifest, Profile
-from llmc.errors import RequestError
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.engine.sample_group import Sample
 from llmc.runtime.sampling.masses import suffice
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.sampling.processors import Processor, SamplingContext
-from llmc.runtime.sampling.samplers import make_sampler
+from llmc.runtime.sampling.processors import Processor
 from llmc.runtime.sessions import Batch, Phase
 
 PATIENCE = 120
@@ -87,23 +84,6 @@ def coarse(inner: Any, step: float) -> Any:
     return inner
 
 
-# More than the candidates, all of them in a prompt.
-FAVOURITES = list(range(3, 3 + CANDIDATES + 8))
-
-
-def favouring(inner: Any) -> Any:
-    """``inner`` with logits that make every candidate a favourite."""
-    logits = inner.logits
-
-    def favoured(tokens: list[int]) -> np.ndarray:
-        found = logits(tokens)
-        found[FAVOURITES] += 30
-        return found
-
-    inner.logits = favoured
-    return inner
-
-
 @pytest.fixture
 def serve(remembering: Any, served: Manifest, tiny_tokenizer: Any) -> Callable[..., list[list[int]]]:
     """Serves requests on a session, and gives each one's tokens, of all of its outputs."""
@@ -129,24 +109,12 @@ def serve(remembering: Any, served: Manifest, tiny_tokenizer: Any) -> Callable[.
     return tokens_of
 
 
-def halved(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
-    logits[: VOCAB // 2] = -np.inf
-    return logits
-
-
 # What candidates decide, and how many of them.
 FEW: dict[str, tuple[dict[str, Any], int]] = {
     "greedy": ({"temperature": 0.0}, 1),
-    "greedy whatever the cuts": ({"temperature": 0.0, "top_p": 0.5, "typical_p": 0.5}, 1),
     "top_k": ({"top_k": 8}, 8),
     "top_k, top_p, min_p": ({"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.7}, 20),
-    "one less than there are": ({"top_k": CANDIDATES - 1, "temperature": 1.5}, CANDIDATES - 1),
     "several outputs": ({"top_k": 5, "n": 3}, 5),
-    "top_k, then other cuts": ({"top_k": 12, "typical_p": 0.8, "xtc_probability": 0.5}, 12),
-    "top_k before the rest": (
-        {"top_k": 12, "repetition_penalty": 1.3, "processor_order": ("top_k", "repetition_penalty")},
-        12,
-    ),
     "top_k before temperature": (
         {"top_k": 12, "temperature": 0.6, "processor_order": ("top_k", "temperature"), "top_n_sigma": 1.0},
         12,
@@ -156,30 +124,16 @@ FEW: dict[str, tuple[dict[str, Any], int]] = {
 # What all logits decide.
 ALL: dict[str, dict[str, Any]] = {
     "plain": {},
-    "top_p": {"top_p": 0.9},
     "min_p": {"min_p": 0.05},
     "typical_p": {"typical_p": 0.7},
-    "epsilon": {"epsilon_cutoff": 0.001},
-    "eta": {"eta_cutoff": 0.001},
-    "top_n_sigma": {"top_n_sigma": 1.0},
-    "xtc": {"xtc_probability": 0.5},
-    "mirostat 1": {"mirostat": 1},
     "mirostat 2": {"mirostat": 2},
     "dynamic temperature": {"temperature": 0.8, "dynatemp_range": 0.3, "top_k": 8},
     "temperature rounds before a cut": {"temperature": 0.8, "top_k": 8, "typical_p": 0.8},
-    "as many as there are": {"top_k": CANDIDATES},
     "more than there are": {"top_k": CANDIDATES + 1},
-    "all of the vocabulary": {"top_k": VOCAB},
     "logprobs": {"temperature": 0.0, "logprobs": 2},
     "best_of": {"top_k": 8, "n": 1, "best_of": 2},
     "repetition penalty": {"temperature": 0.0, "repetition_penalty": 1.5},
-    "presence penalty": {"top_k": 8, "presence_penalty": 1.0},
-    "frequency penalty": {"top_k": 8, "frequency_penalty": 1.0},
-    "dry": {"temperature": 0.0, "dry_multiplier": 1.0},
-    "no n-gram twice": {"temperature": 0.0, "no_repeat_ngram_size": 2},
     "bias": {"temperature": 0.0, "logit_bias": ((7, 50.0),)},
-    "banned": {"temperature": 0.0, "banned_tokens": (7, 8)},
-    "allowed": {"temperature": 0.0, "allowed_tokens": tuple(range(100, 120))},
     "min_tokens": {"temperature": 0.0, "min_tokens": 4, "ignore_eos": False},
     "choice": {"temperature": 0.0, "choice": ("yes", "no"), "ignore_eos": False},
     "beams": {"num_beams": 3},
@@ -212,13 +166,6 @@ def test_what_needs_all_logits_gets_them(serve: Callable[..., Any], remembering:
     assert session.whole == 0
 
 
-def test_a_requests_own_processor_sees_all_logits(serve: Callable[..., Any], remembering: Any):
-    session = Reducing(remembering())
-    requests = [asked({"temperature": 0.0}, processors=[halved])]
-    assert serve(session, requests) == serve(remembering(), requests)
-    assert set(session.asked) == {0}
-
-
 def test_one_request_that_needs_all_logits_has_them_brought_for_its_batch(serve: Callable[..., Any], remembering: Any):
     session = Reducing(remembering())
     requests = [
@@ -240,56 +187,7 @@ def test_ties_at_the_border_have_all_logits_fetched(
     assert session.whole > 0
 
 
-@pytest.mark.parametrize("level", ["batch", "strict"])
-def test_other_levels_of_determinism_give_the_same_tokens(serve: Callable[..., Any], remembering: Any, level: str):
-    session = Reducing(remembering())
-    requests = [asked({"top_k": 8}, prompt) for prompt in (PROMPT, *OTHERS)]
-    assert serve(session, requests, determinism=level) == serve(remembering(), requests)
-    assert set(session.asked) == ({CANDIDATES} if level == "batch" else {0})
-
-
-def test_without_candidates_in_the_bundle_none_are_asked_for(make_engine: Any, remembering: Any):
-    session = Reducing(remembering())
-    make_engine(session).submit(asked({"temperature": 0.0})).result(PATIENCE)
-    assert set(session.asked) == {0}
-
-
-def test_nan_among_the_logits_fails_its_request_as_without_candidates(serve: Callable[..., Any], remembering: Any):
-    inner = remembering()
-    inner.spoil = lambda tokens: len(tokens) == len(PROMPT) + 3
-    session = Reducing(inner)
-    with pytest.raises(Exception, match="the model's logits hold NaN"):
-        serve(session, [asked({"top_k": 8})])
-    assert session.whole == 1
-
-
 # ------------------------------------------------------------------------------------------------------ planted errors
-
-
-@pytest.mark.parametrize(
-    "params",
-    [{"temperature": 0.0, "repetition_penalty": 100.0}, ALL["bias"], ALL["allowed"], {"temperature": 2.0}],
-    ids=["repetition penalty", "bias", "allowed", "no cut"],
-)
-def test_a_request_classified_too_loosely_draws_other_tokens_or_none(
-    serve: Callable[..., Any], remembering: Any, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
-):
-    """Were such a setting said to need but one logit, the tests above would see it."""
-    requests = [asked(params, FAVOURITES)]
-    wanted = serve(favouring(remembering()), requests)
-    made = Sample.__init__
-
-    def loosened(self: Any, *arguments: Any, **named: Any) -> None:
-        made(self, *arguments, **named)
-        self.needs = 1
-
-    monkeypatch.setattr(Sample, "__init__", loosened)
-    try:
-        got = serve(Reducing(favouring(remembering())), requests)
-    except RequestError as error:
-        assert "leave no token" in str(error)
-    else:
-        assert got != wanted
 
 
 def test_ties_that_nobody_looks_at_draw_other_tokens(
@@ -302,34 +200,6 @@ def test_ties_that_nobody_looks_at_draw_other_tokens(
 
 
 # ------------------------------------------------------------------------------------------------------------- samplers
-
-
-@pytest.mark.parametrize(("params", "needs"), list(FEW.values()), ids=list(FEW))
-def test_a_sampler_says_how_many_logits_it_needs(params: dict[str, Any], needs: int):
-    assert make_sampler(SamplingContext(SamplingParams(**params), VOCAB, prompt_length=4)).needs == needs
-
-
-@pytest.mark.parametrize(
-    ("logits", "needs", "enough"),
-    [
-        ([1, 5, 3, 4], 4, True),  # nothing was left out
-        ([-np.inf, 5, 3, -np.inf], 1, True),
-        ([-np.inf, 5, 5, -np.inf], 1, False),  # a third one may have been left out
-        ([-np.inf, 5, 5, 4], 1, True),
-        ([-np.inf, 5, 5, 4], 2, True),
-        ([-np.inf, 5, 4, 4], 2, False),
-        ([-np.inf, 5, 4, 3], 3, False),  # not one more than needed
-        ([-np.inf, -np.inf, -np.inf, 3], 1, False),
-        ([-np.inf, -np.inf, -np.inf, -np.inf], 1, False),
-        ([-np.inf, np.nan, 4, 3], 1, False),
-        ([-np.inf, np.nan, np.nan, np.nan], 1, False),
-        ([-np.inf, np.inf, 4, 3], 1, True),  # which the sampler refuses
-    ],
-)
-def test_candidates_suffice_while_the_last_needed_one_is_larger_than_the_least(
-    logits: list[float], needs: int, enough: bool
-):
-    assert suffice(np.array(logits, np.float32), needs) is enough
 
 
 def test_candidates_suffice_only_where_they_choose_what_all_logits_would():

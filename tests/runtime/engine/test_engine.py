@@ -24,15 +24,13 @@ from llmc.errors import (
     UsageError,
 )
 from llmc.runtime.api.request import Request
-from llmc.runtime.guided.grammars import CompiledGrammar
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.sessions import Batch, Phase
+from llmc.runtime.sessions import Batch
 
 PATIENCE = 120  # seconds after which something that should happen counts as not happening
 PROMPT = list(range(10, 30))
 OTHERS = [[100 + i, *range(50 * i + 5, 50 * i + 5 + 7 * i)] for i in range(1, 4)]
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 Alone = Callable[..., list[int]]
 
@@ -144,23 +142,6 @@ def test_logits_of_one_row_that_are_no_numbers_fail_one_request(make_engine: Any
     assert [tokens(handle) for handle in others] == [alone(prompt, SAMPLED) for prompt in OTHERS]
 
 
-def test_a_call_that_fails_ends_who_shared_it_and_the_next_request_is_served(
-    make_engine: Any, session: Any, alone: Alone
-):
-    def fail_in_decode(batch: Batch) -> None:
-        if batch.phase is Phase.DECODE and len(session.calls) > 8:
-            raise OSError("the accelerator is gone")
-
-    engine = make_engine(session)
-    session.before = fail_in_decode
-    handles = [engine.submit(ask(prompt)) for prompt in OTHERS]
-    for handle in handles:
-        with pytest.raises(LlmcError, match=r"failed inside \(OSError: the accelerator is gone\)"):
-            handle.result(PATIENCE)
-    session.before = lambda _: None
-    assert tokens(engine.submit(ask())) == alone(PROMPT, SAMPLED)
-
-
 def test_a_call_that_fails_while_a_prompt_is_fed_ends_that_request_only(make_engine: Any, session: Any, alone: Alone):
     def fail_for_the_prompt(batch: Batch) -> None:
         if batch.input_ids.shape[1] > 1 and PROMPT[0] in batch.input_ids[0, :1]:
@@ -246,54 +227,12 @@ def test_a_full_queue_refuses_the_next_and_serves_those_it_took(
     assert tokens(engine.submit(ask(OTHERS[2]))) == alone(OTHERS[2], SAMPLED)
 
 
-def test_samples_of_one_request_do_not_fill_the_queue(make_engine: Any, session: Any, gate: Gate):
-    engine = make_engine(session, max_batch=1, max_queue=3)
-    many = engine.submit(ask(params=SamplingParams(max_tokens=4, n=6, seed=1, ignore_eos=True)))
-    for _ in range(3):
-        gate.reached()
-        gate.pass_one()
-    gate.reached()
-    other = engine.submit(ask())
-    gate.open()
-    assert len(many.result(PATIENCE).outputs) == 6
-    assert len(tokens(other)) == 12
-
-
 def test_memory_that_does_not_suffice_even_alone_refuses_by_the_numbers(make_engine: Any, served: Any, alone: Alone):
     roomy = served.memory.total(256, 1)
     engine = make_engine(memory=roomy, max_context=512)
     with pytest.raises(ResourceError, match=r"may grow to 512 positions in 1 row\(s\), .* shorten its prompt"):
         engine.submit(ask([5] * 300)).result(PATIENCE)
     assert tokens(engine.submit(ask())) == alone(PROMPT, SAMPLED)
-
-
-def test_requests_that_do_not_fit_side_by_side_go_one_after_another(
-    make_engine: Any, session: Any, served: Any, alone: Alone
-):
-    engine = make_engine(session, memory=served.memory.total(256, 2))
-    handles = [engine.submit(ask(prompt)) for prompt in (PROMPT, *OTHERS)]
-    assert [tokens(handle) for handle in handles] == [alone(prompt, SAMPLED) for prompt in (PROMPT, *OTHERS)]
-    assert session.cache.rows == 2
-
-
-def test_grammars_are_compiled_where_they_are_submitted_and_never_again(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """Not even those that others pushed out of the cache of grammars while their requests waited."""
-    threads: list[str] = []
-
-    class Noting(CompiledGrammar):
-        def __init__(self, *arguments: Any) -> None:
-            threads.append(threading.current_thread().name)
-            super().__init__(*arguments)
-
-    monkeypatch.setattr("llmc.runtime.guided.grammars.CompiledGrammar", Noting)
-    monkeypatch.setattr("llmc.runtime.guided.grammars._MOST_GRAMMARS", 1)
-    engine = make_engine(max_batch=1)
-    asked = [SamplingParams(max_tokens=3, seed=i, n=2, choice=(f"answer {i}", "no")) for i in range(3)]
-    handles = [engine.submit(ask(params=params)) for params in asked]
-    assert all(len(handle.result(PATIENCE).outputs) == 2 for handle in handles)
-    assert threads == [threading.current_thread().name] * 3
 
 
 # --------------------------------------------------------------------------------------------------- cancel, deadline
@@ -314,34 +253,6 @@ def test_a_cancelled_request_frees_its_row_within_one_step(make_engine: Any, ses
         first.result(PATIENCE)
     fed = session.calls[before + 1]  # after the call that was running
     assert fed.input_ids[0].tolist() == OTHERS[0] and fed.first_row == 0
-
-
-def test_cancelling_twice_or_after_the_end_says_that_there_is_nothing_to_cancel(
-    make_engine: Any, session: Any, gate: Gate
-):
-    engine = make_engine(session)
-    handle = engine.submit(ask())
-    gate.reached()
-    assert [handle.cancel(), handle.cancel()] == [True, False]
-    gate.open()
-    with pytest.raises(CancelledError):
-        handle.result(PATIENCE)
-    assert not handle.cancel()
-    done = engine.submit(ask())
-    done.result(PATIENCE)
-    assert not done.cancel()
-
-
-def test_a_request_that_waits_may_be_cancelled(make_engine: Any, session: Any, gate: Gate, alone: Alone):
-    engine = make_engine(session, max_batch=1)
-    first, waiting, last = (engine.submit(ask(prompt)) for prompt in (PROMPT, *OTHERS[:2]))
-    gate.reached()
-    assert waiting.cancel()
-    gate.open()
-    with pytest.raises(CancelledError):
-        waiting.result(PATIENCE)
-    assert [tokens(first), tokens(last)] == [alone(PROMPT, SAMPLED), alone(OTHERS[1], SAMPLED)]
-    assert engine.metrics.snapshot().requests["cancelled"] == 1
 
 
 @pytest.mark.parametrize("params", [{"n": 3, "seed": 1}, {"num_beams": 3, "temperature": 1.0}])
@@ -373,35 +284,6 @@ def test_a_dropped_handle_cancels_its_request(make_engine: Any, session: Any, ga
     gate.open()
     assert tokens(other) == alone(OTHERS[0], SAMPLED)
     until(lambda: engine.metrics.snapshot().requests["cancelled"] == 1)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_client_thread_that_dies_takes_its_request_along(make_engine: Any, session: Any, gate: Gate, alone: Alone):
-    engine = make_engine(session)
-    long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-
-    def client() -> None:
-        for _ in engine.submit(ask(params=long)).events(PATIENCE):
-            raise SystemExit
-
-    thread = threading.Thread(target=client)
-    thread.start()
-    gate.reached()
-    gate.pass_one()
-    gate.reached()  # before the second token
-    thread.join(PATIENCE)
-    gate.open()
-    until(lambda: engine.metrics.snapshot().requests["cancelled"] == 1)
-    assert tokens(engine.submit(ask())) == alone(PROMPT, SAMPLED)
-
-
-def test_a_dropped_handle_with_on_delta_goes_on(make_engine: Any, alone: Alone):
-    came: list[int] = []
-    engine = make_engine()
-    engine.submit(ask(on_delta=lambda delta: came.extend(delta.token_ids)))
-    gc.collect()
-    until(lambda: len(came) == SAMPLED.max_tokens)
-    assert came == alone(PROMPT, SAMPLED)
 
 
 @pytest.mark.parametrize(
@@ -479,10 +361,6 @@ def test_a_function_on_the_engines_thread_may_close_it(make_engine: Any, alone: 
         engine.submit(ask())
     engine.close()
     assert all(handle.done for handle in handles)
-
-
-def test_an_engine_that_nobody_asked_anything_closes(make_engine: Any):
-    make_engine().close()
 
 
 def test_a_function_runs_between_two_steps_and_its_error_is_the_callers(make_engine: Any):

@@ -1,6 +1,5 @@
 """Samples of one request: one prefill for all, each with its own draws, the best of them first where that is asked."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 
 from llmc.runtime.api.request import Request
-from llmc.runtime.engine.input_processor import InputProcessor
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Phase
 
@@ -68,44 +66,6 @@ def test_samples_that_end_at_once_take_turns_with_others(make_engine: Any):
     assert len(many.result(PATIENCE).outputs) == 200
     beside.result(PATIENCE)
     assert max(map(len, "".join("m" if name == "many" else " " for name in came).split())) <= 4 + 1
-
-
-def test_finished_samples_keep_nothing_but_their_output(make_engine: Any, monkeypatch: pytest.MonkeyPatch):
-    """A thousand of them would hold a thousand copies of the prompt, and as many samplers and grammars."""
-    made: list[weakref.ref[Any]] = []
-    make = InputProcessor._sample
-
-    def noting(*args: Any, **more: Any) -> Any:
-        sample = make(*args, **more)
-        made.append(weakref.ref(sample))
-        return sample
-
-    monkeypatch.setattr(InputProcessor, "_sample", noting)
-    alive: list[int] = []
-
-    def count(_: object) -> None:
-        alive.append(sum(sample() is not None for sample in made))
-
-    asked = Request(PROMPT, sampled(n=20, max_tokens=3), on_delta=count)
-    assert len(make_engine(max_batch=2).submit(asked).result(PATIENCE).outputs) == 20
-    assert max(alive) <= 5
-
-
-def test_samples_join_beside_others_and_after_one_has_ended(make_engine: Any, alone: Alone):
-    engine = make_engine(max_batch=3)
-    params = sampled(n=6, max_tokens=5)
-    handles = [engine.submit(Request(PROMPT[: 30 + i], params)) for i in range(3)]
-    for i, handle in enumerate(handles):
-        outputs = handle.result(PATIENCE).outputs
-        assert [list(output.token_ids) for output in outputs] == [alone(PROMPT[: 30 + i], params, j) for j in range(6)]
-
-
-def test_every_piece_says_which_sample_it_is_of(make_engine: Any, alone: Alone):
-    params = sampled(n=3)
-    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for delta in make_engine().submit(Request(PROMPT, params)).events(PATIENCE):
-        streamed[delta.index] += delta.token_ids
-    assert streamed == {i: alone(PROMPT, params, i) for i in range(3)}
 
 
 def test_the_best_of_several_are_those_with_the_highest_mean_log_probability(

@@ -8,7 +8,7 @@ import pytest
 from llmc.errors import RequestError, UsageError
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
-from llmc.runtime.engine.input_processor import InputProcessor, draws, fit_prompt, token_ids
+from llmc.runtime.engine.input_processor import InputProcessor, draws
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling.params import SamplingParams
 
@@ -43,10 +43,6 @@ def test_a_seed_is_taken_where_anything_is_left_to_chance(inputs: InputProcessor
     assert not chance or state(inputs, **params).params.seed != made.params.seed
 
 
-def test_a_seed_that_is_given_is_kept(inputs: InputProcessor):
-    assert state(inputs, seed=0).params.seed == 0
-
-
 @pytest.mark.parametrize(
     ("params", "rows", "samples"),
     [
@@ -61,19 +57,6 @@ def test_rows_are_what_must_run_at_once_and_samples_may_follow(
 ):
     made = state(inputs, **params)
     assert (made.group.width, getattr(made.group, "draws", 1)) == (rows, samples)
-
-
-def test_text_is_encoded_with_or_without_special_tokens(inputs: InputProcessor, tiny_tokenizer: Any):
-    assert state(inputs, "import os").prompt == tiny_tokenizer.encode("import os")
-    plain = state(inputs, "import os", request={"add_special_tokens": False})
-    assert plain.prompt == tiny_tokenizer.encode("import os", add_special_tokens=False)
-
-
-def test_a_prompt_is_copied(inputs: InputProcessor):
-    mine = list(IDS)
-    made = state(inputs, mine)
-    mine.append(99)
-    assert made.prompt == IDS
 
 
 @pytest.mark.parametrize(
@@ -102,23 +85,6 @@ def test_what_the_parts_of_a_request_cannot_have_together_is_refused_at_the_door
 def test_a_token_outside_the_vocabulary_is_refused_by_name(inputs: InputProcessor, token: int):
     with pytest.raises(UsageError, match=rf"prompt holds token id {token}, .* expected 0 \.\.\. {VOCAB - 1}"):
         state(inputs, [5, token, 6])
-
-
-def test_the_first_and_the_last_token_of_the_vocabulary_are_accepted(inputs: InputProcessor):
-    assert state(inputs, [0, VOCAB - 1]).prompt == [0, VOCAB - 1]
-
-
-def test_a_prompt_that_just_fits_is_left_as_it_is():
-    params = SamplingParams(max_tokens=4)
-    for policy in ("refuse", "truncate_left", "sink"):
-        assert fit_prompt(IDS, replace(params, on_overflow=policy), 14) == (IDS, 0)
-
-
-def test_token_ids_become_plain_integers():
-    import numpy as np
-
-    assert all(type(token) is int for token in token_ids(np.array([1, 2], np.int32)))
-    assert token_ids(range(3)) == [0, 1, 2]
 
 
 def test_new_tokens_beyond_every_number_are_refused_in_a_short_sentence(inputs: InputProcessor):

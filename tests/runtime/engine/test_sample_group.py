@@ -103,15 +103,3 @@ def test_whoever_waits_first_gets_the_row_of_a_sample_that_ends(make_engine: Any
     assert list(other.result(PATIENCE).token_ids) == alone([20, 21], urgent)
     outputs = handle.result(PATIENCE).outputs
     assert [list(output.token_ids) for output in outputs] == [alone(PROMPT, params, i) for i in range(40)]
-
-
-def test_a_request_that_is_cancelled_takes_the_heirs_of_its_rows_along(make_engine: Any, alone: Any):
-    engine = make_engine(max_batch=2)
-    params = SamplingParams(max_tokens=2, temperature=1.0, seed=5, n=500, ignore_eos=True)
-    handle = engine.submit(Request(PROMPT, params))
-    for _, _ in zip(range(9), handle.events(PATIENCE), strict=False):
-        pass
-    handle.cancel()
-    other = SamplingParams(max_tokens=9, temperature=1.0, seed=1, ignore_eos=True)
-    assert list(engine.submit(Request([20], other)).result(PATIENCE).token_ids) == alone([20], other)
-    assert engine.call(lambda: len(engine._scheduler._rows)) == 0

@@ -54,13 +54,6 @@ def test_short_prompts_that_come_together_share_a_call(make_engine: Any, session
     assert fed(session) == [[5, 8, 1, 3]]
 
 
-def test_those_beside_whom_it_would_be_too_long_have_a_call_of_their_own(make_engine: Any, session: Any, alone: Alone):
-    requests = [asked(100, 10), asked(200, 10), asked(300, 10), asked(400, 30), asked(500, 40), asked(600, 2)]
-    engine = make_engine(session, prefill_chunk=32)
-    assert answers(engine, requests) == [alone(item.prompt, item.params) for item in requests]
-    assert fed(session)[:2] == [[10, 10, 10], [30]]
-
-
 @pytest.mark.parametrize("level", ["batch", "strict"])
 def test_levels_that_promise_equal_bits_feed_one_row_a_call(make_engine: Any, session: Any, level: str):
     answers(make_engine(session, determinism=level), [asked(100, 5), asked(200, 8)])
@@ -95,14 +88,3 @@ def test_a_shared_call_that_fails_ends_those_who_shared_it_and_nobody_else(
         with pytest.raises(Exception, match="no such kernel"):
             handle.result(PATIENCE)
     assert list(handles[2].result(PATIENCE).token_ids) == alone(requests[2].prompt, requests[2].params)
-
-
-def test_what_the_prefix_cache_has_is_not_fed_again(make_engine: Any, session: Any, alone: Alone):
-    engine = make_engine(session, prefix_bytes=1 << 20)
-    common = [7 * i % 4000 + 10 for i in range(12)]
-    first = Request(common, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
-    answers(engine, [first])
-    session.calls.clear()
-    requests = [Request([*common, 50 + i, 60], first.params) for i in range(2)] + [asked(900, 9)]
-    assert answers(engine, requests) == [alone(item.prompt, item.params) for item in requests]
-    assert fed(session) == [[2, 2, 9]]

@@ -1,18 +1,14 @@
 """Between a request's arrival and its end: chunks beside decoding, drafts past an end, and a cache that grows."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from doubles.clocks import even_pace
 
-from llmc.bundle import DeviceMemory, EngineConfig, Manifest, Profile
-from llmc.errors import RequestError, ResourceError
-from llmc.runtime.api.options import EngineOptions
+from llmc.errors import ResourceError
 from llmc.runtime.api.request import Request
-from llmc.runtime.engine.engine import Engine
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 
@@ -68,12 +64,6 @@ def test_while_others_decode_steps_lie_between_the_chunks_of_a_long_prompt(
     gaps = [after - before - 1 for before, after in pairwise(chunks[1:])]
     assert min(gaps) >= SPACING
     assert chunks[0] == 2  # the first one goes at once, after the short prompt and a step
-
-
-def test_where_nobody_decodes_chunks_follow_one_another(make_engine: Any, session: Any):
-    engine = make_engine(session, prefill_chunk=CHUNK, decode_steps_per_chunk=SPACING)
-    tokens(engine.submit(Request(prompt(100, 5 * CHUNK), params())))
-    assert [batch.phase for batch in session.calls[:5]] == [Phase.PREFILL] * 5
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(make_engine: Any, session: Any):
@@ -209,38 +199,6 @@ def test_drafts_of_forbidden_sequences_are_not_accepted(
         assert engine.metrics.snapshot().draft_accepted > 0
 
 
-def test_drafts_past_the_end_of_one_sample_do_not_end_the_others(
-    make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
-    asked = Request(prompt(10, 6), params(12, temperature=1.0, seed=4, n=2))
-    first, second = (alone(asked.prompt, asked.params, index) for index in range(2))
-
-    def ends(new: Sequence[int], _: str) -> bool:
-        return list(new) == first[:8]
-
-    def failing(so_far: Sequence[int], logits: Any) -> Any:
-        return 1 / 0 if list(so_far[6:14]) == first[:8] else logits
-
-    engine = make_engine(drafter=Table([*asked.prompt, *first]))
-    outputs = engine.submit(Request(asked.prompt, asked.params, (failing,), (ends,))).result(PATIENCE).outputs
-    assert [list(output.token_ids) for output in outputs] == [first[:8], second]
-
-
-def test_a_processor_that_raises_among_drafts_that_count_fails_the_request(
-    make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
-    asked = Request(prompt(10, 6), params(20))
-    known = [*asked.prompt, *alone(asked.prompt, asked.params)]
-
-    def failing(so_far: Sequence[int], logits: Any) -> Any:
-        return logits if len(so_far) < 14 else 1 / 0
-
-    with pytest.raises(Exception, match="ZeroDivisionError"):
-        make_engine(drafter=Table(known)).submit(Request(asked.prompt, asked.params, (failing,))).result(PATIENCE)
-
-
 # --------------------------------------------------------------------------------------------------------------- cache
 
 
@@ -269,125 +227,6 @@ def test_memory_that_ends_while_the_cache_grows_fails_who_needs_it(make_engine: 
         tokens(handles[1])
     assert tokens(handles[0]) == alone(modest.prompt, modest.params)
     assert tokens(engine.submit(modest)) == alone(modest.prompt, modest.params)
-
-
-FIXED = 512
-BYTES = DeviceMemory(context=1000, weights=2000, workspace=500, cache_per_token=10, logits=40)
-
-
-@pytest.fixture
-def fixed(remembering: Any) -> Any:
-    """A session whose cache has one capacity, as a TensorRT engine's, and rows by fours."""
-
-    class Roomy(remembering.cache_type):  # type: ignore[misc]
-        device_memory = 1 << 40
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.asked: list[tuple[int, int]] = []
-
-        def reserve(self, rows: int, capacity: int) -> None:
-            self.asked.append((rows, capacity))
-            super().reserve(-(-rows // 4) * 4, FIXED)
-
-    class Fixed(remembering):  # type: ignore[misc]
-        cache_type = Roomy
-
-    return Fixed()
-
-
-@pytest.fixture
-def on_gpu(served: Manifest, tiny_tokenizer: Any) -> Iterator[Callable[..., Engine]]:
-    """Makes engines for a bundle whose cache lies on a GPU."""
-    plan = EngineConfig(
-        file="engine.plan",
-        form="native",
-        compute="float16",
-        capacity=FIXED,
-        buckets=(256, FIXED),
-        decode=Profile(8, 1, 1),
-        prefill=Profile(1, 128, 8),
-        select="",
-        candidates=0,
-        platform="linux-x86_64",
-        compute_capabilities=("8.7",),
-        version_compatible=False,
-        hardware_compatibility="none",
-        stripped=False,
-        verified="cpu",
-        inspector="engine.json",
-    )
-    memory = replace(served.memory, cache_per_token=0, workspace_per_token=0)
-    manifest = replace(served, engine=plan, device=BYTES, memory=memory)
-    engines: list[Engine] = []
-
-    def make(session: Any, max_context: int = 256, memory: int = 1 << 40, **options: Any) -> Engine:
-        options = {"options": EngineOptions(**options), "max_context": max_context, "memory": memory}
-        engines.append(Engine(session, manifest, tiny_tokenizer, prefill_chunk=32, **options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-@pytest.mark.parametrize("level", ["fast", "batch", "strict"])
-def test_a_session_that_makes_more_room_than_it_is_asked_for_serves_as_any(
-    on_gpu: Any, fixed: Any, alone: Alone, level: str
-):
-    engine = on_gpu(fixed, determinism=level)
-    requests = [Request(prompt(10 * i, 5 + i), params(200, temperature=0.7, seed=i)) for i in range(1, 8)]
-    assert [tokens(handle) for handle in held_back(engine, requests)] == [
-        alone(request.prompt, request.params) for request in requests
-    ]
-    assert fixed.cache.tokens.shape == (8, FIXED)
-    assert len(fixed.cache.asked) == 2  # once for four rows, once for eight, and never for more positions
-    assert engine._scheduler.reserved_bytes == 8 * FIXED * BYTES.cache_per_token
-
-
-def test_the_context_ends_where_it_was_said_to_and_not_where_the_cache_does(on_gpu: Any, fixed: Any):
-    engine = on_gpu(fixed, max_context=64)
-    with pytest.raises(RequestError, match="but the context holds 64"):
-        engine.submit(Request(prompt(10, 60), params(5)))
-    sliding = engine.submit(Request(prompt(10, 60), params(30, on_overflow="sink"))).result(PATIENCE)
-    assert len(sliding.token_ids) == 30
-    assert sliding.usage.truncated_tokens > 0
-    assert max(int(batch.past_lengths.max()) for batch in fixed.calls) < 64
-
-
-def test_a_request_that_does_not_fit_into_the_gpus_memory_is_refused_by_its_numbers(on_gpu: Any, fixed: Any):
-    fixed.cache.device_memory = BYTES.total(FIXED, 1) - 1
-    with pytest.raises(ResourceError, match=r"may grow to 256 positions in 1 row\(s\), .* MB of the GPU's memory are"):
-        on_gpu(fixed).submit(Request(prompt(10, 5), params(5))).result(PATIENCE)
-    assert fixed.cache.asked == []
-
-
-def test_requests_go_one_after_another_where_the_gpu_has_room_for_one(on_gpu: Any, fixed: Any, alone: Alone):
-    fixed.cache.device_memory = BYTES.total(FIXED, 2) - 1
-    engine = on_gpu(fixed)
-    requests = [Request(prompt(10 * i, 5), params(6)) for i in range(1, 4)]
-    assert [tokens(handle) for handle in held_back(engine, requests)] == [
-        alone(request.prompt, request.params) for request in requests
-    ]
-    assert {len(batch.input_ids) for batch in fixed.calls} == {1}
-
-
-def test_growth_that_the_gpu_has_lost_room_for_fails_who_needs_it(on_gpu: Any, fixed: Any, alone: Alone):
-    """Another process took memory since the engine was made."""
-    engine = on_gpu(fixed)
-
-    def refuse(rows: int, capacity: int) -> None:
-        if rows > 4:
-            raise ResourceError(f"no memory for {rows} rows")
-        reserve(rows, capacity)
-
-    reserve, fixed.cache.reserve = fixed.cache.reserve, refuse
-    requests = [Request(prompt(10 * i, 5), params(6)) for i in range(1, 6)]
-    handles = held_back(engine, requests)
-    for handle, request in zip(handles[:4], requests, strict=False):
-        assert tokens(handle) == alone(request.prompt, request.params)
-    with pytest.raises(ResourceError, match="no memory for 5 rows"):
-        tokens(handles[4])
 
 
 def test_a_step_that_fails_inside_the_engine_fails_its_requests_and_no_later_ones(

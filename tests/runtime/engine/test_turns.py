@@ -1,8 +1,7 @@
 """Many requests at one model: streams side by side in one thread and in many, left early, and closing among them."""
 
-import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from doubles.brakes import slowed
 
-from llmc.errors import CancelledError, EngineClosedError, RequestError
+from llmc.errors import EngineClosedError
 from llmc.runtime import Model, load
 
 PATIENCE = 120  # seconds after which a thread that waits counts as waiting for ever
@@ -41,20 +40,6 @@ def slow(model: Model) -> Model:
     return model
 
 
-def in_thread(work: Callable[[], Any]) -> Callable[[float], Any]:
-    """Start ``work``; the returned function waits some seconds for its result."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    return future.result
-
-
-def assert_usable(model: Model, alone: list[tuple[int, ...]]) -> None:
-    """From this thread and from another, and with the right tokens."""
-    assert model.generate(PROMPTS[0], **SAMPLING).token_ids == alone[0]
-    assert in_thread(lambda: model.generate(PROMPTS[1], **SAMPLING).token_ids)(PATIENCE) == alone[1]
-
-
 # ------------------------------------------------------------------------------------------------------- side by side
 
 
@@ -69,71 +54,7 @@ def test_eight_threads_each_get_what_they_get_alone(model: Model, alone: list[tu
         assert list(pool.map(request, PROMPTS, timeout=PATIENCE)) == alone
 
 
-def test_one_thread_may_read_several_streams_in_turn(model: Model, alone: list[tuple[int, ...]]):
-    streams = [model.stream(prompt, **SAMPLING) for prompt in PROMPTS]
-    texts = [""] * len(streams)
-    open_streams = dict(enumerate(streams))
-    while open_streams:
-        for index, stream in list(open_streams.items()):
-            if (piece := next(stream, None)) is None:
-                del open_streams[index]
-            else:
-                texts[index] += piece
-    assert [stream.result(PATIENCE).token_ids for stream in streams] == alone
-    assert texts == [stream.result(PATIENCE).text for stream in streams]
-
-
-def test_a_stream_that_nobody_reads_holds_nobody_up(model: Model, alone: list[tuple[int, ...]]):
-    unread = model.stream(PROMPTS[2], **SAMPLING)
-    assert_usable(model, alone)
-    assert unread.result(PATIENCE).token_ids == alone[2]
-
-
-def test_a_stream_may_be_read_on_by_another_thread(model: Model, alone: list[tuple[int, ...]]):
-    stream = model.stream(PROMPTS[0], **SAMPLING)
-    first = next(stream)
-    rest = in_thread(lambda: "".join(stream))(PATIENCE)
-    assert first + rest == stream.result(PATIENCE).text
-    assert stream.result(PATIENCE).token_ids == alone[0]
-
-
 # ---------------------------------------------------------------------------------------------------------- left early
-
-
-def test_leaving_a_for_loop_early_cancels_the_request(slow: Model, alone: list[tuple[int, ...]]):
-    """At once, not when garbage is collected."""
-    gc.disable()
-    try:
-        for _ in slow.stream(PROMPTS[0], **LONG):
-            break
-        assert_usable(slow, alone)
-        assert slow.engine.metrics.snapshot().requests["cancelled"] == 1
-    finally:
-        gc.enable()
-
-
-def test_a_closed_stream_ends_and_says_why(slow: Model, alone: list[tuple[int, ...]]):
-    stream = slow.stream(PROMPTS[0], **LONG)
-    next(stream)
-    stream.close()
-    with pytest.raises(CancelledError):
-        stream.result(PATIENCE)
-    with pytest.raises(CancelledError):
-        list(stream)
-    assert_usable(slow, alone)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RequestError, ZeroDivisionError])
-def test_an_error_of_whoever_reads_leaves_the_model_usable(
-    model: Model, alone: list[tuple[int, ...]], error: type[BaseException]
-):
-    def read() -> None:
-        for _ in model.stream(PROMPTS[0], **LONG):
-            raise error
-
-    with pytest.raises(error):
-        read()
-    assert_usable(model, alone)
 
 
 # ------------------------------------------------------------------------------------------------------------- closing
@@ -154,30 +75,6 @@ def test_a_closed_model_refuses_requests_and_may_be_closed_again(slow: Model):
     assert slow.runner.session.cache.capacity == 0
 
 
-def test_a_model_closed_before_its_first_request_refuses_it(tiny_bundle: Path):
-    with pytest.raises(ZeroDivisionError), load(tiny_bundle, threads=1) as model:
-        raise ZeroDivisionError
-    with pytest.raises(EngineClosedError, match="the model is closed"):
-        model.generate(PROMPTS[0])
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_leaving_the_with_block_ends_what_runs_and_passes_the_error_on(tiny_bundle: Path, error: type[BaseException]):
-    with pytest.raises(error), load(tiny_bundle, threads=1) as model:
-        slowed(model.engine, STEP_S)
-        stream = model.stream(PROMPTS[0], **LONG)
-        next(stream)
-        raise error
-    with pytest.raises(EngineClosedError):
-        stream.result(PATIENCE)
-
-
-def test_closing_with_drain_waits_for_the_running_requests(model: Model, alone: list[tuple[int, ...]]):
-    streams = [model.stream(prompt, **SAMPLING) for prompt in PROMPTS]
-    model.close(drain=True)
-    assert [stream.result(0).token_ids for stream in streams] == alone
-
-
 def test_requests_that_race_with_closing_are_served_or_refused_and_none_hangs(
     model: Model, alone: list[tuple[int, ...]]
 ):
@@ -195,14 +92,3 @@ def test_requests_that_race_with_closing_are_served_or_refused_and_none_hangs(
         start.wait(PATIENCE)
         model.close()
         assert all(future.result(PATIENCE) for future in asked)
-
-
-def test_a_dropped_model_ends_its_thread(tiny_bundle: Path):
-    model = load(tiny_bundle, threads=1)
-    model.generate(PROMPTS[0], max_tokens=1)
-    thread = model.engine._thread
-    assert thread is not None and thread.is_alive()
-    del model
-    gc.collect()
-    thread.join(PATIENCE)
-    assert not thread.is_alive()

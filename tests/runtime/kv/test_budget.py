@@ -2,7 +2,6 @@
 
 import errno
 import mmap
-import shutil
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,9 +20,8 @@ from llmc.bundle import (
     MemoryPlan,
     Profile,
     read_bundle,
-    write_manifest,
 )
-from llmc.errors import BundleError, ResourceError, UsageError
+from llmc.errors import ResourceError, UsageError
 from llmc.runtime import load
 from llmc.runtime.kv import host_cache
 from llmc.runtime.kv.budget import (
@@ -31,7 +29,6 @@ from llmc.runtime.kv.budget import (
     MemoryEstimate,
     check_growth,
     check_load,
-    device_bytes,
     plan_load,
     plan_run,
     usable_memory,
@@ -62,11 +59,6 @@ def unopened(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("llmc.runtime.model.open_session", refuse)
     monkeypatch.setattr("llmc.runtime.model.Tokenizer.from_folder", refuse)
-
-
-@pytest.fixture
-def copied_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
 
 
 def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -127,12 +119,6 @@ def test_the_largest_context_and_batch_fit_and_the_next_do_not(context: int, bat
         assert n == 0 or plan(n).total <= available
         assert n == limit or plan(n + 1).total > available
     assert verdict.fits == (run(context, batch).total <= available)
-
-
-@pytest.mark.parametrize("size", [1, 100 * MB, FIXED])
-def test_nothing_is_promised_where_not_even_one_step_fits(tmp_path: Path, size: int):
-    with pytest.raises(ResourceError, match="no context or batch is small enough: free memory or use a smaller"):
-        run(256).check(tmp_path, size)
 
 
 def test_loading_needs_the_first_step_only_unless_memory_is_promised(
@@ -200,24 +186,6 @@ def on_gpu(manifest: Manifest) -> Manifest:
     return replace(manifest, memory=memory, engine=ENGINE, device=ON_GPU)
 
 
-@pytest.mark.parametrize(
-    ("engine", "asked", "positions"),
-    [
-        (None, 300, 300),
-        (ENGINE, 300, 4096),
-        (replace(ENGINE, capacity=0), 300, 1024),
-        (replace(ENGINE, capacity=0), 1024, 1024),
-        (replace(ENGINE, capacity=0), 5000, 5000),  # which the session refuses
-    ],
-)
-def test_the_gpu_holds_as_many_positions_as_the_engine_makes_room_for(
-    on_gpu: Manifest, engine: EngineConfig | None, asked: int, positions: int
-):
-    planned = replace(on_gpu, engine=engine)
-    assert device_bytes(planned, asked, 3) == ON_GPU.total(positions, 3)
-    assert device_bytes(replace(planned, device=None), asked, 3) == 0
-
-
 def test_a_cache_on_a_gpu_is_held_against_the_gpus_memory(monkeypatch: pytest.MonkeyPatch, on_gpu: Manifest):
     available(monkeypatch, 3 * MB)  # of the process: logits
     needed = ON_GPU.total(4096, 2)
@@ -254,13 +222,8 @@ def test_a_budget_holds_both_memories_and_names_the_one_that_lacks(
     ("arguments", "expected"),
     [
         ({"threads": 0}, "threads is 0, expected 1 ... 1024"),
-        ({"threads": 1025}, "threads is 1025, expected 1 ... 1024"),
         ({"threads": True}, "threads is True, expected 1 ... 1024"),
-        ({"threads": 1.5}, "threads is 1.5, expected 1 ... 1024"),
-        ({"threads": "2"}, "threads is '2', expected 1 ... 1024"),
-        ({"max_context": 0}, "max_context is 0, expected 1 ... 2048"),
         ({"max_context": 2049}, "max_context is 2049, expected 1 ... 2048"),
-        ({"prefill_chunk": -1}, "prefill_chunk is -1, expected 1 ... 256"),
         ({"prefill_chunk": 257}, "prefill_chunk is 257, expected 1 ... 256"),  # the plan has no room for its scores
     ],
 )
@@ -269,38 +232,6 @@ def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, arguments: dict[
     with pytest.raises(UsageError) as refused:
         load(tiny_bundle, **arguments)
     assert expected in str(refused.value)
-
-
-@pytest.mark.usefixtures("unopened")
-def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, tiny_checkpoint: Path):
-    for folder in (tmp_path, tiny_checkpoint / "config.json"):
-        with pytest.raises(BundleError, match=r"no llmc.json here, .* make it with: llmc build"):
-            load(folder)
-    with pytest.raises(BundleError, match=r"there is no such folder, expected a bundle; build one with: llmc build"):
-        load(tmp_path / "nowhere")
-    with pytest.raises(BundleError, match=r"is a checkpoint, expected a bundle; build one with: llmc build"):
-        load(tiny_checkpoint)
-
-
-@pytest.mark.parametrize("file", ["weights.bin", "prefill.onnx", "decode.onnx", "tokenizer.json"])
-@pytest.mark.usefixtures("unopened")
-def test_a_truncated_or_missing_file_is_refused_with_both_sizes(copied_bundle: Path, file: str):
-    path = copied_bundle / file
-    size = path.stat().st_size
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(BundleError, match=f"{file} has {size - 1} bytes, {size} expected; copy or build"):
-        load(copied_bundle)
-    path.unlink()
-    with pytest.raises(BundleError, match=f"{file} is missing, {size} expected; copy or build"):
-        load(copied_bundle)
-
-
-@pytest.mark.usefixtures("unopened")
-def test_a_bundle_newer_than_the_runtime_is_refused(copied_bundle: Path):
-    manifest = read_bundle(copied_bundle)
-    write_manifest(replace(manifest, schema_version=99, llmc_version="9.0"), copied_bundle)
-    with pytest.raises(BundleError, match=r"schema version 99, written by llmc 9\.0; .*: upgrade it with pip install"):
-        load(copied_bundle)
 
 
 @pytest.mark.usefixtures("unopened")
@@ -325,23 +256,6 @@ def test_a_given_memory_lowers_a_context_that_nobody_asked_for_and_says_so(
     assert "hold a context of 256 tokens, not of 2048" in caplog.text
     with pytest.raises(ResourceError, match="a context of 256 tokens fits"):
         load(tiny_bundle, memory=memory, max_context=2048)
-
-
-def test_growth_refused_before_and_in_the_middle_of_a_stream_leaves_the_model_usable(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-):
-    short, middle, long = ([token % 4000 + 10 for token in range(length)] for length in (20, 250, 300))
-    with load(tiny_bundle, threads=1) as model:
-        want = model.generate(short, max_tokens=8, temperature=0).token_ids
-        available(monkeypatch, 1000)
-        with pytest.raises(ResourceError, match=r"the cache for 512 tokens needs .* free memory"):
-            model.generate(long, max_tokens=8)
-        stream = model.stream(middle, max_tokens=20, temperature=0, ignore_eos=True)
-        with pytest.raises(ResourceError, match="the cache for 512 tokens needs"):
-            list(stream)
-        assert len(stream.token_ids) == 7  # positions 250 ... 255, and the token that found no room after it was chosen
-        assert model.runner.session.cache.capacity == 256
-        assert model.generate(short, max_tokens=8, temperature=0).token_ids == want
 
 
 def test_memory_that_ends_while_the_cache_grows_leaves_the_model_usable(

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from llmc.bundle import Limits, Manifest
-from llmc.errors import RequestError, ResourceError, UsageError
+from llmc.errors import ResourceError, UsageError
 from llmc.inventory import BACK, Cache
 from llmc.runtime.kv import host_cache as module
 from llmc.runtime.kv.host_cache import HostCache
-from llmc.runtime.kv.rows import Rows, TornError
+from llmc.runtime.kv.rows import Rows
 
 LIMITS = Limits(2048, 8, 64)
 RAGGED = (Cache("0", "kv", (2, 4), 0), Cache("1", "kv", (1, 6), 8), Cache("5", "kv", (3, 2), 0))
@@ -44,16 +44,6 @@ def numbers(count: int, kind: str = "float32") -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------------ contents
 
 
-def test_each_layer_has_arrays_of_its_own_shape_under_the_graphs_names(made: Made):
-    cache = made()
-    assert [tensor.past for tensor in cache.tensors] == [
-        f"past_key_values.{layer}.{part}" for layer in (0, 1, 5) for part in ("key", "value")
-    ]
-    assert [tensor.present for tensor in cache.tensors][-1] == "present.5.value"
-    assert [array.shape for array in cache.arrays[::2]] == [(3, 2, 32, 4), (3, 1, 32, 6), (3, 3, 32, 2)]
-    assert cache.can_rewind
-
-
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
 def test_what_is_written_is_read_and_lies_tensor_after_tensor(made: Made, kind: str):
     cache = made(kind=kind)
@@ -67,23 +57,6 @@ def test_what_is_written_is_read_and_lies_tensor_after_tensor(made: Made, kind: 
     assert tuple(cache._written) == (0, 8, 0)
 
 
-def test_blocks_are_what_is_read_of_their_positions(made: Made):
-    cache = made()
-    cache.write(0, 0, 12, numbers(12 * POSITION))
-    blocks = cache.read_blocks(0, 3, 2, 11)
-    assert all(np.array_equal(block, cache.read(0, i, i + 3)) for i, block in zip((2, 5, 8), blocks, strict=True))
-    for start, block in zip((2, 5, 8), blocks, strict=True):
-        cache.write(2, start, start + 3, block)
-    assert np.array_equal(cache.read(2, 2, 11), cache.read(0, 2, 11))
-
-
-def test_what_is_read_is_a_copy(made: Made):
-    cache = made()
-    cache.write(0, 0, 4, given := numbers(4 * POSITION))
-    cache.read(0, 0, 4)[:] = 0
-    assert np.array_equal(cache.read(0, 0, 4), given)
-
-
 def test_a_copied_range_reaches_its_row_and_no_other(made: Made):
     cache = made()
     for row in range(3):
@@ -94,40 +67,6 @@ def test_a_copied_range_reaches_its_row_and_no_other(made: Made):
     after = [cache.read_blocks(row, 1, 0, 32) for row in range(3)]
     before[2][5:20] = before[0][5:20]
     assert np.array_equal(before, after)
-
-
-@pytest.mark.parametrize(
-    ("row", "start", "end"), [(3, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 2, 1), (0, 0, 33), (0, 33, 33)]
-)
-def test_rows_and_positions_outside_the_cache_are_refused(made: Made, row: int, start: int, end: int):
-    def says(row: int) -> str:
-        return f"positions {start} ... {end} of row {row} .* 3 rows of 32; reserve"
-
-    cache = made()
-    with pytest.raises(UsageError, match=says(row)):
-        cache.read(row, start, end)
-    with pytest.raises(UsageError, match=says(row)):
-        cache.copy(row, 0, start, end)
-    with pytest.raises(UsageError, match=says(row if row else 1)):
-        cache.copy(1, row, start, end)
-    with pytest.raises(UsageError, match=says(row)):
-        cache.write(row, start, end, np.zeros(max(0, end - start) * POSITION, np.float32))
-
-
-def test_contents_of_another_bundle_are_refused(made: Made):
-    cache = made()
-    values = cache.read(0, 0, 5)
-    for wrong in (values[1:], values.reshape(5, -1), values.astype(np.float16), cache.read(0, 0, 6)):
-        with pytest.raises(UsageError, match=rf"expected float32 \[{5 * POSITION}\] for 5 .* from another bundle"):
-            cache.write(0, 0, 5, wrong)
-
-
-@pytest.mark.parametrize(("first_row", "past"), [(0, [32]), (2, [5, 5]), (0, [5] * 4)])
-def test_a_call_beyond_the_cache_is_refused(made: Made, first_row: int, past: list[int]):
-    cache = made()
-    assert cache.begin(1, [3, 31], 1) == [4, 32]
-    with pytest.raises(UsageError, match="the cache has 3 rows of 32; reserve room first"):
-        cache.begin(first_row, past, 1)
 
 
 # -------------------------------------------------------------------------------------------------------------- growth
@@ -146,30 +85,6 @@ def test_growth_keeps_what_was_written_copied_and_computed(made: Made):
     assert not cache.read(0, 9, 300).any()
     cache.close()
     assert (cache.rows, cache.capacity, cache.arrays) == (0, 0, ())
-
-
-def test_bindings_go_before_memory_moves(manifest: Manifest):
-    seen: list[int] = []
-    cache = HostCache(replace(manifest, limits=LIMITS), forget=lambda: seen.append(cache.capacity))
-    cache.reserve(1, 16)
-    cache.reserve(1, 16)
-    cache.reserve(2, 40)
-    assert seen == [0, 16]
-
-
-def test_it_grows_in_steps_to_an_end_and_only_when_it_must(made: Made):
-    cache = made()
-    sizes = []
-    for rows, positions in ((1, 32), (1, 33), (2, 200), (4, 10), (4, 257), (4, 590)):
-        cache.grow(rows, positions, 600)
-        sizes.append((cache.rows, cache.capacity))
-    assert sizes == [(3, 32), (3, 256), (3, 256), (4, 256), (4, 512), (4, 600)]
-
-
-@pytest.mark.parametrize(("rows", "capacity"), [(9, 32), (1, 2049)])
-def test_more_than_the_bundle_was_built_for_is_refused_with_the_numbers(made: Made, rows: int, capacity: int):
-    with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 8 x 2048"):
-        made().reserve(rows, capacity)
 
 
 def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: Made, monkeypatch: pytest.MonkeyPatch):
@@ -272,15 +187,6 @@ def test_a_row_that_begins_anew_gets_an_empty_state_and_its_neighbour_keeps_its_
     assert holds(cache, 1, [9, 9, 9])
 
 
-def test_a_call_that_is_refused_for_one_row_empties_no_other(made: Made):
-    cache = made(MIXED)
-    feed(cache, 0, 0, [5, 6])
-    feed(cache, 1, 0, [9, 9, 9])
-    with pytest.raises(UsageError, match="row 1 of the cache holds a state after 3 tokens"):
-        cache.begin(0, [0, 2], 1)
-    assert holds(cache, 0, [5, 6])
-
-
 def test_states_go_where_a_row_is_copied_saved_or_grown(made: Made):
     cache = made(MIXED)
     feed(cache, 0, 0, [5, 6, 7])
@@ -355,17 +261,6 @@ def test_rows_of_states_come_go_fork_and_change_places(made: Made, seed: int):
         assert all(holds(cache, held.row, held.tokens) for held in feeding + decoding if held.tokens)
 
 
-def test_a_fork_from_an_earlier_position_says_why_it_cannot_be(made: Made):
-    cache = made(MIXED)
-    rows, parent = Rows(cache), Held([5, 6, 7], cached=3)
-    rows.admit(parent)
-    rows.promote(parent)
-    feed(cache, 0, 0, parent.tokens)
-    assert rows.can_fork(parent, 3) and not rows.can_fork(parent, 2)
-    with pytest.raises(TornError, match="a state after 3 tokens, which cannot be had after 2"):
-        rows.fork(parent, Held([]), 2)
-
-
 # ------------------------------------------------------------------------------------------------------------- windows
 
 # A page holds 32 positions of one head, so that pages are given back that lie within a head.
@@ -425,10 +320,3 @@ def test_what_was_let_go_of_is_refused(made: Made):
     with pytest.raises(UsageError, match="let go of position 0; read from 448 on"):
         cache.read(0, 0, 512)
     assert cache.read_blocks(0, 32, 448, 512)
-
-
-@pytest.mark.parametrize("caches", [RAGGED[:1], WINDOWED], ids=["no window", "where pages stay"])
-def test_nothing_is_let_go_of(made: Made, monkeypatch: pytest.MonkeyPatch, caches: Sequence[Cache]):
-    monkeypatch.setattr(module, "LETS_GO", False)
-    cache = made(caches)
-    assert not cache.is_overdue(0, 1 << 20)

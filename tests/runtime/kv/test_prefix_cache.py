@@ -19,7 +19,6 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from llmc.errors import UsageError
 from llmc.runtime.kv import cache_file
 from llmc.runtime.kv.prefix_cache import Match, PrefixCache, Read
 
@@ -192,21 +191,6 @@ def test_the_dict_of_all_prefixes_finds_a_planted_error(broken: type[PrefixCache
         run_state_machine_as_test(Planted, settings=quick)
 
 
-def test_only_whole_blocks_match():
-    cache = filled(PrefixCache("model", 4, max_bytes=PLENTY), range(11))
-    assert cached(cache, range(11)) == 8
-    assert cached(cache, range(7)) == 4
-    assert cached(cache, range(3)) == 0
-
-
-def test_the_limit_leaves_a_token_to_compute():
-    cache = filled(PrefixCache("model", BLOCK, max_bytes=PLENTY), range(8))
-    with cache.match(range(8), 7) as found:
-        assert found.length == 6
-    with cache.match(range(8), -1) as found:
-        assert found.length == 0
-
-
 def test_only_the_missing_span_is_read():
     cache = filled(PrefixCache("model", BLOCK, max_bytes=PLENTY), [1, 2, 3, 4])
     spans = []
@@ -218,68 +202,6 @@ def test_only_the_missing_span_is_read():
     assert cache.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], read) == 8
     assert cache.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], read) == 8
     assert spans == [(4, 8)]
-
-
-def test_what_cannot_be_kept_is_not_read():
-    cache = filled(PrefixCache("model", BLOCK, max_bytes=3 * BLOCK_BYTES), [1, 2])
-    spans = []
-
-    def read(start: int, end: int) -> Sequence[NDArray[Any]]:
-        spans.append((start, end))
-        return blocks(rows(range(20)), start, end)
-
-    assert cache.insert(range(20), read) == 6
-    assert spans == [(0, 6)]
-
-
-def test_a_cache_without_memory_keeps_nothing():
-    cache = filled(PrefixCache("model", BLOCK, max_bytes=0), [1, 2, 3, 4])
-    assert cached(cache, [1, 2, 3, 4]) == 0
-    assert cache.counters.bytes == 0
-
-
-def test_the_least_recently_used_goes_first():
-    cache = filled(PrefixCache("model", BLOCK, max_bytes=2 * BLOCK_BYTES), [1, 1], [2, 2])
-    assert cached(cache, [1, 1]) == 2
-    filled(cache, [3, 3])
-    assert [cached(cache, [n, n]) for n in (1, 2, 3)] == [2, 0, 2]
-    assert cache.counters.evictions == 1
-
-
-def test_the_end_of_a_prefix_goes_before_its_beginning():
-    cache = filled(PrefixCache("model", BLOCK, max_bytes=3 * BLOCK_BYTES), [1, 2, 3, 4, 5, 6], [9, 9])
-    assert cached(cache, [1, 2, 3, 4, 5, 6]) == 4
-
-
-def test_a_pinned_prefix_outlives_any_pressure():
-    cache = filled(PrefixCache("model", BLOCK, max_bytes=2 * BLOCK_BYTES), [1, 2, 3, 4])
-    with cache.match([1, 2, 3, 4]) as found:
-        filled(cache, [5, 6, 7, 8])
-        np.testing.assert_array_equal(joined(found), rows([1, 2, 3, 4]))
-        assert cached(cache, [1, 2, 3, 4]) == 4
-        assert cached(cache, [5, 6, 7, 8]) == 0
-    filled(cache, [5, 6, 7, 8])
-    assert cached(cache, [5, 6, 7, 8]) == 4
-
-
-def test_two_matches_pin_twice():
-    cache = filled(PrefixCache("model", BLOCK, max_bytes=BLOCK_BYTES), [1, 2])
-    first, second = Kept(cache.match([1, 2])), Kept(cache.match([1, 2]))
-    first.release()
-    filled(cache, [5, 6])
-    assert cached(cache, [1, 2]) == 2
-    second.release()
-    filled(cache, [5, 6])
-    assert cached(cache, [5, 6]) == 2
-
-
-def test_an_int8_cache_stays_int8():
-    cache = PrefixCache("model", BLOCK, max_bytes=PLENTY)
-    cache.insert([1, 2, 3, 4], reader([1, 2, 3, 4], dtype="int8"))
-    with cache.match([1, 2, 3, 4]) as found:
-        assert joined(found).dtype == np.int8
-        np.testing.assert_array_equal(joined(found), rows([1, 2, 3, 4], dtype="int8"))
-    assert cache.counters.bytes == 2 * BLOCK_BYTES // 4
 
 
 def test_nobody_can_change_a_block():
@@ -311,12 +233,6 @@ def test_counters_tell_hits_from_misses():
     assert (counters.hits, counters.misses, counters.hit_tokens) == (2, 1, 6)
     assert (counters.blocks, counters.bytes, counters.evictions) == (2, 2 * BLOCK_BYTES, 0)
     assert (counters.disk_hits, counters.disk_tokens) == (0, 0)
-
-
-@pytest.mark.parametrize(("block", "max_bytes"), [(0, 1), (-1, 1), (32, -1)])
-def test_bounds_are_checked(block: int, max_bytes: int):
-    with pytest.raises(UsageError, match="expected"):
-        PrefixCache("model", block, max_bytes=max_bytes)
 
 
 def test_a_thousand_tokens_are_found_by_digesting_each_of_them_once(monkeypatch: pytest.MonkeyPatch):

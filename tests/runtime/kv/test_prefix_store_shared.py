@@ -1,11 +1,9 @@
 """Processes that share a folder of prefixes, and one that is killed in the middle, leave whole files only."""
 
 import logging
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,7 +16,6 @@ from llmc.runtime.kv import prefix_store
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 
-BLOCK_BYTES = 4 * 4 * 2 * 4 * 8
 LENGTH = 16  # tokens of every prompt: four blocks of one token, whose keys and values are all that token
 PLENTY = 1 << 24
 PENDING = 1 << 28
@@ -110,42 +107,3 @@ def test_killing_a_writer_leaves_whole_files_only(
         )
         assert flush(store, PATIENCE)
     assert list(shelf.glob(".staging-*")) == []
-
-
-def test_processes_share_a_folder_within_its_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    bound, hits, passes, deadline = 40 * BLOCK_BYTES, 0, 0, time.monotonic() + PATIENCE
-    with closing(PrefixStore(tmp_path, bound, pending_bytes=PENDING)) as store:
-        cache = PrefixCache("model", 4, max_bytes=8 * BLOCK_BYTES, store=store)
-        with (
-            process(tmp_path, bound, 0, 40) as one,
-            process(tmp_path, bound, 20, 40) as other,
-        ):  # half of it is the same
-            while (passes < 10 or hits == 0) and time.monotonic() < deadline:
-                hits += sum(finds(cache, token) for token in range(60))
-                passes += 1
-            for writing in (one, other):
-                assert writing.stdin is not None and writing.poll() is None
-                writing.stdin.close()
-                writing.wait(PATIENCE)
-            assert (one.returncode, other.returncode) == (0, 0)
-        assert sum(finds(cache, token) for token in range(60)) >= 7
-    assert hits > 0
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= bound
-    assert warnings(caplog) == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities belong to processes elsewhere")
-def test_writing_has_a_lower_claim_to_the_cores(tmp_path, monkeypatch):
-    ranks, mine = [], os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    def publish(*_):
-        ranks.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    monkeypatch.setattr(prefix_store, "publish", publish)
-    with closing(PrefixStore(tmp_path, PLENTY, pending_bytes=PENDING)) as store:
-        PrefixCache("model", 4, max_bytes=PLENTY, store=store).insert(
-            range(LENGTH), lambda start, end: list(np.zeros(((end - start) // 4, 256), np.float32))
-        )
-        assert flush(store, PATIENCE)
-    assert ranks == [max(mine, prefix_store.POLITE_NICENESS)]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine

@@ -163,7 +163,7 @@ def test_a_position_left_behind_is_noticed(remembering: Any, broken: str):
 
 @pytest.mark.parametrize(
     ("move", "call"),
-    [("release", "copy"), ("promote", "swap"), ("demote", "swap"), ("fork", "copy"), ("share", "copy")],
+    [("release", "copy"), ("promote", "swap"), ("share", "copy")],
 )
 def test_a_move_that_fails_says_that_rows_are_torn_and_why(remembering: Any, move: str, call: str):
     cache = remembering.cache_type()
@@ -182,8 +182,6 @@ def test_a_move_that_fails_says_that_rows_are_torn_and_why(remembering: Any, mov
     moves = {
         "release": lambda: rows.release(held[0]),
         "promote": lambda: rows.promote(held[3]),
-        "demote": lambda: rows.demote(held[0]),
-        "fork": lambda: rows.fork(held[0], Sequence(), 2),
         "share": lambda: rows.share(held[0], held[1], 0, 2),
     }
     with pytest.raises(TornError, match="between rows: the bus is gone") as torn:

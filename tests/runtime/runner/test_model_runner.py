@@ -11,7 +11,6 @@ from llmc.runtime.api.options import Determinism
 from llmc.runtime.kv.rows import Rows, Slot
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.model_runner import PREFILL_GRAPH_FROM, ModelRunner
-from llmc.runtime.runner.prefill import next_end
 from llmc.runtime.sessions import Phase
 
 CAPACITY = 16
@@ -122,49 +121,3 @@ def test_many_rows_run_on_the_graph_of_prefill_where_that_is_faster_and_only_if_
     shared = replace(manifest, recipe=replace(manifest.recipe, precision=precision))
     runner, *_ = runner_of(session, shared, "fast", 1)
     assert runner.phase(most) is Phase.DECODE
-
-
-def phases(session: Any) -> set[str]:
-    return {batch.phase.value for batch in session.calls}
-
-
-def test_steps_that_requests_share_try_both_graphs_and_those_of_one_request_never(session: Any, manifest: Manifest):
-    found = split(manifest, "int4", rows=1, tokens=1, outputs=1)
-    for level, owners, expected in (
-        ("fast", [None, None], {"prefill", "decode"}),
-        ("fast", ["one", "one"], {"decode"}),
-        ("batch", [None, None], {"decode"}),
-        ("strict", [None, None], {"decode"}),
-    ):
-        runner, _, held = runner_of(session, found, level, 2)
-        for sequence, owner in zip(held, owners, strict=True):
-            sequence._owner = owner or sequence
-        session.calls.clear()
-        for _ in range(4):
-            runner.execute(held)
-        assert phases(session) == expected, (level, owners)
-
-
-def test_a_bundle_of_one_graph_has_nothing_to_choose(session: Any, manifest: Manifest):
-    runner, _, held = runner_of(session, manifest, "fast", 2)
-    for _ in range(4):
-        runner.execute(held)
-    assert phases(session) == {"decode"}
-
-
-def test_metrics_list_every_phase_from_the_start():
-    assert {phase.value for phase in Phase} == EngineMetrics().snapshot().step.keys()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 17])
-def test_chunks_are_even_and_no_single_token_is_left(size: int):
-    for total in range(2, 60):
-        start, ends = 0, []
-        while start < total:
-            end = next_end(start, total, size)
-            assert 2 <= end - start <= max(2, size) + 1
-            ends.append(end)
-            start = end
-        assert all(end % 2 == 0 for end in ends[:-1])
-        assert ends[-1] == total
-    assert next_end(0, 1, size) == 1

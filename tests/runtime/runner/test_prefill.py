@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmc.bundle import Limits, Manifest, read_bundle
-from llmc.errors import RequestError, ResourceError, UsageError
+from llmc.bundle import Manifest, read_bundle
+from llmc.errors import RequestError
 from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.kv.rows import Slot
 from llmc.runtime.runner.prefill import ATTENTION_TILE, SingleRunner, prefill
@@ -115,12 +115,6 @@ def test_a_prompt_is_fed_in_chunks_and_only_the_last_gives_logits(runner: Single
     assert np.array_equal(logits[0, 0], hashed(np.array(PROMPT)).astype(np.float32))
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 49, 50, 99, 100, 101, 512])
-def test_any_chunk_size_gives_the_same_tokens(manifest: Manifest, chunk: int):
-    runner = SingleRunner(Remembering(manifest), 512, chunk)
-    assert generated(runner, PROMPT, 20) == generated(SingleRunner(Remembering(manifest), 512, 512), PROMPT, 20)
-
-
 def chunks(length: int, size: int) -> list[tuple[int, int]]:
     """Start and end of each call that feeds a prompt."""
     found: list[tuple[int, int]] = []
@@ -185,50 +179,6 @@ def test_evaluation_logits_are_those_of_the_steps(opened: tuple[str, Session, Ma
 # -------------------------------------------------------------------------------------------------------------- cache
 
 
-def test_the_cache_grows_in_steps_and_never_beyond_the_context(manifest: Manifest):
-    session = Remembering(replace(manifest, limits=replace(manifest.limits, max_context=1024)))
-    runner = SingleRunner(session, 600, 512)
-    generated(runner, PROMPT, 500)
-    assert session.cache.reserved == [256, 512, 600]
-    generated(runner, PROMPT, 500)
-    assert session.cache.reserved == [256, 512, 600]
-
-
-def test_a_session_that_makes_more_room_than_it_is_asked_for_is_asked_once(manifest: Manifest):
-    class Roomy(Noted):
-        def reserve(self, rows: int, capacity: int) -> None:
-            super().reserve(max(rows, 2), 1024)
-
-    fixed = Remembering(replace(manifest, limits=Limits(1024, 2, 512)), Roomy)
-    runner = SingleRunner(fixed, max_context=512, prefill_chunk=32)
-    roomy = SingleRunner(Remembering(manifest), max_context=512, prefill_chunk=32)
-    assert generated(runner, PROMPT, 300) == generated(roomy, PROMPT, 300)
-    assert fixed.cache.reserved == [1024]
-    with pytest.raises(RequestError, match="position 513 is asked for, the context holds 512"):
-        runner.reserve(513)
-
-
-def test_growth_keeps_what_the_cache_holds(manifest: Manifest):
-    grown, roomy = (SingleRunner(Remembering(manifest), 512, 512) for _ in range(2))
-    roomy.reserve(512)
-    assert generated(grown, PROMPT, 300) == generated(roomy, PROMPT, 300)
-
-
-def test_crossing_a_growth_step_equals_all_room_from_the_start(tiny_bundle: Path):
-    manifest = read_bundle(tiny_bundle)
-    logits, capacities = [], []
-    for up_front in (1, manifest.limits.max_context):
-        session = open_session(tiny_bundle, manifest, 1)
-        runner = SingleRunner(session, manifest.limits.max_context, 512)
-        runner.reserve(up_front)
-        runner.prefill(LONG[:250])
-        logits.append([runner.step(token, 250 + i)[0, 0].copy() for i, token in enumerate(LONG[250:262])])
-        capacities.append(session.cache.capacity)
-        session.close()
-    assert capacities == [512, manifest.limits.max_context]
-    assert np.array_equal(*logits)
-
-
 def test_what_an_earlier_request_left_in_the_cache_is_never_read(tiny_bundle: Path):
     """Not even times zero: NaN would show."""
     manifest = read_bundle(tiny_bundle)
@@ -241,29 +191,7 @@ def test_what_an_earlier_request_left_in_the_cache_is_never_read(tiny_bundle: Pa
     session.close()
 
 
-def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(
-    runner: SingleRunner, session: Remembering, monkeypatch: pytest.MonkeyPatch
-):
-    want = generated(runner, PROMPT, 5)
-    monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 100)
-    with pytest.raises(ResourceError, match="cache for 512 tokens"):
-        generated(runner, PROMPT, 200)
-    assert session.cache.reserved == [256]
-    assert generated(runner, PROMPT, 5) == want
-
-
 # -------------------------------------------------------------------------------------------------------- generation
-
-
-def test_a_token_costs_one_step(runner: SingleRunner, session: Remembering):
-    generated(runner, PROMPT[:10], 4)
-    assert session.calls == [("prefill", 10, 0, 1), *(("decode", 1, 10 + i, 1) for i in range(4))]
-
-
-def test_a_sequence_that_was_left_shows_no_trace_in_the_next(runner: SingleRunner):
-    want = generated(runner, PROMPT[:10], 8)
-    generated(runner, PROMPT, 2)
-    assert generated(runner, PROMPT[:10], 8) == want
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
@@ -275,17 +203,4 @@ def test_nothing_goes_further_than_the_context(runner: SingleRunner, session: Re
     for call in (runner.logits, runner.prefill):
         with pytest.raises(RequestError, match="position 600 is asked for, the context holds 512"):
             call(PROMPT * 6)
-    assert session.calls == []
-
-
-def test_a_refused_prompt_does_not_reach_the_session(tiny_bundle: Path, manifest: Manifest):
-    from llmc.runtime.model import Model
-    from llmc.runtime.text.tokenizer import Tokenizer
-
-    session = Remembering(manifest)
-    runner = SingleRunner(session, 512, 32)
-    model = Model(tiny_bundle, manifest, Tokenizer.from_folder(tiny_bundle), runner, 1)
-    for prompt in ([], "", [VOCAB], [-1], PROMPT * 6):
-        with pytest.raises((RequestError, UsageError)):
-            model.generate(prompt, max_tokens=1)
     assert session.calls == []

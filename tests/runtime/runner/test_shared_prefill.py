@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from llmc.runtime.kv.rows import Slot
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.runner.shared_prefill import SEEN, SHARED_TOKENS, shared_batch, sharing
+from llmc.runtime.runner.shared_prefill import SHARED_TOKENS, shared_batch, sharing
 from llmc.runtime.sessions import Phase
 
 CHUNK, CAPACITY = 256, 512
@@ -20,24 +20,11 @@ def shared(*lengths: int, chunk: int = CHUNK, capacity: int = CAPACITY, cached: 
     return len(sharing(waiting(*lengths, cached=cached), chunk, capacity, StepCosts()))
 
 
-def costs_of(*seconds: tuple[int, float], seen: int = SEEN) -> StepCosts:
-    """Costs of calls of so many tokens."""
-    costs = StepCosts()
-    for tokens, each in seconds:
-        for _ in range(seen):
-            costs.observe(Phase.PREFILL, 1, tokens, each)
-    return costs
-
-
 def test_short_prompts_share_up_to_as_many_tokens_as_may():
     assert shared(*[16] * 8) == 8
     assert shared(*[16] * 9) == 8
     assert shared(64, 64, 1) == 2
     assert shared(SHARED_TOKENS, 1) == shared(300, 4) == 1
-
-
-def test_a_bundle_with_smaller_chunks_has_smaller_calls():
-    assert shared(8, 8, 8, chunk=16) == 2
 
 
 def test_padding_stays_within_a_chunk():
@@ -55,20 +42,11 @@ def test_no_call_has_more_than_a_chunk_unless_it_is_one_prompt_alone(lengths: li
     assert count == 1 or max(lengths[:count]) * count <= chunk
 
 
-def test_prompts_that_are_known_to_cost_less_apart_are_fed_apart():
-    assert len(sharing(waiting(8, 8), CHUNK, CAPACITY, costs_of((8, 1.0), (16, 2.5)))) == 1
-    assert len(sharing(waiting(8, 8), CHUNK, CAPACITY, costs_of((8, 1.0), (16, 1.5)))) == 2
-
-
 def test_sequences_of_one_request_never_share_a_call():
     class Owned(Slot):
         owner = "one request"
 
     assert len(sharing([Owned(range(4), row=0), Owned(range(4), row=1)], CHUNK, CAPACITY, StepCosts())) == 1
-
-
-def test_a_first_slow_call_decides_nothing():
-    assert len(sharing(waiting(8, 8), CHUNK, CAPACITY, costs_of((8, 1.0), (16, 9.0), seen=SEEN - 1))) == 2
 
 
 def test_a_shared_call_feeds_what_is_left_of_each():

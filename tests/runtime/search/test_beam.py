@@ -6,10 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from llmc.errors import ProcessorError, RequestError
-from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.sampling.processors import SamplingContext, build_processors
-from llmc.runtime.search.base import Branch
 from llmc.runtime.search.beam import BeamSearch
 
 PROMPT = [1, 2]
@@ -73,16 +69,6 @@ def test_it_finds_what_greedy_search_misses(decode):
     assert math.isclose(math.exp(beams[0].score * 2), 0.36, rel_tol=1e-5)
 
 
-def test_one_beam_is_greedy(made_up, decode):
-    model = made_up(50)
-    (output,) = decode(BeamSearch(num_beams=1, max_tokens=9), PROMPT, model)
-    tokens = list(PROMPT)
-    for _ in range(9):
-        tokens.append(int(np.argmax(model.logits(tokens))))
-    assert list(output.token_ids) == tokens[2:]
-    assert output.finish_reason == "length"
-
-
 def test_a_row_with_children_keeps_one_in_its_place(made_up):
     """So rows can be copied one after another, and no row is overwritten that another child still needs."""
     model = made_up(30, seed=3)
@@ -100,13 +86,6 @@ def test_a_row_with_children_keeps_one_in_its_place(made_up):
         branches = search.step(logits)
     assert steps > 5
     assert 0 < moved < 6 * steps / 2
-
-
-def test_the_first_branches_all_come_from_the_prompt(made_up):
-    model = made_up(30)
-    branches = BeamSearch(num_beams=3, max_tokens=5).start(PROMPT, model.start([PROMPT])[0])
-    best = np.argsort(-model.logits(PROMPT))[:3].tolist()
-    assert branches == [Branch(0, token) for token in best]
 
 
 def test_a_stopping_criterion_ends_outputs_like_an_end_token(made_up, decode):
@@ -144,36 +123,3 @@ def test_where_processors_allow_fewer_tokens_than_beams_there_are_fewer_outputs(
     outputs = decode(search, PROMPT, made_up(20))
     assert {output.token_ids for output in outputs} == set(itertools.product([3, 4], repeat=2))
     assert all(math.isfinite(output.score) for output in outputs)
-
-
-def test_processors_that_forbid_everything_are_an_error(made_up, decode):
-    search = BeamSearch(num_beams=2, max_tokens=2, processors=[lambda tokens, scores: scores - np.inf])
-    with pytest.raises(RequestError, match="forbid every token"):
-        decode(search, PROMPT, made_up(20))
-
-
-def test_outputs_that_ended_before_everything_was_forbidden_are_kept(made_up, decode):
-    def end_then_nothing(tokens, scores):
-        return scores if len(tokens) == len(PROMPT) else scores - np.inf
-
-    first = int(np.argmax(made_up(20).logits(PROMPT)))
-    search = BeamSearch(num_beams=2, max_tokens=5, eos_token_ids=[first], processors=[end_then_nothing])
-    assert [output.token_ids for output in decode(search, PROMPT, made_up(20))] == [(first,)]
-
-
-def test_a_processor_that_fails_is_an_error_of_the_request(made_up, decode):
-    steps = build_processors(
-        SamplingContext(SamplingParams(), 20, len(PROMPT), processors=[lambda tokens, scores: scores * np.nan])
-    )
-    search = BeamSearch(num_beams=2, max_tokens=2, processors=steps)
-    with pytest.raises(ProcessorError, match="NaN"):
-        decode(search, PROMPT, made_up(20))
-
-
-def test_logits_are_left_as_they_are(made_up):
-    logits = made_up(20).start([PROMPT])
-    before = logits.copy()
-    search = BeamSearch(num_beams=2, max_tokens=3, processors=[lambda tokens, scores: np.negative(scores, out=scores)])
-    search.start(PROMPT, logits[0])
-    search.step(np.concatenate([logits, logits]))
-    assert (logits == before).all()

@@ -42,11 +42,6 @@ def transcribed_chrf(hypothesis: str, reference: str, order: int, beta: float) -
     return (1 + beta**2) * precision * recall / (beta**2 * precision + recall) if precision + recall else 0.0
 
 
-@pytest.mark.parametrize(("hypothesis", "reference"), [pair[:2] for pair in RECORDED if pair[0]])
-def test_chrf_is_the_papers_formula(hypothesis, reference):
-    assert abs(chrf(hypothesis, reference) - transcribed_chrf(hypothesis, reference, 6, 2)) < TOLERANCE
-
-
 @pytest.mark.parametrize(("order", "beta"), [(5, 2), (6, 1), (6, 3)])
 def test_another_order_or_weight_is_noticed(order, beta):
     pairs = [pair[:2] for pair in RECORDED if pair[0]]
@@ -67,16 +62,6 @@ def test_another_order_or_weight_is_noticed(order, beta):
 )
 def test_token_f1_is_the_harmonic_mean_of_precision_and_recall(hypothesis, reference, value):
     assert abs(token_f1(hypothesis, reference) - value) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", SIMILARITIES)
-def test_values_lie_between_nothing_in_common_and_equal(name):
-    similarity = SIMILARITIES[name]
-    texts = sorted({text for pair in RECORDED for text in pair[:2]})
-    for first in texts:
-        for second in texts:
-            assert 0 <= similarity(first, second) <= 1 + TOLERANCE
-        assert abs(similarity(first, first) - 1) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", SIMILARITIES)

@@ -1,10 +1,7 @@
 """Compiled graphs compute the same bits, are used only where they fit, and are never needed."""
 
-import errno
-import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +18,6 @@ from llmc.optimize.build import build
 from llmc.optimize.recipe import Request
 from llmc.publish import file_entries
 from llmc.runtime import load
-from llmc.runtime.host import disk_cache
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sessions import Phase, open_session
 from llmc.runtime.sessions.onnxruntime import compiled
@@ -100,11 +96,6 @@ def test_compiled_graphs_compute_the_bits_of_the_plain_ones(
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_graphs_compiled_into_the_cache_compute_the_same_bits(compiled_bundle: Path, foreign: Path, tmp_path: Path):
-    for ours, theirs in zip(logits(foreign), logits(plain(compiled_bundle, tmp_path)), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
 def test_packed_weights_that_were_changed_are_found(
     compiled_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -167,16 +158,6 @@ def test_every_content_is_in_the_file_once(compiled_bundle: Path):
     assert len(set(places.values())) == len(places) > 20
 
 
-@pytest.mark.vnni
-def test_a_bundle_that_was_built_here_puts_nothing_into_the_cache(
-    compiled_bundle: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-):
-    assert opened(compiled_bundle, monkeypatch) == [
-        compiled_bundle / f"compiled-{name}.onnx" for name in ("decode", "prefill")
-    ]
-    assert entries(root) == []
-
-
 # --------------------------------------------------------------------------------------------------------- the cache
 
 
@@ -205,47 +186,6 @@ def test_other_weights_or_graphs_are_compiled_anew(foreign: Path, root: Path, fi
     assert len(entries(root)) == 2
 
 
-def test_what_is_kept_under_a_hash_is_made_of_the_file_that_has_it(foreign: Path, root: Path):
-    with (foreign / "weights.bin").open("r+b") as file:
-        file.write(b"other")
-    open_session(foreign, read_bundle(foreign), 1).close()
-    assert entries(root) == []
-
-
-def test_the_key_knows_engine_processor_options_and_llmc(monkeypatch: pytest.MonkeyPatch):
-    keys = {compiled.environment("1.31.1"), compiled.environment("1.32.0")}
-    for name, value in (("_cpu_flags", lambda: frozenset({"sse"})), ("SESSION_CONFIG", {"other": "1"})):
-        with monkeypatch.context() as patch:
-            patch.setattr(compiled, name, value)
-            keys.add(compiled.environment("1.31.1"))
-    monkeypatch.setattr(compiled.llmc, "__version__", "99")
-    keys.add(compiled.environment("1.31.1"))
-    assert len(keys) == 5
-
-
-RACE = """
-import sys
-from pathlib import Path
-from llmc.bundle import read_bundle
-from llmc.runtime.sessions import open_session
-folder = Path(sys.argv[1])
-open_session(folder, read_bundle(folder), 1).close()
-"""
-
-
-@pytest.mark.vnni
-def test_two_processes_that_compile_at_once_end_well(foreign: Path, root: Path):
-    racers = [subprocess.Popen([sys.executable, "-c", RACE, foreign]) for _ in range(2)]
-    assert [racer.wait(120) for racer in racers] == [0, 0]
-    (entry,) = entries(root)
-    assert sorted(file.name for file in entry.iterdir()) == [
-        "compiled-decode.onnx",
-        "compiled-prefill.onnx",
-        "files.json",
-        "weights.bin",
-    ]
-
-
 def test_the_cache_is_bounded(foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
     old = root / "compiled" / "old"
     old.mkdir(parents=True)
@@ -262,53 +202,6 @@ def test_the_cache_is_bounded(foreign: Path, root: Path, monkeypatch: pytest.Mon
 
 
 # ----------------------------------------------------------------------------------------------------- without it all
-
-
-@pytest.mark.vnni
-def test_a_bundle_without_compiled_graphs_runs_its_plain_ones(
-    compiled_bundle: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-):
-    folder = plain(compiled_bundle, tmp_path)
-    assert opened(folder, monkeypatch) == [folder / "decode.onnx", folder / "prefill.onnx"]
-    assert entries(root) == []
-
-
-@pytest.mark.vnni
-def test_an_unwritable_cache_means_plain_graphs(
-    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "file" / "below"))
-    assert opened(foreign, monkeypatch) == [foreign / "decode.onnx", foreign / "prefill.onnx"]
-    assert "cannot be written" in caplog.text
-
-
-@pytest.mark.vnni
-def test_a_full_disk_means_plain_graphs_and_leaves_nothing(
-    foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    def full(self: object, content: memoryview) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(compiled._Blobs, "_append", full)
-    assert opened(foreign, monkeypatch) == [foreign / "decode.onnx", foreign / "prefill.onnx"]
-    assert "No space left on device" in caplog.text
-    assert entries(root) == []
-
-
-@pytest.mark.vnni
-def test_weights_that_the_engine_wrote_only_in_part_are_noticed(
-    foreign: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    original = compiled.relocated
-
-    def cut(model: bytes, move: Callable[[dict[str, str]], dict[str, str]]) -> bytes:
-        return original(model, lambda entry: move({**entry, "length": str(1 << 40)}))
-
-    monkeypatch.setattr(compiled, "relocated", cut)
-    assert opened(foreign, monkeypatch) == [foreign / "decode.onnx", foreign / "prefill.onnx"]
-    assert "wrote fewer weights than it names" in caplog.text
-    assert entries(root) == []
 
 
 def refusing(runtime: object, graph: str, options: object) -> object:
@@ -417,18 +310,3 @@ def test_a_damaged_compiled_graph_in_the_bundle_is_made_anew_in_the_cache(
         from llmc.runtime.model import verify
 
         verify(copy)
-
-
-def test_packed_weights_in_an_unknown_notation_are_refused(tmp_path: Path):
-    with compiled._Blobs(tmp_path / "weights.bin") as blobs, pytest.raises(BundleError, match="does not know"):
-        blobs._packed("MatMulNBits+1|1;2", None)  # type: ignore[arg-type]
-
-
-def test_the_manifest_lists_compiled_files_with_their_hashes(compiled_bundle: Path):
-    manifest = json.loads((compiled_bundle / "llmc.json").read_text())
-    assert manifest["compiled"]["files"] == {
-        "decode.onnx": "compiled-decode.onnx",
-        "prefill.onnx": "compiled-prefill.onnx",
-    }
-    assert manifest["files"].keys() >= {"compiled-decode.onnx", "compiled-prefill.onnx"}
-    assert disk_cache.writable()

@@ -1,21 +1,16 @@
 """ONNX Runtime behind the seam: rows, bindings, fallbacks, and every way in which it refuses."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from doubles.caches import read, write
 
-from llmc.bundle import WEIGHTS_FILE, Manifest, read_bundle
-from llmc.errors import RequestError, UsageError
+from llmc.bundle import Manifest, read_bundle
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
-from llmc.runtime.sessions.onnxruntime import compiled
-from llmc.runtime.sessions.onnxruntime import cpu as module
 from llmc.runtime.sessions.onnxruntime.cpu import _Binding
 
 # Largest difference of logits between a row of a batch and the same row alone, in standard deviations of the logits.
@@ -132,16 +127,6 @@ def test_prompts_in_one_call_equal_prompts_alone(session: Session):
     assert deviation(prefill_together(session, mixed_up=True), wanted[:, 0]) > 10 * ROW_TOLERANCE["int8"]
 
 
-def test_the_last_position_of_the_context_is_decoded_like_any_other(session: Session, tiny_bundle: Path):
-    """Folded heads write over positions behind it, and ONNX Runtime wants rotary tables for those."""
-    last = read_bundle(tiny_bundle).limits.max_context - 1
-    session.cache.reserve(ROWS, last + 1)
-    text = np.random.default_rng(1).integers(3, 4096, last + 1).tolist()
-    whole = prefill(session, text)
-    prefill(session, text[:-1], row=2)
-    assert deviation(decode(session, [text[-1]], [last], first_row=2)[0], whole) <= ROW_TOLERANCE["int8"]
-
-
 def test_a_ragged_batch_equals_its_rows_one_by_one(opened: tuple[Session, Manifest]):
     session, manifest = opened
     found, wanted = together(session), one_by_one(session)
@@ -164,49 +149,6 @@ def test_padded_prompts_in_one_call_equal_each_in_its_row(opened: tuple[Session,
     alone = np.array([prefill(session, prompt, row) for row, prompt in enumerate(PROMPTS)])
     assert np.array_equal(at_once, alone)
     assert np.array_equal(steps, decode(session, [answer[0] for answer in ANSWERS], list(map(len, PROMPTS))))
-
-
-def test_rows_of_several_tokens_each_are_decoded_as_each_alone(opened: tuple[Session, Manifest]):
-    session, _ = opened
-    for row in range(ROWS):
-        prefill(session, PROMPTS[2], row)
-    ids = np.array([answer[:2] for answer in ANSWERS])
-    indices = np.tile(np.arange(2), (ROWS, 1))
-    past = np.full(ROWS, len(PROMPTS[2]))
-    logits = session.run(Batch(Phase.DECODE, ids, past, indices)).copy()
-    for row in range(ROWS):
-        alone = session.run(Batch(Phase.DECODE, ids[row : row + 1], past[:1], indices[:1], row))
-        assert np.array_equal(logits[row], alone[0])
-
-
-def test_a_row_does_not_touch_its_neighbours(session: Session):
-    for row, prompt in enumerate((PROMPTS[0], PROMPTS[2], PROMPTS[0])):
-        prefill(session, prompt, row)
-    want = decode(session, [7], [len(PROMPTS[2])], first_row=1)
-    for row in (0, 2):
-        prefill(session, PROMPTS[2][:20], row)
-    assert np.array_equal(decode(session, [7], [len(PROMPTS[2])], first_row=1), want)
-
-
-def test_a_prefill_may_ask_for_no_logits(session: Session):
-    head = session.run(batch(Phase.PREFILL, np.array([PROMPTS[2][:30]]), [0], []))
-    assert head.shape == (1, 0, 4096)
-    rest = session.run(batch(Phase.PREFILL, np.array([PROMPTS[2][30:]]), [30], [6]))[0, 0].copy()
-    assert np.array_equal(rest, prefill(session, PROMPTS[2]))
-
-
-@pytest.mark.parametrize(("rows", "capacity"), [(4, 256), (1, 2049)])
-def test_more_than_the_bundle_was_built_for_is_refused_with_the_numbers(session: Session, rows: int, capacity: int):
-    with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 3 x 2048"):
-        session.cache.reserve(rows, capacity)
-
-
-def test_reserving_less_changes_nothing(session: Session):
-    session.cache.reserve(1, 100)
-    assert session.cache.capacity == 256
-    session.cache.reserve(1, 300)
-    assert session.cache.capacity == 300
-    prefill(session, PROMPTS[0], row=2)
 
 
 # ---------------------------------------------------------------------------------------------------- cache contents
@@ -255,15 +197,6 @@ def test_contents_that_are_read_and_written_elsewhere_continue_alike(filled: Ses
     assert not np.array_equal(decode(filled, [7], [37]), want)  # one wrong position shows
 
 
-def test_contents_are_written_where_they_are_said_to_belong(filled: Session):
-    want = contents(filled)
-    write(filled.cache, 1, 30, want[2][:, :, 10:20])
-    assert np.array_equal(read(filled.cache, 1, 30, 40), want[2][:, :, 10:20])
-    assert np.array_equal(read(filled.cache, 1, 0, 30), want[1][:, :, :30])
-    assert np.array_equal(read(filled.cache, 1, 40, 260), want[1][:, :, 40:])
-    assert np.array_equal(read(filled.cache, 0, 0, 5), want[0])
-
-
 def test_a_copied_row_continues_like_its_source_and_leaves_it_alone(filled: Session):
     want = decode(filled, [7], [37], first_row=2)
     before = contents(filled)
@@ -278,21 +211,6 @@ def test_copying_one_position_too_few_is_noticed(filled: Session):
     want = decode(filled, [7], [37], first_row=2)
     filled.cache.copy(2, 0, 0, 36)
     assert not np.array_equal(decode(filled, [7], [37]), want)
-
-
-def test_a_call_beyond_the_cache_is_refused_before_it_writes(filled: Session):
-    before = contents(filled)
-    for tokens, past, first_row in (([7], [512], 0), ([7, 7], [5, 5], 2), ([7] * 4, [5] * 4, 0)):
-        with pytest.raises(UsageError, match="the cache has 3 rows of 512; reserve room first"):
-            decode(filled, tokens, past, first_row)
-    assert all(map(np.array_equal, contents(filled), before))
-
-
-def test_what_was_computed_survives_growth(filled: Session):
-    decode(filled, [7], [300], first_row=1)
-    kept = [filled.cache.read(row, 0, 301) for row in range(ROWS)]
-    filled.cache.reserve(ROWS, 700)
-    assert all(np.array_equal(filled.cache.read(row, 0, 301), kept[row]) for row in range(ROWS))
 
 
 # ----------------------------------------------------------------------------------------------------------- bindings
@@ -339,28 +257,6 @@ def decode_in_place(session: Session, rows: int) -> np.ndarray:
     return session.run(Batch(Phase.DECODE, zeros + 7, zeros[:, 0] + 37, zeros))
 
 
-def test_of_many_short_calls_the_one_unused_for_longest_is_bound_again(session: Session, binds: list[str]):
-    shapes = [(row, tokens) for row in range(ROWS) for tokens in range(1, 13)]
-    assert len(shapes) > module.KEPT_BINDINGS
-
-    def call(row: int, tokens: int) -> None:
-        session.run(replace(batch(Phase.DECODE, np.full((1, tokens), 5), [0], [0]), first_row=row))
-
-    for shape in shapes:
-        call(*shape)
-    binds.clear()
-    call(*shapes[-module.KEPT_BINDINGS])
-    assert binds == []
-    call(*shapes[0])
-    assert binds.count("logits") == 1
-
-
-def test_logits_are_written_into_the_same_memory_at_every_step(session: Session):
-    prefill(session, PROMPTS[0])
-    first, second = (session.run(batch(Phase.DECODE, np.array([[token]]), [5], [0])) for token in (5, 6))
-    assert np.shares_memory(first, second)
-
-
 def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[str]):
     prefill(session, PROMPTS[2], row=1)
     want = decode(session, [7], [37], first_row=1)
@@ -371,25 +267,3 @@ def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[
 
 
 # ---------------------------------------------------------------------------------------------------------- opening
-
-
-def test_weights_are_on_their_way_while_graphs_are_opened(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
-    coming: list[Path] = []
-    seen: list[list[Path]] = []
-
-    @contextmanager
-    def read_ahead(path: Path) -> Iterator[None]:
-        coming.append(path)
-        yield
-        coming.remove(path)
-
-    def noted(*arguments: Any) -> Any:
-        seen.append([*coming])
-        return real(*arguments)
-
-    real = compiled.inference_session
-    monkeypatch.setattr(compiled, "inference_session", noted)
-    monkeypatch.setattr(module, "read_ahead", read_ahead)
-    open_session(tiny_bundle, read_bundle(tiny_bundle), 1).close()
-    assert seen == [[tiny_bundle / WEIGHTS_FILE]] * 2
-    assert coming == []

@@ -1,21 +1,17 @@
 """The CUDA session on doubles: a GPU in host memory, and ONNX Runtime's CPU kernels behind its CUDA provider."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from doubles.cuda import ORIN, SERVER, FakeDriver, RuleBrokenError, small
+from doubles.cuda import ORIN, SERVER, FakeDriver
 from doubles.onnxruntime_cuda import EngineError, FakeOnnxRuntime
 
 from llmc.bundle import Manifest, read_bundle
-from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, RequestError, ResourceError, UsageError
+from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.runtime.sessions import Batch, Phase, Session, emulated, open_session
-from llmc.runtime.sessions.onnxruntime import cuda as module
-from llmc.runtime.sessions.onnxruntime import cuda_provider
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider, import_onnxruntime_gpu
 
@@ -95,29 +91,6 @@ def reference(bundle: Path) -> Iterator[Session]:
     session.close()
 
 
-def test_gate_and_up_one_by_one_would_be_refused(tiny_export: Path, tmp_path: Path, opened, monkeypatch):
-    from llmc.optimize import passes
-    from llmc.optimize.build import build
-
-    apart = tuple(step for step in passes.PASSES["cuda"] if step.name != "pack gate and up")
-    monkeypatch.setitem(passes.PASSES, "cuda", apart)
-    limits: dict[str, Any] = {"max_context": 512, "max_batch": ROWS}
-    bundle = build(tiny_export, tmp_path / "bundle", target="cuda", precision="int4", **limits).output
-    with pytest.raises(RuleBrokenError, match=r"several products read one activation, .*mlp: MatMulNBits"):
-        opened(bundle)
-
-
-def test_cudas_libraries_are_found_wherever_packages_lie(fp16_bundle, opened, tmp_path, monkeypatch):
-    """ONNX Runtime itself looks beside itself, and an environment may see the packages of another one."""
-    folders = [tmp_path / name / "nvidia" / "cu13" / "lib" for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        monkeypatch.syspath_prepend(folder.parents[2])
-    session = opened(fp16_bundle)
-    assert set(map(str, folders)) <= set(session._runtime.preloaded)
-    assert session._runtime.preloaded[-1] is None, "last, when all are loaded: what it says then counts"
-
-
 def prefill(session: Session, prompt: list[int], row: int = 0) -> np.ndarray:
     last = np.array([[len(prompt) - 1]])
     return session.run(Batch(Phase.PREFILL, np.array([prompt]), np.zeros(1, np.int64), last, row))[0, 0].copy()
@@ -126,15 +99,6 @@ def prefill(session: Session, prompt: list[int], row: int = 0) -> np.ndarray:
 def decode(session: Session, tokens: list[int], past: list[int], first_row: int = 0) -> np.ndarray:
     ids, zeros = np.array(tokens, np.int64)[:, None], np.zeros((len(tokens), 1), np.int64)
     return session.run(Batch(Phase.DECODE, ids, np.array(past, np.int64), zeros, first_row))[:, 0].copy()
-
-
-def together(session: Session, mixed_up: bool = False) -> np.ndarray:
-    """Logits [row, step, V] of all prompts in their own rows, then decoded as one ragged batch."""
-    steps = [[prefill(session, prompt, row) for row, prompt in enumerate(PROMPTS)]]
-    for i in range(len(ANSWERS[0])):
-        past = [len(prompt) + i for prompt in PROMPTS]
-        steps.append(decode(session, [answer[i] for answer in ANSWERS], past[::-1] if mixed_up else past))
-    return np.array(steps).transpose(1, 0, 2)
 
 
 def deviation(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -166,24 +130,6 @@ def test_every_call_equals_the_same_graph_on_the_cpu(bundle, opened, reference, 
         assert np.array_equal(session.full_logits(), wanted)
 
 
-def test_a_ragged_batch_equals_its_rows_one_by_one(fp16_bundle, opened):
-    session = opened(fp16_bundle)
-    found, alone = together(session), []
-    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
-        alone.append([prefill(session, prompt)])
-        alone[-1] += [decode(session, [token], [len(prompt) + i])[0] for i, token in enumerate(answer)]
-    assert deviation(found, np.array(alone)) <= ROW_TOLERANCE
-    assert deviation(together(session, mixed_up=True), np.array(alone)) > ROW_TOLERANCE
-
-
-def test_chunks_equal_one_call(fp16_bundle, opened):
-    session = opened(fp16_bundle)
-    whole, prompt = prefill(session, PROMPTS[1]), np.array([PROMPTS[1]])
-    session.run(Batch(Phase.PREFILL, prompt[:, :100], np.array([0]), np.zeros((1, 0), int)))
-    rest = session.run(Batch(Phase.PREFILL, prompt[:, 100:], np.array([100]), np.array([[29]])))[0, 0]
-    assert deviation(rest, whole) <= ROW_TOLERANCE
-
-
 def test_rows_keep_their_contents_when_the_cache_grows(fp16_bundle, opened):
     session = opened(fp16_bundle)
     for row, prompt in enumerate(PROMPTS):
@@ -194,24 +140,6 @@ def test_rows_keep_their_contents_when_the_cache_grows(fp16_bundle, opened):
     assert deviation(decode(session, [7], [37], first_row=2)[0], want[0]) <= ROW_TOLERANCE
     session.cache.copy(2, 0, 0, 37)
     assert deviation(decode(session, [7], [37])[0], want[0]) <= ROW_TOLERANCE
-
-
-def test_contents_are_read_and_written_in_the_type_of_the_cache(bundle, opened, reference):
-    session = opened(bundle)
-    for each in (session, reference):
-        prefill(each, PROMPTS[2], 2)
-    values = session.cache.read(2, 0, 37)
-    assert values.dtype == reference.cache.read(2, 0, 37).dtype
-    assert np.array_equal(values, reference.cache.read(2, 0, 37))
-    session.cache.write(0, 0, 37, values)
-    assert np.array_equal(decode(session, [7], [37]), decode(session, [7], [37], first_row=2))
-
-
-def test_device_memory_is_what_was_free_when_it_was_loaded(fp16_bundle, opened):
-    manifest = read_bundle(fp16_bundle)
-    session = opened(fp16_bundle)
-    assert session.cache.device_memory == SERVER.total_memory + manifest.device.context
-    assert opened(fp16_bundle, change=lambda m: replace(m, device=None)).cache.device_memory is None
 
 
 # --------------------------------------------------------------------------------------------------------- recordings
@@ -230,15 +158,6 @@ def test_a_step_that_comes_again_is_recorded_and_then_replayed(fp16_bundle, open
     assert np.array_equal(found, wanted)
 
 
-def test_calls_of_another_shape_or_row_have_recordings_of_their_own(fp16_bundle, opened):
-    session = opened(fp16_bundle)
-    for row in (0, 1):
-        for _ in range(2):
-            decode(session, [5], [0], first_row=row)
-            decode(session, [5, 6], [0, 0], first_row=row)
-    assert session._runtime.runs == [-1, -1, 1, 2, -1, -1, 3, 4]
-
-
 def test_recordings_go_when_the_cache_moves(fp16_bundle, opened):
     session = opened(fp16_bundle)
     for _ in range(3):
@@ -250,38 +169,6 @@ def test_recordings_go_when_the_cache_moves(fp16_bundle, opened):
     assert session._runtime.runs[-2:] == [-1, 2]
 
 
-def test_long_calls_are_not_recorded(fp16_bundle, opened):
-    session = opened(fp16_bundle)
-    for _ in range(3):
-        prefill(session, PROMPTS[2])
-    assert session._runtime.runs == [-1, -1, -1]
-
-
-def test_the_least_used_binding_goes_first_with_its_recording(fp16_bundle, opened, monkeypatch):
-    monkeypatch.setattr(module, "KEPT_BINDINGS", 2)
-    session = opened(fp16_bundle)
-    for row in (0, 0, 1, 1, 0, 2):
-        decode(session, [5], [0], first_row=row)
-    assert session._runtime.released == [2]
-
-
-def test_recordings_are_limited_where_they_cannot_be_let_go(fp16_bundle, opened, monkeypatch):
-    monkeypatch.setattr(module, "MOST_RECORDINGS", 1)
-    session = opened(fp16_bundle)
-    for row in (0, 0, 1, 1, 1):
-        decode(session, [5], [0], first_row=row)
-    assert session._runtime.runs == [-1, 1, -1, -1, -1]
-
-
-def test_a_library_that_cannot_record_is_used_without(fp16_bundle, opened, caplog):
-    session = opened(fp16_bundle, records=False)
-    for _ in range(3):
-        decode(session, [5], [0])
-    assert session._runtime.runs == [-1, -1, -1]
-    assert session._runtime.options["enable_cuda_graph"] == "0"
-    assert "ONNX Runtime cannot record decoder.onnx as a CUDA graph" in caplog.text
-
-
 @pytest.mark.parametrize(("precision", "wanted"), [("fp16", ("1", "1")), ("fp32", ("0", "0"))])
 def test_float32_is_not_recorded_and_not_rounded_to_tf32(built, opened, precision, wanted):
     options = opened(built(precision))._runtime.options
@@ -289,41 +176,6 @@ def test_float32_is_not_recorded_and_not_rounded_to_tf32(built, opened, precisio
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
-
-
-def test_short_calls_take_no_memory_and_long_outputs_give_theirs_back(fp16_bundle, opened):
-    session = opened(fp16_bundle)
-    before = session._driver.allocated
-    together(session)
-    session.run(Batch(Phase.PREFILL, np.array([PROMPTS[1]]), np.array([0]), np.arange(130)[None]))
-    assert session._driver.allocated == before
-
-
-def test_an_integrated_gpu_copies_nothing_for_inputs_and_outputs(fp16_bundle, opened):
-    session = opened(fp16_bundle, FakeDriver(ORIN))
-    session._driver.copied.clear()
-    together(session)
-    assert not session._driver.copied
-
-
-def test_too_little_memory_for_one_row_is_refused_with_what_would_fit(fp16_bundle):
-    memory = read_bundle(fp16_bundle).device
-    free = memory.total(100)
-    driver = FakeDriver(small(total_memory=free - memory.context))
-    with pytest.raises(ResourceError, match=r"one row of 256 positions it needs \d+ MB .* --max-context 100"):
-        CudaSession(fp16_bundle, read_bundle(fp16_bundle), 1, driver=driver, runtime=FakeOnnxRuntime(driver))
-    assert driver.leaks == []
-    assert driver.closed
-
-
-def test_a_cache_that_does_not_fit_leaves_the_old_one(fp16_bundle, opened):
-    session = opened(fp16_bundle)
-    want = prefill(session, PROMPTS[2])
-    session._driver.device = replace(SERVER, total_memory=session._driver.device_bytes + 1000)
-    with pytest.raises(ResourceError):
-        session.cache.reserve(ROWS, 512)
-    assert session.cache.capacity == 256
-    assert np.array_equal(prefill(session, PROMPTS[2]), want)
 
 
 @pytest.mark.parametrize("number", range(1, 8))
@@ -346,41 +198,12 @@ def test_the_package_for_cpus_is_named_with_what_to_install():
         check_provider(import_onnxruntime_gpu(), "1.28")
 
 
-def test_what_an_uninstalled_onnxruntime_left_behind_is_named_with_what_to_install(monkeypatch):
-    monkeypatch.setattr(cuda_provider, "require", lambda module, extra: ModuleType(module))
-    with pytest.raises(GpuError, match=r"onnxruntime is installed and cannot be loaded \(it has no .*pip install"):
-        import_onnxruntime_gpu()
-
-
-def test_an_onnxruntime_that_cannot_be_imported_is_told_with_its_reason(monkeypatch):
-    def broken(module, extra):
-        raise ImportError("undefined symbol")
-
-    monkeypatch.setattr(cuda_provider, "require", broken)
-    with pytest.raises(
-        GpuError, match=r"cannot be loaded \(ImportError: undefined symbol\); pip uninstall onnxruntime onnxruntime-gpu"
-    ):
-        import_onnxruntime_gpu()
-
-
-def test_a_library_that_is_too_old_is_refused(fp16_bundle, opened):
-    with pytest.raises(BundleError, match=r"onnxruntime-gpu 1.9.1 is too old, 1.28 or newer is needed"):
-        opened(fp16_bundle, version="1.9.1")
-
-
 def test_a_provider_that_falls_back_to_the_cpu_is_an_error_with_its_reason(fp16_bundle, opened, capsys):
     driver = FakeDriver()
     with pytest.raises(GpuError, match=r"could not load its CUDA provider \(Failed to load libcublasLt.so.13\)"):
         opened(fp16_bundle, driver, falls_back=True)
     assert capsys.readouterr().out == ""
     assert driver.leaks == []
-
-
-def test_operators_that_run_on_the_cpu_are_named(fp16_bundle, opened, caplog):
-    opened(fp16_bundle)
-    assert "on the CPU" not in caplog.text
-    opened(fp16_bundle, astray=("MatMulNBits", "Cast"))
-    assert "ONNX Runtime computes MatMulNBits on the CPU, which is slow" in caplog.text
 
 
 FAILURES: list[tuple[str, type[LlmcError], bool]] = [
@@ -407,34 +230,6 @@ def test_what_fails_on_the_gpu_is_translated(fp16_bundle, opened, text, kind, lo
         prefill(session, PROMPTS[0])
 
 
-def test_what_the_library_refuses_is_the_bundles_fault(fp16_bundle, opened):
-    session = opened(fp16_bundle)
-    session._runtime.failure = EngineError("[ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : no kernel")
-    with pytest.raises(
-        BundleError, match=r"running the model failed in ONNX Runtime .*no kernel.*build the bundle again"
-    ):
-        prefill(session, PROMPTS[0])
-
-
-def test_a_gpu_that_gives_no_stream_is_said_as_it_is(fp16_bundle, opened, monkeypatch):
-    def refuse(driver: FakeDriver) -> int:
-        raise GpuError("making a stream failed")
-
-    monkeypatch.setattr(FakeDriver, "stream", refuse)
-    with pytest.raises(GpuError, match=r"^making a stream failed$"):
-        opened(fp16_bundle)
-
-
-def test_a_lost_context_is_found_behind_a_librarys_own_failure(fp16_bundle, opened):
-    session = opened(fp16_bundle)
-    session._runtime.failure = EngineError("CUBLAS failure 14: CUBLAS_STATUS_INTERNAL_ERROR")
-    session._driver.lose = session._driver._count + 2  # the upload works, the question does not
-    for _ in range(2):
-        with pytest.raises(GpuError, match="context was lost") as caught:
-            prefill(session, PROMPTS[0])
-        assert caught.value.lost
-
-
 @pytest.mark.parametrize("number", range(1, 6))
 def test_a_context_that_is_lost_in_a_step_is_said_of_every_later_call(fp16_bundle, opened, number):
     session = opened(fp16_bundle)
@@ -452,15 +247,3 @@ def test_a_context_that_is_lost_in_a_step_is_said_of_every_later_call(fp16_bundl
         with pytest.raises(GpuError) as again:
             call()
         assert again.value.lost
-
-
-@pytest.mark.parametrize(("rows", "capacity"), [(4, 256), (1, 513)])
-def test_more_than_the_bundle_was_built_for_is_refused_with_the_numbers(fp16_bundle, opened, rows, capacity):
-    with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 3 x 512"):
-        opened(fp16_bundle).cache.reserve(rows, capacity)
-
-
-@pytest.mark.parametrize(("row", "past"), [(3, 0), (0, 256)])
-def test_rows_and_positions_that_the_cache_does_not_have_are_refused(fp16_bundle, opened, row, past):
-    with pytest.raises(UsageError, match="the cache has 3 rows of 256; reserve room first"):
-        decode(opened(fp16_bundle), [5], [past], first_row=row)
