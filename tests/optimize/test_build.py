@@ -16,7 +16,7 @@ from llmc.optimize.build import BuildReport, build
 from llmc.optimize.judge.gate import doubted
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.targets import capabilities
-from llmc.optimize.weights import ALIGNMENT
+from llmc.optimize.weights.file import ALIGNMENT
 from llmc.runtime import load
 from llmc.runtime.model import verify
 

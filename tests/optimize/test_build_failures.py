@@ -14,7 +14,7 @@ import pytest
 from llmc.bundle import DECODER_FILE, WEIGHTS_FILE, write_manifest
 from llmc.errors import BuildError, BundleError, CheckpointError, LlmcError, ResourceError
 from llmc.optimize.build import build
-from llmc.optimize.weights import WeightFile
+from llmc.optimize.weights.file import WeightFile
 
 SHARD = "model.safetensors"
 

@@ -12,9 +12,9 @@ from llmc.errors import ResourceError, UsageError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
 from llmc.optimize.calibrate.request import CalibrationRequest
-from llmc.optimize.calibrate.store import Store
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request
+from llmc.optimize.weights.store import Store
 
 RECIPE = Request(
     precision="int4",

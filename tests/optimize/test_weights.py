@@ -10,8 +10,9 @@ import onnx_ir as ir
 import pytest
 
 from llmc.errors import BuildError, CheckpointError
-from llmc.optimize import weights
-from llmc.optimize.weights import ALIGNMENT, WeightFile, in_parallel, pieces, round_to_bfloat16, rows_of
+from llmc.optimize.weights import tensors as weights
+from llmc.optimize.weights.file import ALIGNMENT, WeightFile, round_to_bfloat16
+from llmc.optimize.weights.tensors import in_parallel, pieces, rows_of
 
 DTYPES = {
     "float32": (ir.DataType.FLOAT, np.float32),

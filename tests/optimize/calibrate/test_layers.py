@@ -15,12 +15,12 @@ from llmc.bundle import read_export
 from llmc.errors import BuildError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.calibrate.layers import STATE, calibrate, stored_config
-from llmc.optimize.calibrate.store import Calibrated, Store, layer_part
 from llmc.optimize.lower.context import Float32, PerToken, QuantConfig, QuantConfigs, WeightOnly, quant_configs
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
+from llmc.optimize.weights.store import Calibrated, Store, layer_part
 
 # Largest difference of logits over the largest logit. A folded scale and its inverse are rounded once each, sums run in
 # another order: about 1e-5. A factor that is left out, or applied on one side only, costs more than 1e-2.

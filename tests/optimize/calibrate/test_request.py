@@ -14,11 +14,11 @@ from llmc.bundle import Budget, Calibration, read_export, sha256_file
 from llmc.errors import MissingExtraError, ResourceError, UsageError
 from llmc.optimize.calibrate import layers
 from llmc.optimize.calibrate.request import CalibrationRequest, calibrated_weights
-from llmc.optimize.calibrate.store import Store
 from llmc.optimize.calibrate.text import DEFAULT_TEXT
 from llmc.optimize.progress import silent
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
+from llmc.optimize.weights.store import Store
 
 A_MINUTE_NS = 60_000_000_000  # a step that every file system's time stamps show
 

@@ -10,10 +10,10 @@ import onnx_ir as ir
 import pytest
 
 from llmc.errors import BuildError
-from llmc.optimize import weights
-from llmc.optimize.calibrate.store import Calibrated, Store, grid_name, part_of
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.weights import tensors as weights
+from llmc.optimize.weights.store import Calibrated, Store, grid_name, part_of
 from llmc.runtime.host import disk_cache
 
 NAME = "model.layers.7.mlp.up_proj.weight"

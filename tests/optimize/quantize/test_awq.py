@@ -60,7 +60,7 @@ def transcribed(layer, grid: Grid, steps: int) -> float:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_the_search_finds_the_least_error_on_its_way(layer, grid):
-    found = awq.search_scales([layer.weights], layer.statistics, [grid])
+    found = awq.search_scales([layer.weights], layer.statistics.mean_abs, layer.moment, [grid])
     error = real_error(layer, grid, found.double().numpy())
     assert error == pytest.approx(transcribed(layer, grid, awq.STEPS), rel=ERROR_TOLERANCE)
 
@@ -70,18 +70,18 @@ def scaled_share(layer, scales: torch.Tensor) -> float:
 
 
 def test_scales_serve_a_layer_with_an_outlier(layer):
-    assert scaled_share(layer, awq.search_scales([layer.weights], layer.statistics, [Grid(4, 32)])) < SCALE_TOLERANCE
+    assert scaled_share(layer, awq.search_scales([layer.weights], layer.statistics.mean_abs, layer.moment, [Grid(4, 32)])) < SCALE_TOLERANCE
 
 
 def test_inverse_scales_exceed_the_tolerance(layer):
-    found = awq.search_scales([layer.weights], layer.statistics, [Grid(4, 32)])
+    found = awq.search_scales([layer.weights], layer.statistics.mean_abs, layer.moment, [Grid(4, 32)])
     assert scaled_share(layer, 1 / found) > SCALE_TOLERANCE
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_scaling_never_does_worse_by_its_own_measure(layer, grid):
     both, grids = [layer.weights, layer.weights.flip(0) * 3], [grid, Grid(8, 32)]
-    found = awq.search_scales(both, layer.statistics, grids)
+    found = awq.search_scales(both, layer.statistics.mean_abs, layer.moment, grids)
     assert found.shape == (96,)
     assert (found > 0).all()
     moment = layer.moment
@@ -92,14 +92,16 @@ def test_weights_that_rounding_leaves_alone_are_not_scaled():
     weights = torch.full((4, 32), 0.5)
     accumulator = Accumulator(32)
     accumulator.update(torch.rand(50, 32, generator=torch.Generator().manual_seed(0)))
-    found = awq.search_scales([-weights], accumulator.finish(), [Grid(4, 32)])
+    statistics = accumulator.finish()
+    found = awq.search_scales([-weights], statistics.mean_abs, statistics.second_moment, [Grid(4, 32)])
     assert torch.equal(found, torch.ones(32))
 
 
 def test_inputs_that_were_never_seen_get_finite_scales():
     accumulator = Accumulator(32)
     accumulator.update(torch.zeros(5, 32))
-    found = awq.search_scales([torch.randn(4, 32)], accumulator.finish(), [Grid(4, 32)])
+    statistics = accumulator.finish()
+    found = awq.search_scales([torch.randn(4, 32)], statistics.mean_abs, statistics.second_moment, [Grid(4, 32)])
     assert torch.equal(found, torch.ones(32))
 
 

@@ -16,7 +16,6 @@ from doubles.lowerings import Lowering, difference, open_session, portable, rela
 from llmc.bundle import DECODER_FILE, Geometry, Limits
 from llmc.errors import BuildError
 from llmc.optimize import passes
-from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.context import (
     Computed,
@@ -30,6 +29,7 @@ from llmc.optimize.lower.context import (
 )
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.targets import OLD
+from llmc.optimize.weights.store import Calibrated
 
 # Largest absolute difference of logits (up to 9) in float32, as the target promises it: sums in another order cost up
 # to 1e-5 here. A mask, a rotation or a row of the wrong place costs more than 1e-2.

@@ -9,9 +9,9 @@ from doubles.lowerings import difference, portable, relative_difference
 
 from llmc.bundle import DECODER_FILE, read_export
 from llmc.errors import BuildError
-from llmc.optimize.calibrate.store import Calibrated, Store
 from llmc.optimize.lower.context import Float16, Float32, PerToken, Static, WeightOnly
 from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.weights.store import Calibrated, Store
 
 # Largest absolute difference of logits (up to 9) in float32: sums run in another order, which costs up to 1.5e-5. A
 # zero point, a block or a part of the wrong place costs more than 1e-3.

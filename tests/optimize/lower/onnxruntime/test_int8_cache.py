@@ -12,8 +12,8 @@ from llmc.errors import BuildError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
-from llmc.optimize.calibrate.store import Calibrated, Store
 from llmc.optimize.recipe import Request
+from llmc.optimize.weights.store import Calibrated, Store
 from llmc.runtime import load
 from llmc.runtime.sessions import open_session
 from llmc.runtime.sessions.base import Batch, Phase

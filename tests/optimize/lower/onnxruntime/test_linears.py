@@ -10,10 +10,10 @@ import pytest
 from llmc.bundle import Limits, read_export
 from llmc.errors import BuildError
 from llmc.optimize import passes
-from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.lower.context import Computed, Float8, Float32, LoweringContext, PerToken, QuantConfigs, WeightOnly
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights import WeightFile
+from llmc.optimize.weights.file import WeightFile
+from llmc.optimize.weights.store import Calibrated
 
 BIASES, UNTIED, TIED = "llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded"
 LAYER = "model.layers.0"

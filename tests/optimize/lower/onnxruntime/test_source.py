@@ -15,14 +15,14 @@ from llmc.errors import UsageError
 from llmc.export import export
 from llmc.inventory import Codes
 from llmc.optimize.build import build
-from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.lower.context import Float32, LoweringContext, PerToken, WeightOnly, quant_configs
 from llmc.optimize.lower.raising import Linear, raise_linears
 from llmc.optimize.lower.tensorrt.weights import integer_columns
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
-from llmc.optimize.weights import WeightFile
+from llmc.optimize.weights.file import WeightFile
+from llmc.optimize.weights.store import Calibrated
 
 # As of other lowerings in float32: both sides compute with the same integers and scales. One code off, or the scale of
 # another block, costs more than 1e-2.
