@@ -41,7 +41,6 @@ from llmc.bundle import (
 from llmc.errors import BuildError, GpuError, MissingExtraError, ResourceError, UsageError, printable
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
-from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge.evaluate import evaluate, read_windows
 from llmc.optimize.judge.gate import Advice, advise, check, check_unrounded, doubted
 from llmc.optimize.judge.golden import SPREAD_FACTOR, golden_prompts, prompt_ids, tolerance
@@ -65,7 +64,8 @@ from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.targets import NATIVE, OLD, Capabilities, capabilities
 from llmc.optimize.tensorrt.request import EngineRequest, for_heads
-from llmc.optimize.weights import WeightFile, round_to_bfloat16
+from llmc.optimize.weights.file import WeightFile, round_to_bfloat16
+from llmc.optimize.weights.store import Calibrated
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, refuse_bytes, staged
 from llmc.runtime import Model, load

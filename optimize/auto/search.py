@@ -23,7 +23,7 @@ from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.request import EngineRequest
-from llmc.optimize.weights import weights_identity
+from llmc.optimize.weights.tensors import weights_identity
 from llmc.publish import staged
 from llmc.runtime.bench.benchmark import benchmark
 from llmc.runtime.host import disk_cache

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from llmc.bundle import Geometry, Recipe
 from llmc.inventory import HEAD
 from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
-from llmc.optimize.calibrate.store import Store, grid_name, layer_part
 from llmc.optimize.lower.context import QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.tensorrt.weights import fitted
 from llmc.optimize.progress import Progress, counted
 from llmc.optimize.quantize import awq, gptq, rtn, smoothquant, sparsity
 from llmc.optimize.quantize.grid import Grid, Quantized, stacked
+from llmc.optimize.weights.store import Store, grid_name, layer_part
 from llmc.runtime.host.machine import usable_threads
 
 # Tokens per forward pass: enough to keep the cores busy, few enough that a layer's activations stay small.
@@ -214,7 +214,8 @@ class _Layer:
         weights = [self._weight(name) for name in mapping.linears if isinstance(self.quant[name], WeightOnly)]
         if not weights:
             return torch.ones_like(statistics.absmax)
-        return awq.search_scales(weights, statistics, grids)
+        assert statistics.second_moment is not None, "calibration collects second moments for AWQ"
+        return awq.search_scales(weights, statistics.mean_abs, statistics.second_moment, grids)
 
     def _shared(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
         """The largest of the values [K] of each group of channels that stem from one."""

@@ -20,9 +20,9 @@ from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
 from llmc.inventory import EMBEDDING, HEAD, POSITIONS, Cache
 from llmc.optimize.lower.raising import stored
-from llmc.optimize.lower.rewrite import read_decoder, sizes
+from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.progress import Progress, counted, silent
-from llmc.optimize.weights import rows_of
+from llmc.optimize.weights.tensors import rows_of, sizes
 from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY, inference_session
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translated

@@ -11,9 +11,10 @@ import onnx_ir as ir
 from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
 from llmc.inventory import HEAD, SCORE, Attention, Linear
-from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights import CodedTensor, WeightFile
+from llmc.optimize.weights.file import WeightFile
+from llmc.optimize.weights.store import Calibrated
+from llmc.optimize.weights.tensors import CodedTensor
 
 # Types of activations.
 ARRAY_TYPES: dict[str, np.dtype[np.generic]] = {

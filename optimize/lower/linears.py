@@ -8,7 +8,7 @@ from llmc.inventory import EMBEDDING, POSITIONS
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear, stored
 from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, sole_consumer, vector
-from llmc.optimize.weights import Weight
+from llmc.optimize.weights.tensors import Weight
 
 
 def replace_linears(graph: ir.Graph, context: LoweringContext, lowered: Callable[[Linear], ir.Value]) -> int:

@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, sizes
-from llmc.optimize.weights import CodedTensor, Weight, order_of
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace
+from llmc.optimize.weights.tensors import CodedTensor, Weight, order_of, sizes
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 

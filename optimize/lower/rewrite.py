@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from llmc.bundle import DECODER_FILE
 from llmc.errors import BundleError
-from llmc.optimize.weights import Weight
 
 MICROSOFT = "com.microsoft"
 LLMC = "llmc"
@@ -88,11 +87,6 @@ def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     if tensor.name not in graph.initializers:
         graph.register_initializer(ir.val(tensor.name, const_value=tensor))
     return graph.initializers[tensor.name]
-
-
-def sizes(tensor: ir.TensorProtocol | Weight) -> tuple[int, ...]:
-    """The tensor's shape as plain integers."""
-    return tuple(int(size) for size in tensor.shape.numpy())
 
 
 def scalar(graph: ir.Graph, value: float | int, dtype: type[np.generic] | np.dtype[np.generic]) -> ir.Value:

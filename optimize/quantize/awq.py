@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmc.optimize.calibrate.statistics import InputStatistics
 from llmc.optimize.quantize import clip
 from llmc.optimize.quantize.grid import Grid, Quantized
 
@@ -27,27 +26,26 @@ LARGEST_SCALE = 1e2
 STEPS = 20
 
 
-def search_scales(weights: Sequence[Tensor], statistics: InputStatistics, grids: Sequence[Grid]) -> Tensor:
+def search_scales(weights: Sequence[Tensor], mean_abs: Tensor, moment: Tensor, grids: Sequence[Grid]) -> Tensor:
     """Scales [K] with which the weights that read one activation lose least when they are rounded.
 
     Args:
         weights: matrices [N_i, K], to be multiplied by the scales.
-        statistics: of the activation, which is to be divided by them.
+        mean_abs: mean magnitude of each channel of the activation [K], which is to be divided by the scales.
+        moment: its second moment X^T X / tokens, float32 [K, K].
         grids: the grid of each matrix.
     """
-    moment = statistics.second_moment
-    assert moment is not None, "AWQ's statistics have second moments"
-    best = torch.ones_like(statistics.mean_abs)
+    best = torch.ones_like(mean_abs)
     least = output_error(weights, moment, grids, best)
-    for scales in _candidates(weights, statistics, grids):
+    for scales in _candidates(weights, mean_abs, grids):
         error = output_error(weights, moment, grids, scales)
         if error < least:
             best, least = scales, error
     return best
 
 
-def _candidates(weights: Sequence[Tensor], statistics: InputStatistics, grids: Sequence[Grid]) -> Iterator[Tensor]:
-    inputs = statistics.mean_abs.clamp(min=1e-4 * float(statistics.mean_abs.max()) or 1.0)
+def _candidates(weights: Sequence[Tensor], mean_abs: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
+    inputs = mean_abs.clamp(min=1e-4 * float(mean_abs.max()) or 1.0)
     shares = torch.stack([_shares(weight, grid) for weight, grid in zip(weights, grids, strict=True)]).mean(0)
     for alpha in np.linspace(0, 1, STEPS, endpoint=False).tolist():
         for found in (inputs**alpha, inputs**alpha / shares ** (1 - alpha)):

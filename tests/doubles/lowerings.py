@@ -14,7 +14,8 @@ from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringCont
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.passes import Step
 from llmc.optimize.quantize import rtn
-from llmc.optimize.weights import WeightFile, rows_of
+from llmc.optimize.weights.file import WeightFile
+from llmc.optimize.weights.tensors import rows_of
 
 
 class Lowering:

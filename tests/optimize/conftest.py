@@ -14,7 +14,6 @@ from doubles.lowerings import Lowering, open_session
 from doubles.replays import in_this_process
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
-from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge import replay
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.context import (
@@ -29,6 +28,7 @@ from llmc.optimize.lower.context import (
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.targets import OLD
+from llmc.optimize.weights.store import Calibrated
 
 CAPACITY = 24
 TOKENS = 20

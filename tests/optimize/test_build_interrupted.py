@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from llmc.bundle import verify_files
 from llmc.errors import ResourceError, UsageError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
 from llmc.optimize.calibrate.request import CalibrationRequest
-from llmc.optimize.calibrate.store import Store
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request
+from llmc.optimize.weights.store import Store
 
 RECIPE = Request(
     precision="int4",
@@ -100,15 +99,6 @@ def test_a_build_that_is_stopped_publishes_nothing_and_the_next_one_goes_on(star
     assert not resumed.manifest.recipe.calibration.default
 
 
-def test_a_resumed_build_is_the_one_that_was_never_stopped(start, monkeypatch, tmp_path, own_cache):
-    with pytest.raises(KeyboardInterrupt):
-        start(progress=interrupting("calibrating", 0.5))
-    resumed = start(name="resumed").manifest
-    monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "another"))
-    assert start(name="whole").manifest.files == resumed.files
-    assert list(verify_files(tmp_path / "out" / "resumed", resumed)) == list(resumed.files)
-
-
 def test_a_full_disk_in_calibration_is_said_and_publishes_nothing(start, reads, monkeypatch, tmp_path):
     write = Store.write
 
@@ -125,17 +115,6 @@ def test_a_full_disk_in_calibration_is_said_and_publishes_nothing(start, reads, 
     reads.clear()
     start()
     assert reads[0] == 1
-
-
-def test_broken_results_are_calibrated_anew(start, own_cache, reads):
-    with pytest.raises(KeyboardInterrupt):
-        start(progress=interrupting("lowering", 0))
-    [folder] = (own_cache / "calibration").iterdir()
-    (folder / "layer-000.npz").write_bytes(b"broken")
-    reads.clear()
-    start()
-    assert reads  # layers were read again
-    assert (folder / "layer-000.npz").stat().st_size > len(b"broken")
 
 
 def test_a_pattern_that_matches_nothing_is_refused_before_calibration(start, reads, tmp_path):

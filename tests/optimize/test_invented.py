@@ -19,7 +19,6 @@ from llmc.inventory import Linear
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.layers import calibrate
 from llmc.optimize.calibrate.request import CalibrationRequest
-from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.judge.reference import Reference, empty_caches
 from llmc.optimize.lower.context import Computed, Float32, LoweringContext, QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.rotary import rotary_tables
@@ -30,6 +29,7 @@ from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
+from llmc.optimize.weights.store import Calibrated
 from llmc.runtime import load
 
 CAPACITY, TOKENS = 24, 20

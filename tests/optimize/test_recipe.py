@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmc.bundle import Budget, Limits, Recipe
+from llmc.bundle import Budget, Recipe
 from llmc.errors import UsageError
 from llmc.optimize.lower.context import (
     Float16,
@@ -97,10 +97,6 @@ decode_top1_agreement = 0.99
     )  # fmt: skip
 
 
-def test_an_empty_recipe_asks_for_nothing(written):
-    assert read_recipe(written("")) == Request()
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -133,12 +129,6 @@ def test_a_wrong_recipe_is_refused_with_its_path(written, text, sentence):
         read_recipe(path)
     assert str(refused.value).startswith(f"{path}: ")
     assert sentence in str(refused.value)
-
-
-def test_a_recipe_that_is_not_there_is_refused(tmp_path):
-    for path in (tmp_path / "none.toml", tmp_path):
-        with pytest.raises(UsageError, match="not a readable TOML recipe"):
-            read_recipe(path)
 
 
 # ---------------------------------------------------------------------------------------------------------- resolution
@@ -179,22 +169,6 @@ def test_defaults_are_int8_in_blocks_of_128_with_a_graph_for_each_phase():
     )
     assert (limits.max_context, limits.max_batch) == (2048, 8)
     assert limits.prefill_chunk <= 512
-
-
-def test_the_context_is_the_checkpoints_up_to_a_bound_unless_asked_for():
-    assert resolve(Request(), CPU, 131_072, "x")[1].max_context == 32_768
-    assert resolve(Request(max_context=131_072), CPU, 131_072, "x")[1].max_context == 131_072
-
-
-def test_a_chunk_is_no_longer_than_the_context():
-    assert resolve(Request(max_context=100), CPU, 2048, "x")[1] == Limits(100, 8, 100)
-
-
-@pytest.mark.parametrize(("precision", "form"), [("fp32", Float32()), ("fp16", Float16())])
-def test_floats_have_no_blocks_and_one_graph(precision, form):
-    recipe = resolved(precision=precision)
-    assert (recipe.block_size, recipe.phases, recipe.activations, recipe.scheme) == (0, "shared", "none", "rtn")
-    assert quant_configs(recipe) == {"shared": QuantConfigs(form, form)}
 
 
 def test_what_is_asked_for_goes_over_what_the_recipe_says():
@@ -258,11 +232,6 @@ def test_what_the_target_or_the_model_cannot_do_is_refused(request_, sentence):
     assert sentence in str(refused.value)
 
 
-def test_an_unknown_target_is_refused():
-    with pytest.raises(UsageError, match="target 'tpu' is unknown; expected one of cpu"):
-        capabilities("tpu")
-
-
 @pytest.mark.parametrize(
     ("request_", "wish"),
     [
@@ -305,65 +274,12 @@ def test_a_split_recipe_makes_w8a8_prefill_and_weight_only_decode(precision, bit
     assert made["prefill"].of("lm_head") == made["decode"].of("lm_head") == WeightOnly(Grid(bits, 64))
 
 
-def test_static_activations_are_of_the_prefill_graph_only():
-    made = quant_configs(resolved(activations="static"))
-    assert (made["prefill"].w8a8, made["decode"].w8a8) == (Static(), None)
-
-
-def test_a_shared_recipe_makes_one_weight_only_graph():
-    assert quant_configs(resolved(precision="int4", phases="shared")) == {
-        "shared": QuantConfigs(BLOCKS["int4"], BLOCKS["int4"])
-    }
-
-
-@pytest.mark.parametrize("phases", ["split", "shared"])
-def test_a_head_may_keep_8_bits(phases):
-    recipe = resolved(precision="int4", head="int8", phases=phases)
-    assert recipe.head == "int8"
-    assert {stored.of("lm_head") for stored in quant_configs(recipe).values()} == {BLOCKS["int8"]}
-
-
-def test_a_layer_of_integers_under_a_float_body_takes_the_keys_of_integers():
-    request = {"precision": "fp32", "layers": {"*.mlp.*": "int4"}, "block_size": 32, "scheme": "gptq"}
-    stored = quant_configs(resolved(**request))["shared"]
-    assert (stored.of(NAMES[0]), stored.of("model.layers.0.mlp.up_proj")) == (Float32(), WeightOnly(Grid(4, 32)))
-
-
-@pytest.mark.parametrize("head", ["fp16", "int8"])
-def test_a_head_may_have_any_precision_whatever_the_body_has(head):
-    """A head of integers under a float body is in blocks too, and they need a size."""
-    stored = quant_configs(resolved(precision="fp32", head=head))["shared"]
-    assert stored.body == Float32()
-    assert stored.head == BLOCKS[head]
-
-
-def test_an_asymmetric_recipe_has_zero_points_in_blocks_and_none_in_w8a8():
-    made = quant_configs(resolved(precision="int4", symmetric=False))
-    assert made["decode"].body == WeightOnly(Grid(4, 128, symmetric=False))
-    assert made["prefill"].of(NAMES[0]) == PerToken(Grid(8, 0, symmetric=True))
-
-
 def test_the_last_pattern_that_matches_wins():
     first, last = {"*.mlp.*": "int8", "*.mlp.down_proj": "fp16"}, {"*.mlp.down_proj": "fp16", "*.mlp.*": "int8"}
     assert precisions(first)["model.layers.0.mlp.down_proj"] == "fp16"
     assert precisions(first)["model.layers.0.mlp.up_proj"] == "int8"
     assert precisions(last)["model.layers.0.mlp.down_proj"] == "int8"
     assert precisions(last)["model.layers.0.self_attn.q_proj"] == "int4"
-
-
-def test_a_pattern_names_whole_modules_and_letters_count():
-    assert set(precisions({"mlp.down_proj": "int8", "*.MLP.*": "fp32", "model.layers": "fp16"}).values()) == {"int4"}
-    found = precisions({"model.layers.0.*": "int8"})
-    assert {name for name, precision in found.items() if precision == "int8"} == set(NAMES[:3])
-
-
-def test_a_pattern_of_everything_takes_the_head_too():
-    assert set(precisions({"*": "int8"}).values()) == {"int8"}
-
-
-def test_a_pattern_of_the_head_goes_over_its_key():
-    assert precisions({"lm_head": "fp16"}, head="int8")["lm_head"] == "fp16"
-    assert precisions({"*_proj": "fp16"}, head="int8")["lm_head"] == "int8"
 
 
 @pytest.mark.parametrize(("activations", "form"), [("per-token", "w8a8"), ("static", "static")])
@@ -384,10 +300,6 @@ def test_a_pattern_that_matches_nothing_is_refused_with_some_names():
     )
     for name in (NAMES[0], NAMES[-2], "lm_head"):
         assert name in str(refused.value)
-
-
-def test_patterns_that_match_something_pass():
-    check_patterns(resolved(layers={"*": "int8", "lm_head": "int4", "model.layers.1.mlp.up_proj": "fp16"}), NAMES)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmc.errors import BuildError, CheckpointError
-from llmc.optimize import weights
-from llmc.optimize.weights import ALIGNMENT, WeightFile, in_parallel, pieces, round_to_bfloat16, rows_of
+from llmc.errors import CheckpointError
+from llmc.optimize.weights import tensors as weights
+from llmc.optimize.weights.file import ALIGNMENT, WeightFile, round_to_bfloat16
+from llmc.optimize.weights.tensors import in_parallel, pieces, rows_of
 
 DTYPES = {
     "float32": (ir.DataType.FLOAT, np.float32),
@@ -46,19 +47,6 @@ def test_rows_are_the_exact_values_as_float32(tmp_path, dtype, numpy_dtype):
         np.testing.assert_array_equal(rows, array.astype(np.float32)[slice(*span) if span else slice(None)])
 
 
-@pytest.mark.parametrize(("dtype", "numpy_dtype"), DTYPES.values(), ids=DTYPES)
-def test_a_vector_is_read_by_its_values(tmp_path, dtype, numpy_dtype):
-    array = matrix()[0].astype(numpy_dtype)
-    np.testing.assert_array_equal(rows_of(stored(tmp_path, array, dtype)), array.astype(np.float32))
-
-
-def test_the_smallest_and_largest_weights_survive(tmp_path):
-    info = ml_dtypes.finfo(ml_dtypes.bfloat16)
-    array = np.array([[info.max, info.min, info.smallest_subnormal, -0.0]], ml_dtypes.bfloat16)
-    rows = rows_of(stored(tmp_path, array, ir.DataType.BFLOAT16))
-    assert rows.tobytes() == array.astype(np.float32).tobytes()
-
-
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("dtype", "numpy_dtype"), DTYPES.values(), ids=DTYPES)
 def test_a_weight_that_is_no_number_is_refused_by_name(tmp_path, dtype, numpy_dtype, broken):
@@ -83,14 +71,6 @@ def test_a_file_that_ends_early_is_refused_by_name(tmp_path):
     assert rows_of(tensor, 0, 6).shape == (6, 5)
 
 
-def test_another_type_of_weight_is_refused(tmp_path):
-    tensor = stored(tmp_path, matrix().astype(np.float64), ir.DataType.DOUBLE)
-    with pytest.raises(
-        BuildError, match="weights of type DOUBLE cannot be compiled; expected FLOAT, FLOAT16 or BFLOAT16"
-    ):
-        rows_of(tensor)
-
-
 # --------------------------------------------------------------------------------------------------------------- pieces
 
 
@@ -111,16 +91,6 @@ def test_parallel_work_comes_back_in_order():
         return number * number
 
     assert list(in_parallel(work, range(100))) == [number * number for number in range(100)]
-
-
-def test_parallel_work_hands_an_error_on():
-    def work(number: int) -> int:
-        if number == 3:
-            raise CheckpointError("broken")
-        return number
-
-    with pytest.raises(CheckpointError, match="broken"):
-        list(in_parallel(work, range(50)))
 
 
 def test_parallel_work_holds_few_results_at_a_time(monkeypatch):
@@ -159,15 +129,6 @@ def test_every_tensor_begins_on_a_page(file):
         np.testing.assert_array_equal(tensor.numpy(), array)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.float32])
-def test_a_transposed_array_is_written_row_by_row(file, dtype):
-    array = np.arange(12).astype(dtype).reshape(3, 4).T
-    [tensor] = file.add(["t"], lambda: [array])
-    file.close()
-    assert written(tensor) == np.ascontiguousarray(array).tobytes()
-    assert (tensor.dtype.numpy(), tuple(tensor.shape)) == (dtype, (4, 3))
-
-
 def test_a_name_is_computed_and_written_once(file):
     calls = []
 
@@ -182,23 +143,7 @@ def test_a_name_is_computed_and_written_once(file):
     assert (file.folder / "weights.bin").stat().st_size == 4096 + 8
 
 
-def test_a_view_is_the_same_bytes_in_another_shape(file):
-    [tensor] = file.add(["w"], lambda: [np.arange(12, dtype=np.float32).reshape(3, 4)])
-    view = file.view(tensor, (3, 4, 1))
-    file.close()
-    assert (view.offset, view.length, tuple(view.shape)) == (tensor.offset, tensor.length, (3, 4, 1))
-    assert view.name != tensor.name
-    np.testing.assert_array_equal(view.numpy()[..., 0], tensor.numpy())
-
-
-def test_other_arrays_than_promised_are_a_bug(file):
-    with pytest.raises(ValueError, match="zip"):
-        file.add(["one", "two"], lambda: [np.ones(1)])
-
-
 # ------------------------------------------------------------------------------------------------------------ rounding
-
-ULP = 2.0**-7  # of bfloat16, at one
 
 
 def rounded(file, *arrays: np.ndarray, twice: bool = False) -> list[np.ndarray]:
@@ -224,15 +169,6 @@ def test_weights_are_rounded_to_bfloat16_as_torch_does(file, twice):
     for got, array in zip(rounded(file, wide, edges, twice=twice), (wide, edges), strict=True):
         wanted = torch.from_numpy(array).bfloat16().float().numpy()
         assert got.tobytes() == wanted.tobytes(), "to the bit, so of zeros the signs too"
-
-
-def test_ties_go_to_the_even_neighbour_with_either_sign(file):
-    ties = np.array([1 + ULP / 2, 1 + 3 * ULP / 2, -1 - ULP / 2, -1 - 3 * ULP / 2], np.float32)
-    beside = np.nextafter(ties, np.float32(0)), np.nextafter(ties, ties * 2)
-    down, below, above = rounded(file, ties, *beside)
-    assert down.tolist() == [1, 1 + 2 * ULP, -1, -1 - 2 * ULP]
-    assert below.tolist() == [1, 1 + ULP, -1, -1 - ULP]
-    assert above.tolist() == [1 + ULP, 1 + 2 * ULP, -1 - ULP, -1 - 2 * ULP]
 
 
 def test_only_weights_in_float32_are_rounded(file):

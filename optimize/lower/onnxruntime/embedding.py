@@ -7,9 +7,9 @@ import onnx_ir as ir
 from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_embedding, replace_positions
 from llmc.optimize.lower.onnxruntime.linears import blocked, float_weight
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, converted, initializer, sizes, vector
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, converted, initializer, vector
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights import Weight
+from llmc.optimize.weights.tensors import Weight, sizes
 
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:

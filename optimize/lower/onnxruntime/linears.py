@@ -5,12 +5,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
-from llmc.optimize.calibrate.store import grid_name
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, converted, initializer
 from llmc.optimize.quantize.grid import Grid, pack_blocks, pack_zero_points
-from llmc.optimize.weights import Weight
+from llmc.optimize.weights.store import grid_name
+from llmc.optimize.weights.tensors import Weight
 
 
 def float_linear(linear: Linear, dtype: str, context: LoweringContext) -> ir.Value:

@@ -9,12 +9,12 @@ import onnx_ir as ir
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import Computed, LoweringContext, Static, WeightOnly
 from llmc.optimize.lower.linears import replace_embedding, replace_positions
-from llmc.optimize.lower.rewrite import Emitter, converted, initializer, sizes, vector
+from llmc.optimize.lower.rewrite import Emitter, converted, initializer, vector
 from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.lower.tensorrt.slots import token_positions
 from llmc.optimize.lower.tensorrt.words import packed_table, unpack_words
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights import Weight
+from llmc.optimize.weights.tensors import Weight, sizes
 
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:

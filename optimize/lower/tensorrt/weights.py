@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 
 from llmc.errors import BuildError
 from llmc.inventory import EMBEDDING
-from llmc.optimize.calibrate.store import grid_name
 from llmc.optimize.lower.context import ARRAY_TYPES, LoweringContext
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import sizes
 from llmc.optimize.lower.tensorrt.words import packed_table
 from llmc.optimize.quantize.grid import Float, Grid, Quantized
-from llmc.optimize.weights import Weight, in_parallel, pieces
+from llmc.optimize.weights.store import grid_name
+from llmc.optimize.weights.tensors import Weight, in_parallel, pieces, sizes
 
 Array = NDArray[np.generic]
 

@@ -1,13 +1,12 @@
 """Plots are PNG files that hold what they were given, whole or not at all."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from llmc.errors import MissingExtraError, UsageError
+from llmc.errors import UsageError
 from llmc.optimize.auto import plots
 from llmc.optimize.judge.layers import LayerError
 
@@ -56,21 +55,6 @@ def test_the_quality_plot_shows_both_paths_in_both_halves(tmp_path: Path, drawn)
     assert right.get_xscale() == "log"
 
 
-def test_every_position_is_in_the_histogram(tmp_path: Path, drawn):
-    divergences = {"prefill": np.array([0.0, -1e-17, 1e-6, 0.5]), "decode": np.array([3.0, 1e-3, 1e-3, 1e-3])}
-    plots.quality(tmp_path / "q.png", ERRORS, divergences, "a bundle")
-    _, right = drawn[0].axes
-    for patch in right.patches:  # outlines of the two histograms
-        steps = patch.get_xy()[1:-1:2, 1]
-        assert steps.sum() == 4
-
-
-def test_a_plot_of_equal_distributions_can_be_drawn(tmp_path: Path):
-    zeros = {"prefill": np.zeros(10), "decode": np.zeros(10)}
-    plots.quality(tmp_path / "q.png", ERRORS, zeros, "exact")
-    assert (tmp_path / "q.png").exists()
-
-
 def test_the_pareto_plot_marks_the_chosen_one(tmp_path: Path, drawn):
     plots.pareto(tmp_path / "p.png", ROWS, ROWS[2])
     assert (tmp_path / "p.png").read_bytes().startswith(PNG)
@@ -94,9 +78,3 @@ def test_a_place_that_cannot_be_written_is_refused_and_nothing_is_left(tmp_path:
     with pytest.raises(UsageError, match="cannot write here"):
         plots.pareto(tmp_path / "folder.png", ROWS, ROWS[0])
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'matplotlib>="):
-        plots.pareto(tmp_path / "p.png", ROWS, ROWS[0])

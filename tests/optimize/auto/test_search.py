@@ -1,7 +1,6 @@
 """The automatic choice: a function of what was measured, kept in the cache, never beyond the budget."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +80,6 @@ def test_a_slower_one_that_is_smaller_is_not_chosen_beyond_two_percent():
     assert choose([replace(fast, reason="out"), far]).name == "c"
 
 
-def test_time_counts_the_prompt_and_the_answer():
-    assert GOOD.seconds == pytest.approx(512 / 1000 + 128 / 100)
-
-
 @pytest.mark.parametrize(
     ("budget", "memory", "reason"),
     [
@@ -147,12 +142,6 @@ def search(tiny_export, tiny_checkpoint, tmp_path, counted):
         return automatic(tiny_export, tmp_path / name, budget=budget, max_context=128, text=text, **options)
 
     return run
-
-
-def test_memory_is_that_of_as_many_rows_as_are_asked_for(search):
-    found = search(max_batch=3)
-    assert found.manifest.limits.max_batch == 3
-    assert found.chosen.memory == found.manifest.memory.total(128, 3)
 
 
 def test_a_search_publishes_the_fastest_and_a_repeated_one_builds_nothing(search, counted, tmp_path):
@@ -228,29 +217,6 @@ def test_an_interrupted_search_goes_on_where_it_stopped(search, counted, monkeyp
     assert len(counted.timed) == 2
 
 
-def test_another_process_prunes_no_candidate_of_a_search_that_goes_on(search, counted, monkeypatch, tmp_path):
-    measured = auto.benchmark
-    entries = tmp_path / "cache" / "auto"
-
-    def pruned(folder: Path, **options: Any) -> Any:
-        with monkeypatch.context() as patched:
-            patched.setattr(auto.disk_cache, "_used", set())  # as another process sees it, a long time later
-            for entry in entries.iterdir():
-                os.utime(entry, (0, 0))
-            auto.disk_cache.prune("auto", 0)
-        return measured(folder, **options)
-
-    monkeypatch.setattr(auto, "benchmark", pruned)
-    found = search()
-    assert len(found.trials) == len(list(entries.iterdir())) == 2
-    assert all(not path.name.startswith(".") for path in entries.glob("*/*"))
-    monkeypatch.setattr(auto.disk_cache, "_used", set())
-    for entry in entries.iterdir():
-        os.utime(entry, (0, 0))
-    auto.disk_cache.prune("auto", 0)
-    assert list(entries.iterdir()) == []  # let go when the search ends
-
-
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -258,12 +224,6 @@ def test_a_search_without_a_budget_is_refused(search, counted):
     for budget in (None, Budget()):
         with pytest.raises(UsageError, match="--auto needs a budget: give --max-kl, --min-agreement or --max-perpl"):
             search(budget=budget)
-    assert counted.built == []
-
-
-def test_a_dump_is_refused(search, counted, tmp_path):
-    with pytest.raises(UsageError, match="--dump shows one recipe's passes"):
-        search(dump=tmp_path / "dump")
     assert counted.built == []
 
 
@@ -287,11 +247,6 @@ def test_without_calibration_only_plain_rounding_is_tried():
     assert list(candidates(Request())) == list(auto.CANDIDATES)
 
 
-def test_what_is_asked_for_holds_for_every_candidate():
-    for candidate in candidates(Request(max_context=64, cache="int8", max_batch=2)).values():
-        assert (candidate.max_context, candidate.cache, candidate.max_batch) == (64, "int8", 2)
-
-
 def test_a_quantized_checkpoints_own_integers_come_first():
     assert list(candidates(Request(), coded=True)) == [*auto.OF_CODES, *auto.CANDIDATES]
 
@@ -303,31 +258,15 @@ def test_candidates_that_contradict_the_request_drop_out():
     assert {candidate.precision for candidate in found.values()} == {"fp32"}
 
 
-def test_a_candidate_is_what_its_name_says():
-    found = candidates(Request(precision="int4"))
-    assert found
-    assert all(name.startswith("int4") for name in found)
-
-
 def test_measurements_that_cannot_be_are_made_again():
     assert GOOD.is_sound
     for wrong in ({"mean_kl": float("nan")}, {"decode_tokens_per_s": 0.0}, {"prefill_tokens_per_s": float("inf")}):
         assert not replace(GOOD, **wrong).is_sound
 
 
-def test_the_same_candidate_is_not_tried_twice():
-    found = list(candidates(Request(precision="int8", scheme="rtn", phases="shared", head="int8", layers={})).values())
-    assert all(found.count(candidate) == 1 for candidate in found)
-
-
 def test_a_request_that_contradicts_itself_is_refused_with_its_sentence():
     with pytest.raises(UsageError, match="max_context is 4096, expected"):
         candidates(Request(max_context=4096))
-
-
-def test_a_request_that_needs_calibration_where_there_is_none_is_refused():
-    with pytest.raises(UsageError, match="no candidate of --auto is like what is asked for"):
-        candidates(Request(cache="int8"), calibrates=False)
 
 
 @pytest.mark.parametrize(("cache", "given"), [(None, False), ("int8", True)])

@@ -1,6 +1,5 @@
 """Calibration decides layer by layer, the bundle holds what it decided, and an interruption changes nothing."""
 
-import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +11,14 @@ import torch
 from doubles.grids import unpack_blocks, unpack_zero_points
 
 from llmc.bundle import read_export
-from llmc.errors import BuildError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.calibrate.layers import STATE, calibrate, stored_config
-from llmc.optimize.calibrate.store import Calibrated, Store, layer_part
-from llmc.optimize.lower.context import Float32, PerToken, QuantConfig, QuantConfigs, WeightOnly, quant_configs
+from llmc.optimize.lower.context import Float32, QuantConfig, QuantConfigs, WeightOnly, quant_configs
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
+from llmc.optimize.weights.store import Calibrated, Store, layer_part
 
 # Largest difference of logits over the largest logit. A folded scale and its inverse are rounded once each, sums run in
 # another order: about 1e-5. A factor that is left out, or applied on one side only, costs more than 1e-2.
@@ -163,27 +161,6 @@ def test_each_layer_sees_the_quantized_ones_before_it(exported, tmp_path):
     assert (ranges[0] != ranges[1]).any()
 
 
-def test_the_head_gets_integers_of_its_own(exported, lowering, tmp_path):
-    """Of a tied head they serve the embedding as well."""
-    case, form = exported(TIED), WeightOnly(Grid(8, 32))
-    source = StreamedDecoder(case.export)
-    store = calibrate(source, samples(), recipe_of(scheme="gptq"), QuantConfigs(FOUR, form), tmp_path / "store", silent)
-    values = store.read("head")["values:int8x32:model.embed_tokens.weight"]
-    lowered = lowering(case.export, FOUR, form, calibrated=Calibrated(store))
-    lowered.apply("lower embedding")
-    lowered.weights.close()
-    packed = [lowered.nodes("GatherBlockQuantized")[0].inputs[0], lowered.graph.outputs[0].producer().inputs[1]]
-    for value in packed:
-        found = value.const_value.numpy().reshape(len(values), -1)
-        np.testing.assert_array_equal(unpack_blocks(found, Grid(8, 32), values.shape[1]), values)
-    rounded = lowering(case.export, FOUR, form)
-    rounded.apply("lower embedding")
-    rounded.weights.close()
-    assert (
-        rounded.nodes("GatherBlockQuantized")[0].inputs[0].const_value.numpy() != packed[0].const_value.numpy()
-    ).any()
-
-
 # ---------------------------------------------------------------------------------------------------------------- zeros
 
 
@@ -233,17 +210,6 @@ def test_two_of_four_weights_are_zero_in_every_linear(exported, lowering, tmp_pa
         assert steps_of(lowered, name, form.grid)[mask].any(axis=None), name
 
 
-def test_zeros_reach_the_prefill_graph_too(exported, lowering, tmp_path):
-    case = exported(BIASES)
-    store = run(case, tmp_path / "store", sparsity="wanda", scheme="gptq")
-    lowered = lowering(case.export, PerToken(), Float32(), calibrated=Calibrated(store))
-    lowered.apply("lower linears")
-    lowered.weights.close()
-    weight = lowered.node("model.layers.0.mlp.down_proj.MatMulIntegerToFloat").inputs[1].const_value.numpy().T
-    assert not weight[~masks(store)["mlp.down_proj"]].any()
-    assert weight[masks(store)["mlp.down_proj"]].any()
-
-
 # -------------------------------------------------------------------------------------------------- stopped and resumed
 
 HEAVY = {"scheme": "gptq", "smoothing": 0.5, "sparsity": "wanda"}
@@ -285,50 +251,6 @@ def test_an_interrupted_calibration_goes_on_and_ends_the_same(exported, whole, t
     source = Watched(exported(BIASES).export)
     assert contents(run(exported(BIASES), tmp_path / "store", source=source, **HEAVY).folder) == whole
     assert source.read == list(range(writes // 2, 2))
-
-
-def test_a_finished_calibration_reads_no_layer_again(exported, whole, tmp_path):
-    run(exported(BIASES), tmp_path / "store", **HEAVY)
-    source = Watched(exported(BIASES).export)
-    run(exported(BIASES), tmp_path / "store", source=source, **HEAVY)
-    assert source.read == []
-
-
-def test_a_disk_that_fills_up_leaves_no_half_written_part(exported, tmp_path, monkeypatch):
-    def full(path: Path, **arrays: Any) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(np, "savez", full)
-        with pytest.raises(OSError, match="No space left"):
-            run(exported(BIASES), tmp_path / "store", **HEAVY)
-    assert contents(tmp_path / "store") == {}
-
-
-@pytest.mark.parametrize("part", ["layer-000", "head", STATE])
-@pytest.mark.parametrize("broken", [b"", b"not a zip file", None], ids=["empty", "garbage", "truncated"])
-def test_a_broken_result_is_refused_with_the_folder_to_remove(exported, whole, lowering, tmp_path, part, broken):
-    folder = tmp_path / "store"
-    folder.mkdir()
-    for name, data in whole.items():
-        (folder / name).write_bytes(data)
-    path = folder / f"{part}.npz"
-    path.write_bytes(path.read_bytes()[:-100] if broken is None else broken)
-    sentence = re.escape(f"{path} is broken (") + ".*" + re.escape(f"remove {folder} and build again")
-    with pytest.raises(BuildError, match=sentence):
-        store = run(exported(BIASES), folder, **HEAVY)
-        store.read(part)
-
-
-def test_progress_counts_every_layer_and_the_head_also_when_resumed(exported, tmp_path):
-    source = StreamedDecoder(exported(BIASES).export)
-    for shares in ([], []):
-        calibrate(
-            source, samples(), recipe_of(scheme="gptq"), QuantConfigs(FOUR, FOUR), tmp_path / "store",
-            lambda step, share=None, shares=shares: shares.append(share),
-        )  # fmt: skip
-        assert shares == pytest.approx([0, 1 / 3, 2 / 3, 1])
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

@@ -1,6 +1,5 @@
 """Whether a build calibrates, on what, and that results of another request are never taken for its own."""
 
-import errno
 import os
 import sys
 from dataclasses import replace
@@ -11,14 +10,13 @@ import numpy as np
 import pytest
 
 from llmc.bundle import Budget, Calibration, read_export, sha256_file
-from llmc.errors import MissingExtraError, ResourceError, UsageError
+from llmc.errors import MissingExtraError, UsageError
 from llmc.optimize.calibrate import layers
 from llmc.optimize.calibrate.request import CalibrationRequest, calibrated_weights
-from llmc.optimize.calibrate.store import Store
-from llmc.optimize.calibrate.text import DEFAULT_TEXT
 from llmc.optimize.progress import silent
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
+from llmc.optimize.weights.store import Store
 
 A_MINUTE_NS = 60_000_000_000  # a step that every file system's time stamps show
 
@@ -74,12 +72,6 @@ def start(tiny_export):
 # ------------------------------------------------------------------------------------------------------ what is asked
 
 
-def test_a_recipe_that_looks_at_no_activation_needs_nothing(start, calls):
-    assert start(None, precision="int4")[1] is None
-    assert start(CalibrationRequest(decoder), precision="int4")[1] is None
-    assert calls.folders == []
-
-
 def test_a_text_that_nothing_looks_at_is_refused(start, calls, text):
     with pytest.raises(UsageError, match=r"a text is given for calibration, but the recipe asks for none"):
         start(CalibrationRequest(decoder, text), precision="int4")
@@ -107,21 +99,9 @@ def test_without_torch_the_extra_is_named(start, calls, monkeypatch):
     assert calls.folders == []
 
 
-def test_without_a_text_the_one_of_llmc_is_used_and_recorded(start, calls):
-    _, used = start(CalibrationRequest(decoder, samples=3, length=32), scheme="gptq")
-    assert used == Calibration("default text", sha256_file(DEFAULT_TEXT), True, 3, 32)
-    assert calls.ids[0].shape == (3, 32)
-
-
 def test_a_text_is_recorded_with_its_hash(start, calls, text):
     _, used = start(CalibrationRequest(decoder, text, 4, 16), scheme="gptq")
     assert used == Calibration("validation.txt", sha256_file(text), False, 4, 16)
-
-
-def test_the_decode_graphs_forms_decide_the_integers(start, calls, text):
-    start(CalibrationRequest(decoder, text, 2, 16), scheme="gptq", precision="int4")
-    assert calls.forms[0].w8a8 is None
-    assert calls.forms[0].body.grid.bits == 4
 
 
 @pytest.mark.parametrize(
@@ -177,19 +157,6 @@ def test_choices_that_decide_no_weight_share_a_folder(start, calls, text):
     assert len(set(calls.folders)) == 1
 
 
-def test_another_version_of_llmc_starts_anew(start, calls, text, monkeypatch):
-    start(CalibrationRequest(decoder, text, 2, 16), **BASE)
-    monkeypatch.setattr("llmc.optimize.calibrate.request.__version__", "9.9.9")
-    start(CalibrationRequest(decoder, text, 2, 16), **BASE)
-    assert len(set(calls.folders)) == 2
-
-
-def test_folders_lie_in_the_cache(start, calls, text, monkeypatch, tmp_path):
-    monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
-    start(CalibrationRequest(decoder, text, 2, 16), **BASE)
-    assert calls.folders[0].parent == tmp_path / "calibration"
-
-
 def test_new_weights_under_the_same_names_have_a_folder_of_their_own(start, calls, text, tiny_export):
     request = CalibrationRequest(decoder, text, 4, 32)
     start(request, precision="int4", scheme="gptq")
@@ -218,12 +185,3 @@ def test_results_that_are_broken_or_missing_are_made_anew(start, calls, text, br
         (folder / broken).write_bytes((folder / broken).read_bytes()[:-50])
     start(request, precision="int4", scheme="gptq")
     assert not folder.exists()
-
-
-def test_a_full_cache_is_called_full(start, calls, text, monkeypatch):
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(layers, "calibrate", full)
-    with pytest.raises(ResourceError, match=r"the disk of the cache is full; .* set LLMC_CACHE"):
-        start(CalibrationRequest(decoder, text, 4, 32), precision="int4", scheme="gptq")

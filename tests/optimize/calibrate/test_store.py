@@ -1,19 +1,17 @@
 """Weights as calibration left them: stored integers first, then factors and masks, else the checkpoint's own."""
 
-import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from llmc.errors import BuildError
-from llmc.optimize import weights
-from llmc.optimize.calibrate.store import Calibrated, Store, grid_name, part_of
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.weights import tensors as weights
+from llmc.optimize.weights.store import Calibrated, Store, grid_name
 from llmc.runtime.host import disk_cache
 
 NAME = "model.layers.7.mlp.up_proj.weight"
@@ -49,36 +47,6 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(weights, "PIECE", 16 * INPUTS)
 
 
-@pytest.mark.parametrize(
-    ("grid", "name"),
-    [
-        (Grid(4, 128), "int4x128"),
-        (Grid(8), "int8"),
-        (Grid(4, 32, symmetric=False), "int4x32z"),
-        (Grid(8, 0, symmetric=False), "int8z"),
-        (Grid(4, 128, positive=True), "int4x128p"),
-        (Grid(8, positive=True), "int8p"),
-    ],
-    ids=str,
-)
-def test_grids_have_names_of_their_own(grid, name):
-    assert grid_name(grid) == name
-
-
-@pytest.mark.parametrize(
-    ("tensor_name", "part"),
-    [
-        ("model.layers.7.mlp.up_proj.weight", "layer-007"),
-        ("model.layers.123.input_layernorm.weight", "layer-123"),
-        ("lm_head.weight", "head"),
-        ("model.embed_tokens.weight", "head"),
-        ("model.norm.weight", "head"),
-    ],
-)
-def test_each_tensor_belongs_to_a_part(tensor_name, part):
-    assert part_of(tensor_name) == part
-
-
 def test_without_a_store_weights_are_the_checkpoints(tensor, matrix):
     np.testing.assert_array_equal(Calibrated().matrix((tensor,)), matrix)
     np.testing.assert_array_equal(
@@ -101,13 +69,6 @@ def test_rows_take_factors_and_masks(tensor, matrix, store):
     np.testing.assert_array_equal(found.values, rtn.quantize(wanted, Grid(8)).values)
 
 
-def test_a_vector_takes_factors_of_its_rows(tmp_path, store, matrix):
-    name = "model.layers.7.mlp.up_proj.bias"
-    bias = stored(tmp_path, matrix[:, 0].copy(), name)
-    store.write("layer-007", {f"rows:{name}": matrix[:, 1]})
-    np.testing.assert_array_equal(Calibrated(store).rows(bias), matrix[:, 0] * matrix[:, 1])
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_integers_that_were_chosen_are_taken_on_their_grid_only(tensor, matrix, store, symmetric):
     grid = Grid(4, 32, symmetric)
@@ -121,18 +82,6 @@ def test_integers_that_were_chosen_are_taken_on_their_grid_only(tensor, matrix, 
     np.testing.assert_array_equal(Calibrated(store).quantized((tensor,), other).dequantize(), rounded.dequantize())
 
 
-def test_stacked_matrices_may_be_chosen_and_rounded(tmp_path, tensor, matrix, store):
-    name = "model.layers.7.mlp.gate_proj.weight"
-    second = stored(tmp_path, matrix * 2, name)
-    chosen = rtn.quantize(matrix[::-1].copy(), GRID)
-    store.write(
-        "layer-007",
-        {f"values:{grid_name(GRID)}:{name}": chosen.values, f"scales:{grid_name(GRID)}:{name}": chosen.scales},
-    )
-    found = Calibrated(store).quantized((tensor, second), GRID).dequantize()
-    np.testing.assert_array_equal(found, np.concatenate([rtn.quantize(matrix, GRID).dequantize(), chosen.dequantize()]))
-
-
 @pytest.mark.parametrize("ask", ["activation", "cache"])
 def test_a_range_that_was_not_seen_is_refused(store, ask):
     store.write("layer-007", {"input:model.layers.7.mlp.up_proj": np.array([1.0, 3.0], np.float32)})
@@ -143,15 +92,6 @@ def test_a_range_that_was_not_seen_is_refused(store, ask):
             calibrated.activation("model.layers.7.mlp.gate_proj")
         else:
             calibrated.cache_range(7, "key")
-
-
-def test_a_part_is_published_whole_and_replaced_whole(store):
-    assert not store.has("head")
-    for number in (1, 2):
-        store.write("head", {"x": np.array(number)})
-    assert store.has("head")
-    assert int(Store(store.folder).read("head")["x"]) == 2
-    assert [path.name for path in store.folder.iterdir()] == ["head.npz"]
 
 
 # ------------------------------------------------------------------------------------------------------ in the cache
@@ -171,22 +111,3 @@ def test_nobody_prunes_what_a_store_works_with(tmp_path, monkeypatch):
             np.testing.assert_array_equal(store.read("head")["a"], np.zeros(3))
             del store
             assert folder.stat().st_mtime > 0  # used until then
-
-
-def test_a_part_that_cannot_be_written_leaves_the_one_before(store, monkeypatch):
-    def torn(file: Path, **_: Any) -> None:
-        file.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    store.write("head", {"a": np.zeros(3)})
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-        patched.setattr(np, "savez", torn)
-        store.write("head", {"a": np.ones(3)})
-    assert [path.name for path in store.folder.iterdir()] == ["head.npz"]
-    np.testing.assert_array_equal(store.read("head")["a"], np.zeros(3))
-
-
-def test_what_a_killed_writer_left_is_no_part(store):
-    store.write("head", {"a": np.zeros(3)})
-    (store.folder / f"{disk_cache.STAGING}0.npz").write_bytes(b"half")
-    assert store.is_sound()

@@ -9,7 +9,7 @@ import pytest
 
 from llmc.bundle import Invariance, Manifest, read_bundle
 from llmc.optimize.build import build
-from llmc.optimize.judge.invariance import PREFIX, SMALLEST_CONTEXT, measured
+from llmc.optimize.judge.invariance import PREFIX, measured
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sessions import Batch, Phase, open_session
 
@@ -139,12 +139,6 @@ def test_only_calls_as_long_as_the_bundle_serves_are_compared(manifest: Manifest
         assert found.graphs["prefill"].invariance == replace(ALL, tokens=tokens)
 
 
-@pytest.mark.parametrize("max_batch", [1, 2, 3])
-def test_only_as_many_rows_as_the_bundle_serves_are_compared(manifest: Manifest, max_batch: int):
-    found = measured(Exact(odd_rows), with_limits(manifest, max_batch=max_batch))
-    assert found.graphs["decode"].invariance == replace(ALL, rows=1 if max_batch == 1 else 2, single=max_batch > 1)
-
-
 def test_a_token_whose_heads_are_folded_is_never_one_beside_others(manifest: Manifest):
     """However equal it is after the few tokens that are measured."""
     decode = replace(manifest.graphs["decode"], overwritten=3)
@@ -152,24 +146,11 @@ def test_a_token_whose_heads_are_folded_is_never_one_beside_others(manifest: Man
     assert graphs["decode"].invariance == replace(ALL, single=False)
 
 
-def test_nothing_is_known_of_a_graph_that_another_stands_in_for(manifest: Manifest):
-    session = Exact()
-    session.substitutes = True
-    found = measured(session, with_limits(manifest))
-    assert (found.graphs["prefill"].invariance, found.graphs["decode"].invariance) == (Invariance(), ALL)
-
-
 def test_of_calls_whose_kernels_change_while_it_runs_nothing_is_known(manifest: Manifest):
     session = Exact()
     session.changes_kernels = True
     found = measured(session, with_limits(manifest))
     assert (found.graphs["prefill"].invariance, found.graphs["decode"].invariance) == (Invariance(), Invariance(rows=1))
-
-
-def test_a_context_without_room_is_not_measured(manifest: Manifest):
-    small = with_limits(manifest, max_context=SMALLEST_CONTEXT - 1)
-    assert measured(Exact(), small) == small
-    assert measured(Exact(), with_limits(manifest, max_context=SMALLEST_CONTEXT)).graphs["decode"].invariance == ALL
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from llmc.bundle import Limits, Profile, Recipe
 from llmc.inventory import Linear
 from llmc.optimize.build import build
 from llmc.optimize.lower.context import Computed, Float8, Float16, Float32, QuantConfig, Static, WeightOnly
-from llmc.optimize.plan.device import CONTEXT, HOST, device_bytes, device_plan, host_plan, with_engine
-from llmc.optimize.plan.memory import INTERPRETER
+from llmc.optimize.plan.device import device_bytes, device_plan, with_engine
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
@@ -24,7 +23,6 @@ from llmc.optimize.tensorrt.request import EngineRequest
 
 GEOMETRY = uniform("llama", 4, 256, 512, 8, 2, 32, 1000, 4096, False, (0,) * 4)
 LIMITS = Limits(max_context=1024, max_batch=4, prefill_chunk=128)
-LINEARS = 4 * (256 * 256 * 2 + 256 * 64 * 2 + 3 * 256 * 512)
 TABLE = 1000 * 256
 # Weights of a random decoder of 62,016 to 68,160 parameters against its plan. Norms and biases (1 %) and the constants
 # that small graphs are full of (2 %) are not planned. A matrix that is forgotten or planned twice is 7 % or more.
@@ -55,31 +53,9 @@ def test_a_matrix_takes_its_values_and_scales(form: QuantConfig, compute: int, s
     assert device_bytes(Linear("model.layers.0.mlp.up_proj", 128, 64, False, "", "", 0), form, compute) == size
 
 
-def test_the_cache_has_keys_and_values_in_the_type_that_is_computed_in():
-    values = 2 * 4 * 2 * 32
-    assert device_plan(GEOMETRY, LIMITS, recipe(precision="fp16")).cache_per_token == values * 2
-    assert device_plan(GEOMETRY, LIMITS, recipe(precision="bf16")).cache_per_token == values * 2
-    assert device_plan(GEOMETRY, LIMITS, recipe(precision="fp32")).cache_per_token == values * 4
-    assert device_plan(GEOMETRY, LIMITS, recipe("cuda", precision="int8")).cache_per_token == values * 2
-
-
 def test_where_the_cache_is_swapped_it_is_planned_twice():
     once, twice = (device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"), form) for form in ("native", "primitives"))
     assert twice == replace(once, cache_per_token=2 * once.cache_per_token)
-
-
-def test_weights_are_those_of_linears_head_and_embedding():
-    plan = device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"))
-    assert plan.weights == 2 * (LINEARS + 2 * TABLE)
-    assert (plan.context, plan.logits) == (CONTEXT, 4 * 1000)
-
-
-def test_overrides_and_the_head_count_in_their_own_precision():
-    plain = device_plan(GEOMETRY, LIMITS, recipe(precision="int8")).weights
-    wider = device_plan(GEOMETRY, LIMITS, recipe(precision="int8", layers={"*.mlp.down_proj": "fp16"})).weights
-    assert wider - plain == 4 * (256 * 512 - 256 * 2), "a byte more for each weight, and no scales"
-    head = device_plan(GEOMETRY, LIMITS, recipe(precision="int8", head="fp16")).weights
-    assert head - plain == 2 * (TABLE - 1000 * 2), "the head, and the embedding with it"
 
 
 def test_activations_grow_with_the_chunk_and_scores_with_the_context():
@@ -104,24 +80,6 @@ def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path: Path):
     assert with_engine(plan, tmp_path, engine) == replace(plan, weights=1234)
     for other in (None, replace(engine, file=""), replace(engine, stripped=True)):
         assert with_engine(plan, tmp_path, other) == plan
-
-
-def test_parts_are_for_rows_and_positions():
-    plan = device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"))
-    parts = plan.parts(100, 3)
-    assert parts["cache"] == 300 * plan.cache_per_token
-    assert parts["logits"] == 3 * plan.logits
-    assert plan.total(100, 3) == sum(parts.values())
-    assert plan.total(100, 3) - plan.total(100, 2) == 100 * plan.cache_per_token + plan.logits
-
-
-def test_the_machine_holds_no_weights_and_no_cache():
-    plan = host_plan(GEOMETRY, 1000)
-    assert (plan.weights, plan.embedding, plan.workspace, plan.cache_per_token) == (0, 0, 0, 0)
-    assert plan.engine == INTERPRETER + HOST
-    assert plan.total(4096, 8) - plan.total(1, 8) == 0
-    assert plan.tokenizer > 0
-    assert plan.logits >= 4 * 1000
 
 
 # --------------------------------------------------------------------------------------------------- against the graph

@@ -1,6 +1,5 @@
 """A small layer whose inputs are correlated, with an outlier channel and one that is never seen."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -28,21 +27,6 @@ class Layer(NamedTuple):
         """Mean square error of the outputs per token, summed over outputs, from the inputs themselves in float64."""
         change = quantized.dequantize().astype(np.float64) - self.weights.numpy().astype(np.float64)
         return float(np.square(self.x.numpy().astype(np.float64) @ change.T).sum() / len(self.x))
-
-
-def turn(found: Quantized) -> Quantized:
-    width = found.grid.width(found.values.shape[1])
-    groups = found.values.reshape(-1, width) * np.sign(found.scales.reshape(-1, 1))
-    clipped = np.minimum(groups, found.grid.high)
-    fit = (groups * clipped).sum(1) / np.square(clipped).sum(1)
-    scales = np.abs(found.scales) * fit.reshape(found.scales.shape).astype(np.float32)
-    return Quantized(clipped.reshape(found.values.shape).astype(np.int8), scales, found.grid)
-
-
-@pytest.fixture(scope="session")
-def turned() -> Callable[[Quantized], Quantized]:
-    """Scales above zero made afterwards: integers change signs, the lowest one is clipped, scales are fitted anew."""
-    return turn
 
 
 def make_layer(outputs: int = 24, inputs: int = 96, tokens: int = 400) -> Layer:

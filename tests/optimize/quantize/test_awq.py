@@ -11,10 +11,6 @@ from llmc.optimize.quantize.grid import SMALLEST_SCALE, Grid
 
 # The same sum of squares by way of second moments and float32, and from inputs and outputs in float64.
 ERROR_TOLERANCE = 1e-4
-# Output error with the scales that were found over that without, for a layer with an outlier channel.
-SCALE_TOLERANCE = 0.8
-# Output error with the clip by output over that with the clip by weights.
-CLIP_TOLERANCE = 0.95
 
 GRIDS = [Grid(4, 32), Grid(4), Grid(4, 32, False), Grid(8, 32), Grid(4, 32, positive=True), Grid(8, positive=True)]
 
@@ -29,20 +25,6 @@ def real_error(layer, grid: Grid, scales: np.ndarray) -> float:
     x, weights = layer.x.double().numpy(), layer.weights.double().numpy()
     got = (x / scales) @ nearest((layer.weights * torch.from_numpy(scales).float()).numpy(), grid).T
     return float(np.square(got - x @ weights.T).sum() / len(x))
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("alpha", [0.0, 0.4])
-def test_the_measure_is_the_error_of_the_outputs(layer, grid, alpha):
-    scales = layer.statistics.mean_abs.clamp(min=0.1) ** alpha
-    got = awq.output_error([layer.weights], layer.moment, [grid], scales)
-    assert got == pytest.approx(real_error(layer, grid, scales.double().numpy()), rel=ERROR_TOLERANCE)
-
-
-def test_a_moment_of_other_inputs_exceeds_the_error_tolerance(layer):
-    ones, other = torch.ones(96), layer.x[1:]
-    got = awq.output_error([layer.weights], other.T @ other / len(other), [Grid(4, 32)], ones)
-    assert got != pytest.approx(real_error(layer, Grid(4, 32), np.ones(96)), rel=ERROR_TOLERANCE)
 
 
 def transcribed(layer, grid: Grid, steps: int) -> float:
@@ -60,46 +42,16 @@ def transcribed(layer, grid: Grid, steps: int) -> float:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_the_search_finds_the_least_error_on_its_way(layer, grid):
-    found = awq.search_scales([layer.weights], layer.statistics, [grid])
+    found = awq.search_scales([layer.weights], layer.statistics.mean_abs, layer.moment, [grid])
     error = real_error(layer, grid, found.double().numpy())
     assert error == pytest.approx(transcribed(layer, grid, awq.STEPS), rel=ERROR_TOLERANCE)
-
-
-def scaled_share(layer, scales: torch.Tensor) -> float:
-    return real_error(layer, Grid(4, 32), scales.double().numpy()) / real_error(layer, Grid(4, 32), np.ones(96))
-
-
-def test_scales_serve_a_layer_with_an_outlier(layer):
-    assert scaled_share(layer, awq.search_scales([layer.weights], layer.statistics, [Grid(4, 32)])) < SCALE_TOLERANCE
-
-
-def test_inverse_scales_exceed_the_tolerance(layer):
-    found = awq.search_scales([layer.weights], layer.statistics, [Grid(4, 32)])
-    assert scaled_share(layer, 1 / found) > SCALE_TOLERANCE
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_scaling_never_does_worse_by_its_own_measure(layer, grid):
-    both, grids = [layer.weights, layer.weights.flip(0) * 3], [grid, Grid(8, 32)]
-    found = awq.search_scales(both, layer.statistics, grids)
-    assert found.shape == (96,)
-    assert (found > 0).all()
-    moment = layer.moment
-    assert awq.output_error(both, moment, grids, found) <= awq.output_error(both, moment, grids, torch.ones(96))
-
-
-def test_weights_that_rounding_leaves_alone_are_not_scaled():
-    weights = torch.full((4, 32), 0.5)
-    accumulator = Accumulator(32)
-    accumulator.update(torch.rand(50, 32, generator=torch.Generator().manual_seed(0)))
-    found = awq.search_scales([-weights], accumulator.finish(), [Grid(4, 32)])
-    assert torch.equal(found, torch.ones(32))
 
 
 def test_inputs_that_were_never_seen_get_finite_scales():
     accumulator = Accumulator(32)
     accumulator.update(torch.zeros(5, 32))
-    found = awq.search_scales([torch.randn(4, 32)], accumulator.finish(), [Grid(4, 32)])
+    statistics = accumulator.finish()
+    found = awq.search_scales([torch.randn(4, 32)], statistics.mean_abs, statistics.second_moment, [Grid(4, 32)])
     assert torch.equal(found, torch.ones(32))
 
 
@@ -138,21 +90,6 @@ def test_the_clip_of_each_group_is_the_best_of_all_ratios(layer, grid):
     np.testing.assert_allclose(found.sum(), best_of_ratios(layer, grid).sum(), rtol=ERROR_TOLERANCE * 10)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_a_clip_by_weights_is_not_the_best(layer, grid):
-    found = block_errors(layer, rtn.quantize(layer.weights.numpy(), grid).dequantize(), grid)
-    assert found.sum() > (1 + ERROR_TOLERANCE * 10) * best_of_ratios(layer, grid).sum()
-
-
-@pytest.mark.parametrize("grid", [Grid(4, 32), Grid(4, 32, False)], ids=str)
-def test_the_clip_by_output_serves_outputs_better_than_that_by_weights(layer, grid):
-    by_output = awq.quantize(layer.weights, layer.moment, grid)
-    by_weights = rtn.quantize(layer.weights.numpy(), grid)
-    assert layer.error(by_output) < CLIP_TOLERANCE * layer.error(by_weights)
-    told_nothing = awq.quantize(layer.weights, torch.eye(96), grid)
-    assert layer.error(told_nothing) > CLIP_TOLERANCE * layer.error(by_weights)
-
-
 def test_steps_whose_best_scale_is_negative_explain_nothing_on_a_positive_grid():
     """The second weights round to 0; in the first row its part of the output is the larger one, of the other sign."""
     weights, moment = torch.tensor([[7.0, -0.2], [7.0, 0.2]]), torch.tensor([[1.0, 40.0], [40.0, 1601.0]])
@@ -181,6 +118,6 @@ def test_without_correlation_the_search_is_that_of_rounding_to_nearest(layer, gr
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_rounding_on_the_whole_range_is_that_of_rounding_to_nearest(layer, grid):
-    wanted = nearest(layer.weights.numpy(), grid)
-    np.testing.assert_allclose(clip.rounded(layer.weights, grid), wanted, rtol=ERROR_TOLERANCE)
+def test_a_clip_by_weights_is_not_the_best(layer, grid):
+    found = block_errors(layer, rtn.quantize(layer.weights.numpy(), grid).dequantize(), grid)
+    assert found.sum() > (1 + ERROR_TOLERANCE * 10) * best_of_ratios(layer, grid).sum()

@@ -3,10 +3,6 @@
 import numpy as np
 import onnx
 import pytest
-from doubles.grids import unpack_blocks, unpack_zero_points
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from llmc.optimize.quantize.grid import (
     Grid,
@@ -39,16 +35,6 @@ def quantized(grid: Grid, shape: tuple[int, int]) -> Quantized:
 # ----------------------------------------------------------------------------------------------------- what they mean
 
 
-@pytest.mark.parametrize(("bits", "low", "high"), [(4, -8, 7), (8, -128, 127)])
-def test_a_grid_has_one_more_negative_integer(bits, low, high):
-    assert (Grid(bits).low, Grid(bits).high) == (low, high)
-
-
-def test_block_0_is_a_whole_row():
-    assert (Grid(8).width(300), Grid(8).groups(300)) == (300, 1)
-    assert (Grid(4, 128).width(300), Grid(4, 128).groups(300)) == (128, 3)
-
-
 def meaning(q: Quantized, n: int, k: int) -> np.float32:
     """What one integer stands for."""
     group = k // q.grid.width(q.values.shape[1])
@@ -63,59 +49,6 @@ def test_dequantize_takes_scale_and_zero_point_of_each_integers_group(grid, shap
     wanted = [[meaning(q, n, k) for k in range(shape[1])] for n in range(shape[0])]
     assert q.dequantize().dtype == np.float32
     np.testing.assert_array_equal(q.dequantize(), np.array(wanted, np.float32))
-
-
-# ---------------------------------------------------------------------------------------------------- how they are laid
-
-
-@st.composite
-def matrices(draw) -> tuple[Grid, np.ndarray]:
-    grid = draw(st.sampled_from(GRIDS))
-    shape = draw(st.tuples(st.integers(1, 5), st.integers(1, 2 * grid.block + 3)))
-    return grid, draw(arrays.arrays(np.int8, shape, elements=st.integers(grid.low, grid.high), fill=st.just(grid.low)))
-
-
-@settings(deadline=None, max_examples=150)
-@given(matrices())
-def test_packing_and_unpacking_give_back_the_integers(case):
-    grid, values = case
-    packed = pack_blocks(values, grid)
-    rows, inputs = values.shape
-    assert packed.dtype == np.uint8
-    assert packed.shape == (rows, -(-inputs // grid.block), grid.block * grid.bits // 8)
-    np.testing.assert_array_equal(unpack_blocks(packed, grid, inputs), values)
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.sampled_from([4, 8]), st.integers(1, 5), st.integers(1, 9), st.data())
-def test_packing_and_unpacking_give_back_the_zero_points(bits, rows, groups, data):
-    grid = Grid(bits, 32, symmetric=False)
-    zeros = data.draw(arrays.arrays(np.int8, (rows, groups), elements=st.integers(grid.low, grid.high)))
-    packed = pack_zero_points(zeros, grid)
-    assert packed.dtype == np.uint8
-    assert packed.shape == (rows, -(-groups * bits // 8))
-    np.testing.assert_array_equal(unpack_zero_points(packed, grid, groups), zeros)
-
-
-def test_the_first_of_two_zero_points_is_the_low_nibble():
-    packed = pack_zero_points(np.array([[-8, 7, 1]], np.int8), Grid(4, 32, symmetric=False))
-    assert packed.tolist() == [[0xF0, 0x89]]
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_padding_stands_for_zero(bits):
-    grid = Grid(bits, 32)
-    packed = pack_blocks(integers(grid, (3, 33)), grid)
-    assert not unpack_blocks(packed, grid, 64)[:, 33:].any()
-
-
-def test_the_first_of_two_nibbles_is_the_low_one():
-    packed = pack_blocks(np.array([[-8, 7, 0, -1]], np.int8), Grid(4, 32))
-    assert packed[0, 0, :3].tolist() == [0xF0, 0x78, 0x88]
-
-
-def test_bytes_are_offset_by_128():
-    assert pack_blocks(np.array([[-128, 0, 127]], np.int8), Grid(8, 32))[0, 0, :4].tolist() == [0, 128, 255, 128]
 
 
 # ----------------------------------------------------------------------------------------- as ONNX Runtime reads them
@@ -181,17 +114,6 @@ def test_gatherblockquantized_reads_what_the_integers_stand_for(session, grid, s
     options = {"bits": grid.bits, "block_size": grid.block, "gather_axis": 0, "quantize_axis": 1}
     got = one_node("GatherBlockQuantized", {"packed": flat, "rows": rows} | constants, {}, session, **options)
     np.testing.assert_array_equal(got[:, : shape[1]], q.dequantize()[rows])
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] > 31], ids=str)
-def test_gatherblockquantized_reads_symmetric_blocks_as_matmulnbits_holds_them(session, grid, shape):
-    q = quantized(grid, shape)
-    rows = np.array([shape[0] - 1, 0, 1], np.int64)
-    feeds = {"packed": pack_blocks(q.values, grid), "rows": rows, "scales": q.scales[..., None]}
-    options = {"bits": grid.bits, "block_size": grid.block, "gather_axis": 0, "quantize_axis": 2}
-    got = one_node("GatherBlockQuantized", feeds, {}, session, **options).reshape(3, -1)[:, : shape[1]]
-    np.testing.assert_array_equal(got, q.dequantize()[rows])
 
 
 def nibbles_exchanged(packed: np.ndarray) -> np.ndarray:

@@ -22,12 +22,6 @@ SEARCH_TOLERANCE = {
     Grid(4, 32, positive=True): 1.02,
     Grid(4, 128, positive=True): 1.01,
 }
-# Mean square error on a positive grid over that of the same grid with scales of either sign, for normal weights:
-# measured 1.112, 1.085, 1.008 and 1.0093. Turning the signs of integers that were chosen with negative scales costs
-# 1.286, 1.128, 1.162 and 1.0113.
-POSITIVE_COST = {Grid(4, 32): 1.13, Grid(4, 128): 1.1, Grid(8, 32): 1.03, Grid(8): 1.0105}
-# The mean square error of an asymmetric grid over that of the symmetric one, for weights around 0.2 with deviation 0.1.
-SHIFTED_TOLERANCE = 0.5
 # |<w - s q, q>| over <w, w>: rounding of the sums in float32.
 NORMAL_EQUATION_TOLERANCE = 1e-5
 
@@ -125,53 +119,6 @@ def test_a_zero_stays_exactly_zero(grid):
     assert not rtn.quantize(weights, grid).dequantize()[:, ::3].any()
 
 
-@settings(deadline=None, max_examples=200)
-@given(matrices, st.sampled_from(POSITIVE), st.sampled_from([-140, -100, 0, 100]))
-def test_all_scales_of_a_positive_grid_are_above_zero(weights, grid, exponent):
-    q = rtn.quantize(np.ldexp(weights, exponent), grid)
-    assert (q.scales > 0).all() and np.isfinite(q.scales).all()
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("grid", POSITIVE, ids=str)
-def test_weights_of_one_sign_meet_the_end_of_their_side(grid, sign, monkeypatch):
-    monkeypatch.setattr(rtn, "CLIP_RATIOS", {4: (1.0,), 8: (1.0,)})
-    found = rtn.quantize(sign * np.abs(normal((4, 256))), grid)
-    steps = sign * found.values.astype(int)
-    assert (steps.min(), steps.max()) == (0, grid.high if sign > 0 else -grid.low)
-
-
-def test_an_asymmetric_grid_cannot_be_positive():
-    with pytest.raises(AssertionError, match="only a symmetric grid can be positive"):
-        Grid(4, 32, symmetric=False, positive=True)
-
-
-def cost(weights: np.ndarray, found: Quantized, grid: Grid) -> float:
-    """Squared error over that of ``grid``."""
-    return float(squared_error(weights, found).sum() / squared_error(weights, rtn.quantize(weights, grid)).sum())
-
-
-@pytest.mark.parametrize("grid", POSITIVE_COST, ids=str)
-def test_scales_above_zero_cost_little(grid):
-    weights = normal((200, 512))
-    positive = rtn.quantize(weights, Grid(grid.bits, grid.block, positive=True))
-    assert cost(weights, positive, grid) <= POSITIVE_COST[grid]
-
-
-@pytest.mark.parametrize("grid", POSITIVE_COST, ids=str)
-def test_turning_the_signs_of_chosen_integers_exceeds_that_cost(turned, grid):
-    weights = normal((200, 512))
-    assert cost(weights, turned(rtn.quantize(weights, grid)), grid) > POSITIVE_COST[grid]
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_zero_points_come_with_asymmetric_grids_only(grid):
-    q = rtn.quantize(normal((4, 256)), grid)
-    assert (q.zero_points is None) == grid.symmetric
-    if q.zero_points is not None:
-        assert (q.zero_points.dtype, q.zero_points.shape) == (np.int8, q.scales.shape)
-
-
 def test_on_the_whole_range_it_is_plain_rounding(monkeypatch):
     monkeypatch.setattr(rtn, "CLIP_RATIOS", {4: (1.0,), 8: (1.0,)})
     weights = normal((20, 300))
@@ -181,26 +128,6 @@ def test_on_the_whole_range_it_is_plain_rounding(monkeypatch):
         np.testing.assert_array_equal(found.values, wanted.values)
         np.testing.assert_allclose(np.concatenate(ranges, 1), wanted.scales, rtol=FLOAT32_SHARE)
         np.testing.assert_array_equal(found.zero_points, wanted.zero_points)
-
-
-def shifted_share(grid: Grid) -> float:
-    """The error for weights that are mostly positive, over that of the symmetric grid of the same size."""
-    weights = normal((50, 256)) * 5 + np.float32(0.2)
-    return float(
-        squared_error(weights, rtn.quantize(weights, grid)).sum()
-        / squared_error(weights, rtn.quantize(weights, Grid(grid.bits, grid.block))).sum()
-    )
-
-
-@pytest.mark.parametrize("grid", ASYMMETRIC, ids=str)
-def test_zero_points_serve_weights_that_are_mostly_positive(grid):
-    assert shifted_share(grid) < SHIFTED_TOLERANCE
-
-
-def test_without_its_zero_points_the_asymmetric_grid_exceeds_the_tolerance(monkeypatch):
-    whole_range = rtn.whole_range
-    monkeypatch.setattr(rtn, "whole_range", lambda groups, grid: whole_range(groups, Grid(grid.bits, grid.block)))
-    assert shifted_share(ASYMMETRIC[0]) > SHIFTED_TOLERANCE
 
 
 @pytest.mark.parametrize("exponent", [-110, 100])
@@ -240,36 +167,22 @@ def test_a_short_last_group_is_as_good_as_alone():
     np.testing.assert_array_equal(whole.scales[:, 2:], last.scales)
 
 
-@pytest.mark.parametrize("grid", [Grid(4, 128), Grid(8)], ids=str)
-def test_a_row_does_not_depend_on_the_rows_beside_it(grid):
-    weights = normal((64, 300))
-    whole, parts = rtn.quantize(weights, grid), [rtn.quantize(weights[i : i + 7], grid) for i in range(0, 64, 7)]
-    np.testing.assert_array_equal(whole.values, np.concatenate([part.values for part in parts]))
-    np.testing.assert_array_equal(whole.scales, np.concatenate([part.scales for part in parts]))
-
-
-def test_a_width_without_clip_ratios_is_refused():
-    with pytest.raises(KeyError):
-        rtn.quantize(normal((1, 32)), Grid(5, 32))
-
-
 # ---------------------------------------------------------------------------- planted errors: the tolerances can fail
 
 
-def test_a_clip_that_is_too_hard_has_a_larger_error_than_plain_rounding(monkeypatch):
-    monkeypatch.setattr(rtn, "CLIP_RATIOS", {8: (0.62,)})
-    weights, grid = normal((10, 32)), Grid(8, 32)
-    slack = FLOAT32_SHARE * np.square(weights.astype(np.float64)).sum(axis=1)
-    found, allowed = squared_error(weights, rtn.quantize(weights, grid)), squared_error(weights, plain(weights, grid))
-    assert (found > allowed + slack).all()
+@pytest.mark.parametrize("grid", SEARCH_TOLERANCE, ids=str)
+def test_plain_rounding_is_not_close_to_the_best_scale(grid):
+    assert error_over_the_best(plain, grid) > SEARCH_TOLERANCE[grid]
+
+
+@settings(deadline=None, max_examples=200)
+@given(matrices, st.sampled_from(POSITIVE), st.sampled_from([-140, -100, 0, 100]))
+def test_all_scales_of_a_positive_grid_are_above_zero(weights, grid, exponent):
+    q = rtn.quantize(np.ldexp(weights, exponent), grid)
+    assert (q.scales > 0).all() and np.isfinite(q.scales).all()
 
 
 @pytest.mark.parametrize("grid", SYMMETRIC, ids=str)
 def test_the_scale_of_plain_rounding_is_not_the_best_for_its_integers(grid):
     weights = normal((10, 256))
     assert worst_normal_equation(weights, plain(weights, grid)) > NORMAL_EQUATION_TOLERANCE
-
-
-@pytest.mark.parametrize("grid", SEARCH_TOLERANCE, ids=str)
-def test_plain_rounding_is_not_close_to_the_best_scale(grid):
-    assert error_over_the_best(plain, grid) > SEARCH_TOLERANCE[grid]

@@ -9,8 +9,6 @@ from llmc.optimize.quantize import smoothquant
 
 # A power and a quotient in float32.
 SCALE_TOLERANCE = 1e-5
-# Error of W8A8 with one activation scale, smoothed over unsmoothed, for one channel 50 times as large as the others.
-OUTLIER_TOLERANCE = 0.2
 
 
 def layer(seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -43,36 +41,6 @@ def test_scales_are_the_papers(alpha):
     np.testing.assert_allclose(got.numpy(), transcribed(x, weights, alpha), rtol=SCALE_TOLERANCE)
 
 
-def test_another_alpha_exceeds_the_scale_tolerance():
-    x, weights = layer()
-    got = smoothquant.scales(x.abs().amax(0), largest(weights), alpha=0.5).numpy()
-    assert not np.allclose(got, transcribed(x, weights, 0.5001), rtol=SCALE_TOLERANCE)
-
-
-def w8a8_error(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> float:
-    """Mean square error of the output with int8 rows of the weight and one activation scale for all."""
-    smooth, scaled = x / scales, weight * scales
-    step, steps = smooth.abs().max() / 127, scaled.abs().amax(1, keepdim=True) / 127
-    y = (smooth / step).round() * step @ ((scaled / steps).round() * steps).T
-    return float((y - x @ weight.T).square().mean())
-
-
-def smoothed_share(scales: torch.Tensor) -> float:
-    x, weights = layer()
-    weight = torch.cat(weights)
-    return w8a8_error(x, weight, scales) / w8a8_error(x, weight, torch.ones(64))
-
-
-def test_smoothing_serves_activations_with_an_outlier():
-    x, weights = layer()
-    assert smoothed_share(smoothquant.scales(x.abs().amax(0), largest(weights), alpha=0.5)) < OUTLIER_TOLERANCE
-
-
-def test_inverse_scales_exceed_the_outlier_tolerance():
-    x, weights = layer()
-    assert smoothed_share(1 / smoothquant.scales(x.abs().amax(0), largest(weights), alpha=0.5)) > OUTLIER_TOLERANCE
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_dead_channels_keep_scale_1_and_none_goes_out_of_range(alpha):
     x, weights = layer()
@@ -94,3 +62,9 @@ def test_senseless_ranges_are_refused(value):
     absmax[2] = value
     with pytest.raises(BuildError, match="calibrate again"):
         smoothquant.scales(absmax, largest(weights), alpha=0.5)
+
+
+def test_another_alpha_exceeds_the_scale_tolerance():
+    x, weights = layer()
+    got = smoothquant.scales(x.abs().amax(0), largest(weights), alpha=0.5).numpy()
+    assert not np.allclose(got, transcribed(x, weights, 0.5001), rtol=SCALE_TOLERANCE)

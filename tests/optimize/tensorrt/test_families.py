@@ -15,12 +15,12 @@ from doubles.engines import build_decoder
 from doubles.plans import PLAN
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, Profile, read_export
-from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.lower.context import Computed, LoweringContext, QuantConfig, QuantConfigs, Static, WeightOnly
 from llmc.optimize.passes import lower
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.tensorrt.builder import EngineReport
-from llmc.optimize.weights import WeightFile
+from llmc.optimize.weights.file import WeightFile
+from llmc.optimize.weights.store import Calibrated
 
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
 CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from doubles.lowerings import difference
 
@@ -57,36 +56,3 @@ def test_tensorrt_takes_other_heads_in_basic_operators(make_case, tmp_path: Path
     report = build(export, tmp_path / "bundle", target="tensorrt-rtx", precision="fp16", max_context=64, max_batch=2)
     assert report.manifest.engine.form == "primitives" and report.manifest.engine.file
     assert report.manifest.quality.mean_kl < 1e-4
-
-
-def test_the_measured_kernels_are_those_of_this_engine(session):
-    """Multiples of 8, and of 16 where it rotates: the constants of the lowering."""
-    from onnx import TensorProto, helper
-    from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_errors
-
-    def runs(head_dim: int, rotates: bool) -> bool:
-        shapes = {"q": [1, 1, head_dim], "k": [1, 1, head_dim], "v": [1, 1, head_dim]}
-        shapes |= {"past_k": [1, 1, 4, head_dim], "past_v": [1, 1, 4, head_dim]}
-        tables = {"cos": [4, head_dim // 2], "sin": [4, head_dim // 2]} if rotates else {}
-        lengths = {"seqlens_k": [1], "total": []}
-        names = [*shapes, *lengths, *tables]
-        attributes = {"num_heads": 1, "kv_num_heads": 1, "do_rotary": int(rotates)}
-        outputs = ["out", "k_out", "v_out"]
-        node = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", **attributes)
-        floats, integers = TensorProto.FLOAT, TensorProto.INT32
-        kinds = {**dict.fromkeys(shapes | tables, floats), **dict.fromkeys(lengths, integers)}
-        inputs = [helper.make_tensor_value_info(n, kinds[n], (shapes | lengths | tables)[n]) for n in names]
-        results = [helper.make_tensor_value_info(name, floats, None) for name in outputs]
-        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-        model = helper.make_model(helper.make_graph([node], "g", inputs, results), opset_imports=opsets, ir_version=10)
-        feeds: dict[str, Any] = {n: np.zeros(shape, np.float32) for n, shape in (shapes | tables).items()}
-        feeds |= {"seqlens_k": np.zeros(1, np.int32), "total": np.array(1, np.int32)}
-        try:
-            session(model.SerializeToString()).run(None, feeds)
-        except onnxruntime_errors.InvalidArgument as error:
-            assert "multiple of" in str(error)
-            return False
-        return True
-
-    assert [runs(size, False) for size in (100, 120, 128)] == [False, True, True]
-    assert [runs(size, True) for size in (100, 120, 128)] == [False, False, True]

@@ -8,12 +8,11 @@ import pytest
 from doubles.lowerings import relative_difference
 
 from llmc.bundle import read_bundle, read_export
-from llmc.errors import BuildError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
-from llmc.optimize.calibrate.store import Calibrated, Store
 from llmc.optimize.recipe import Request
+from llmc.optimize.weights.store import Calibrated, Store
 from llmc.runtime import load
 from llmc.runtime.sessions import open_session
 from llmc.runtime.sessions.base import Batch, Phase
@@ -28,7 +27,6 @@ TRAINED_TOLERANCE = 0.02
 
 BIASES, UNTIED, TIED = "llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded"
 KINDS = ["int8", "int8-channel"]
-CAPACITY = 24
 PIECES = [7, 1, 12]
 
 
@@ -108,53 +106,6 @@ def test_a_planted_error_exceeds_the_tolerance(quantized, exported, decoder, por
     plant(lowered)
     found, _ = in_pieces(decoder(lowered.write(), lowered.geometry), ids, [len(ids)])
     assert relative_difference(found, portable_logits(exported(BIASES))) > CACHE_TOLERANCE
-
-
-@pytest.mark.parametrize(("kind", "count"), [("int8", 1), ("int8-channel", 2 * 16)])
-def test_scales_are_one_per_tensor_or_one_per_channel(quantized, kind, count):
-    lowered = quantized(BIASES, kind)
-    for value in scales_of(lowered):
-        assert value.const_value.numpy().size == count
-    for node in lowered.nodes("GroupQueryAttention"):
-        wanted = "PER_TENSOR" if kind == "int8" else "PER_CHANNEL"
-        assert node.attributes["k_quant_type"].as_string() == node.attributes["v_quant_type"].as_string() == wanted
-
-
-def test_every_input_and_output_of_the_cache_is_declared_as_int8(quantized):
-    lowered = quantized(BIASES, "int8")
-    types = {value.name: value.dtype for value in (*lowered.graph.inputs, *lowered.graph.outputs)}
-    caches = {name for name in types if name.startswith(("past_key_values.", "present."))}
-    assert len(caches) == 8
-    assert {types[name] for name in caches} == {ir.DataType.INT8}
-    assert types["logits"] == ir.DataType.FLOAT
-
-
-def test_a_float_cache_stays_what_it_was(exported, lowering):
-    lowered = lowering(exported(BIASES).export)
-    assert lowered.apply("type cache") == 0
-    assert {value.dtype for value in lowered.graph.inputs[3:]} == {ir.DataType.FLOAT}
-    assert "k_quant_type" not in lowered.nodes("GroupQueryAttention")[0].attributes
-
-
-@pytest.mark.parametrize("missing", ["key", "value"])
-def test_a_missing_range_is_refused_by_name(exported, lowering, decoder, ids, tmp_path, missing):
-    store = ranges(exported(BIASES), decoder, ids, tmp_path / "ranges")
-    arrays = {name: array for name, array in store.read("layer-001").items() if name != f"cache:{missing}"}
-    store.write("layer-001", arrays)
-    lowered = lowering(exported(BIASES).export, calibrated=Calibrated(Store(store.folder)), cache="int8")
-    with pytest.raises(
-        BuildError, match=rf"model.layers.1.self_attn: calibration holds no cache:{missing}; give a text"
-    ):
-        lowered.apply("lower attention")
-
-
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -1.0])
-def test_a_range_that_is_no_magnitude_is_refused(exported, lowering, decoder, ids, tmp_path, wrong):
-    store = ranges(exported(BIASES), decoder, ids, tmp_path / "ranges")
-    store.write("layer-000", dict(store.read("layer-000")) | {"cache:key": np.full((2, 16), wrong, np.float32)})
-    lowered = lowering(exported(BIASES).export, calibrated=Calibrated(Store(store.folder)), cache="int8-channel")
-    with pytest.raises(BuildError, match=r"ranges of the KV cache are .*calibrate again"):
-        lowered.apply("lower attention")
 
 
 # ----------------------------------------------------------------------------------------------------------- the bundle

@@ -22,8 +22,6 @@ CAPPED = "gemma2-softcaps"
 TOKENS = 20
 PIECES = {"one piece": [TOKENS], "chunks": [7, 1, 12], "token by token": [1] * TOKENS}
 GRIDS = {"8 bits": Grid(8, 32), "4 bits": Grid(4, 32), "blocks wider than the rows": Grid(4, 128)}
-# The decoder stays the same decoder without these; they only make it faster.
-OPTIONAL = ("pack projections", "fuse SiLU")
 
 
 # ------------------------------------------------------------------------------------------------------------ float32
@@ -46,14 +44,6 @@ def test_rows_of_a_ragged_decode_batch_are_as_alone(case, lowering, decoder, ids
     both = {name: np.concatenate([cache[name] for cache in caches]) for name in caches[0]}
     together, _ = decode.run([[5], [5]], [9, 4], both)
     assert difference(together, np.stack(alone)) <= FLOAT_TOLERANCE
-
-
-@pytest.mark.parametrize("left_out", OPTIONAL)
-def test_an_optional_pass_changes_no_number(exported, lowering, decoder, portable_logits, ids, left_out):
-    for case in (exported("llama-biases"), exported("qwen3-tied-sharded")):
-        lowered = lowering(case.export)
-        logits = decoder(lowered.save(without=[left_out]), lowered.geometry)(ids, [7, 13])
-        assert difference(logits, portable_logits(case)) <= FLOAT_TOLERANCE
 
 
 def window_off_by_one(lowered) -> None:

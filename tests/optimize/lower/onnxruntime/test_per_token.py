@@ -14,9 +14,6 @@ from llmc.runtime.host.machine import cpu_features
 # Largest difference over the largest magnitude of a row. The integer product is exact, two or three factors are
 # rounded to float32.
 LINEAR_TOLERANCE = 1e-6
-# The same for gate, up, SiLU and down: float32 rounding may send an activation that lies between two integers to the
-# other one, which is worth up to 1/127 of one of 80 inputs.
-CHAIN_TOLERANCE = 5e-3
 # Logits of the same graph with factors in another order or tokens in other chunks: 1e-6, but for the same reason up to
 # 2e-2 in one prompt of a dozen. An error is in all of them, so the least of a few prompts counts.
 ROUNDING_TOLERANCE = 5e-3
@@ -96,12 +93,6 @@ def test_a_linear_equals_its_formula(linear):
     assert difference(run(x)[0][0], w8a8(x[0].astype(np.float64), weight, scales, bias)) <= LINEAR_TOLERANCE
 
 
-def test_tokens_use_the_whole_grid(linear):
-    run, _ = linear
-    integers = run(activations())[1].astype(int) - 128
-    assert (np.abs(integers).max(axis=1) == 127).all()
-
-
 def test_a_token_of_zeros_gives_the_bias(linear):
     run, (_, _, bias) = linear
     x = activations()
@@ -135,33 +126,6 @@ def feed_forward(request, exported, part):
         [f"{LAYER}.mlp.down_proj.out"],
         request.param,
     )
-
-
-def formula(x: np.ndarray, constants: dict[str, np.ndarray]) -> np.ndarray:
-    weights = {
-        n: [constants[f"{LAYER}.mlp.{n}_proj.int8{rest}"] for rest in ("", ".scales")] for n in ("gate", "up", "down")
-    }
-    gate, up = w8a8(x, *weights["gate"]), w8a8(x, *weights["up"])
-    return w8a8(gate / (1 + np.exp(-gate)) * up, *weights["down"])
-
-
-def moderate() -> np.ndarray:
-    return np.random.default_rng(3).normal(0, 1, (1, 200, HIDDEN)).astype(np.float32)
-
-
-def test_a_feed_forward_equals_its_formula(feed_forward):
-    run, constants = feed_forward
-    x = moderate()
-    assert difference(run(x)[0][0], formula(x[0].astype(np.float64), constants)) <= CHAIN_TOLERANCE
-
-
-def test_a_planted_error_exceeds_the_chain_tolerance(feed_forward):
-    run, constants = feed_forward
-    x = moderate()
-    for name in ("gate", "up", "down"):
-        scales = f"{LAYER}.mlp.{name}_proj.int8.scales"
-        wrong = constants | {scales: constants[scales] * 1.01}
-        assert difference(run(x)[0][0], formula(x[0].astype(np.float64), wrong)) > CHAIN_TOLERANCE
 
 
 def test_a_token_is_the_same_bit_for_bit_whatever_it_shares_a_call_with(feed_forward):
@@ -199,10 +163,3 @@ def test_a_planted_error_exceeds_the_rounding_tolerance(exported, lowering, deco
     deferred.outputs[0].replace_all_uses_with(deferred.inputs[0])
     got = decoder(late.write(), late.geometry)
     assert min(difference(got(prompt), wanted(prompt)) for prompt in prompts(ids)) > ROUNDING_TOLERANCE
-
-
-@pytest.mark.parametrize("pieces", [[7, 1, 12], [8, 8, 4], [1] * 20], ids=str)
-def test_chunks_change_nothing_but_the_rounding(case, lowering, decoder, ids, pieces):
-    lowered = lowering(case.export, PerToken())
-    run = decoder(lowered.save(), lowered.geometry)
-    assert min(difference(run(prompt, pieces), run(prompt)) for prompt in prompts(ids)) <= ROUNDING_TOLERANCE

@@ -15,14 +15,14 @@ from llmc.errors import UsageError
 from llmc.export import export
 from llmc.inventory import Codes
 from llmc.optimize.build import build
-from llmc.optimize.calibrate.store import Calibrated
-from llmc.optimize.lower.context import Float32, LoweringContext, PerToken, WeightOnly, quant_configs
+from llmc.optimize.lower.context import LoweringContext, WeightOnly, quant_configs
 from llmc.optimize.lower.raising import Linear, raise_linears
 from llmc.optimize.lower.tensorrt.weights import integer_columns
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
-from llmc.optimize.weights import WeightFile
+from llmc.optimize.weights.file import WeightFile
+from llmc.optimize.weights.store import Calibrated
 
 # As of other lowerings in float32: both sides compute with the same integers and scales. One code off, or the scale of
 # another block, costs more than 1e-2.
@@ -130,13 +130,6 @@ def test_blocks_of_kernels_lie_within_those_of_the_checkpoint(codes, inputs, gri
         assert quant_configs(source_recipe(geometry), geometry)["decode"].of("lm_head") == WeightOnly(grid)
 
 
-def test_other_integers_are_chosen_for_what_the_codes_stand_for(case, lowering, decoder, ids):
-    _, written, folder = case
-    lowered = lowering(folder, Float32())
-    found = decoder(lowered.save(), lowered.geometry)(ids)
-    assert difference(found, written.logits(np.array([ids]))[0]) <= FLOAT_TOLERANCE
-
-
 @pytest.mark.parametrize("name", ["gptq-zeros-act-order", "packed-int4-bf16"])
 def test_a_bundle_is_built_with_them_by_default(made, name, tmp_path):
     manifest = build(made(name)[-1], tmp_path / "bundle").manifest
@@ -144,22 +137,6 @@ def test_a_bundle_is_built_with_them_by_default(made, name, tmp_path):
     # The reference has the same integers: only activations are rounded.
     assert manifest.quality.phases["decode"].mean_kl < 0.05
     assert not any("as integers" in note for note in manifest.notes)
-
-
-def test_integers_that_are_chosen_anew_are_a_note(made, tmp_path):
-    manifest = build(made("gptq-zeros-act-order")[-1], tmp_path / "bundle", precision="int8").manifest
-    assert [note for note in manifest.notes if "weights of 7 linears as integers, from which those of int8" in note]
-
-
-def test_what_the_checkpoint_left_in_floats_gets_8_bits(case):
-    scheme, _, folder = case
-    geometry = read_export(folder).geometry
-    made = quant_configs(source_recipe(geometry), geometry)
-    grid = Grid(scheme.grid.bits, 32, not scheme.grid.zeros)
-    if scheme.grid.group:
-        assert made["decode"].of("model.layers.0.mlp.up_proj") == WeightOnly(grid)
-    assert made["decode"].of("lm_head") == WeightOnly(Grid(8, 128))
-    assert made["prefill"].of("model.layers.0.mlp.up_proj") == PerToken()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 from doubles.lowerings import Lowering, open_session, replace_weights
 
 from llmc.bundle import DECODER_FILE, Limits
-from llmc.optimize.calibrate.store import Calibrated
 from llmc.optimize.lower.context import (
     HEAD,
     Computed,
@@ -27,7 +26,8 @@ from llmc.optimize.lower.context import (
 from llmc.optimize.lower.tensorrt.weights import LARGEST_FLOAT8, as_stored
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize import rtn
-from llmc.optimize.weights import rows_of
+from llmc.optimize.weights.store import Calibrated
+from llmc.optimize.weights.tensors import rows_of
 
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
 CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)

@@ -6,7 +6,6 @@ import onnx_ir as ir
 import pytest
 
 from llmc.errors import BuildError
-from llmc.optimize import weights as pieces_module
 from llmc.optimize.lower.context import Computed, Float8, Static, WeightOnly, quant_configs
 from llmc.optimize.lower.tensorrt.weights import (
     SMALLEST_SCALE,
@@ -19,7 +18,8 @@ from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid, Quantized
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
-from llmc.optimize.weights import WeightFile
+from llmc.optimize.weights import tensors as pieces_module
+from llmc.optimize.weights.file import WeightFile
 
 HALF, BRAIN = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 GRIDS = [Grid(8, positive=True), Grid(4, 32, positive=True), Grid(4, 128, positive=True)]

@@ -1,26 +1,22 @@
-"""Weights in and out, a piece at a time: checkpoint tensors are read by rows, packed ones appended to one file."""
+"""Tensors of a checkpoint, read by rows."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmc.bundle import WEIGHTS_FILE
 from llmc.errors import BuildError, CheckpointError
 from llmc.origin import weight_files
 
 S = TypeVar("S")
 T = TypeVar("T")
 
-# A page: engines map each tensor on its own, and a mapping begins on a page.
-ALIGNMENT = 4096
 # Weights per piece: small enough to stay in the second-level cache as float32 (1 MiB), large enough to amortise a call.
 PIECE = 1 << 18
 
@@ -65,7 +61,7 @@ class CodedTensor:
     @property
     def block(self) -> int:
         """Columns that share a scale."""
-        return _sizes(self.codes)[1] // _sizes(self.scales)[1]
+        return sizes(self.codes)[1] // sizes(self.scales)[1]
 
 
 Weight = ir.ExternalTensor | CodedTensor
@@ -84,7 +80,7 @@ def rows_of(tensor: Weight, start: int = 0, stop: int | None = None) -> NDArray[
             steps -= np.repeat(zeros, tensor.block, axis=1)
         steps *= np.repeat(scales, tensor.block, axis=1)
         return steps if tensor.order is None else steps[:, order_of(tensor.order)]
-    shape = _sizes(tensor)
+    shape = sizes(tensor)
     stop = shape[0] if stop is None else min(stop, shape[0])
     values = _to_float32(_rows(tensor, start, stop), tensor.dtype)
     if not np.isfinite(values).all():
@@ -114,7 +110,7 @@ def order_of(order: ir.ExternalTensor) -> NDArray[np.int32]:
 
 def _integers(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.int8]:
     """Rows of integers of 8 bits, or of 4, of which two lie in a byte; rows that begin in one take them all."""
-    raw, shape = np.frombuffer(_rows(tensor, start, stop), np.int8), _sizes(tensor)
+    raw, shape = np.frombuffer(_rows(tensor, start, stop), np.int8), sizes(tensor)
     if tensor.dtype == ir.DataType.INT4:
         # Up and down again: a shift of a signed number keeps its sign.
         raw = np.stack((np.left_shift(raw, 4), raw), axis=1).reshape(-1)
@@ -128,7 +124,7 @@ def _rows(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) ->
     Raises:
         CheckpointError: the file is missing or ends early.
     """
-    shape = _sizes(tensor)
+    shape = sizes(tensor)
     stop = shape[0] if stop is None else min(stop, shape[0])
     bits = int(np.prod(shape[1:], dtype=np.int64)) * int(tensor.dtype.itemsize * 8)
     size = -(-(stop - start) * bits // 8)
@@ -144,7 +140,8 @@ def _rows(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) ->
     return raw
 
 
-def _sizes(tensor: ir.ExternalTensor) -> tuple[int, ...]:
+def sizes(tensor: ir.TensorProtocol | Weight) -> tuple[int, ...]:
+    """The tensor's shape as plain integers."""
     return tuple(int(size) for size in tensor.shape.numpy())
 
 
@@ -173,76 +170,3 @@ def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
                 yield pending.pop(0).result()
         for future in pending:
             yield future.result()
-
-
-def stored_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """A contiguous array as ONNX stores it: two values of 4 bits in a byte, the first one in its low half."""
-    values: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
-    if array.dtype != ml_dtypes.int4:
-        return values
-    halves = np.append(values, np.uint8(0)) if len(values) % 2 else values
-    packed: NDArray[np.uint8] = np.bitwise_or(halves[0::2] & np.uint8(15), halves[1::2] << np.uint8(4))
-    return packed
-
-
-def round_to_bfloat16(folder: Path) -> None:
-    """Round all float32 weights in the weight file of ``folder`` to the nearest bfloat16, ties to even, in place."""
-    model = ir.load(next(folder.glob("*.onnx")))
-    with (folder / WEIGHTS_FILE).open("r+b") as file:
-        for value in model.graph.initializers.values():
-            tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor) and tensor.dtype == ir.DataType.FLOAT and tensor.length:
-                data = np.memmap(file, np.uint32, "r+", tensor.offset or 0, (tensor.length // 4,))
-                data += 0x7FFF + ((data >> 16) & 1)
-                data &= 0xFFFF0000
-                data.flush()
-
-
-class WeightFile:
-    """The bundle's weight file: tensors are appended once under a name and handed out as external tensors.
-
-    Graphs that ask for the same name share the bytes.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._tensors: dict[str, ir.ExternalTensor] = {}
-        self._sources: dict[str, bytes] = {}
-        self._file = (folder / WEIGHTS_FILE).open("wb")
-
-    def add(
-        self, names: Sequence[str], make: Callable[[], Sequence[NDArray[Any]]], source: bytes = b""
-    ) -> list[ir.ExternalTensor]:
-        """The tensors called ``names``; ``make`` computes them all and is called only if the first is not there yet.
-
-        ``source`` is what they are computed from, where that is not told by the name of a weight: a name stands for
-        one content.
-        """
-        assert self._sources.setdefault(names[0], source) == source, f"{names[0]} is computed from two sources"
-        if names[0] not in self._tensors:
-            for name, array in zip(names, make(), strict=True):
-                self._append(name, np.ascontiguousarray(array))
-        return [self._tensors[name] for name in names]
-
-    def view(self, tensor: ir.ExternalTensor, shape: Sequence[int]) -> ir.ExternalTensor:
-        """The same bytes in another shape, for an operator that wants them so."""
-        name = f"{tensor.name}.{'x'.join(map(str, shape))}"
-        return self._reference(name, tensor.offset or 0, tensor.length or 0, tensor.dtype, shape)
-
-    def close(self) -> None:
-        """Flush what was written."""
-        self._file.close()
-
-    def _append(self, name: str, array: NDArray[Any]) -> None:
-        self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
-        offset, data = self._file.tell(), stored_bytes(array)
-        self._file.write(data.data)
-        dtype = ir.DataType.from_numpy(array.dtype)
-        self._tensors[name] = self._reference(name, offset, data.nbytes, dtype, array.shape)
-
-    def _reference(
-        self, name: str, offset: int, length: int, dtype: ir.DataType, shape: Sequence[int]
-    ) -> ir.ExternalTensor:
-        return ir.ExternalTensor(
-            WEIGHTS_FILE, offset, length, dtype, shape=ir.Shape(shape), name=name, base_dir=self.folder
-        )

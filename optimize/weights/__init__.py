@@ -1,0 +1,1 @@
+"""Weights: read from the checkpoint, decided by calibration, written into a bundle."""
