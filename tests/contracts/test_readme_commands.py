@@ -25,7 +25,6 @@ PAGES = [
     "recipes/benchmarks/RESULTS.md",
     "recipes/gpu.md",
     "recipes/jetson.md",
-    "recipes/gpu_check/README.md",
     "recipes/serve/README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",

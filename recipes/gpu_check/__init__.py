@@ -1,1 +1,0 @@
-"""The parts of ``recipes/gpu_check.py``."""

@@ -1,0 +1,56 @@
+"""The check of GPUs, on the target that needs none: a bundle passes, and one that fails or hangs is recorded."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "recipes" / "gpu_check.py"
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def exports(tiny_export: Path, tmp_path: Path) -> Path:
+    (tmp_path / "exports").mkdir()
+    (tmp_path / "exports" / "tiny").symlink_to(tiny_export)
+    return tmp_path / "exports"
+
+
+@pytest.mark.slow
+def test_a_bundle_is_built_compared_and_timed(check, exports, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert check.main(["cpu/tiny/int8", "--out", str(out), "--exports", str(exports)]) == 0
+    found = json.loads(out.read_text())["bundles"]["cpu/tiny/int8"]
+    assert found["state"] == "done" and found["result"]["distances"].keys() == {"prefill", "decode"}
+    assert "| cpu/tiny/int8 | done |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("limit", "state"), [("60", "failed with 1"), ("0.01", "no end after 0.01 s")])
+def test_one_that_fails_or_hangs_is_recorded_and_ends_the_run_with_1(check, tmp_path, limit, state):
+    out = tmp_path / "out.json"
+    nowhere = ["--exports", str(tmp_path / "nowhere"), "--limit", limit]
+    assert check.main(["cpu/tiny/int4", "--out", str(out), *nowhere]) == 1
+    assert json.loads(out.read_text())["bundles"]["cpu/tiny/int4"]["state"] == state
+
+
+def test_logits_of_the_position_before_are_beyond_every_limit(check):
+    logits = np.random.default_rng(0).standard_normal((8, 100))
+    assert check.distance(logits, logits) == 0
+    assert check.distance(logits[1:], logits[:-1]) > max(check.LIMITS.values())
+
+
+def test_a_bundle_that_is_none_is_refused(check, capsys):
+    with pytest.raises(SystemExit):
+        check.main(["vulkan/*"])
+    assert "there are cuda/0.5b/fp16" in capsys.readouterr().err
