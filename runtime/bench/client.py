@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +131,14 @@ def send(offsets: Sequence[float], submit: Callable[[int, Visit], Handle]) -> li
         except LlmcError as error:
             each.error = error
     return visits
+
+
+def due_times(rate: float, seed: int) -> Iterator[float]:
+    """Seconds from the first arrival to each of a Poisson process of ``rate`` per second, without end."""
+    generator, moment = np.random.default_rng(seed), 0.0
+    while True:
+        yield moment
+        moment += float(generator.exponential(1 / rate))
 
 
 def draw_prompt(vocab_size: int, length: int, seed: int, index: int) -> list[int]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ import numpy as np
 from llmc.bundle import Limits, read_bundle
 from llmc.errors import QueueFullError, UsageError
 from llmc.runtime.api.options import Determinism, row_limit
-from llmc.runtime.bench.arrivals import arrivals
-from llmc.runtime.bench.client import Report, Visit, common, draw_prompt, energy, visit
+from llmc.runtime.bench.client import Report, Visit, common, draw_prompt, due_times, energy, visit
 from llmc.runtime.host.energy import EnergyMeter, Joules
 from llmc.runtime.model import load
 
@@ -134,7 +134,8 @@ def load_test(
         # The first calls allocate; they are not counted. A queue shorter than the rows may turn some of them away.
         visit(model, lambda index: prompt(requests + index), [0.0] * rows, 2)
         with EnergyMeter() as meter:
-            visits = visit(model, prompt, arrivals(requests, rate, seed), new_tokens)
+            offsets = [0.0] * requests if rate is None else list(islice(due_times(rate, seed), requests))
+            visits = visit(model, prompt, offsets, new_tokens)
         engine = model.engine.options
         return LoadReport(
             concurrency=row_limit(model.manifest, engine),

@@ -6,39 +6,44 @@ concurrency (a closed loop) so many clients send their next request when they ha
 down together with the server and never shows its queue. See :mod:`llmc.runtime.bench.load_test` for the sources.
 """
 
-import asyncio
 import datetime
 import itertools
 import json
 import platform
+import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
 
 from llmc import __version__
 from llmc.errors import LlmcError, UsageError
-from llmc.runtime.bench.arrivals import due_times
-from llmc.runtime.bench.exchange import Exchange
-from llmc.runtime.bench.prompts import Draw, Prompt, WordCount, drawn, from_file, read_length, word_count
-from llmc.runtime.bench.serve_report import SCHEMA, Point, ServeReport, point, read_slo
-from llmc.runtime.bench.wire import Client, run, server_at
+from llmc.runtime.bench.client import due_times
+from llmc.runtime.bench.serve_report import Exchange, figures
 from llmc.runtime.host.machine import cpu_model, usable_threads
 
-PATHS = {"chat": "/chat/completions", "completions": "/completions"}
-OWN = ("model", "messages", "prompt", "stream", "stream_options")  # of the body: what the test itself decides
-PROBES = (64, 128)  # words of the prompts that show how a server counts
-MAX_REQUESTS, MIN_RATE, MAX_CONCURRENCY = 1_000_000, 1e-6, 10_000
+OWN = ("model", "messages", "stream")  # fields of the body that the test itself decides
+OBJECTIVES = ("ttft", "tpot", "e2e")
+MAX_REQUESTS, MAX_CONCURRENCY = 1_000_000, 1024  # the latter also limits the requests under way at a rate
 REQUESTS = 64  # where neither a number nor a duration is given
+PROBES = (64, 128)  # words of the prompts that show how a server counts
 TICK_S = 0.2  # between two reports of progress
-Progress = Callable[[str, float | None], None]
-Request = Callable[[bytes, Exchange], Coroutine[Any, Any, None]]
-
-
-def silent(step: str, fraction: float | None) -> None:
-    """Progress that nobody watches."""
+READ_BYTES = 64 << 10
+# Short and frequent, so nearly every vocabulary has each as one token.
+_FREQUENT = """
+the of and to in is you that it was for on are as with they at be this have from or one had by but not all were
+we when your can said there use an each which do how their if will up other about out many then them these so
+some would make like into time has look two more go see number no way could people my than first water been call
+who its now find long down day did get come made may part over new sound take only little work know place year
+live me back give most very after thing our just name good sentence man think say great where help through much
+"""
+WORDS = _FREQUENT.split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,48 +52,36 @@ class LoadSettings:
 
     Attributes:
         url: of the server, with or without ``/v1``.
-        api: ``chat`` or ``completions``.
         model: None takes the first one that the server lists.
-        rate: requests per second, one test for each; above 0.
-        even: gaps between arrivals are equal; else exponential (a Poisson process).
+        rate: requests per second, one test for each; a Poisson process.
         concurrency: clients of a closed loop, one test for each; one client if there is no rate either.
         requests: of each test, to 1,000,000; 64 where there is no duration.
         duration: seconds in which requests are sent; those under way are waited for.
         warm_up: requests before the first test, one after the other, that are not counted.
         seed: of arrivals, prompts and lengths.
-        prompts: a file of prompts (:func:`llmc.runtime.bench.prompts.from_file`); else words are drawn.
-        prompt_length: tokens of a drawn prompt with its chat template, as ``128`` or ``128-512``. Two probes tell how
-            many tokens the server counts for a word; the report has what it counted for each request.
-        shared_prefix: the share of each drawn prompt, from 0 to 1, that all have in common.
+        prompt_length: tokens of a prompt with its chat template, as ``128`` or ``128-512``. Two probes tell how many
+            tokens the server counts for a word; the report has what it counted for each request.
         max_tokens: of each answer, likewise.
         ignore_eos: ask for exactly as many, by a field of the body that not every server takes.
-        usage: ask for the count of tokens at the stream's end, by ``stream_options``; without it pieces are counted.
         extra_body: more fields of the body.
-        timeout: of a request, to the end of its answer.
+        timeout: seconds for a request, to the end of its answer.
         slo: objectives, as ``ttft=0.5,tpot=0.05,e2e=10``.
-        ca_file: certificates to trust in place of the system's.
     """
 
     url: str
-    api: str = "chat"
     model: str | None = None
     rate: Sequence[float] = ()
-    even: bool = False
     concurrency: Sequence[int] = ()
     requests: int | None = None
     duration: float | None = None
     warm_up: int = 2
     seed: int = 0
-    prompts: Path | None = None
     prompt_length: str = "128"
-    shared_prefix: float = 0.0
     max_tokens: str = "64"
     ignore_eos: bool = False
-    usage: bool = True
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 600.0
     slo: str | None = None
-    ca_file: Path | None = None
 
     def check(self) -> None:
         """Refuse what cannot be.
@@ -99,17 +92,14 @@ class LoadSettings:
         if self.rate and self.concurrency:
             rates, clients = ",".join(map(str, self.rate)), ",".join(map(str, self.concurrency))
             raise UsageError(f"rate is {rates} and concurrency is {clients}: give one, requests come or clients wait")
-        if self.even and not self.rate:
-            raise UsageError("even is for arrivals at a rate: give rate too")
         limits: list[tuple[str, float, float, float]] = [
-            ("requests", most_requests(self), 1, MAX_REQUESTS),
+            ("requests", self.most_requests, 1, MAX_REQUESTS),
             ("warm_up", self.warm_up, 0, MAX_REQUESTS),
             ("seed", self.seed, 0, 2**63),
-            ("shared_prefix", self.shared_prefix, 0, 1),
             ("timeout", self.timeout, 1e-3, 1e6),
-            *(("rate", rate, MIN_RATE, 1e6) for rate in self.rate),
+            ("duration", 1.0 if self.duration is None else self.duration, 1e-3, 1e6),
+            *(("rate", rate, 1e-6, 1e6) for rate in self.rate),
             *(("concurrency", number, 1, MAX_CONCURRENCY) for number in self.concurrency),
-            *(("duration", seconds, 1e-3, 1e6) for seconds in (self.duration,) if seconds is not None),
         ]
         for name, value, low, high in limits:
             if not low <= value <= high:
@@ -117,272 +107,324 @@ class LoadSettings:
         if own := sorted(set(self.extra_body) & set(OWN)):
             raise UsageError(f"extra_body has {', '.join(own)}, which the test itself decides; leave it out")
 
+    @property
+    def most_requests(self) -> int:
+        """Requests of a test at most."""
+        if self.requests is not None:
+            return self.requests
+        return REQUESTS if self.duration is None else MAX_REQUESTS
 
-@dataclass(frozen=True)
-class Body:
-    """Bodies of requests, by number."""
 
-    settings: LoadSettings
-    model: str
-    draw: Draw
+def read_length(text: str, name: str) -> tuple[int, int]:
+    """Read ``128``, or ``128-512``, as the least and the most tokens; ``name`` is the parameter's.
+
+    Raises:
+        UsageError: it is neither, or below 1.
+    """
+    low, _, high = text.partition("-")
+    try:
+        found = int(low), int(high or low)
+    except ValueError:
+        found = 0, 0
+    if not 1 <= found[0] <= found[1]:
+        raise UsageError(f"{name} is {text!r}, expected tokens from 1, as 128, or a range of them, as 128-512")
+    return found
+
+
+def read_slo(text: str | None) -> dict[str, float]:
+    """Read objectives such as ``ttft=0.5,tpot=0.05``, in seconds.
+
+    Raises:
+        UsageError: it is none, or names something else than TTFT, TPOT and E2E.
+    """
+    pairs = [part.partition("=")[::2] for part in text.split(",")] if text else []
+    try:
+        found = {name.strip(): float(value) for name, value in pairs}
+    except ValueError:
+        found = {"": 0.0}
+    if not set(found) <= set(OBJECTIVES) or not all(0 < value < float("inf") for value in found.values()):
+        raise UsageError(f"slo is {text!r}, expected seconds of {', '.join(OBJECTIVES)}, as ttft=0.5,tpot=0.05")
+    return found
+
+
+class Client:
+    """Requests to one server, each on a thread of its caller; connections are kept where the server keeps them.
+
+    Args:
+        url: of the server, or of its API: ``/v1`` is added where it ends in no such part.
+        key: the API key, sent as a bearer token.
+        timeout_s: of a request.
+
+    Raises:
+        UsageError: the URL is none of a server, or the key cannot stand in a header.
+    """
+
+    def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
+        try:
+            parts = urlsplit(url)
+            self._address = parts.hostname, parts.port
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme not in ("http", "https") or not parts.hostname or not _fits_a_header(url) or " " in url:
+            raise UsageError(f"{url!r} is no URL of a server; expected for example http://localhost:8000")
+        if key is not None and not _fits_a_header(key):
+            raise UsageError("the API key is empty, or has characters that no header may have")
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._timeout_s = timeout_s
+        self._idle: list[HTTPConnection] = []
+
+    def models(self) -> Any:
+        """The list of models.
+
+        Raises:
+            OSError, HTTPException, ValueError: the server is not there, or does not answer with JSON.
+        """
+        connection, response = self._send("GET", "/models")
+        content = response.read()
+        self._keep(connection, response)
+        return json.loads(content)
+
+    def ask(self, body: bytes, exchange: Exchange) -> None:
+        """Send one request and note what comes; nothing is raised."""
+        exchange.sent = time.perf_counter()
+        try:
+            connection, response = self._send("POST", "/chat/completions", body)
+            try:
+                self._read(response, exchange)
+            finally:
+                self._keep(connection, response)
+        except TimeoutError:
+            exchange.fail("timeout", f"no whole answer after {self._timeout_s:g} s")
+        except (OSError, HTTPException) as error:
+            exchange.fail("connection lost", f"{type(error).__name__}: {error}")
+        exchange.close(time.perf_counter())
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _send(self, method: str, path: str, body: bytes | None = None) -> tuple[HTTPConnection, HTTPResponse]:
+        """Send a request on a kept connection, or on a new one where there is none or the server gave it up."""
+        for connection in self._connections():
+            try:
+                connection.request(method, self.base + path, body, self._headers)
+                return connection, connection.getresponse()
+            except (OSError, HTTPException) as error:
+                connection.close()
+                if not isinstance(error, ConnectionError):
+                    raise
+                lost = error
+        raise lost
+
+    def _connections(self) -> Iterator[HTTPConnection]:
+        """Those that are kept, and at last a new one."""
+        while self._idle:
+            try:
+                yield self._idle.pop()
+            except IndexError:  # another thread took it
+                break
+        host, port = self._address
+        if self._tls is None:
+            yield HTTPConnection(str(host), port, timeout=self._timeout_s)
+        else:
+            yield HTTPSConnection(str(host), port, timeout=self._timeout_s, context=self._tls)
+
+    def _keep(self, connection: HTTPConnection, response: HTTPResponse) -> None:
+        if response.isclosed() and not response.will_close:
+            self._idle.append(connection)
+        else:
+            response.close()
+            connection.close()
+
+    def _read(self, response: HTTPResponse, exchange: Exchange) -> None:
+        """Give the exchange each event of a stream, or what the server said instead."""
+        kind = response.headers.get("content-type", "")
+        if response.status != 200 or not kind.startswith("text/event-stream"):
+            problem = f"HTTP {response.status}" if response.status != 200 else "no event stream"
+            exchange.fail(problem, response.read(READ_BYTES).decode(errors="replace"))
+            response.read()
+            return
+        rest = b""
+        while piece := response.read1(READ_BYTES):
+            moment = time.perf_counter()
+            if moment > exchange.sent + self._timeout_s:
+                raise TimeoutError
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    exchange.note(moment, line[5:].strip())
+
+
+def _fits_a_header(text: str) -> bool:
+    return bool(text) and text.isascii() and text.isprintable()
+
+
+class Bodies:
+    """The JSON of each request, by its number: prompts of words, no two alike."""
+
+    def __init__(self, settings: LoadSettings, model: str) -> None:
+        self._settings = settings
+        self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        if settings.ignore_eos:
+            self._fields["ignore_eos"] = True
+        self._prompt, self._answer = (
+            read_length(getattr(settings, name), name) for name in ("prompt_length", "max_tokens")
+        )
+        self.per_word, self.template = 1.0, 0.0  # tokens
 
     def __call__(self, number: int) -> bytes:
         """The JSON of a request."""
-        settings = self.settings
-        lengths = read_length(settings.max_tokens, "max_tokens")
-        return self.of(self.draw(number), lengths.draw(settings.seed, 4, number))
+        draw = np.random.default_rng([self._settings.seed, number])
+        tokens, answer = (int(draw.integers(low, high + 1)) for low, high in (self._prompt, self._answer))
+        return self.of_words(max(1, round((tokens - self.template) / self.per_word)), answer, draw)
 
-    def of(self, prompt: Prompt, max_tokens: int) -> bytes:
-        """The JSON of a request for ``max_tokens`` after ``prompt``."""
-        settings = self.settings
-        body: dict[str, Any] = {"model": self.model, "stream": True, "max_tokens": max_tokens}
-        if settings.api == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        elif isinstance(prompt, str):
-            body["prompt"] = prompt
-        else:
-            raise UsageError(f"{settings.prompts} has messages, which are for chat; give texts for api completions")
-        if settings.usage:
-            body["stream_options"] = {"include_usage": True}
-        if settings.ignore_eos:
-            body["ignore_eos"] = True
-        return json.dumps({**body, **settings.extra_body}).encode()
+    def of_words(self, count: int, max_tokens: int, draw: np.random.Generator) -> bytes:
+        """The JSON of a request with so many drawn words."""
+        messages = [{"role": "user", "content": " ".join(draw.choice(WORDS, count))}]
+        fields = {**self._fields, "max_tokens": max_tokens, "messages": messages}
+        return json.dumps({**fields, **self._settings.extra_body}).encode()
+
+    def calibrate(self, ask: Callable[[bytes], Exchange]) -> None:
+        """Learn by two probes how many tokens the server counts for a word and for the chat template."""
+        draw = np.random.default_rng([self._settings.seed, MAX_REQUESTS])
+        few, many = (ask(self.of_words(count, 1, draw)).prompt_tokens for count in PROBES)
+        if few is not None and many is not None and many > few:
+            self.per_word = (many - few) / (PROBES[1] - PROBES[0])
+            self.template = few - self.per_word * PROBES[0]
 
 
 def serve_load(
-    settings: LoadSettings, key: str | None = None, progress: Progress = silent
-) -> tuple[ServeReport, list[list[Exchange]]]:
-    """Run the test or tests; the report, and the exchanges of each of its points.
+    settings: LoadSettings, key: str | None = None, progress: Callable[..., None] = lambda step, fraction: None
+) -> dict[str, Any]:
+    """Run the test or tests, and report them.
 
     Args:
         settings: the arguments.
         key: the API key, sent as a bearer token.
         progress: called some times a second with words and the fraction that is done, None where nobody knows.
 
+    Returns:
+        The arguments, the server, the client's machine, and ``points``: the figures of each rate or concurrency, as
+        :func:`llmc.runtime.bench.serve_report.figures` computes them.
+
     Raises:
-        UsageError: an argument is out of its range, or the file of prompts is none.
+        UsageError: an argument is out of its range.
         LlmcError: the server does not answer the requests that come before the tests.
-        MissingExtraError: the extra ``serve`` is not installed.
     """
     settings.check()
-    read_length(settings.max_tokens, "max_tokens")
-    slo = read_slo(settings.slo) if settings.slo else {}
-    client = Client(server_at(settings.url, key, settings.ca_file), settings.timeout)
-    return run(_serve_load(settings, client, slo, progress))
+    slo = read_slo(settings.slo)
+    tests = [(rate, None) for rate in settings.rate] or [(None, number) for number in settings.concurrency or (1,)]
+    points = []
+    with closing(Client(settings.url, key, settings.timeout)) as client:
+        model = settings.model or first_model(client)
+        bodies = prepared_bodies(settings, client, model, progress)
+        for rate, concurrency in tests:
+            exchanges, busy = one_test(settings, client, bodies, rate, concurrency, progress)
+            points.append({"rate": rate, "concurrency": concurrency, **figures(exchanges, busy, slo)})
+    machine = {"cpu": cpu_model(), "threads": usable_threads(), "system": platform.platform()}
+    return {
+        "schema": 2,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "server": settings.url,
+        "model": model,
+        "arguments": asdict(settings),
+        "client": {**machine, "llmc": __version__, "python": platform.python_version()},
+        "points": points,
+    }
 
 
-async def _serve_load(
-    settings: LoadSettings, client: Client, slo: dict[str, float], progress: Progress
-) -> tuple[ServeReport, list[list[Exchange]]]:
-    try:
-        model = settings.model or await first_model(client)
-        body = Body(settings, model, await prompts(settings, model, client))
-        for number in range(settings.warm_up):
-            progress(f"warm-up {number + 1} of {settings.warm_up}", None)
-            await _needed(client, settings, body(MAX_REQUESTS + number))
-        points, timelines = [], []
-        for rate, concurrency in tests(settings):
-            found = await one_test(settings, client, body, rate, concurrency, slo, progress)
-            points.append(found[0])
-            timelines.append(found[1])
-    finally:
-        client.close()
-    return report(settings, model, points), timelines
-
-
-def tests(settings: LoadSettings) -> list[tuple[float | None, int | None]]:
-    """The rate or the concurrency of each test."""
-    if settings.rate:
-        return [(rate, None) for rate in settings.rate]
-    return [(None, number) for number in settings.concurrency or (1,)]
-
-
-def report(settings: LoadSettings, model: str, points: Sequence[Point]) -> ServeReport:
-    """The report around the points."""
-    return ServeReport(
-        schema=SCHEMA,
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        server=settings.url,
-        model=model,
-        arguments=asdict(settings),
-        client={
-            "llmc": __version__,
-            "python": platform.python_version(),
-            "system": platform.platform(),
-            "cpu": cpu_model(),
-            "threads": str(usable_threads()),
-        },
-        points=points,
-    )
-
-
-# --------------------------------------------------------------------------------------------------- before the tests
-
-
-async def first_model(client: Client) -> str:
+def first_model(client: Client) -> str:
     """The first model that the server lists.
 
     Raises:
         LlmcError: it lists none, or does not answer.
     """
-    reply = await client.send("GET", "/models")
     try:
-        return str(json.loads(reply.body)["data"][0]["id"])
-    except (ValueError, LookupError, TypeError) as error:
-        said = reply.failure.message if reply.failure else f"status {reply.status}, {bytes(reply.body[:200])!r}"
+        return str(client.models()["data"][0]["id"])
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         raise LlmcError(
-            f"{client.server.base}/models lists no model ({said}); check the URL, or name a model"
+            f"{client.base}/models lists no model ({type(error).__name__}: {error}); check the URL, or name a model"
         ) from error
 
 
-async def prompts(settings: LoadSettings, model: str, client: Client) -> Draw:
-    """The prompts: a file's, or drawn ones after two probes for how the server counts."""
-    if settings.prompts is not None:
-        draw = from_file(settings.prompts)
-        Body(settings, model, draw)(0)  # a file of messages for an API of texts is refused now
-        return draw
-    length = read_length(settings.prompt_length, "prompt_length")
-    counted: list[tuple[int, int]] = []
-    for words in PROBES if settings.usage else ():
-        prompt = drawn(type(length)(words, words), 0.0, settings.seed, WordCount())(MAX_REQUESTS)
-        exchange = await _needed(client, settings, Body(settings, model, lambda number: "").of(prompt, 1))
-        if exchange.prompt_tokens is not None:
-            counted.append((words, exchange.prompt_tokens))
-    count = word_count(*counted) if len(counted) == len(PROBES) else WordCount()
-    return drawn(length, settings.shared_prefix, settings.seed, count)
-
-
-async def _needed(client: Client, settings: LoadSettings, body: bytes) -> Exchange:
-    """An exchange without which there is no use in going on; one without output will do, for it may be one token.
+def prepared_bodies(settings: LoadSettings, client: Client, model: str, progress: Callable[..., None]) -> Bodies:
+    """The requests of the tests, after the probes and the warm-up.
 
     Raises:
-        LlmcError: it failed.
+        LlmcError: one of those failed.
     """
-    exchange = Exchange(time.perf_counter())
-    await send(client, PATHS[settings.api], body, exchange)
-    if exchange.failure is not None and exchange.failure.kind != "no output":
-        raise LlmcError(f"{settings.url}: {exchange.failure.kind}: {exchange.failure.message}")
-    return exchange
+
+    def ask(body: bytes) -> Exchange:
+        exchange = Exchange(time.perf_counter())
+        client.ask(body, exchange)
+        if exchange.failure is not None and exchange.failure[0] != "no output":  # one token may have no text
+            raise LlmcError(f"{settings.url}: {': '.join(exchange.failure)}")
+        return exchange
+
+    bodies = Bodies(settings, model)
+    bodies.calibrate(ask)
+    for number in range(settings.warm_up):
+        progress(f"warm-up {number + 1} of {settings.warm_up}", None)
+        ask(bodies(MAX_REQUESTS + 1 + number))
+    return bodies
 
 
-# ------------------------------------------------------------------------------------------------------------ a test
-
-
-async def send(client: Client, path: str, body: bytes, exchange: Exchange) -> None:
-    """Send one request and note what comes; nothing is raised."""
-    exchange.sent = time.perf_counter()
-    reply = await client.send("POST", path, body, exchange.note)
-    exchange.close(time.perf_counter(), reply)
-
-
-async def one_test(
+def one_test(
     settings: LoadSettings,
     client: Client,
-    body: Callable[[int], bytes],
+    bodies: Callable[[int], bytes],
     rate: float | None,
     concurrency: int | None,
-    slo: dict[str, float],
-    progress: Progress,
-) -> tuple[Point, list[Exchange]]:
-    """The point of one rate or concurrency, and its exchanges."""
-    exchanges, tally = list[Exchange](), Tally()
-
-    async def request(content: bytes, exchange: Exchange) -> None:
-        exchanges.append(exchange)
-        with tally.counting(exchange):
-            await send(client, PATHS[settings.api], content, exchange)
-
-    name = f"rate {rate:g}" if rate is not None else f"concurrency {concurrency}"
+    progress: Callable[..., None],
+) -> tuple[list[Exchange], float]:
+    """The exchanges at one rate or concurrency, and the share of a CPU that the client took."""
+    exchanges: list[Exchange] = []
     cpu, started = time.process_time(), time.perf_counter()
-    async with shown(tally, settings, name, progress):
+    with ThreadPoolExecutor(MAX_CONCURRENCY + 1) as pool:
+
+        def send(body: bytes, due: float) -> None:
+            exchanges.append(exchange := Exchange(due))
+            client.ask(body, exchange)
+
         if rate is not None:
-            await open_loop(request, body, within(due_times(rate, settings.seed, settings.even), settings))
+            running = [pool.submit(open_loop, settings, rate, bodies, lambda *request: pool.submit(send, *request))]
         else:
-            await closed_loop(request, body, concurrency or 1, settings)
-    busy = (time.process_time() - cpu) / (time.perf_counter() - started)
-    return point(exchanges, rate=rate, concurrency=concurrency, client_cpu=busy, slo=slo), exchanges
+            numbers = itertools.count()
+            running = [pool.submit(closed_loop, settings, numbers, bodies, send) for _ in range(concurrency or 1)]
+        while wait(running, TICK_S).not_done:
+            seconds, ended = time.perf_counter() - started, sum(each.ended > 0 for each in list(exchanges))
+            done = max(ended / settings.most_requests, seconds / settings.duration if settings.duration else 0.0)
+            name = f"rate {rate:g}" if rate is not None else f"concurrency {concurrency}"
+            progress(f"{name}: {ended} answered, {len(exchanges) - ended} in flight", min(1.0, done))
+        for each in running:
+            each.result()
+    return exchanges, (time.process_time() - cpu) / (time.perf_counter() - started)
 
 
-def most_requests(settings: LoadSettings) -> int:
-    """Requests of a test at most."""
-    if settings.requests is not None:
-        return settings.requests
-    return REQUESTS if settings.duration is None else MAX_REQUESTS
+def open_loop(
+    settings: LoadSettings, rate: float, bodies: Callable[[int], bytes], send: Callable[[bytes, float], object]
+) -> None:
+    """Send each request when it is due, late ones at once, whatever became of the others."""
+    start, limit = time.perf_counter(), settings.duration or float("inf")
+    offsets = itertools.islice(due_times(rate, settings.seed), settings.most_requests)
+    for number, offset in enumerate(itertools.takewhile(lambda offset: offset < limit, offsets)):
+        body, due = bodies(number), start + offset
+        if (rest := due - time.perf_counter()) > 0:
+            time.sleep(rest)
+        send(body, due)
 
 
-def within(offsets: Iterable[float], settings: LoadSettings) -> Iterator[float]:
-    """The arrivals that the number of requests and the duration leave."""
-    limit = settings.duration
-    limited = itertools.islice(offsets, most_requests(settings))
-    return limited if limit is None else itertools.takewhile(lambda offset: offset < limit, limited)
-
-
-async def open_loop(request: Request, body: Callable[[int], bytes], offsets: Iterable[float]) -> None:
-    """Send each request when it is due, late ones at once, whatever became of the others; then wait for all."""
-    start, tasks = time.perf_counter(), list[asyncio.Task[None]]()
-    for number, offset in enumerate(offsets):
-        content, exchange = body(number), Exchange(start + offset)
-        if (wait := exchange.due - time.perf_counter()) > 0:
-            await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(request(content, exchange)))
-    await asyncio.gather(*tasks)
-
-
-async def closed_loop(request: Request, body: Callable[[int], bytes], clients: int, settings: LoadSettings) -> None:
-    """Let so many clients send their next request when they have their last answer."""
-    start, contents = time.perf_counter(), map(body, range(most_requests(settings)))
-
-    async def client() -> None:
-        while settings.duration is None or time.perf_counter() - start < settings.duration:
-            if (content := next(contents, None)) is None:
-                return
-            await request(content, Exchange(time.perf_counter()))
-
-    await asyncio.gather(*(client() for _ in range(clients)))
-
-
-@dataclass
-class Tally:
-    """Counts while a test runs: requests that were sent, ended and failed, and pieces of those that ended."""
-
-    sent: int = 0
-    ended: int = 0
-    failed: int = 0
-    pieces: int = 0
-
-    @contextmanager
-    def counting(self, exchange: Exchange) -> Iterator[None]:
-        """Count an exchange that takes place in the block."""
-        self.sent += 1
-        yield
-        self.ended += 1
-        self.failed += exchange.failure is not None
-        self.pieces += len(exchange.chunks)
-
-    def words(self, seconds: float) -> str:
-        """The counts for people."""
-        speed = self.pieces / max(seconds, TICK_S)
-        return f"{self.ended} answered, {self.sent - self.ended} in flight, {self.failed} failed, {speed:.0f} tok/s"
-
-    def fraction(self, settings: LoadSettings, seconds: float) -> float:
-        """The part of the test that is done, by requests or by time, whichever is further."""
-        by_time = 0.0 if settings.duration is None else seconds / settings.duration
-        return min(1.0, max(by_time, self.ended / most_requests(settings)))
-
-
-@asynccontextmanager
-async def shown(tally: Tally, settings: LoadSettings, name: str, progress: Progress) -> AsyncIterator[None]:
-    """Report how far the test is while the block runs."""
-    started = time.perf_counter()
-
-    async def tick() -> None:
-        while True:
-            seconds = time.perf_counter() - started
-            progress(f"{name}: {tally.words(seconds)}", tally.fraction(settings, seconds))
-            await asyncio.sleep(TICK_S)
-
-    ticking = asyncio.create_task(tick())
-    try:
-        yield
-    finally:
-        ticking.cancel()
+def closed_loop(
+    settings: LoadSettings,
+    numbers: Iterator[int],
+    bodies: Callable[[int], bytes],
+    send: Callable[[bytes, float], object],
+) -> None:
+    """Send the next of the shared ``numbers`` when the last answer has come, until they or the time are used up."""
+    until = time.perf_counter() + (settings.duration or float("inf"))
+    while time.perf_counter() < until and (number := next(numbers)) < settings.most_requests:
+        body = bodies(number)
+        send(body, time.perf_counter())

@@ -1,228 +1,158 @@
-"""Figures of a load test over HTTP: what they are computed from, and nothing else, is the clients' moments."""
+"""Figures of a load test over HTTP, all computed from the moments that its clients noted."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from llmc.errors import UsageError
-from llmc.runtime.bench.exchange import Exchange
-
-SCHEMA = 1  # of the report as JSON
+OUTPUTS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")  # fields of a delta that are output
+LONGEST_MESSAGE = 300  # characters of a server's words
 QUANTILES = (50, 90, 95, 99)
-OBJECTIVES = ("ttft", "tpot", "e2e")
-# The client counts as behind when one request in a hundred was sent so late, or when its loop had so little rest that
-# the moments it notes are late themselves.
-BEHIND_S = 0.01
-BUSY = 0.8
+# The client counts as behind when it sent one request in a hundred so late, or was so busy that its clock is late too.
+BEHIND_S, BUSY = 0.01, 0.8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distribution:
-    """Percentiles, interpolated as numpy does, with the mean, the largest, and how many values there were."""
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    max: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErrorCount:
-    """Requests that failed in one way, and what the first of them said."""
-
-    count: int
-    first: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goodput:
-    """Requests that met every objective, of all that were sent; ``met`` is the share that met each."""
-
-    slo: Mapping[str, float]
-    share: float
-    requests_per_s: float
-    met: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """The findings at one rate or one concurrency; times in seconds, None where nothing was completed.
+@dataclass(eq=False)
+class Exchange:
+    """A request as its client sees it; moments are those of ``time.perf_counter``.
 
     Attributes:
-        rate: requests per second that were meant to arrive; None in a closed loop.
-        concurrency: clients of a closed loop, each of which sends when it has its answer; None for a rate.
-        requests, completed, failed: how many were sent, were answered in full, were not.
-        errors: by kind.
-        duration_s: from the first request to the end of the last answer.
-        arrived_rate: requests per second that were due; None for less than two, and in a closed loop.
-        most_in_flight: requests that were under way at once.
-        requests_per_s, output_tokens_per_s, total_tokens_per_s: of completed requests; the last with their prompts,
-            None if the server did not count these.
-        counted_by: ``usage`` if the server counted every output's tokens, ``chunks`` if none, else ``both``.
-        prompt_tokens, output_tokens: of a request.
-        ttft: time to first token, from sending.
-        tpot: time per output token after the first: (e2e - ttft) / (tokens - 1).
-        itl: inter-token latency: every gap between two pieces of an answer.
-        e2e: from sending to the last piece of output.
-        ttft_from_due, e2e_from_due: the same from the moment at which a request was due, as users feel it who do not
-            wait for a client that is late.
-        client_delay: by how much the client was late.
-        client_cpu: share of one CPU that the client took.
-        behind: the client could not keep pace, so the figures are in part its own.
-        goodput: None without objectives.
+        due: when it was to be sent; in a closed loop, when it was.
+        sent: when it was sent, which is later if the client was late.
+        chunks: when each piece of output came. A role, a finish reason or a count alone is none.
+        ended: when the answer had ended, or failed.
+        prompt_tokens, completion_tokens: as the server counted them, None if it did not.
+        finished: a finish reason or the mark of the stream's end came.
+        failure: None, or the kind and the words of what left the answer incomplete.
     """
 
-    rate: float | None
-    concurrency: int | None
-    requests: int
-    completed: int
-    failed: int
-    errors: Mapping[str, ErrorCount]
-    duration_s: float
-    arrived_rate: float | None
-    most_in_flight: int
-    requests_per_s: float
-    output_tokens_per_s: float
-    total_tokens_per_s: float | None
-    counted_by: str
-    prompt_tokens: Distribution | None
-    output_tokens: Distribution | None
-    ttft: Distribution | None
-    tpot: Distribution | None
-    itl: Distribution | None
-    e2e: Distribution | None
-    ttft_from_due: Distribution | None
-    e2e_from_due: Distribution | None
-    client_delay: Distribution | None
-    client_cpu: float
-    behind: bool
-    goodput: Goodput | None
+    due: float
+    sent: float = 0.0
+    chunks: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    finished: bool = False
+    failure: tuple[str, str] | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the output: the server's count, or else one for each piece."""
+        return self.completion_tokens or len(self.chunks)
 
-@dataclass(frozen=True, kw_only=True)
-class ServeReport:
-    """A load test: its arguments, the server, the client's machine, and a point for each rate or concurrency."""
+    @property
+    def late(self) -> float:
+        """Seconds by which the client was late."""
+        return self.sent - self.due
 
-    schema: int
-    date: str
-    server: str
-    model: str
-    arguments: Mapping[str, Any]
-    client: Mapping[str, str]
-    points: Sequence[Point]
+    def latencies(self) -> dict[str, float]:
+        """Seconds of a complete answer by name; there is no TPOT of a single token."""
+        ttft, e2e = self.chunks[0] - self.sent, self.chunks[-1] - self.sent
+        found = {"ttft": ttft, "e2e": e2e, "ttft_from_due": ttft + self.late, "e2e_from_due": e2e + self.late}
+        return found | ({"tpot": (e2e - ttft) / (self.tokens - 1)} if self.tokens > 1 else {})
 
-
-def read_slo(text: str) -> dict[str, float]:
-    """Read objectives such as ``ttft=0.5,tpot=0.05``, in seconds.
-
-    Raises:
-        UsageError: it is none, or names something else than :data:`OBJECTIVES`.
-    """
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = (piece.strip() for piece in part.partition("="))
+    def note(self, moment: float, data: bytes) -> None:
+        """Read an event of the stream that came at ``moment``."""
+        if data == b"[DONE]":
+            self.finished = True
+            return
         try:
-            found[name] = float(value)
-        except ValueError:
-            found[name] = 0.0
-        if name not in OBJECTIVES or not 0 < found[name] < float("inf"):
-            raise UsageError(f"slo is {text!r}, expected seconds of {', '.join(OBJECTIVES)}, as ttft=0.5,tpot=0.05")
-    return found
+            chunk = json.loads(data)
+            if usage := chunk.get("usage"):
+                self.prompt_tokens, self.completion_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+            if "error" in chunk:
+                self.fail("error in the stream", str(chunk["error"]))
+            outputs = [self._has_output(choice) for choice in chunk.get("choices") or ()]
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            self.fail("malformed chunk", data[:LONGEST_MESSAGE].decode(errors="replace"))
+            return
+        if any(outputs):
+            self.chunks.append(moment)
+
+    def _has_output(self, choice: dict[str, Any]) -> bool:
+        self.finished = self.finished or choice.get("finish_reason") is not None
+        delta = choice.get("delta") or {}
+        return any(delta.get(name) for name in OUTPUTS)
+
+    def close(self, moment: float) -> None:
+        """End the answer; one that lacks its end or has no output has failed."""
+        self.ended = moment
+        if not self.finished:
+            self.fail("cut short", "the stream ended without a finish reason and without [DONE]")
+        elif not self.chunks:
+            self.fail("no output", "the stream had no piece of text; is max_tokens spent on what is not shown?")
+
+    def fail(self, kind: str, message: str) -> None:
+        """Note a failure, unless there is an earlier one, which led to this."""
+        self.failure = self.failure or (kind, " ".join(message.split())[:LONGEST_MESSAGE])
 
 
-def distribution(values: Iterable[float | None]) -> Distribution | None:
-    """Of the values that are not None; None if all are."""
+def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Count, mean, percentiles and maximum of the values that are not None; None if all are."""
     known = [value for value in values if value is not None]
     if not known:
         return None
     quantiles = {f"p{q}": float(value) for q, value in zip(QUANTILES, np.percentile(known, QUANTILES), strict=True)}
-    return Distribution(count=len(known), mean=float(np.mean(known)), max=float(max(known)), **quantiles)
+    return {"count": len(known), "mean": float(np.mean(known)), **quantiles, "max": float(max(known))}
 
 
-def point(
-    exchanges: Sequence[Exchange],
-    *,
-    rate: float | None,
-    concurrency: int | None,
-    client_cpu: float,
-    slo: Mapping[str, float],
-) -> Point:
-    """Compute the figures of one point from at least one exchange."""
+def figures(exchanges: Sequence[Exchange], client_cpu: float, slo: Mapping[str, float]) -> dict[str, Any]:
+    """Compute the figures of one test from at least one exchange; times are in seconds.
+
+    The page of the service, runtime/server/README.md, defines each figure. A latency is None where nothing was
+    completed.
+
+    Args:
+        exchanges: all requests, failed ones included.
+        client_cpu: share of one CPU that the client took.
+        slo: objectives in seconds by latency; without one, ``goodput`` is None.
+    """
     done = [each for each in exchanges if each.failure is None]
-    start, end = min(each.due for each in exchanges), max(each.ended for each in exchanges)
-    seconds, span = end - start, max(each.due for each in exchanges) - start
-    tokens, prompts = sum(each.tokens for each in done), [each.prompt_tokens for each in done]
+    seconds = max(each.ended for each in exchanges) - min(each.due for each in exchanges)
+    latencies = [each.latencies() for each in done]
     late = distribution(each.late for each in exchanges)
-    return Point(
-        rate=rate,
-        concurrency=concurrency,
-        requests=len(exchanges),
-        completed=len(done),
-        failed=len(exchanges) - len(done),
-        errors=count_errors(exchanges),
-        duration_s=seconds,
-        arrived_rate=(len(exchanges) - 1) / span if rate is not None and span > 0 else None,
-        most_in_flight=most_in_flight(exchanges),
-        requests_per_s=len(done) / seconds,
-        output_tokens_per_s=tokens / seconds,
-        total_tokens_per_s=None if None in prompts else (tokens + sum(filter(None, prompts))) / seconds,
-        counted_by=counted_by(done),
-        prompt_tokens=distribution(prompts),
-        output_tokens=distribution(each.tokens for each in done),
-        ttft=distribution(each.ttft for each in done),
-        tpot=distribution(each.tpot for each in done),
-        itl=distribution(gap for each in done for gap in np.diff(each.chunks).tolist()),
-        e2e=distribution(each.e2e for each in done),
-        ttft_from_due=distribution(each.ttft + each.late for each in done),
-        e2e_from_due=distribution(each.e2e + each.late for each in done),
-        client_delay=late,
-        client_cpu=client_cpu,
-        behind=client_cpu > BUSY or (late is not None and late.p99 > BEHIND_S),
-        goodput=goodput(exchanges, slo, seconds) if slo else None,
-    )
+    gaps = (gap for each in done for gap in np.diff(each.chunks).tolist())
+    names = ("ttft", "tpot", "e2e", "ttft_from_due", "e2e_from_due")
+    return {
+        "requests": len(exchanges),
+        "completed": len(done),
+        "failed": len(exchanges) - len(done),
+        "errors": count_errors(exchanges),
+        "duration_s": seconds,
+        "requests_per_s": len(done) / seconds,
+        "output_tokens_per_s": sum(each.tokens for each in done) / seconds,
+        "counted_by": "usage" if all(each.completion_tokens is not None for each in done) else "chunks",
+        "prompt_tokens": distribution(each.prompt_tokens for each in done),
+        "output_tokens": distribution(each.tokens for each in done),
+        **{name: distribution(each.get(name) for each in latencies) for name in names},
+        "itl": distribution(gaps),
+        "client_delay": late,
+        "client_cpu": client_cpu,
+        "behind": client_cpu > BUSY or (late is not None and late["p99"] > BEHIND_S),
+        "goodput": goodput(latencies, len(exchanges), slo, seconds) if slo else None,
+    }
 
 
-def count_errors(exchanges: Sequence[Exchange]) -> dict[str, ErrorCount]:
-    """Failures by kind, the most frequent first."""
-    found: dict[str, list[str]] = {}
-    for each in exchanges:
-        if each.failure is not None:
-            found.setdefault(each.failure.kind, []).append(each.failure.message)
-    ordered = sorted(found.items(), key=lambda item: -len(item[1]))
-    return {kind: ErrorCount(count=len(messages), first=messages[0]) for kind, messages in ordered}
+def count_errors(exchanges: Sequence[Exchange]) -> dict[str, dict[str, Any]]:
+    """Failures by kind, with what the first of each said."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, message in (each.failure for each in exchanges if each.failure is not None):
+        found.setdefault(kind, {"count": 0, "first": message})["count"] += 1
+    return found
 
 
-def counted_by(done: Sequence[Exchange]) -> str:
-    """The origin of the numbers of tokens."""
-    by_usage = sum(each.completion_tokens is not None for each in done)
-    return "chunks" if not by_usage else "usage" if by_usage == len(done) else "both"
-
-
-def most_in_flight(exchanges: Sequence[Exchange]) -> int:
-    """The largest number of requests between sending and end; an end goes before a beginning at the same moment."""
-    steps = sorted([(each.ended, -1) for each in exchanges] + [(each.sent, 1) for each in exchanges])
-    return int(np.cumsum([step for _, step in steps]).max())
-
-
-def goodput(exchanges: Sequence[Exchange], slo: Mapping[str, float], seconds: float) -> Goodput:
-    """Judge all requests; one that failed meets nothing, and one of a single token meets any TPOT.
+def goodput(
+    latencies: Iterable[Mapping[str, float]], sent: int, slo: Mapping[str, float], seconds: float
+) -> dict[str, float]:
+    """The rate and the share of the requests sent that met every objective; failed ones met none.
 
     TTFT and E2E count from when a request was due, so a client that is late makes no server look good.
     """
-    met = [{name: _meets(each, name, limit) for name, limit in slo.items()} for each in exchanges]
-    good = sum(all(own.values()) for own in met)
-    shares = {name: sum(own[name] for own in met) / len(met) for name in slo}
-    return Goodput(slo=slo, share=good / len(met), requests_per_s=good / seconds, met=shares)
 
+    def meets(own: Mapping[str, float]) -> bool:
+        return all(own.get(f"{name}_from_due", own.get(name, 0.0)) <= limit for name, limit in slo.items())
 
-def _meets(exchange: Exchange, name: str, limit: float) -> bool:
-    if exchange.failure is not None:
-        return False
-    if name == "tpot":
-        return exchange.tpot is None or exchange.tpot <= limit
-    return float(getattr(exchange, name)) + exchange.late <= limit
+    good = sum(map(meets, latencies))
+    return {"requests_per_s": good / seconds, "share": good / sent}

@@ -44,7 +44,7 @@ class ChatServer:
             while head := (await reader.readuntil(b"\r\n\r\n")).decode():
                 line, *fields = head.strip().split("\r\n")
                 headers = {name.lower(): value for name, value in (field.split(": ", 1) for field in fields)}
-                content = await reader.readexactly(int(headers["content-length"]))
+                content = await reader.readexactly(int(headers.get("content-length", 0)))
                 asked = Asked(line, headers, json.loads(content) if content else None)
                 self.asked.append(asked)
                 if not await self.send(writer, [models()] if "/models" in line else self.answer(asked)):

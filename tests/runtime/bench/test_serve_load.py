@@ -1,120 +1,122 @@
 """The load test over HTTP: requests go out when they are due, nobody is waited for, and failures are figures."""
 
-import asyncio
+import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from doubles.planted_server import RESET, STREAM, Asked, event, planted_server, response, text, whole
+from doubles.planted_server import RESET, STREAM, Asked, event, planted_server, response, text, usage, whole
 
 from llmc.errors import LlmcError, UsageError
-from llmc.runtime.bench.exchange import Exchange
-from llmc.runtime.bench.serve_load import (
-    LoadSettings,
-    Tally,
-    closed_loop,
-    open_loop,
-    serve_load,
-    within,
-)
-from llmc.runtime.bench.serve_report import ServeReport
+from llmc.runtime.bench.serve_load import LoadSettings, open_loop, serve_load
+from llmc.runtime.bench.serve_report import Exchange, figures
 
 SMALL = {"prompt_length": "40", "max_tokens": "3", "requests": 4}
 
 
-def load_on(url: str, **options: Any) -> ServeReport:
-    return serve_load(LoadSettings(url=url, **{**SMALL, **options}))[0]
+def load_on(url: str, key: str | None = None, **options: Any) -> dict[str, Any]:
+    return serve_load(LoadSettings(url=url, **{**SMALL, **options}), key)
 
 
-# -------------------------------------------------------------------------------------------------------------- loops
+def played(*events: Any, due: float = 9.5) -> Exchange:
+    """An exchange sent at 10 whose events came at 11, 12, and so on."""
+    exchange = Exchange(due, 10.0)
+    for moment, data in enumerate(events, 11):
+        exchange.note(float(moment), data if isinstance(data, bytes) else json.dumps(data).encode())
+    exchange.close(50.0)
+    return exchange
 
 
-def test_at_a_rate_nobody_is_waited_for_and_a_late_request_keeps_its_due_time():
-    """The loop is held up before the second; the third is due meanwhile, and is sent at once."""
-    sent: list[Exchange] = []
-
-    async def request(content: bytes, exchange: Exchange) -> None:
-        exchange.sent = time.perf_counter()
-        sent.append(exchange)
-        if content == b"0":
-            time.sleep(0.05)
-        await asyncio.sleep(0.2)  # an answer that takes longer than all arrivals
-
-    asyncio.run(open_loop(request, lambda number: b"%d" % number, [0.0, 0.01, 0.02]))
-    assert [round(each.due - sent[0].due, 6) for each in sent] == [0.0, 0.01, 0.02]
-    assert all(each.late >= 0 for each in sent) and sent[2].late >= 0.02
-    assert sent[2].sent - sent[0].sent < 0.2
+# ---------------------------------------------------------------------------------------------------------- exchanges
 
 
-def test_clients_of_a_closed_loop_send_when_they_have_their_answer():
-    running, most, numbers = 0, 0, []
-
-    async def request(content: bytes, exchange: Exchange) -> None:
-        nonlocal running, most
-        running, most = running + 1, max(most, running + 1)
-        numbers.append(content)
-        await asyncio.sleep(0)
-        running -= 1
-
-    settings = LoadSettings(url="", requests=7)
-    asyncio.run(closed_loop(request, lambda number: b"%d" % number, 3, settings))
-    assert (most, sorted(numbers)) == (3, [b"%d" % number for number in range(7)])
+def test_only_output_is_timed_and_the_servers_count_wins():
+    exchange = played(text(""), text("a"), text("b"), text("", "stop"), usage(5, 4), b"[DONE]")
+    assert (exchange.failure, exchange.chunks, exchange.tokens, exchange.prompt_tokens) == (None, [12.0, 13.0], 4, 5)
+    assert exchange.latencies() == {
+        "ttft": 2.0, "e2e": 3.0, "tpot": 1 / 3, "ttft_from_due": 2.5, "e2e_from_due": 3.5,
+    }  # fmt: skip
+    assert played(text("a"), text("b"), b"[DONE]").tokens == 2
+    assert "tpot" not in played(text("a", "stop")).latencies()
 
 
-def test_a_test_ends_by_number_or_by_time_whichever_is_first():
-    offsets = [0.0, 1.0, 2.0, 3.0]
-    for options, expected in (({"requests": 3}, 3), ({"duration": 1.5}, 2), ({"requests": 1, "duration": 9.0}, 1)):
-        assert list(within(offsets, LoadSettings(url="", **options))) == offsets[:expected], options
+def test_reasoning_and_tool_calls_are_output():
+    for delta in ({"reasoning_content": "a"}, {"tool_calls": [{"index": 0}]}):
+        assert played({"choices": [{"delta": delta}]}, b"[DONE]").chunks == [11.0]
 
 
-def test_progress_counts_and_tells_how_far_it_is():
-    tally, settings = Tally(), LoadSettings(url="", requests=4, duration=10.0)
-    for chunks in ([1.0, 2.0], []):
-        exchange = Exchange(0.0, chunks=chunks)
-        with tally.counting(exchange):
-            if not chunks:
-                exchange.fail("timeout", "")
-    assert tally.words(2.0) == "2 answered, 0 in flight, 1 failed, 1 tok/s"
-    assert (tally.fraction(settings, 1.0), tally.fraction(settings, 9.0)) == (0.5, 0.9)
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([b"{", text("a"), b"[DONE]"], "malformed chunk"),
+        ([{"choices": ["x"]}], "malformed chunk"),
+        ([{"choices": 3}], "malformed chunk"),
+        ([b"\xff"], "malformed chunk"),
+        ([b"[" * 100_000], "malformed chunk"),
+        ([text("a"), {"error": {"message": "out of memory"}}], "error in the stream"),
+        ([text("a")], "cut short"),
+        ([text("", "stop"), b"[DONE]"], "no output"),
+    ],
+)
+def test_a_stream_that_is_no_answer_is_a_failure_of_its_kind(events: list[Any], expected: str):
+    failure = played(*events).failure
+    assert failure is not None and failure[0] == expected and len(failure[1]) <= 300
 
 
-# ------------------------------------------------------------------------------------------------------ with a server
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def test_figures_follow_from_the_moments_and_failures_count_against_the_server():
+    answers = [played(text("a"), text("b"), b"[DONE]", due=9.0), played(text("a"), text("b"), b"[DONE]", due=10.0)]
+    found = figures([*answers, played(b"{", due=10.0)], 0.1, {"ttft": 1.5, "tpot": 1.0})
+    assert (found["completed"], found["failed"], found["duration_s"], found["counted_by"]) == (2, 1, 41.0, "chunks")
+    assert (found["ttft"]["mean"], found["ttft_from_due"]["mean"], found["itl"]["count"]) == (1.0, 1.5, 2)
+    assert (found["output_tokens_per_s"], found["prompt_tokens"]) == (4 / 41, None)
+    assert found["goodput"]["share"] == pytest.approx(1 / 3)  # one was due a second before it was sent, one failed
+    assert (found["errors"]["malformed chunk"]["count"], found["behind"]) == (1, True)
+
+
+# -------------------------------------------------------------------------------------------------------------- tests
+
+
+def test_at_a_rate_a_request_that_is_late_is_sent_at_once_and_keeps_its_due_time():
+    sent: list[tuple[float, float]] = []
+
+    def send(body: bytes, due: float) -> None:
+        sent.append((due, time.perf_counter()))
+        if len(sent) == 1:
+            time.sleep(0.1)
+
+    open_loop(LoadSettings(url="", requests=3), 1000.0, lambda number: b"", send)
+    assert sent[2][0] < sent[1][1] and sent[2][1] - sent[1][1] < 0.05
 
 
 def test_a_report_has_a_point_for_each_concurrency_and_the_servers_counts():
     with planted_server(whole) as server:
-        report = load_on(server.url, concurrency=(1, 2), warm_up=1)
-    assert (report.model, report.arguments["requests"], report.server) == ("double", 4, server.url)
-    assert [(each.concurrency, each.completed, each.counted_by) for each in report.points] == [
+        report = load_on(server.url, concurrency=(1, 2), warm_up=1, ignore_eos=True, extra_body={"temperature": 0})
+    assert (report["model"], report["arguments"]["requests"], report["server"]) == ("double", 4, server.url)
+    assert [(each["concurrency"], each["completed"], each["counted_by"]) for each in report["points"]] == [
         (1, 4, "usage"),
         (2, 4, "usage"),
     ]
-    point = report.points[0]
-    assert point.prompt_tokens is not None and point.output_tokens is not None
-    assert (point.prompt_tokens.mean, point.output_tokens.mean) == (39.0, 3.0)  # of 40: 26 words are 32, and 7 more
+    point = report["points"][0]
+    # Of 40 tokens: 26 words are 32, and 7 more.
+    assert (point["prompt_tokens"]["mean"], point["output_tokens"]["mean"]) == (39.0, 3.0)
     assert len(server.asked) == 1 + 2 + 1 + 2 * 4  # models, two probes, the warm-up, the tests
-    assert server.asked[-1].body["stream_options"] == {"include_usage": True}
-
-
-def test_bodies_have_what_was_asked_for_and_nothing_else():
-    with planted_server(whole) as server:
-        options = {"extra_body": {"temperature": 0}, "ignore_eos": True, "usage": False, "model": "m", "warm_up": 0}
-        report = load_on(server.url, api="completions", requests=1, **options)
-    [asked] = server.asked
-    assert asked.line == "POST /v1/completions HTTP/1.1"
-    assert set(asked.body) == {"model", "stream", "max_tokens", "prompt", "ignore_eos", "temperature"}
-    assert (asked.body["model"], asked.body["max_tokens"], len(asked.body["prompt"].split())) == ("m", 3, 40)
-    assert report.points[0].completed == 1
+    body = server.asked[-1].body
+    assert (body["stream_options"], body["ignore_eos"], body["temperature"]) == ({"include_usage": True}, True, 0)
+    assert server.connections <= 3, "connections are used again"
 
 
 def test_every_way_to_fail_is_counted_and_none_is_raised():
     broken = {
-        1: [response(429, {"error": {"message": "full"}})],
-        2: [response(500, {})],
-        3: [STREAM, event(text("a")), RESET],
-        4: [STREAM, event(b"{"), RESET],
-        5: [response(200, {"choices": []})],
+        3: [response(429, {"error": {"message": "full"}})],
+        4: [response(500, {})],
+        5: [STREAM, event(text("a")), RESET],
+        6: [STREAM, event(b"{"), RESET],
+        7: [response(200, {"choices": []})],
+        8: [b"no HTTP at all\r\n\r\n", RESET],
+        9: [STREAM, b"no chunk\r\n", RESET],
     }
     numbers = iter(range(100))
 
@@ -122,75 +124,68 @@ def test_every_way_to_fail_is_counted_and_none_is_raised():
         return broken.get(next(numbers), []) or whole(asked)
 
     with planted_server(answer) as server:
-        report = load_on(server.url, model="m", usage=False, warm_up=0, requests=7, slo="ttft=60")
-    point = report.points[0]
-    assert {kind: each.count for kind, each in point.errors.items()} == {
-        "HTTP 429": 1, "HTTP 500": 1, "connection lost": 1, "malformed chunk": 1, "no event stream": 1,
+        point = load_on(server.url, model="m", warm_up=0, requests=9, slo="ttft=60")["points"][0]
+    assert {kind: each["count"] for kind, each in point["errors"].items()} == {
+        "HTTP 429": 1, "HTTP 500": 1, "connection lost": 3, "malformed chunk": 1, "no event stream": 1,
     }  # fmt: skip
-    assert (point.completed, point.failed) == (2, 5)
-    assert point.goodput is not None and point.goodput.share == pytest.approx(2 / 7)
+    assert (point["completed"], point["failed"]) == (2, 7)
+    assert point["goodput"]["share"] == pytest.approx(2 / 9)
 
 
-def test_a_server_that_is_not_there_is_one_sentence():
-    with planted_server(whole) as server:
-        url = server.url
-    with pytest.raises(LlmcError, match=r"/v1/models lists no model \(.*[Cc]onnect.*check the URL"):
-        load_on(url)
+def test_an_answer_that_does_not_end_in_time_is_a_failure():
+    answers = iter([whole, whole, lambda asked: [STREAM, event(text("a"))]])
+    with planted_server(lambda asked: next(answers)(asked)) as server:
+        point = load_on(server.url, model="m", warm_up=0, requests=1, timeout=0.2)["points"][0]
+    assert list(point["errors"]) == ["timeout"]
 
 
-def test_a_server_that_refuses_the_warm_up_is_one_sentence():
+def test_a_server_that_cannot_be_tested_is_one_sentence():
     with planted_server(lambda asked: [response(401, {"error": {"message": "no key"}})]) as server:
         with pytest.raises(LlmcError, match=r"HTTP 401: .*no key"):
             load_on(server.url)
+    with pytest.raises(LlmcError, match=r"/v1/models lists no model \(.*[Rr]efused.*check the URL"):
+        load_on(server.url)
 
 
 def test_at_a_rate_requests_come_by_it_and_the_key_is_sent():
     with planted_server(whole) as server:
-        settings = LoadSettings(url=server.url, rate=(500.0,), even=True, shared_prefix=0.5, **SMALL)
-        report, timelines = serve_load(settings, "sk-1")
+        report = load_on(server.url, "sk-1", rate=(200.0, 500.0), duration=60.0)
     assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer sk-1"}
-    assert report.points[0].arrived_rate == pytest.approx(500.0)
-    assert [len(exchanges) for exchanges in timelines] == [4]
+    assert [(point["rate"], point["completed"]) for point in report["points"]] == [(200.0, 4), (500.0, 4)]
     assert "sk-1" not in repr(report)
-
-
-def test_a_file_of_messages_is_not_for_completions(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('[{"role": "user", "content": "a"}]', encoding="utf-8")
-    with planted_server(whole) as server:
-        assert load_on(server.url, prompts=path).points[0].completed == 4
-        with pytest.raises(UsageError, match="messages, which are for chat"):
-            load_on(server.url, prompts=path, api="completions")
-    assert server.asked[-2].body["messages"] == [{"role": "user", "content": "a"}]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"rate": (1.0,), "concurrency": (1,)}, "rate is 1.0 and concurrency is 1: give one"),
-        ({"even": True}, "give rate too"),
-        ({"rate": (0.0,)}, "rate is 0.0, expected from"),
         ({"rate": (float("nan"),)}, "rate is nan"),
         ({"concurrency": (0,)}, "concurrency is 0"),
         ({"requests": 0}, "requests is 0"),
         ({"duration": -1.0}, "duration is -1.0"),
-        ({"shared_prefix": 1.5}, "shared_prefix is 1.5"),
-        ({"timeout": 0.0}, "timeout is 0.0"),
         ({"extra_body": {"stream": False}}, "extra_body has stream"),
-        ({"max_tokens": "none"}, "max_tokens is 'none'"),
         ({"slo": "fast"}, "slo is 'fast'"),
-        ({"url": "nowhere"}, "is no URL"),
+        ({"slo": "ttft=nan"}, "slo is 'ttft=nan'"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_by_name(options: dict[str, Any], said: str):
     with pytest.raises(UsageError, match=said):
-        serve_load(LoadSettings(**{"url": "http://127.0.0.1:9", **options}))
+        load_on("http://127.0.0.1:9", **options)
 
 
-def test_progress_is_told_while_it_runs():
-    said: list[tuple[str, float | None]] = []
-    callback: Callable[[str, float | None], None] = lambda step, fraction: said.append((step, fraction))  # noqa: E731
-    with planted_server(whole) as server:
-        serve_load(LoadSettings(url=server.url, **SMALL), progress=callback)
-    assert said[0] == ("warm-up 1 of 2", None)
-    assert any(step.startswith("concurrency 1: ") for step, _ in said)
+@pytest.mark.parametrize("lengths", ["none", "0", "9-3"])
+def test_lengths_are_one_number_or_a_range(lengths: str):
+    with pytest.raises(UsageError, match=f"max_tokens is '{lengths}'"):
+        load_on("http://127.0.0.1:9", model="m", max_tokens=lengths)
+
+
+@pytest.mark.parametrize("url", ["nowhere", "ftp://a", "http://", "http://a:b", "http://a/\r\nx: y", "http://ä"])
+def test_what_is_no_url_of_a_server_is_refused(url: str):
+    with pytest.raises(UsageError, match="no URL"):
+        load_on(url)
+
+
+@pytest.mark.parametrize("key", ["", "a\r\nx: y", "ä"])
+def test_a_key_that_no_header_can_hold_is_refused(key: str):
+    with pytest.raises(UsageError, match="API key"):
+        load_on("http://127.0.0.1:9", key)
