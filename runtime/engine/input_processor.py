@@ -1,4 +1,4 @@
-"""From a request as it was asked to its state: tokens, parameters, sequences; what can be refused is refused here."""
+"""Prepare requests: tokens, parameters and sequences; what can be refused is refused here."""
 
 import secrets
 from collections.abc import Callable, Collection, Sequence
@@ -39,13 +39,12 @@ SINK_CHARACTERS = 1024
 
 
 class InputProcessor:
-    """Prepares requests for a model, on any thread.
+    """Prepare requests for a model, on any thread.
 
     Args:
         max_context: longest sequence.
         max_rows: rows that one request may hold at once.
-        speculate: makes what drafts for a sample, by its key and its scope; None where there is nothing to speculate
-            with.
+        speculate: makes a sample's speculator by key and scope; None without drafts.
     """
 
     def __init__(
@@ -65,13 +64,13 @@ class InputProcessor:
 
     @cached_property
     def _grammars(self) -> "Grammars":
-        """Made for the first request that wants a form, for what reads grammars takes a while to import."""
+        """Imported for the first request that wants a form, for that takes a while."""
         from llmc.runtime.guided.grammars import Grammars
 
         return Grammars(self._tokenizer, self._vocab_size, self._eos)
 
     def process(self, request: Request, collector: OutputCollector, metrics: EngineMetrics) -> RequestState:
-        """The state of a request; called in the client's thread, for grammars may take a second to compile.
+        """The state of a request. Called in the client's thread, for grammars may take a second to compile.
 
         Raises:
             RequestError, UsageError, GrammarError: the request cannot be served.
@@ -213,14 +212,13 @@ def draws(params: SamplingParams) -> bool:
 def text_tokens(
     tokenizer: Tokenizer, text: str, encode: Callable[[str], list[int]], max_context: int, on_overflow: object
 ) -> list[int]:
-    """Token ids of a prompt; of a text that cannot fit only those that :func:`fit_prompt` may keep.
-
-    Tokenizing takes over a hundred times the memory of the text, so this reads no more than the context may hold.
+    """Token ids of a text, without tokenizing what :func:`fit_prompt` cannot keep: tokens take 100 times a text's
+    memory.
 
     Args:
         tokenizer: of the model.
         text: the prompt.
-        encode: how it makes tokens of a text.
+        encode: makes tokens of a text.
         max_context: longest sequence.
         on_overflow: of the request's parameters.
 
