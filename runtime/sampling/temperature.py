@@ -57,9 +57,8 @@ def dynamic_temperature(logits: Logits, low: float, high: float, exponent: float
         high: temperature where all possible tokens are equally probable, from ``low``.
         exponent: of the entropy as a share of the largest possible, above 0; 1 is linear.
 
-    Entropy is measured on the tokens that earlier steps left. Zhu et al., Hot or Cold?,
-    https://arxiv.org/abs/2309.02772; the rule is that of koboldcpp and llama.cpp (temp-ext), https://github.com/ggml-
-    org/llama.cpp/pull/4972
+    Entropy is measured on the tokens that earlier steps left. Zhu et al., Hot or Cold?, https://arxiv.org/abs/2309.02772;
+    the rule is that of koboldcpp and llama.cpp (temp-ext), https://github.com/ggml-org/llama.cpp/pull/4972
 
     Raises:
         RequestError: the logits hold NaN or +inf, or nothing but -inf.

@@ -519,8 +519,9 @@ def completion(body: ChatRequest, service: Service, model: Model, result: ChatRe
             "finish_reason": message.finish_reason,
         }
         for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
-    ] head = head_of("chat.completion", body, service) return {**head, "choices": choices, "usage": usage_of([result]),
-    **told(body.x_llmc, model, result)}  # type: ignore[typeddict-item]
+    ]
+    head = head_of("chat.completion", body, service)
+    return {**head, "choices": choices, "usage": usage_of([result]), **told(body.x_llmc, model, result)}  # type: ignore[typeddict-item]
 
 
 def piece_of(delta: MessageDelta) -> dict[str, Any]:
