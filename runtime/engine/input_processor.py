@@ -22,7 +22,7 @@ from llmc.runtime.sampling.dry import Breakers
 from llmc.runtime.sampling.params import GUIDES, MOST_COMPARED, SamplingParams
 from llmc.runtime.sampling.processors import Guide, SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
-from llmc.runtime.search.base import Hypothesis, StopCriterion, Strategy
+from llmc.runtime.search.base import Hypothesis, StopCriterion
 from llmc.runtime.search.beam import BeamSearch
 from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.detokenizer import NoText, TextStream, decoded
@@ -105,10 +105,10 @@ class InputProcessor:
             breakers=Breakers(params.dry_sequence_breakers, self._tokenizer.spelling),
             bad_words=self._bad_words(params),
         )
-        strategy = self._strategy(state, context)
-        if strategy is None:
+        if params.num_beams == 1:
             return SampleGroup(state, partial(self._sample, grammar=grammar, context=context))
-        return SearchGroup(state, strategy, params.num_beams, partial(self._output, state.request))
+        search = self._beam_search(state, context)
+        return SearchGroup(state, search, params.num_beams, partial(self._output, state.request))
 
     def _sample(
         self, group: SampleGroup, index: int, grammar: CompiledGrammar | None, context: SamplingContext
@@ -125,11 +125,8 @@ class InputProcessor:
         speculate = None if params.speculate is False else self._speculate
         return Sample(group, index, sampler, text, self._ends(params), guide, speculate)
 
-    def _strategy(self, state: RequestState, context: SamplingContext) -> Strategy | None:
-        """Beam search, where the request asks for it."""
+    def _beam_search(self, state: RequestState, context: SamplingContext) -> BeamSearch:
         params = state.params
-        if params.num_beams == 1:
-            return None
         return BeamSearch(
             num_beams=params.num_beams,
             length_penalty=params.length_penalty,
@@ -154,7 +151,7 @@ class InputProcessor:
             raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
 
     def _stops(self, request: Request) -> StopCriterion | None:
-        """The request's stopping criteria as strategies see them: of the new tokens."""
+        """The request's stopping criteria as searches see them: of the new tokens."""
         criteria = request.stopping_criteria
         if not criteria:
             return None

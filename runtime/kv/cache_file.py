@@ -313,41 +313,15 @@ def load_session(
     try:
         with opened(path, follow_symlinks=True) as found:
             about = found.description
-            if about.kind != "session":
-                raise RequestError(f"{path} is a file of the prefix cache, not a saved session; name a saved session")
-            if about.key != root_hash(key):
-                raise RequestError(
-                    f"{path} was saved with another model or cache type; load it with the one it was saved with"
-                )
-            if about.block != block:
-                raise RequestError(
-                    f"{path} was saved in blocks of {about.block} tokens, expected {block}; start the session anew"
-                )
-            if about.form != form:
-                raise RequestError(
-                    f"{path} holds blocks of {about.dtype} {list(about.shape)}, expected {form[1]} {list(form[0])}; "
-                    "start the session anew"
-                )
-            if not 0 <= about.tokens.min() <= about.tokens.max() < vocab_size:
-                raise RequestError(
-                    f"{path} holds tokens from {about.tokens.min()} to {about.tokens.max()}, expected 0 ... "
-                    f"{vocab_size - 1}; start the session anew"
-                )
+            ours = (about.kind, about.key, about.block, about.form) == ("session", root_hash(key), block, form)
+            if not ours or not 0 <= about.tokens.min() <= about.tokens.max() < vocab_size:
+                raise RequestError(f"{path} is no session of this model and type of cache; start the session anew")
             blocks = found.read(0, max_bytes // about.block_bytes)
     except OSError as error:
         raise UsageError(f"{path} cannot be opened ({error.strerror}); name a saved session") from error
     except UnreadableError as error:
-        raise RequestError(f"{path} {_VERDICTS[error.fault]}: {error}") from error
+        raise RequestError(f"{path} cannot be restored: {error}; start the session anew") from error
     return about.tokens.tolist(), blocks
-
-
-_VERDICTS: dict[Fault, str] = {
-    "foreign": "is no session of llmc's; name a file that was saved as one",
-    "damaged": "is damaged and cannot be restored; start the session anew",
-    "version": "is of another version; load it with the llmc that saved it, or start the session anew",
-    "untrusted": "may have been written by others, whose values would be believed; take it over only if you know them, "
-    "with chown and chmod 600, or start the session anew",
-}
 
 
 def _digest(data: bytes | memoryview) -> bytes:

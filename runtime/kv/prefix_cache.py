@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import UsageError
 from llmc.runtime.kv.cache_file import Form, chain_hashes, root_hash
 from llmc.runtime.kv.prefix_store import PrefixStore
 
@@ -91,8 +90,6 @@ class PrefixCache:
         store: PrefixStore | None = None,
         form: Form | None = None,
     ) -> None:
-        if block < 1 or max_bytes < 0:
-            raise UsageError(f"block={block}, max_bytes={max_bytes}: expected a block of 1 or more and 0 bytes or more")
         self.key = key
         self.block = block
         self.max_bytes = max_bytes

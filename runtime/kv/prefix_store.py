@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import ResourceError, UsageError
+from llmc.errors import ResourceError
 from llmc.runtime.host import threads
 from llmc.runtime.kv.cache_file import (
     STAGING,
@@ -112,8 +112,6 @@ class PrefixStore:
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, pending_bytes: int) -> None:
-        if max_bytes < 0 or pending_bytes < 0:
-            raise UsageError(f"max_bytes={max_bytes}, pending_bytes={pending_bytes}: expected 0 or more")
         self.folder = possible_path(folder)
         self.max_bytes = max_bytes
         self.pending_bytes = pending_bytes
@@ -209,10 +207,7 @@ class PrefixStore:
             names = {name for name in os.listdir(shelf.folder) if self._is_ours(name)}
         except FileNotFoundError:
             changed_ns, names = -1, set()
-        except OSError as error:
-            self._warn("read", "prefixes in %s cannot be read (%s); they are computed", shelf.folder, error.strerror)
-            changed_ns, names = -1, set()
-        except UnreadableError as error:
+        except (OSError, UnreadableError) as error:
             self._warn("others", "%s is ignored: %s", shelf.folder, error)
             changed_ns, names = -1, set()
         if gone := set(shelf.files) - names:
