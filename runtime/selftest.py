@@ -5,20 +5,16 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import GoldenPrompt, Manifest
+from llmc.bundle import GoldenPrompt
 from llmc.errors import BundleError
-from llmc.runtime.api.results import GenerationResult
-from llmc.runtime.encoder import TextEncoder
 from llmc.runtime.host import disk_cache
-from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sessions import Phase
 from llmc.runtime.sessions.onnxruntime.compiled import cached_entry, environment
 
@@ -60,33 +56,7 @@ class VerifyReport:
     unlisted: tuple[str, ...] = ()
 
 
-class Loaded(Protocol):
-    """A loaded bundle as the self-test asks it; :class:`llmc.runtime.Model` is one."""
-
-    folder: Path
-    manifest: Manifest
-
-    @property
-    def runner(self) -> SingleRunner:
-        """One sequence at a time, of a bundle that generates."""
-
-    @property
-    def encoder(self) -> TextEncoder:
-        """Texts to vectors or scores, of a bundle that embeds or ranks."""
-
-    @property
-    def engine_version(self) -> str:
-        """Version of the engine library in use."""
-
-    @property
-    def processor(self) -> str:
-        """Name of the CPU or GPU."""
-
-    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationResult:
-        """Complete a prompt."""
-
-
-def check_once(model: Loaded, wanted: bool | None) -> None:
+def check_once(model: Any, wanted: bool | None) -> None:
     """Replay the golden prompts in short: always, never, or (None) the shortest of them, unless the cache knows that
     it passed here.
 
@@ -114,7 +84,7 @@ def check_once(model: Loaded, wanted: bool | None) -> None:
 
 
 def replayed(
-    model: Loaded,
+    model: Any,
     progress: Callable[[str], None] = lambda step: None,
     limit: int | None = None,
     prompts: int | None = None,
@@ -132,7 +102,7 @@ def replayed(
         ) from error
 
 
-def _key(model: Loaded) -> str:
+def _key(model: Any) -> str:
     """A hash of the manifest, this machine, and the size and time of change of every file that is computed with."""
     folders = [model.folder, cached_entry(model.engine_version, model.manifest)]
     files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
@@ -147,7 +117,7 @@ def _key(model: Loaded) -> str:
 
 
 def replay(
-    model: Loaded,
+    model: Any,
     progress: Callable[[str], None] = lambda step: None,
     *,
     limit: int | None = None,
@@ -190,7 +160,7 @@ def difference(found: NDArray[np.float32], recorded: NDArray[np.float32]) -> flo
     return float(np.linalg.norm(found - recorded) / max(1.0, float(np.linalg.norm(recorded))))
 
 
-def _replay_vectors(model: Loaded, progress: Callable[[str], None], prompts: int | None) -> VerifyReport:
+def _replay_vectors(model: Any, progress: Callable[[str], None], prompts: int | None) -> VerifyReport:
     """:func:`replay` of a model that embeds or ranks."""
     cases, tolerance = model.manifest.vectors, model.manifest.golden_tolerance
     if not cases:
@@ -220,7 +190,7 @@ def _replay_vectors(model: Loaded, progress: Callable[[str], None], prompts: int
     return VerifyReport(len(model.manifest.files), len(cases), 0, 0, largest)
 
 
-def _check(model: Loaded, case: GoldenPrompt, number: int) -> None:
+def _check(model: Any, case: GoldenPrompt, number: int) -> None:
     """The manifest is not hashed, so look before computing: NaN, for one, would compare as a near tie.
 
     Raises:
@@ -241,7 +211,7 @@ def _check(model: Loaded, case: GoldenPrompt, number: int) -> None:
         raise BundleError(f"{model.folder}: golden prompt {number} of the manifest is corrupt; build the bundle again")
 
 
-def _first_logits(model: Loaded, case: GoldenPrompt, graph: Phase) -> float:
+def _first_logits(model: Any, case: GoldenPrompt, graph: Phase) -> float:
     """Largest difference of a graph's top logits after the prompt from those recorded of it, in the same call; calls
     that were not recorded have to come as near as may be."""
     recorded = np.array(case.top_logits if graph is Phase.PREFILL else case.decode_logits, np.float32)
@@ -260,7 +230,7 @@ def _first_logits(model: Loaded, case: GoldenPrompt, graph: Phase) -> float:
     return differences[0]
 
 
-def _ways(model: Loaded, case: GoldenPrompt, graph: Phase) -> Iterator[NDArray[np.float32]]:
+def _ways(model: Any, case: GoldenPrompt, graph: Phase) -> Iterator[NDArray[np.float32]]:
     """Logits [V] after the prompt: fed alone, and, where prompts may share a call, beside a shorter one."""
     runner, prompt = model.runner, case.prompt
     yield runner.prefill(prompt, graph=graph)[0, -1]
@@ -269,7 +239,7 @@ def _ways(model: Loaded, case: GoldenPrompt, graph: Phase) -> Iterator[NDArray[n
         yield runner.prefill_beside(prompt[: len(prompt) // 2], prompt)
 
 
-def _same_tokens(model: Loaded, case: GoldenPrompt, tokens: tuple[int, ...]) -> int:
+def _same_tokens(model: Any, case: GoldenPrompt, tokens: tuple[int, ...]) -> int:
     """Greedy tokens equal to the recorded ones, up to the first near tie that fell the other way."""
     answer = model.generate(case.prompt, max_tokens=len(tokens), temperature=0, ignore_eos=True).token_ids
     for i, (here, there, margin) in enumerate(zip(answer, tokens, case.margins, strict=False)):

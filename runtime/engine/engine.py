@@ -55,12 +55,12 @@ _OUTCOMES: dict[type[BaseException], str] = {CancelledError: "cancelled", Deadli
 
 
 class Engine:
-    """Serves requests on a loaded model; :func:`llmc.runtime.load` makes one.
+    """Serve requests on a loaded model; :func:`llmc.runtime.load` makes one.
 
-    :meth:`submit` may be called from any thread or event loop. One thread of the engine's own does everything else, a
-    :meth:`step` at a time; it starts with the first request. What a request brings along (processors, criteria) runs
-    on that thread and its helpers; where it fails, its request fails, and all others go on. A call of the session that
-    fails is the end of the requests that shared it, and a GPU that was lost the end of all of them and of the engine.
+    :meth:`submit` may be called from any thread or event loop. The engine's own thread, which starts with the first
+    request, does everything else, one :meth:`step` at a time. A request's own functions run on that thread and its
+    helpers; where one fails, its request fails. A session call that fails ends the requests that shared it; a lost GPU
+    ends them all.
 
     Args:
         session: the loaded graphs and their cache; nobody else may use it while requests run.
@@ -69,8 +69,7 @@ class Engine:
         prefill_chunk: prompt tokens per call.
         options: see :class:`llmc.runtime.api.options.EngineOptions`.
         memory: bytes that this process may take.
-        prefixes, store: the prefix cache and its disk tier, None for none; closed with the engine.
-        drafter: guesses tokens, None for none; closed with the engine.
+        prefixes, store, drafter: prefix cache, its disk tier and the drafter, None for none; closed with the engine.
     """
 
     def __init__(
@@ -164,10 +163,10 @@ class Engine:
         return made
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Run ``function`` on the engine's thread between two steps, and wait for what it returns.
+        """Run ``function`` on the engine's thread between two steps, and return or raise what it does.
 
         Raises:
-            EngineClosedError: the engine is closed; or whatever ``function`` raises.
+            EngineClosedError: the engine is closed.
         """
         if threading.current_thread() is self._thread:  # a client's function, which would wait for itself
             return function()
@@ -188,11 +187,11 @@ class Engine:
         return done.result()
 
     def save(self, path: str | Path, tokens: Sequence[int]) -> int:
-        """Save what the prefix cache has of ``tokens``, a conversation so far, to a file; says how many tokens that is.
+        """Save what the prefix cache holds of the conversation ``tokens`` to a file; the number of saved tokens.
 
         Raises:
             UsageError: there is no prefix cache, ``tokens`` are no token ids, or the file cannot be written.
-            RequestError: nothing of ``tokens`` is cached: they were never fed, are fewer than a block, or were evicted.
+            RequestError: nothing of ``tokens`` is cached: never fed, fewer than a block, or evicted.
             ResourceError: the disk is full.
         """
         prefixes = self._prefix_cache()
@@ -220,8 +219,8 @@ class Engine:
 
         Raises:
             UsageError: there is no prefix cache, or the file cannot be opened.
-            RequestError: it is no such file, is damaged, belongs to another model, or others may have written it: what
-                is restored serves every request that begins with the same tokens.
+            RequestError: the file is no saved session, is damaged, belongs to another model, or others may have written
+                it.
         """
         prefixes = self._prefix_cache()
         size = prefixes.block
@@ -243,9 +242,12 @@ class Engine:
         return self.prefixes
 
     def close(self, drain: bool = False, then: Callable[[], None] | None = None) -> None:
-        """Stop, and wait until the engine's thread has ended; with ``drain`` accepted requests are finished first,
-        without it they fail. Closing twice is allowed, and so is closing an engine that stopped because its GPU was
-        lost. ``then`` is called once nothing uses the session any more."""
+        """Stop, and wait until the engine's thread has ended. Closing again is allowed.
+
+        Args:
+            drain: finish accepted requests first; by default they fail.
+            then: called once nothing uses the session any more.
+        """
         if os.getpid() != self._pid:  # in a forked process there is no thread to wait for
             return
         with self._lock:
@@ -293,7 +295,7 @@ class Engine:
             log.warning("what a lost GPU held could not be freed: %s", error)
 
     def _speculators(self, drafter: Drafter | None) -> Callable[[int, str | None], Speculator] | None:
-        """A factory of speculators, for a sequence's key and perhaps its scope; they share the ledger and the costs."""
+        """Make a factory of speculators, for a sequence's key and scope; they share ledger and costs."""
         if drafter is None:
             return None
         runner, ledger, scopes = self._runner, Ledger(), Scopes()
@@ -352,8 +354,7 @@ class Engine:
         self._free()
 
     def step(self) -> None:
-        """One round: take messages, give rows to those who wait, feed a chunk of a prompt, or several short prompts,
-        decode everyone who can."""
+        """Run one round: receive messages, admit requests, feed prompts, decode."""
         self._receive()
         if self._lost is not None:  # those who came meanwhile
             self._fail_all(self._lost)
@@ -391,7 +392,7 @@ class Engine:
             self._outputs.begin(sequence, after[sequence])
 
     def _decode(self) -> None:
-        """One step of every sequence that decodes: in one call, but for those that have drafts to verify."""
+        """Run one step of every sequence that decodes: one call, and one for each that has drafts to verify."""
         if not (sequences := self._scheduler.next_decode()):
             return
         outputs: list[SamplerOutput[Any]] = []
@@ -421,7 +422,7 @@ class Engine:
         return False
 
     def _receive(self) -> None:
-        """Requests and cancellations that came; without anything to do, wait for one."""
+        """Take in requests and cancellations; without anything to do, wait for one."""
         while not (self._busy and self._inbox.empty()):
             with suppress(queue.Empty):
                 self._inbox.get(timeout=self._patience())()
@@ -479,7 +480,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------ failures
 
     def _guarded(self, request: RequestState) -> "_Guard":
-        """Make whatever goes wrong inside the end of this request and of no other, unless it concerns all rows."""
+        """A context in which an error ends this request alone, unless it concerns all rows."""
         return _Guard(partial(self._fail, request))
 
     def _fail(self, request: RequestState, error: BaseException) -> None:
@@ -498,7 +499,7 @@ class Engine:
                 self._fail(request, error)
 
     def _recover(self, error: BaseException) -> None:
-        """A step failed as a whole: whoever held a row fails; everyone else too, unless rows were all that suffered."""
+        """After a step that failed as a whole, fail those who held rows; all requests, if more than rows suffered."""
         with suppress(Exception):  # a handler of the log may be what failed
             log.error("the engine failed in a step; the requests that it had fail", exc_info=error)
         torn = isinstance(error, TornError)
@@ -509,7 +510,7 @@ class Engine:
         self._fail_all(named(reason), holders if torn else None)
 
     def _give_up(self, error: BaseException) -> None:
-        """The thread ends, whatever it was in the middle of: nobody may wait for it, and nobody may come any more."""
+        """End the thread whatever it was in the middle of, so that nobody waits for it."""
         with self._lock:
             self._closing = True
         while not self._inbox.empty():  # those who came, and functions that somebody waits for
@@ -519,7 +520,7 @@ class Engine:
             request.collector.end(None, named(error))
 
     def _lose(self, error: BaseException) -> GpuError:
-        """Note that nothing can be run any more: no request is accepted, and the thread ends."""
+        """Note that the GPU is gone: no request is accepted any more, and the thread ends."""
         lost = GpuError(f"the GPU was lost ({error}); load the bundle again in a new process", lost=True)
         with self._lock:
             self._lost, self._closing = lost, True
@@ -527,10 +528,8 @@ class Engine:
 
 
 class _Guard:
-    """A context from which no error comes out but a fatal one; others are told to ``fail``, even a client's SystemExit.
-
-    Each step enters some, and a generator for each would cost several times as much.
-    """
+    """A context that hands errors to ``fail`` and lets only fatal ones out; a class, for a generator costs several
+    times more."""
 
     __slots__ = ("_fail",)
 

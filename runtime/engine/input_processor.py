@@ -1,4 +1,4 @@
-"""From a request as it was asked to its state: tokens, parameters, sequences; what can be refused is refused here."""
+"""Prepare requests: tokens, parameters and sequences; what can be refused is refused here."""
 
 import secrets
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +22,7 @@ from llmc.runtime.sampling.dry import Breakers
 from llmc.runtime.sampling.params import GUIDES, MOST_COMPARED, SamplingParams
 from llmc.runtime.sampling.processors import Guide, SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
-from llmc.runtime.search.base import Hypothesis, StopCriterion, Strategy
+from llmc.runtime.search.base import Hypothesis, StopCriterion
 from llmc.runtime.search.beam import BeamSearch
 from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.detokenizer import NoText, TextStream, decoded
@@ -39,13 +39,12 @@ SINK_CHARACTERS = 1024
 
 
 class InputProcessor:
-    """Prepares requests for a model, on any thread.
+    """Prepare requests for a model, on any thread.
 
     Args:
         max_context: longest sequence.
         max_rows: rows that one request may hold at once.
-        speculate: makes what drafts for a sample, by its key and its scope; None where there is nothing to speculate
-            with.
+        speculate: makes a sample's speculator by key and scope; None without drafts.
     """
 
     def __init__(
@@ -65,13 +64,13 @@ class InputProcessor:
 
     @cached_property
     def _grammars(self) -> "Grammars":
-        """Made for the first request that wants a form, for what reads grammars takes a while to import."""
+        """Imported for the first request that wants a form, for that takes a while."""
         from llmc.runtime.guided.grammars import Grammars
 
         return Grammars(self._tokenizer, self._vocab_size, self._eos)
 
     def process(self, request: Request, collector: OutputCollector, metrics: EngineMetrics) -> RequestState:
-        """The state of a request; called in the client's thread, for grammars may take a second to compile.
+        """The state of a request. Called in the client's thread, for grammars may take a second to compile.
 
         Raises:
             RequestError, UsageError, GrammarError: the request cannot be served.
@@ -106,10 +105,10 @@ class InputProcessor:
             breakers=Breakers(params.dry_sequence_breakers, self._tokenizer.spelling),
             bad_words=self._bad_words(params),
         )
-        strategy = self._strategy(state, context)
-        if strategy is None:
+        if params.num_beams == 1:
             return SampleGroup(state, partial(self._sample, grammar=grammar, context=context))
-        return SearchGroup(state, strategy, params.num_beams, partial(self._output, state.request))
+        search = self._beam_search(state, context)
+        return SearchGroup(state, search, params.num_beams, partial(self._output, state.request))
 
     def _sample(
         self, group: SampleGroup, index: int, grammar: CompiledGrammar | None, context: SamplingContext
@@ -126,11 +125,8 @@ class InputProcessor:
         speculate = None if params.speculate is False else self._speculate
         return Sample(group, index, sampler, text, self._ends(params), guide, speculate)
 
-    def _strategy(self, state: RequestState, context: SamplingContext) -> Strategy | None:
-        """Beam search, where the request asks for it."""
+    def _beam_search(self, state: RequestState, context: SamplingContext) -> BeamSearch:
         params = state.params
-        if params.num_beams == 1:
-            return None
         return BeamSearch(
             num_beams=params.num_beams,
             length_penalty=params.length_penalty,
@@ -155,7 +151,7 @@ class InputProcessor:
             raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
 
     def _stops(self, request: Request) -> StopCriterion | None:
-        """The request's stopping criteria as strategies see them: of the new tokens."""
+        """The request's stopping criteria as searches see them: of the new tokens."""
         criteria = request.stopping_criteria
         if not criteria:
             return None
@@ -213,14 +209,13 @@ def draws(params: SamplingParams) -> bool:
 def text_tokens(
     tokenizer: Tokenizer, text: str, encode: Callable[[str], list[int]], max_context: int, on_overflow: object
 ) -> list[int]:
-    """Token ids of a prompt; of a text that cannot fit only those that :func:`fit_prompt` may keep.
-
-    Tokenizing takes over a hundred times the memory of the text, so this reads no more than the context may hold.
+    """Token ids of a text, without tokenizing what :func:`fit_prompt` cannot keep: tokens take 100 times a text's
+    memory.
 
     Args:
         tokenizer: of the model.
         text: the prompt.
-        encode: how it makes tokens of a text.
+        encode: makes tokens of a text.
         max_context: longest sequence.
         on_overflow: of the request's parameters.
 

@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """Draws tokens, hands them to their requests, and ends these.
+    """Draw tokens, hand them to their requests, and end these.
 
     Args:
         scheduler: takes sequences that ended off their rows.
         model: its name, for spans.
         threads: that choose tokens; with one, the engine's own does.
-        guarded: a context in which an error is the end of a request, and of no other.
+        guarded: a context in which an error ends one request alone.
         ended: told the number of a request that is done, from any thread.
     """
 
@@ -46,7 +46,7 @@ class OutputProcessor:
         self._comparing = Pool(1, "llmc-comparing", mark_serving)
 
     def prefilled(self, sequence: Tokens, start: int, logits: Floats) -> None:
-        """Keep what a request wants to know of the chunk of its prompt that begins at ``start``."""
+        """Keep the log-probabilities that a request wants of the prompt chunk that begins at ``start``."""
         request = sequence.request
         following = sequence.context[start + 1 : sequence.cached + 1]
         top = request.params.prompt_logprobs

@@ -25,7 +25,7 @@ class Sample(Sequence):
         sampler, text: choose its tokens, and turn them into text.
         ends: tokens that end it, each with the reason to tell.
         guide: ends it too, where nothing more is allowed.
-        speculate: makes what drafts for it, by its key and scope; None for a sample that does not speculate.
+        speculate: makes its speculator by key and scope; None for no drafts.
 
     Attributes:
         tokens: prompt and new tokens; ``context`` is the same list until the window slides.
@@ -120,7 +120,7 @@ class Sample(Sequence):
             self._speculator.close(self.new_tokens)
 
     def output(self) -> Output:
-        """The finished completion; of several to choose from with its mean log-probability before any processor."""
+        """The finished completion, with its mean log-probability where ``best_of`` ranks it."""
         assert self.finish_reason is not None
         params, score = self.request.params, None
         if params.best_of is not None:
@@ -137,7 +137,7 @@ class Sample(Sequence):
         )
 
     def _take(self, choice: Choice, latest: bool) -> Delta:
-        """Append a token, the ``latest`` that was drawn or one before it; ``finish_reason`` is set after the last."""
+        """Append a token; ``finish_reason`` is set after the last."""
         token = choice.token
         self.tokens.append(token)
         if self.slid:
@@ -225,8 +225,7 @@ class SampleGroup(SequenceGroup[Sample]):
         return done
 
     def _commit(self, scheduler: Scheduler, sample: Sample, choices: List[Choice], hand_on: bool = False) -> bool:
-        """Append tokens. With ``hand_on`` the row of a sample that ends may go to the next one, which begins in the
-        next step."""
+        """Append tokens. With ``hand_on`` the row of a sample that ends may go to the next one."""
         sample.commit(choices)
         if sample.finish_reason is not None:
             if not (hand_on and not sample.slid and scheduler.hand_on(sample)):
@@ -235,11 +234,8 @@ class SampleGroup(SequenceGroup[Sample]):
         return len(self._finished) == self.draws
 
     def outputs(self) -> list[Output]:
-        """The finished samples in their order, or the best first by what the request asks for.
-
-        Raises:
-            ProcessorError: the request's similarity raised, or returned no number.
-        """
+        """The finished samples in their order, or the best first. Raises ProcessorError if the request's similarity
+        fails."""
         outputs = sorted(self._finished, key=lambda output: output.index)
         params = self.request.params
         if self.request.compares:

@@ -54,11 +54,10 @@ class Queue:
 
 
 class ChunkedPrefill:
-    """The policy of when the next chunk of a prompt may be fed while others decode.
+    """Decides when the next chunk of a prompt may be fed while others decode.
 
-    The first chunk of a prompt goes at once, so short prompts never wait. Each further chunk waits until
-    ``spacing`` decode steps have run since the last one, and until decoding had as much time as that chunk took. A
-    first chunk in between counts like a step: a further one is due after so many, however many new prompts come.
+    The first chunk of a prompt goes at once. A further one waits until ``spacing`` decode steps have run since the
+    last, and until decoding had as much time as that chunk took. First chunks of others count as steps.
 
     Args:
         spacing: decode steps between chunks; 0 feeds prompts as fast as possible.
@@ -103,7 +102,7 @@ class Scheduler:
         budget: bounds the cache.
         options: of the engine.
         plan: of the memory that the cache lies in.
-        guarded: a context in which an error is the end of a request, and of no other.
+        guarded: a context in which an error ends one request alone.
         prefixes: the prefix cache, or None.
     """
 
@@ -160,11 +159,8 @@ class Scheduler:
             self._queue.again(group.request.place, (group, index))
 
     def admit(self) -> Iterator[Sequence]:
-        """Give rows to those who wait, in order; nobody passes one who is too wide for what is free.
-
-        Gives those whose prompt is computed already, and which can begin: no more than there are rows, for of those
-        that end at once, and give their rows back, a request may have a thousand.
-        """
+        """Give rows to those who wait, in order; yield those whose prompt is computed already, as many as there are
+        rows."""
         heirs, self._heirs = self._heirs, []
         for heir in heirs:
             if heir.row >= 0:  # its request did not fail meanwhile
@@ -193,7 +189,7 @@ class Scheduler:
                 yield begins
 
     def _start(self, sequence: Sequence) -> Sequence | None:
-        """Place a sequence; where its prompt is computed, with a copy from one that holds it, and it may begin."""
+        """Place a sequence; return it if a copy of another's prompt lets it begin."""
         group, length = sequence.group, len(sequence.context)
         donors = (other for other in group.sequences if other.holds_prompt and self._rows.can_fork(other, length))
         donor = next(donors, None)
@@ -210,7 +206,7 @@ class Scheduler:
         return sequence
 
     def _place(self, sequence: Sequence) -> None:
-        """A row, with what the prefix cache has of the context; at least two tokens are left to feed."""
+        """Give a row, with what the prefix cache has of the context; at least two tokens are left to feed."""
         sequence.group.sequences.append(sequence)
         self.reserve(1, len(sequence.context))
         self._rows.admit(sequence)
@@ -227,8 +223,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ steps
 
     def next_prefill(self) -> list[Sequence]:
-        """The sequence whose next chunk is fed now: one not yet begun, or the oldest, if it is its time. With one not
-        yet begun come those in the rows behind it that share its call."""
+        """The sequences to feed now: one not yet begun with those that share its call, or the oldest if a further chunk
+        is due."""
         feeding = self._rows.held[self._rows.decoding :]
         if not feeding:
             return []
@@ -242,7 +238,7 @@ class Scheduler:
         return self._runner.share(list(behind)) or [sequence]
 
     def prefilled(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Their chunks were fed in one call; gives those whose whole context is in their row: they decode now."""
+        """Note that chunks were fed in one call; yield the sequences whose whole context is in their row."""
         self._chunks.fed(time.perf_counter() - self._begun, self._first_chunk)
         for sequence in sequences:
             self._let_go(sequence)
@@ -308,8 +304,9 @@ class Scheduler:
         sequence.close()
 
     def hand_on(self, sequence: Sequence) -> bool:
-        """Leave the row of a sequence that ends to the one of its group that waits, if nobody waits before it, and if
-        the row can go back to the prompt: without any row that holds it, the prompt would have to be fed anew."""
+        """Give the row of a sequence that ends to the next of its group, if that is next in the queue and the row can
+        go back to the prompt, which would have to be fed anew otherwise.
+        """
         group, length = sequence.group, len(sequence.request.prompt)
         waiting = self._queue.peek()
         if waiting is None or waiting[0] is not group or not sequence.holds_prompt:
@@ -348,7 +345,7 @@ class Scheduler:
             self.release(sequence)
 
     def abandon(self, requests: Iterable[RequestState]) -> list[RequestState]:
-        """Take every row from who holds it, for nobody knows what is in them; which of ``requests`` that was."""
+        """Free all rows after a failed call; return the requests that lost one."""
         held = [sequence for request in requests for sequence in request.group.sequences if sequence.row >= 0]
         self._rows.clear()
         for sequence in held:  # one that was about to leave may be in no row's place any more

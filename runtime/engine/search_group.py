@@ -1,4 +1,4 @@
-"""Searches on rows of the cache: branches of one request that go on, fork and end together."""
+"""A beam search on rows of the cache: branches of one request that go on, fork and end together."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -9,33 +9,34 @@ from llmc.runtime.api.results import Delta, Output
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
 from llmc.runtime.sampling.masses import Logits
-from llmc.runtime.search.base import Branch, Hypothesis, Strategy
+from llmc.runtime.search.base import Branch, Hypothesis
+from llmc.runtime.search.beam import BeamSearch
 
 
 class SearchSequence(Sequence):
-    """A sequence of a search, which gets its tokens from the strategy."""
+    """A sequence of a search, which gets its tokens from it."""
 
     def sample(self, logits: Logits) -> SamplerOutput["SearchSequence"]:
-        """Copy the logits [V] for the strategy."""
+        """Copy the logits [V] for the search."""
         return SamplerOutput(self, logits=logits[0].copy())
 
 
 class SearchGroup(SequenceGroup[SearchSequence]):
-    """Carries a strategy's branches out on cache rows, copying only the positions in which two branches differ.
+    """Carries a search's branches out on cache rows, copying only the positions in which two branches differ.
 
     Args:
         request: to be answered.
-        strategy: of this request.
+        search: of this request.
         width: rows that it may come to hold.
         finish: makes an output of a hypothesis and its index.
     """
 
     def __init__(
-        self, request: RequestState, strategy: Strategy, width: int, finish: Callable[[int, Hypothesis], Output]
+        self, request: RequestState, search: BeamSearch, width: int, finish: Callable[[int, Hypothesis], Output]
     ) -> None:
         super().__init__(request)
         self.width = width
-        self._strategy = strategy
+        self._search = search
         self._finish = finish
         self._outputs: list[Output] = []
 
@@ -47,21 +48,21 @@ class SearchGroup(SequenceGroup[SearchSequence]):
         return SearchSequence(self, list(self.request.prompt))
 
     def begin(self, scheduler: Scheduler, sequence: SearchSequence, logits: Logits | None) -> bool:
-        """Start the strategy after the prompt, which ``sequence`` decodes from."""
+        """Start the search after the prompt, which ``sequence`` decodes from."""
         assert logits is not None
         scheduler.reserve(self.promised, sequence.cached + 1)
-        return self._advance(scheduler, self._strategy.start(self.request.prompt, logits))
+        return self._advance(scheduler, self._search.start(self.request.prompt, logits))
 
     def step(self, scheduler: Scheduler, outputs: List[SamplerOutput[SearchSequence]]) -> bool:
-        """Show the strategy the logits of all branches, in their order."""
+        """Show the search the logits of all branches, in their order."""
         scheduler.reserve(self.promised, outputs[0].sequence.cached + 1)
         by_key = {output.sequence.key: output for output in outputs}  # rows may have changed places
         ordered = [by_key[sequence.key] for sequence in self.sequences]
         logits = np.stack([output.logits for output in ordered if output.logits is not None])
-        return self._advance(scheduler, self._strategy.step(logits))
+        return self._advance(scheduler, self._search.step(logits))
 
     def outputs(self) -> list[Output]:
-        """The strategy's hypotheses."""
+        """The search's hypotheses."""
         return self._outputs
 
     def _advance(self, scheduler: Scheduler, branches: List[Branch]) -> bool:
@@ -69,13 +70,13 @@ class SearchGroup(SequenceGroup[SearchSequence]):
         if branches:
             self.request.timeline.token()
             return False
-        self._outputs = [self._finish(index, found) for index, found in enumerate(self._strategy.outputs())]
+        self._outputs = [self._finish(index, found) for index, found in enumerate(self._search.outputs())]
         for output in self._outputs:
             self.request.emit(Delta(output.index, output.text, output.token_ids), timed=False)
         return True
 
     def _follow(self, scheduler: Scheduler, branches: List[Branch]) -> None:
-        """Make the rows those of the strategy's next step."""
+        """Make the rows those of the search's next step."""
         before = list(self.sequences)
         contexts = [[*before[branch.parent].context, branch.token] for branch in branches]
         after = before[: len(branches)]

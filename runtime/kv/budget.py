@@ -26,8 +26,7 @@ def next_capacity(needed: int, maximum: int) -> int:
 
 
 def rounded_up(engine: EngineConfig | None, positions: int) -> int:
-    """Positions that a session makes room for when it is asked for so many: a TensorRT engine has one capacity, or one
-    for each of its buckets; other engines take any."""
+    """Positions that a session makes room for: a TensorRT engine has one capacity or some buckets, others take any."""
     if engine is None:
         return positions
     return engine.capacity or next((bucket for bucket in engine.buckets if bucket >= positions), positions)
@@ -50,13 +49,13 @@ class _Share:
 
 
 class CacheBudget:
-    """The rows and positions that a cache may have, in the bytes that may be taken.
+    """Bounds the rows and positions of a cache by the bytes that may be taken.
 
     Args:
         manifest: of the bundle; its plans say what rows take of the process's memory and of the GPU's.
         memory: bytes for the whole process.
-        others: bytes of them that something else was promised: the prefix cache.
-        device_memory: bytes of the GPU's memory that the session may take in all; None where it has none.
+        others: bytes of them that the prefix cache was promised.
+        device_memory: bytes of the GPU's memory for the session; None where it has none.
     """
 
     def __init__(self, manifest: Manifest, memory: int, others: int = 0, device_memory: int | None = None) -> None:
@@ -88,8 +87,7 @@ class Verdict:
 
     Attributes:
         missing: bytes that lack, 0 where it fits.
-        largest_context: tokens that fit with the plan's batch; 0 where none do.
-        largest_batch: rows that fit with the plan's context; 0 where none do.
+        largest_context, largest_batch: that fit beside the plan's other one; 0 where none do.
     """
 
     missing: int
@@ -132,11 +130,7 @@ class MemoryEstimate:
         return Verdict(max(0, self.total - available), context, batch)
 
     def check(self, what: Path, available: int) -> None:
-        """Refuse to begin what cannot end.
-
-        Raises:
-            ResourceError: more than ``available`` bytes are needed; with the number missing and what would fit.
-        """
+        """Raise ResourceError, with what is missing and what would fit, if more than ``available`` bytes are needed."""
         verdict = self.verdict(available)
         if verdict.fits:
             return
@@ -187,10 +181,7 @@ def plan_device(plan: DeviceMemory, limits: Limits, context: int | None = None, 
 
 
 def check_load(folder: Path, manifest: Manifest, context: int, memory: int | None = None) -> None:
-    """Refuse to load what cannot fit.
-
-    Without ``memory`` the first step of the cache must fit, and growth is checked when it comes. With ``memory`` bytes
-    for this process the whole ``context`` must fit at once.
+    """Refuse to load what cannot fit: the cache's first step or, with ``memory`` bytes promised, the whole ``context``.
 
     Raises:
         ResourceError: with the number missing, and the context and batch that fit.
@@ -200,18 +191,17 @@ def check_load(folder: Path, manifest: Manifest, context: int, memory: int | Non
 
 
 def usable_memory(held: int, memory: int | None = None) -> int:
-    """Bytes that this process may take: ``memory`` if given, else what is free and what it holds already.
-
-    ``held`` is the part of the plan that loaded libraries already take, as far as they are loaded.
-    """
+    """Bytes that this process may take: ``memory``, or what is free and what it ``held`` already by its libraries."""
     return available_memory() + min(held, resident_bytes()[0]) if memory is None else memory
 
 
 def check_growth(
     manifest: Manifest, held: tuple[int, int], wanted: tuple[int, int], device_memory: int | None = None
 ) -> None:
-    """Refuse to grow a cache from ``held`` to ``wanted`` rows x positions when the memory of the machine or of the GPU
-    does not suffice; ``device_memory`` bytes of the latter may be taken in all, None for any.
+    """Refuse to grow a cache from ``held`` to ``wanted`` rows x positions where memory does not suffice.
+
+    Args:
+        device_memory: bytes of the GPU's memory that may be taken in all; None for any.
 
     Raises:
         ResourceError: with the numbers.

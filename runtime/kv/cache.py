@@ -98,16 +98,15 @@ class Layout:
 class KVCache(ABC):
     """Keys, values and states of the tokens before: ``rows`` times ``capacity`` positions.
 
-    Entries of kind ``state`` hold what a row came to after its last token, and no earlier position: such a row goes on
-    from there or begins anew, and is copied, read and written as a whole.
+    A state holds what a row came to after its last token: such a row goes on from there or begins anew, and is copied,
+    read and written as a whole. Where memory can be given back in pieces, :meth:`let_go` gives back what windows have
+    passed; a row then goes on after one of the last :data:`BACK` positions before, or begins anew.
 
-    Where memory can be given back in pieces, :meth:`let_go` gives back what windows have passed. A row then goes on
-    after one of the last :data:`BACK` positions before, or begins anew.
+    Rows, positions and contents that do not fit raise UsageError, a lack of memory ResourceError, the GPU GpuError.
 
     Args:
         manifest: of the bundle; its list of caches gives the shapes, its plans and limits bound the growth.
-        device_memory: bytes of the GPU's memory that the bundle may take in all; None where the cache lies in the
-            process.
+        device_memory: bytes of the GPU's memory for the bundle; None where the cache lies in the process.
         forget: called before memory moves, so that nothing stays bound to it.
         guard: entered around everything that touches the memory, with what is being done.
 
@@ -155,21 +154,15 @@ class KVCache(ABC):
     # ------------------------------------------------------------------------------------------------- growth
 
     def grow(self, rows: int, positions: int, most: int) -> None:
-        """Make room for ``rows`` rows of ``positions`` in steps, the last of which ends at ``most``.
-
-        Raises:
-            RequestError, ResourceError, GpuError: see :meth:`reserve`.
-        """
+        """Make room for ``rows`` rows of ``positions`` in steps, the last of which ends at ``most``."""
         if rows > self.rows or positions > self.capacity:
             self.reserve(rows, next_capacity(positions, most))
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Grow to at least ``rows`` x ``capacity``, rounded up to what the engine takes; the contents are kept.
+        """Grow to at least ``rows`` x ``capacity``, and keep the contents; a failure changes nothing.
 
         Raises:
             RequestError: more than the bundle was built for.
-            ResourceError: memory does not suffice; the cache keeps its size.
-            GpuError: the GPU failed.
         """
         limits = self._manifest.limits
         if rows > limits.max_batch or capacity > limits.max_context:  # what the engine takes may be beyond them
@@ -203,11 +196,7 @@ class KVCache(ABC):
     # ------------------------------------------------------------------------------------------------- calls
 
     def begin(self, first_row: int, past_lengths: Sequence[int], count: int) -> list[int]:
-        """The position after the last of ``count`` new tokens of each row, before a call that writes them.
-
-        Raises:
-            UsageError: rows or positions that there are not, or a row that cannot go back so far.
-        """
+        """Check a call that writes ``count`` new tokens of each row; the position after the last of each."""
         ends = [past + count for past in past_lengths]
         if first_row + len(ends) > self.rows or max(ends) > self._capacity:
             raise UsageError(
@@ -271,18 +260,12 @@ class KVCache(ABC):
         return max(0, self._settled[row] - tensor.window - BACK) if tensor.window else 0
 
     def _discard(self, row: int, end: int) -> None:  # noqa: B027  # few caches let go
-        """Give back the memory of windows' positions of a row before those held, and of those from ``end`` on; a cache
-        that lets nothing go keeps it."""
+        """Give back memory of windows' positions before those held and from ``end`` on, where the cache can."""
 
     # ------------------------------------------------------------------------------------------------- contents
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
-        """Make the row ``target`` equal to ``source`` in the positions ``start`` ... ``end - 1``, and in its states.
-
-        Raises:
-            UsageError: a row or position that there is not, or a state that is not at ``end``.
-            GpuError: the GPU failed.
-        """
+        """Make the row ``target`` equal to ``source`` in the positions ``start`` ... ``end - 1``, and in its states."""
         self._check_range(source, start, end)
         self._check_range(target, start, end)
         if source == target or not end:
@@ -296,13 +279,7 @@ class KVCache(ABC):
         self._wrote(target, end)
 
     def swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
-        """Exchange two rows, of each of which so many positions count.
-
-        Raises:
-            UsageError: a row or position that there is not, or a state that is not at its end.
-            ResourceError: no memory is left.
-            GpuError: the GPU failed.
-        """
+        """Exchange two rows, of each of which so many positions count."""
         for row, end in ((one, its_end), (other, others_end)):
             self._check_range(row, 0, end)
             self._check_resumable(row, end)
@@ -319,14 +296,8 @@ class KVCache(ABC):
         return (self._layout.size(count),), self.dtype
 
     def read(self, row: int, start: int, end: int) -> Values:
-        """A copy of the positions ``start`` ... ``end - 1`` of a row and of its states: one array [values], in the
-        cache's own layout.
-
-        Raises:
-            UsageError: a row or position that there is not, that was let go of, or a state that is not at ``end``.
-            ResourceError: no memory is left.
-            GpuError: the GPU failed.
-        """
+        """Copy the positions ``start`` ... ``end - 1`` of a row and its states: one array [values], in the cache's own
+        layout."""
         self._check_range(row, start, end)
         self._check_resumable(row, end)
         if start < self.whole_from(row):
@@ -341,13 +312,7 @@ class KVCache(ABC):
         return [self.read(row, first, first + size) for first in range(start, end, size)]
 
     def write(self, row: int, start: int, end: int, values: Values) -> None:
-        """Put ``values``, as :meth:`read` returns them, into the positions ``start`` ... ``end - 1`` and the states.
-
-        Raises:
-            UsageError: a row or position that there is not, or values of another size or type.
-            ResourceError: no memory is left.
-            GpuError: the GPU failed.
-        """
+        """Put ``values``, as :meth:`read` returns them, into the positions ``start`` ... ``end - 1`` and the states."""
         self._check_range(row, start, end)
         shape, dtype = self.form(end - start)
         if values.shape != shape or values.dtype != dtype:

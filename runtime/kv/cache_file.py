@@ -9,15 +9,13 @@ One format serves both::
     ...       the description: JSON with key, parent, last (chain hashes), tokens, block (tokens of each), shape, dtype,
               a digest per block
     ...       zeros up to a multiple of 64
-    ...       the blocks, one after the other, so that the first n of them are read in one go
+    ...       the blocks, one after the other
 
 A digest is BLAKE2b (RFC 7693, https://www.rfc-editor.org/rfc/rfc7693) of 16 bytes. A block is named by its chain hash,
-the digest of its parent's chain hash and its own tokens: equal names mean equal tokens from the very first one on.
+the digest of its parent's chain hash and its own tokens: equal names mean equal tokens from the first one on.
 
-Digests show damage. They do not show that the model computed the values: whoever writes a file also writes its digests.
-So a file is believed only if nobody but this user and the administrator can have written it. A digest with a secret key
-would tell files that this user's llmc wrote from those that somebody else made and this user copied, as long as nobody
-else can read the key; it would tell nothing about whoever acts as this user, and no other machine could read the files.
+Digests show damage, not who computed the values: whoever writes a file also writes its digests. So a file is believed
+only if nobody but this user and the administrator can have written it.
 """
 
 import errno
@@ -75,8 +73,7 @@ def chain_hashes(parent: bytes, tokens: NDArray[np.int64], block: int) -> list[b
 
 
 class UnreadableError(Exception):
-    """A file cannot be used: it is damaged, of another version of the format or none of llmc's, or others may have
-    written it."""
+    """A file cannot be used; ``fault`` says why."""
 
     def __init__(self, reason: str, fault: Fault = "damaged") -> None:
         super().__init__(reason)
@@ -108,12 +105,7 @@ class Description:
 
     @classmethod
     def decoded(cls, text: bytes) -> "Description":
-        """The description that :meth:`encoded` wrote.
-
-        Raises:
-            ValueError: it contradicts itself or is not what :meth:`encoded` writes; KeyError, TypeError, IndexError,
-                ArithmeticError, RecursionError: nor anything like it.
-        """
+        """The description that :meth:`encoded` wrote; any of Python's errors for bad data if it is none."""
         raw = json.loads(text)
         tokens = np.array(raw["tokens"], np.int64)
         digests = tuple(bytes.fromhex(digest) for digest in raw["digests"])
@@ -195,11 +187,7 @@ class CacheFile:
 
 
 def possible_path(path: str | Path) -> Path:
-    """``path``, if any file can have this name.
-
-    Raises:
-        UsageError: it is no path, holds a NUL, or what is no Unicode text.
-    """
+    """``path``, or UsageError if no file can have this name."""
     try:
         encoded = os.fsencode(path)
     except TypeError as error:
@@ -213,14 +201,11 @@ def possible_path(path: str | Path) -> Path:
 
 @contextmanager
 def opened(path: Path, *, follow_symlinks: bool) -> Iterator[CacheFile]:
-    """A file that is open for reading, its description checked against its size.
-
-    A pipe or device, whose opening may take for ever, is not opened.
+    """Open a file, check its owner, and check its description against its size. A pipe or device is not opened.
 
     Raises:
         OSError: there is no file, or it may not be read.
-        UnreadableError: it is no regular file, is damaged, of another version or not ours, or others may have written
-            it.
+        UnreadableError: it is no whole file of ours, or others may have written it.
     """
     mode = os.stat(path, follow_symlinks=follow_symlinks).st_mode
     if stat.S_ISDIR(mode):
@@ -234,13 +219,7 @@ def opened(path: Path, *, follow_symlinks: bool) -> Iterator[CacheFile]:
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Refuse a file or folder that others may have written: keys and values in it could be anything.
-
-    Its owner must be this user or the administrator, and only they may have the right to write it.
-
-    Raises:
-        UnreadableError: it is not so.
-    """
+    """Raise UnreadableError for what belongs to, or may be written by, others than this user and the administrator."""
     if not hasattr(os, "geteuid"):  # Windows, where a file's status says nothing about it
         return
     if status.st_uid not in (os.geteuid(), 0):
@@ -288,9 +267,7 @@ def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]]) -> N
 
 
 def save_session(path: str | Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any]], block: int, key: str) -> None:
-    """Save what the cache holds of one sequence; an existing file is replaced, at the end.
-
-    Only its owner may read the file: it holds what was said.
+    """Save what the cache holds of one sequence, for its owner alone; an existing file is replaced at the end.
 
     Args:
         tokens: the sequence; the last ones need not be in the cache.
@@ -320,58 +297,31 @@ def save_session(path: str | Path, tokens: Sequence[int], blocks: Sequence[NDArr
 def load_session(
     path: str | Path, block: int, key: str, *, form: Form, vocab_size: int, max_bytes: int
 ) -> tuple[list[int], list[NDArray[Any]]]:
-    """The tokens that :func:`save_session` was given, and as many of its first blocks as are asked for.
+    """The tokens that :func:`save_session` was given, and as many of its first blocks as ``max_bytes`` hold.
 
     Args:
         block, key: as for :func:`save_session`.
         form: shape and type that a block must have.
-        vocab_size: what every token must be below.
+        vocab_size: every token must be below it.
         max_bytes: of blocks.
 
     Raises:
         UsageError: the file cannot be opened, or no file can have this name.
-        RequestError: it is no session of llmc's, is damaged, belongs to another model or size of blocks, or others may
-            have written it.
+        RequestError: it is no session of llmc's, is damaged, belongs to another model, or others may have written it.
     """
     path = possible_path(path)
     try:
         with opened(path, follow_symlinks=True) as found:
             about = found.description
-            if about.kind != "session":
-                raise RequestError(f"{path} is a file of the prefix cache, not a saved session; name a saved session")
-            if about.key != root_hash(key):
-                raise RequestError(
-                    f"{path} was saved with another model or cache type; load it with the one it was saved with"
-                )
-            if about.block != block:
-                raise RequestError(
-                    f"{path} was saved in blocks of {about.block} tokens, expected {block}; start the session anew"
-                )
-            if about.form != form:
-                raise RequestError(
-                    f"{path} holds blocks of {about.dtype} {list(about.shape)}, expected {form[1]} {list(form[0])}; "
-                    "start the session anew"
-                )
-            if not 0 <= about.tokens.min() <= about.tokens.max() < vocab_size:
-                raise RequestError(
-                    f"{path} holds tokens from {about.tokens.min()} to {about.tokens.max()}, expected 0 ... "
-                    f"{vocab_size - 1}; start the session anew"
-                )
+            ours = (about.kind, about.key, about.block, about.form) == ("session", root_hash(key), block, form)
+            if not ours or not 0 <= about.tokens.min() <= about.tokens.max() < vocab_size:
+                raise RequestError(f"{path} is no session of this model and type of cache; start the session anew")
             blocks = found.read(0, max_bytes // about.block_bytes)
     except OSError as error:
         raise UsageError(f"{path} cannot be opened ({error.strerror}); name a saved session") from error
     except UnreadableError as error:
-        raise RequestError(f"{path} {_VERDICTS[error.fault]}: {error}") from error
+        raise RequestError(f"{path} cannot be restored: {error}; start the session anew") from error
     return about.tokens.tolist(), blocks
-
-
-_VERDICTS: dict[Fault, str] = {
-    "foreign": "is no session of llmc's; name a file that was saved as one",
-    "damaged": "is damaged and cannot be restored; start the session anew",
-    "version": "is of another version; load it with the llmc that saved it, or start the session anew",
-    "untrusted": "may have been written by others, whose values would be believed; take it over only if you know them, "
-    "with chown and chmod 600, or start the session anew",
-}
 
 
 def _digest(data: bytes | memoryview) -> bytes:

@@ -28,14 +28,11 @@ class DeviceCache(KVCache):
     which one holds it. Work is queued on ``stream``; only reading, writing and growing wait for it.
 
     Args:
-        manifest: of the bundle.
+        manifest: of the bundle; BundleError if a layer keeps a state.
         driver: of the GPU.
         stream: on which the engine runs, too.
         buffers: 1 where the engine updates the cache in place, 2 where it writes to another place.
         options: see :class:`KVCache`.
-
-    Raises:
-        BundleError: a layer keeps a state.
     """
 
     def __init__(self, manifest: Manifest, driver: Driver, stream: int, buffers: int = 1, **options: Any) -> None:

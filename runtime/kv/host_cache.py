@@ -17,13 +17,12 @@ LETS_GO = sys.platform == "linux"  # elsewhere pages that are given back may kee
 
 
 class HostCache(KVCache):
-    """A :class:`KVCache` in numpy arrays. Positions that were never written, or were let go of, take no memory.
-
-    Those that were let go of read as zeros, which attention multiplies with zero where no window sees them.
+    """A :class:`KVCache` in numpy arrays. Positions that were never written, or were let go of, take no memory and are
+    zeros.
 
     Attributes:
         arrays: [rows, kv_heads, capacity + spare, head_dim] or [rows, ...] for each of the ``tensors``; others after
-            growth. The spare positions are those that a step may write over behind its token, of which nothing is kept.
+            growth. A step may write the spare positions behind its token; nothing of them is kept.
     """
 
     arrays: tuple[NDArray[Any], ...] = ()
@@ -127,8 +126,7 @@ def _give_back(pages: mmap.mmap, positions: tuple[int, int], size: int) -> None:
 
 
 def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any], pieces: bool) -> tuple[NDArray[Any], mmap.mmap]:
-    """Zeros, and the pages that they lie in: these are taken when written, and go back to the system with the array or,
-    with ``pieces``, before."""
+    """Zeros, and the pages that they lie in, which are taken when written; ``pieces`` may be given back one by one."""
     count = math.prod(shape)
     size = max(1, count * dtype.itemsize)
     try:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import UsageError
 from llmc.runtime.kv.cache_file import Form, chain_hashes, root_hash
 from llmc.runtime.kv.prefix_store import PrefixStore
 
@@ -29,14 +28,12 @@ class PrefixCounters:
     """Counts of the cache so far, and its size now.
 
     Attributes:
-        hits: matches that found something.
-        misses: matches that found nothing.
+        hits, misses: matches that found something, or nothing.
         hit_tokens: tokens that matches found.
         disk_hits: matches that read something from disk.
         disk_tokens: tokens read from disk; they count among ``hit_tokens`` too.
         evictions: blocks that had to make room.
-        blocks: blocks in memory now.
-        bytes: what they take.
+        blocks, bytes: in memory now.
     """
 
     hits: int = 0
@@ -78,13 +75,10 @@ class PrefixCache:
 
     Args:
         key: all that the values depend on: fingerprint of the model, type and geometry of its cache.
-        block: tokens per block; only whole blocks are kept.
-        max_bytes: what the values may take in memory.
+        block: tokens per block, from 1; only whole blocks are kept.
+        max_bytes: for the values in memory, from 0.
         store: a disk tier, which the caller closes.
         form: shape and type that blocks from disk must have; None takes any.
-
-    Raises:
-        UsageError: ``block`` or ``max_bytes`` is out of range.
     """
 
     def __init__(
@@ -96,8 +90,6 @@ class PrefixCache:
         store: PrefixStore | None = None,
         form: Form | None = None,
     ) -> None:
-        if block < 1 or max_bytes < 0:
-            raise UsageError(f"block={block}, max_bytes={max_bytes}: expected a block of 1 or more and 0 bytes or more")
         self.key = key
         self.block = block
         self.max_bytes = max_bytes
@@ -113,13 +105,11 @@ class PrefixCache:
 
     @contextmanager
     def match(self, tokens: Sequence[int], limit: int | None = None, scope: str | None = None) -> Iterator[Match]:
-        """The longest cached prefix of ``tokens`` in whole blocks, in memory or on disk, of at most ``limit`` tokens.
-
-        It stays in memory until the block ends. A prompt needs logits, so its last token must be computed: pass
-        ``limit=len(tokens) - 1``.
+        """The longest cached prefix of ``tokens`` in whole blocks, in memory or on disk; kept in memory until the block
+        ends.
 
         Args:
-            limit: tokens; all of them by default.
+            limit: tokens at most; all of them by default.
             scope: only what was inserted with the same one is found.
         """
         root, _, hashes = self._hashes(tokens, limit, scope)
@@ -143,16 +133,14 @@ class PrefixCache:
             self._unpin(path)
 
     def insert(self, tokens: Sequence[int], read: Read, scope: str | None = None, whole_from: int = 0) -> int:
-        """Keep the whole blocks of ``tokens`` that memory has room for, and have them written to disk.
+        """Keep the whole blocks of ``tokens`` that memory has room for, and write them to disk; the leading tokens
+        cached now.
 
         Args:
-            read: gives the blocks of a span of positions, which nobody changes any more; called once, and only if a
-                block is missing.
+            read: gives the blocks of a span of positions, which nobody changes any more; called once, if a block is
+                missing.
             scope: as of :meth:`match`.
             whole_from: the first position that it can read; where blocks before it are missing, nothing is added.
-
-        Returns:
-            How many leading tokens are cached now.
         """
         root, ids, hashes = self._hashes(tokens, None, scope)
         path = self._path(hashes)

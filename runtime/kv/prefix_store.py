@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import ResourceError, UsageError
+from llmc.errors import ResourceError
 from llmc.runtime.host import threads
 from llmc.runtime.kv.cache_file import (
     STAGING,
@@ -102,23 +102,16 @@ class PrefixStore:
 
     Several processes of one user may share the folder, and it may be deleted at any time. Nothing here fails a request:
     what is damaged, cannot be read or may have been written by others counts as absent, what cannot be written is left
-    out, and the log says so once. The files hold what users wrote; only their owner may read them, or enter the folders
-    of the keys.
-
-    Reading happens in the calling thread, one thread at a time; writing in a thread of the store's own.
+    out, and the log says so once. Only their owner may read the files. The calling thread reads; a thread of the
+    store's own writes.
 
     Args:
         folder: made when the first prefix is written.
-        max_bytes: what all files below it may take, of all keys; the least recently used go first.
-        pending_bytes: what may wait to be written; beyond it a prefix is not stored.
-
-    Raises:
-        UsageError: a bound is negative, or no folder can have this name.
+        max_bytes: for all files below it, of all keys; the least recently used go first.
+        pending_bytes: may wait to be written; beyond it a prefix is not stored.
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, pending_bytes: int) -> None:
-        if max_bytes < 0 or pending_bytes < 0:
-            raise UsageError(f"max_bytes={max_bytes}, pending_bytes={pending_bytes}: expected 0 or more")
         self.folder = possible_path(folder)
         self.max_bytes = max_bytes
         self.pending_bytes = pending_bytes
@@ -132,12 +125,8 @@ class PrefixStore:
         self._said: set[str] = set()
 
     def load(self, root: bytes, hashes: Sequence[bytes], max_bytes: int) -> list[NDArray[Any]]:
-        """The leading blocks of a chain that are on disk and whole, in at most ``max_bytes``.
-
-        Args:
-            root: what :func:`root_hash` gives for the key.
-            hashes: chain hashes of the blocks, in order.
-        """
+        """The leading blocks of the chain ``hashes`` below ``root`` that are on disk and whole, in at most
+        ``max_bytes``."""
         blocks: list[NDArray[Any]] = []
         with self._lock:
             shelf = self._listed(root)
@@ -218,10 +207,7 @@ class PrefixStore:
             names = {name for name in os.listdir(shelf.folder) if self._is_ours(name)}
         except FileNotFoundError:
             changed_ns, names = -1, set()
-        except OSError as error:
-            self._warn("read", "prefixes in %s cannot be read (%s); they are computed", shelf.folder, error.strerror)
-            changed_ns, names = -1, set()
-        except UnreadableError as error:
+        except (OSError, UnreadableError) as error:
             self._warn("others", "%s is ignored: %s", shelf.folder, error)
             changed_ns, names = -1, set()
         if gone := set(shelf.files) - names:
@@ -377,12 +363,7 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _private(folder: Path) -> os.stat_result:
-    """Status of a folder that only this user may enter: one's own is closed to others.
-
-    Raises:
-        OSError: there is none, or nobody may look.
-        UnreadableError: it is no folder, or others may have written in it.
-    """
+    """Status of a folder, closed to others first; UnreadableError if it is none, or others may have written in it."""
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
         raise UnreadableError("it is no folder", "foreign")

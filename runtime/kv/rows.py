@@ -30,11 +30,6 @@ class Slot:
     drafts: list[int] = field(default_factory=list)
     needs: int = 0
 
-    @property
-    def owner(self) -> object:
-        """The request that it is a part of; where there is none, itself."""
-        return self
-
 
 _S = TypeVar("_S", bound=Slot)
 
@@ -82,8 +77,7 @@ class Rows(Generic[_S]):
         self._swap(slot, self._decoding)
 
     def can_fork(self, parent: _S, cached: int) -> bool:
-        """Tell whether a row with the first ``cached`` positions of ``parent`` can be had: all of them, or as far as
-        the cache can go back."""
+        """Tell whether a row with the first ``cached`` positions of ``parent`` can be had."""
         return cached == parent.cached or self._cache.can_resume(parent.row, cached)
 
     def fork(self, parent: _S, child: _S, cached: int) -> None:
@@ -147,11 +141,7 @@ class Rows(Generic[_S]):
 
 @contextmanager
 def moving() -> Iterator[None]:
-    """A context in which an error may have left one sequence's positions in another one's row.
-
-    Raises:
-        TornError: from whatever was raised.
-    """
+    """Turn any error into a TornError: one sequence's positions may lie in another one's row."""
     try:
         yield
     except Exception as error:

@@ -7,8 +7,6 @@ WINDOW = 5
 """Last observations of a shape, of which the median counts."""
 WEIGHT = 0.3
 """Of the newest median in the moving average: speed that changes for good shows after some ten calls."""
-NOTED = 64
-"""Observations that are only noted, at most."""
 OLD = 4096
 """Observations of any shape after which those of one that was not among them no longer count for much: the machine may
 have been busy."""
@@ -22,31 +20,21 @@ class StepCosts:
     never seen are read from the line through the nearest two known ones over the total number of tokens of the same
     phase, held inside what any call keeps to: more tokens cost no less, and cost no more per token.
 
-    The phase is any name: what is no session's call, such as a drafter's work, may be kept beside it. Observations are
-    only noted until somebody asks, for without speculation nobody does.
+    The phase is any name: what is no session's call, such as a drafter's work, may be kept beside it.
     """
 
     def __init__(self) -> None:
         self._phases: defaultdict[str, _Phase] = defaultdict(_Phase)
-        self._noted: list[tuple[str, int, int, float]] = []
         self._learnt = 0
 
     def observe(self, phase: str, rows: int, tokens: int, seconds: float) -> None:
         """Learn that a call of ``rows`` rows, each of ``tokens`` new tokens, took ``seconds``."""
         assert rows > 0 and tokens > 0 and seconds >= 0
-        self._noted.append((phase, rows, tokens, seconds))
-        if len(self._noted) >= NOTED:
-            self._learn()
-
-    def _learn(self) -> None:
-        for phase, rows, tokens, seconds in self._noted:
-            self._learnt += 1
-            self._phases[phase].observe(rows, tokens, seconds, self._learnt)
-        self._noted.clear()
+        self._learnt += 1
+        self._phases[phase].observe(rows, tokens, seconds, self._learnt)
 
     def predict(self, phase: str, rows: int, tokens: int) -> float | None:
         """Seconds that a call of this shape will take; None as long as no call of the phase was seen."""
-        self._learn()
         known = self._phases[phase]
         shape = known.shapes.get((rows, tokens))
         if shape is not None:
@@ -58,7 +46,6 @@ class StepCosts:
 
         If the last was :data:`OLD` observations ago, they count as one, and the next begins anew.
         """
-        self._learn()
         shape = self._phases[phase].shapes.get((rows, tokens))
         if shape is None:
             return 0

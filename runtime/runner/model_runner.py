@@ -20,15 +20,13 @@ from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.runner.graph_choice import GraphChoice
 from llmc.runtime.runner.prefill import Floats, prefill
 from llmc.runtime.runner.shared_prefill import shared_batch, sharing
 from llmc.runtime.sampling.masses import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
-# From so many tokens in a call the W8A8 graph of prefill is assumed to be faster than the weight-only graph of decode,
-# by the bits of the latter, until steps that several requests share show which one is. A request alone always goes by
-# these figures, so that it gives the same tokens tomorrow.
+# From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the bits
+# of the latter. The figures are fixed, so that a request gives the same tokens tomorrow.
 PREFILL_GRAPH_FROM = {"int8": 5, "int4": 10}
 NEVER = 1 << 30
 # Tokens per call where every position's logits are asked for: 32 x 152k float32 are 20 MB.
@@ -109,11 +107,9 @@ class ModelRunner:
         self._chunk = prefill_chunk
         self._metrics = metrics
         self._policy = Policy.of(level, session, manifest, max_rows)
-        self._choice = GraphChoice(self._policy.prefill_graph_from)
         self._strict = level is Determinism.STRICT
         self._candidates = 0 if manifest.engine is None else manifest.engine.candidates
         self._last = _zeros(0, Phase.DECODE, 0, 0)  # step without drafts
-        self._seconds = 0.0  # of the last call
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make room for so many rows and positions, and for the dummies that the policy adds.
@@ -133,7 +129,7 @@ class ModelRunner:
         """The first of those who wait for their first chunk, in rows side by side, and those who share its call."""
         if not self._policy.shares_prefill:
             return list(waiting[:1])
-        return sharing(waiting, self._chunk, self.session.cache.capacity, self.costs)
+        return sharing(waiting, self._chunk, self.session.cache.capacity)
 
     def prefill_together(self, sequences: Sequence[Slot]) -> Floats:
         """Feed the whole contexts of those who share a call; logits [B, V] after each, which the next call may
@@ -153,11 +149,7 @@ class ModelRunner:
             return self._one_by_one(call)
         # The largest logits are enough only where these decide every sequence's token.
         few = self._candidates > 0 and all(0 < sequence.needs < self._candidates for sequence in call)
-        shared = len(call) > 1 and self._chooses and len({id(sequence.owner) for sequence in call}) > 1
-        phase = self._choice.next(len(call)) if shared else self.phase(len(call))
-        logits = self._run(self._step(call, phase, self._candidates if few else 0))
-        if shared:
-            self._choice.observe(phase, len(call), self._seconds)
+        logits = self._run(self._step(call, self.phase(len(call)), self._candidates if few else 0))
         if few and not all(suffice(row, sequence.needs) for row, sequence in zip(logits[:, 0], call, strict=False)):
             logits = self.session.full_logits()
         return logits
@@ -178,21 +170,15 @@ class ModelRunner:
         return last
 
     def phase(self, tokens: int) -> Phase:
-        """The graph for so many tokens of one request."""
-        return self._choice.assumed(tokens)
+        """The graph for a call of so many tokens."""
+        return Phase.PREFILL if tokens >= self._policy.prefill_graph_from else Phase.DECODE
 
     def step_seconds(self, rows: int) -> float | None:
         """Seconds of a step of so many rows without drafts, as far as that is known."""
         if self._policy.row_by_row:
             one = self.costs.predict(Phase.DECODE, 1, 2 if self._policy.even else 1)
             return None if one is None else rows * one
-        phase = self._choice.best(rows) if self._chooses else self.phase(rows)
-        return self.costs.predict(phase, rows + (rows % 2 if self._policy.in_pairs else 0), 1)
-
-    @property
-    def _chooses(self) -> bool:
-        """True if there are two graphs to choose from."""
-        return self._policy.prefill_graph_from < NEVER
+        return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
 
     def _one_by_one(self, call: Sequence[Slot]) -> Floats:
         # copies, for the next call overwrites them
@@ -211,12 +197,12 @@ class ModelRunner:
         rows, tokens = call.input_ids.shape
         start = time.perf_counter()
         logits: Floats = self.session.run(call)
-        self._seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         if call.new_lengths is None:
-            self.costs.observe(call.phase, rows, tokens, self._seconds)
+            self.costs.observe(call.phase, rows, tokens, seconds)
         else:  # padding costs next to nothing: tokens cost what they would in one row
-            self.costs.observe(call.phase, 1, int(call.new_lengths.sum()), self._seconds)
-        self._metrics.step(call.phase.value, self._seconds, rows)
+            self.costs.observe(call.phase, 1, int(call.new_lengths.sum()), seconds)
+        self._metrics.step(call.phase.value, seconds, rows)
         return logits
 
 

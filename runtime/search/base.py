@@ -1,6 +1,5 @@
-"""The protocol of a lockstep strategy, and the arithmetic that strategies share."""
+"""Rows of a search, the ways in which its outputs end, and its arithmetic."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -32,53 +31,13 @@ class Hypothesis:
 
     Attributes:
         token_ids: the new tokens, with the end-of-sequence token that ended them, if one did.
-        score: what the strategy ranks by; its docstring says what that is.
+        score: see :class:`~llmc.runtime.search.beam.BeamSearch`.
         finish_reason: "stop" (an end-of-sequence token or a stopping criterion) or "length".
     """
 
     token_ids: tuple[int, ...]
     score: float
     finish_reason: FinishReason
-
-
-class Strategy(ABC):
-    """Chooses rows and tokens step by step; one object serves one request.
-
-    Args:
-        width: most rows that a step has.
-        max_tokens: new tokens at most, from 1.
-        eos_token_ids: tokens that end an output.
-        processors: of the request; each search says what they are applied to.
-        stops: a stopping criterion beside ``eos_token_ids``, asked about the new tokens.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        max_tokens: int,
-        eos_token_ids: Collection[int] = (),
-        processors: Sequence[Processor] = (),
-        stops: StopCriterion | None = None,
-    ) -> None:
-        self.width = width
-        self.ending = Ending(max_tokens, eos_token_ids, stops)
-        self.processors = processors
-
-    @abstractmethod
-    def start(self, prompt: Sequence[int], logits: Floats) -> list[Branch]:
-        """The first rows, from the logits after the prompt [V]; parents are 0.
-
-        A row with children that is not beyond the end of the new ones keeps one child in its place. So few rows of the
-        cache are copied, and none that is still to be copied from is written over. This holds for ``step`` too.
-        """
-
-    @abstractmethod
-    def step(self, logits: Floats) -> list[Branch]:
-        """The next rows, from the logits [rows, V] of the last ones; none: finished."""
-
-    @abstractmethod
-    def outputs(self) -> list[Hypothesis]:
-        """The outputs finished by now, best first."""
 
 
 class Ending:
@@ -97,11 +56,7 @@ class Ending:
         self._stops = stops
 
     def reason(self, tokens: Sequence[int]) -> FinishReason | None:
-        """The reason why the new ``tokens`` are a finished output, or None.
-
-        Raises:
-            ProcessorError: the stopping criterion raised.
-        """
+        """The reason why the new ``tokens`` are a finished output, or None."""
         if tokens[-1] in self._eos_token_ids or self._stopped(tokens):
             return "stop"
         return "length" if len(tokens) >= self.max_tokens else None
@@ -115,11 +70,7 @@ Result = TypeVar("Result")
 
 
 def guarded(what: str, function: Callable[..., Result], *arguments: object) -> Result:
-    """Call a function that came with the request.
-
-    Raises:
-        ProcessorError: it raised.
-    """
+    """Call a function that came with the request, whose errors become ProcessorError."""
     try:
         return function(*arguments)
     except LlmcError:

@@ -1,27 +1,21 @@
 """Beam search."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from llmc.errors import RequestError
 from llmc.runtime.sampling.masses import most_probable
-from llmc.runtime.search.base import (
-    Branch,
-    Floats,
-    Hypothesis,
-    Strategy,
-    log_softmax,
-    processed,
-)
+from llmc.runtime.sampling.processors import Processor
+from llmc.runtime.search.base import Branch, Ending, Floats, Hypothesis, StopCriterion, log_softmax, processed
 
 EarlyStopping = bool | Literal["never"]
 
 
-class BeamSearch(Strategy):
+class BeamSearch:
     """Keeps the ``num_beams`` most probable beginnings of an output; the choices of transformers 5.
 
     The score of an output is the sum of its tokens' log-probabilities, after the processors, divided by its length (in
@@ -33,8 +27,10 @@ class BeamSearch(Strategy):
         length_penalty: above 0 favours long outputs, below 0 short ones; from -20 to 20.
         early_stopping: when ``num_beams`` outputs are finished, True stops at once; False stops unless the best
             beam, ended here, would be better than the worst of them; "never" stops when no beam can become better.
-        shared: of every :class:`~llmc.runtime.search.base.Strategy`; the processors are applied to the
-            log-probabilities of every beam, not normalised again.
+        max_tokens: new tokens at most, from 1.
+        eos_token_ids: tokens that end an output.
+        processors: applied to the log-probabilities of every beam, which are not normalised again.
+        stops: a stopping criterion beside ``eos_token_ids``, asked about the new tokens.
     """
 
     def __init__(
@@ -44,9 +40,14 @@ class BeamSearch(Strategy):
         num_return_sequences: int = 1,
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
-        **shared: Any,
+        max_tokens: int,
+        eos_token_ids: Collection[int] = (),
+        processors: Sequence[Processor] = (),
+        stops: StopCriterion | None = None,
     ) -> None:
-        super().__init__(num_beams, **shared)
+        self.width = num_beams
+        self.ending = Ending(max_tokens, eos_token_ids, stops)
+        self.processors = processors
         self._length_penalty, self._early_stopping = length_penalty, early_stopping
         self._beams = [_Beam((), 0.0, 0)]
         self._finished: list[Hypothesis] = []
@@ -54,7 +55,10 @@ class BeamSearch(Strategy):
         self._prompt: list[int] = []
 
     def start(self, prompt: Sequence[int], logits: Floats) -> list[Branch]:
-        """Branch from the prompt; see :class:`~llmc.runtime.search.base.Strategy`.
+        """The first rows, from the logits after the prompt [V]; parents are 0.
+
+        A row with children that is not beyond the end of the new ones keeps one child in its place. So few rows of the
+        cache are copied, and none that is still to be copied from is written over. This holds for ``step`` too.
 
         Raises:
             RequestError: the logits are not finite, or the processors forbid every token before any output ended.
@@ -64,7 +68,7 @@ class BeamSearch(Strategy):
         return self._advance(logits[None])
 
     def step(self, logits: Floats) -> list[Branch]:
-        """Go on by one token; raises what ``start`` raises."""
+        """The next rows, from the logits [rows, V] of the last ones; none: finished. Raises what ``start`` raises."""
         return self._advance(logits)
 
     def outputs(self) -> list[Hypothesis]:

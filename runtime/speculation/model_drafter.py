@@ -4,41 +4,21 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from llmc.bundle import TOKENIZER_FILE, Manifest
+from llmc.bundle import TOKENIZER_FILE
 from llmc.errors import DraftError, ResourceError
 from llmc.runtime.kv.rows import Slot
-from llmc.runtime.runner.prefill import SingleRunner, batch, prefill
+from llmc.runtime.runner.prefill import batch, prefill
 from llmc.runtime.sessions.base import Phase
-from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.strict import read_json
 
 log = logging.getLogger(__name__)
 
 STEPS = 2
 """New tokens up to which a step for each is as fast as a call for all: after an accepted proposal there are two."""
-
-
-class Loaded(Protocol):
-    """A loaded bundle as the drafter asks it; :class:`llmc.runtime.Model` is one."""
-
-    folder: Path
-    manifest: Manifest
-    tokenizer: Tokenizer
-
-
-class DraftModel(Loaded, Protocol):
-    """The one that drafts."""
-
-    @property
-    def runner(self) -> SingleRunner:
-        """One sequence at a time."""
-
-    def close(self) -> None:
-        """Free it."""
 
 
 class ModelDrafter:
@@ -59,7 +39,7 @@ class ModelDrafter:
 
     costs_by_token = True
 
-    def __init__(self, model: DraftModel, target: Loaded) -> None:
+    def __init__(self, model: Any, target: Any) -> None:
         check_same_tokenizer(model, target)
         self._model = model
         self._session = model.runner.session
@@ -148,7 +128,7 @@ class _Sequence(Slot):
         self.context, self.drafts = tokens, []
 
 
-def check_same_tokenizer(draft: Loaded, target: Loaded) -> None:
+def check_same_tokenizer(draft: Any, target: Any) -> None:
     """Refuse a draft model whose token ids mean something else.
 
     Raises:
@@ -166,7 +146,7 @@ def check_same_tokenizer(draft: Loaded, target: Loaded) -> None:
             _refuse(draft, target, f"{name} is {special[0].get(name)!r}, there {special[1].get(name)!r}")
 
 
-def _refuse(draft: Loaded, target: Loaded, difference: str) -> None:
+def _refuse(draft: Any, target: Any, difference: str) -> None:
     raise DraftError(
         f"{draft.folder} has another tokenizer than {target.folder}, expected the same one: {difference}; "
         "draft with a model of the same family"

@@ -26,7 +26,6 @@ from llmc.errors import (
     ResourceError,
     install_command,
     require,
-    text_of,
 )
 from llmc.runtime.host.cuda import EMULATE, STICKY
 from llmc.runtime.host.probe_steps import preloaded
@@ -39,8 +38,6 @@ from llmc.runtime.sessions.onnxruntime.cpu import translated as translated_for_c
 log = logging.getLogger(__name__)
 
 PROVIDER = "CUDAExecutionProvider"
-# What the remains of an uninstalled package do not have.
-NAMES = ("__version__", "InferenceSession", "get_available_providers")
 NOT_RECORDED = -1  # the number of a recording that is none
 # What ONNX Runtime may compute on the host: shapes, which it has there.
 HOST_OPERATORS = frozenset({"Shape", "Cast", "Squeeze", "Range", "Expand"})
@@ -57,26 +54,8 @@ def _reinstall() -> str:
 
 
 def import_onnxruntime_gpu() -> Any:
-    """The onnxruntime module, to be held against :func:`check_provider`.
-
-    Raises:
-        MissingExtraError: it is not installed.
-        GpuError: it is installed and broken.
-    """
-    try:
-        runtime = require("onnxruntime", "gpu")
-    except LlmcError:
-        raise
-    except Exception as error:  # a broken installation raises anything
-        raise _broken(text_of(error)) from error
-    lacking = [name for name in NAMES if not hasattr(runtime, name)]
-    if lacking:
-        raise _broken(f"it has no {', '.join(lacking)}")
-    return runtime
-
-
-def _broken(why: str) -> GpuError:
-    return GpuError(f"onnxruntime is installed and cannot be loaded ({why}); {_reinstall()}")
+    """The onnxruntime module; MissingExtraError if it is not installed."""
+    return require("onnxruntime", "gpu")
 
 
 def check_provider(runtime: Any, minimum: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from llmc.runtime import load
 from llmc.runtime.api.request import Request
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.search.base import Hypothesis, Strategy
+from llmc.runtime.search.base import Hypothesis
 from llmc.runtime.search.beam import BeamSearch
 
 PATIENCE = 120
@@ -30,7 +30,7 @@ BEAMS: list[dict[str, Any]] = [
 ]
 
 
-def driven(session: Any, strategy: Strategy, prompt: list[int]) -> list[Hypothesis]:
+def driven(session: Any, strategy: BeamSearch, prompt: list[int]) -> list[Hypothesis]:
     """A strategy whose rows are lists of tokens: no cache, no engine."""
     rows = [prompt]
     branches = strategy.start(prompt, session.logits(prompt))

@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.runtime.kv.rows import Slot
-from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.shared_prefill import SHARED_TOKENS, shared_batch, sharing
 from llmc.runtime.sessions import Phase
 
@@ -17,7 +16,7 @@ def waiting(*lengths: int, cached: int = 0) -> list[Slot]:
 
 
 def shared(*lengths: int, chunk: int = CHUNK, capacity: int = CAPACITY, cached: int = 0) -> int:
-    return len(sharing(waiting(*lengths, cached=cached), chunk, capacity, StepCosts()))
+    return len(sharing(waiting(*lengths, cached=cached), chunk, capacity))
 
 
 def test_short_prompts_share_up_to_as_many_tokens_as_may():
@@ -40,13 +39,6 @@ def test_a_row_has_room_for_the_padding_behind_its_own_tokens():
 def test_no_call_has_more_than_a_chunk_unless_it_is_one_prompt_alone(lengths: list[int], chunk: int):
     count = shared(*lengths, chunk=chunk)
     assert count == 1 or max(lengths[:count]) * count <= chunk
-
-
-def test_sequences_of_one_request_never_share_a_call():
-    class Owned(Slot):
-        owner = "one request"
-
-    assert len(sharing([Owned(range(4), row=0), Owned(range(4), row=1)], CHUNK, CAPACITY, StepCosts())) == 1
 
 
 def test_a_shared_call_feeds_what_is_left_of_each():

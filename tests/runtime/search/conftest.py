@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmc.runtime.search.base import Hypothesis, Strategy
+from llmc.runtime.search.base import Hypothesis
+from llmc.runtime.search.beam import BeamSearch
 
 Floats = NDArray[np.float32]
 
 
-def run(strategy: Strategy, prompt: Sequence[int], model: Any) -> list[Hypothesis]:
+def run(strategy: BeamSearch, prompt: Sequence[int], model: Any) -> list[Hypothesis]:
     """The strategy's outputs on a model with rows."""
     branches = strategy.start(prompt, model.start([prompt])[0])
     while branches:
@@ -47,7 +48,7 @@ class MadeUpModel:
 
 
 @pytest.fixture(scope="session")
-def decode() -> Callable[[Strategy, Sequence[int], MadeUpModel], list[Hypothesis]]:
+def decode() -> Callable[[BeamSearch, Sequence[int], MadeUpModel], list[Hypothesis]]:
     """Runs one strategy."""
     return run
 
