@@ -38,7 +38,7 @@ def score(
             raise ValueError("logits are NaN or infinite")
         tally.compare(wanted[:-1], found[:-1])
         tally.predict(found[:-1], tokens[1:])
-    return Score(tally.quality, tally.comparison.kl.reshape(len(windows), -1))
+    return Score(tally.quality, tally.kl.reshape(len(windows), -1))
 
 
 def ratio(ours: Score, theirs: Score) -> tuple[float, float]:
