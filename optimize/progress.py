@@ -2,13 +2,9 @@
 
 from collections.abc import Callable
 from itertools import count
-from typing import Protocol
 
-
-class Progress(Protocol):
-    """Called with a step in a few words, and with the share of it that is done (0 ... 1) where that is known."""
-
-    def __call__(self, step: str, fraction: float | None = None, /) -> None: ...
+# Called with a step in a few words, and with the share of it that is done (0 ... 1) where that is known.
+Progress = Callable[..., None]
 
 
 def silent(step: str, fraction: float | None = None, /) -> None:

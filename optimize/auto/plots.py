@@ -22,12 +22,8 @@ BINS = 60
 
 
 def quality(path: Path, errors: Sequence[LayerError], divergences: Mapping[str, Double], title: str) -> None:
-    """Draw the signal to noise of each layer, and the histogram of KL over positions, both for each path.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        UsageError: the file cannot be written.
-    """
+    """Draw the signal to noise of each layer, and the histogram of KL over positions, for each path, into a PNG
+    file."""
     figure = new_figure(INCHES, DPI)
     left, right = figure.subplots(1, 2)
     _draw_layers(left, errors)
@@ -37,12 +33,7 @@ def quality(path: Path, errors: Sequence[LayerError], divergences: Mapping[str, 
 
 
 def pareto(path: Path, candidates: Sequence["Trial"], chosen: "Trial") -> None:
-    """Draw what candidates cost in KL against the time that they take, the front of the best, and the one chosen.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        UsageError: the file cannot be written.
-    """
+    """Draw the KL of candidates against their time, the front of the best and the chosen one, into a PNG file."""
     figure = new_figure(INCHES, DPI)
     axes = figure.subplots()
     best = front(candidates)

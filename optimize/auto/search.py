@@ -1,11 +1,9 @@
-"""``llmc build --auto``: build what might do, measure it on this machine, keep the fastest that fits.
+"""``llmc build --auto``: build candidates, measure them on this machine, keep the fastest that fits.
 
-Every candidate is a whole bundle in the cache, with what was measured beside it, so an interrupted search goes on where
-it stopped and a repeated one only chooses. The choice is a function of the measurements.
+Candidates and measurements stay in the cache: an interrupted search goes on, a repeated one only chooses.
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -80,13 +78,6 @@ class Trial:
     reason: str = ""
 
     @property
-    def is_sound(self) -> bool:
-        """True if these can have been measured."""
-        speeds = (self.prefill_tokens_per_s, self.decode_tokens_per_s)
-        qualities = (self.mean_kl, self.top1_agreement, self.perplexity_increase)
-        return min(speeds) > 0 and all(map(math.isfinite, (*speeds, *qualities)))
-
-    @property
     def seconds(self) -> float:
         """Time for :data:`PROMPT_TOKENS` of prompt and :data:`NEW_TOKENS` new tokens."""
         return PROMPT_TOKENS / self.prefill_tokens_per_s + NEW_TOKENS / self.decode_tokens_per_s
@@ -136,11 +127,11 @@ def automatic(
 ) -> AutoReport:
     """Measure :data:`CANDIDATES` and publish the fastest within ``budget`` and ``memory``.
 
-    Takes what :func:`llmc.optimize.build.build` takes; what is given there holds for all candidates. ``memory`` is in
-    bytes, for running with the whole context; by default what is available.
+    Takes what :func:`llmc.optimize.build.build` takes. ``memory`` is in bytes, for running with the whole context;
+    default: what is available.
 
     Raises:
-        UsageError: no budget is given.
+        UsageError: no budget is given, or an option that a search does not take.
         BuildError: no candidate fits; the message names the nearest.
     """
     if capabilities(target).has_gpu or engine not in (None, EngineRequest()):
@@ -200,11 +191,7 @@ def _identity(what: Path | CalibrationRequest | None) -> str:
 def _candidates(
     request: Request, calibrates: bool, resolved: Callable[[Request], Recipe], coded: bool = False
 ) -> dict[str, Request]:
-    """Candidates with the request's own choices, without repetitions and without what these choices contradict.
-
-    Raises:
-        UsageError: nothing is left.
-    """
+    """Candidates with the request's own choices, without repetitions and what these choices contradict."""
     found: dict[str, Request] = {}
     refused: UsageError | None = None
     for name, candidate in {**(OF_CODES if coded else {}), **CANDIDATES}.items():
@@ -259,8 +246,7 @@ def _timed(name: str, folder: Path, manifest: Manifest, threads: int, rows: int,
     path = folder / f"trial-{machine}.json"
     with suppress(OSError, ValueError, BundleError):  # not measured yet, or torn: measure again
         known: Trial = decode(Trial, json.loads(path.read_text()))
-        if known.is_sound:
-            return known
+        return known
     progress(f"timing {name} with {threads} threads")
     context = manifest.limits.max_context
     prompt = max(1, min(PROMPT_TOKENS, context - TIMED_TOKENS))

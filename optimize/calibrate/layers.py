@@ -1,19 +1,18 @@
 """Calibration: choose foldings, zeros, integers and ranges by what activations are, layer by layer.
 
-A layer is read, its inputs are observed, its weights are decided, and the quantized layer makes the inputs of the next.
-So at any time one layer is in memory, beside the activations of the samples between two layers. After each layer its
-results and the activations are on disk: an interrupted calibration goes on where it stopped, and ends the same.
+One layer is in memory at a time: its inputs are observed, its weights decided, and the quantized layer makes the inputs
+of the next. Results are written after each layer, so an interrupted calibration goes on and ends the same.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmc.bundle import Geometry, Recipe
 from llmc.inventory import HEAD
@@ -33,30 +32,8 @@ HEAD_PIECE = 1 << 24
 STATE = "state"
 
 
-class LayerSource(Protocol):
-    """The torch decoder in parts; :class:`llmc.export.streaming.StreamedDecoder` is one."""
-
-    geometry: Geometry
-    device: torch.device
-
-    @property
-    def head(self) -> str:
-        """Name of the tensor that the head multiplies with."""
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """ids (B, S) -> vectors (B, S, hidden)."""
-
-    def layer(self, index: int) -> nn.Module:
-        """A decoder layer with float32 weights, its submodules named as in the checkpoint."""
-
-    def run(self, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, S, hidden) through a layer -> its output, and keys and values (B, KV, S, D)."""
-
-    def norm(self) -> nn.Module:
-        """The norm before the head."""
-
-    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows of a stored tensor as float32."""
+# The unquantized decoder in parts: :class:`llmc.export.streaming.StreamedDecoder`, which this room does not import.
+LayerSource = Any
 
 
 @dataclass(frozen=True)
@@ -98,15 +75,10 @@ def _prefix(layer: int) -> str:
 def calibrate(
     source: LayerSource, ids: NDArray[np.int64], recipe: Recipe, configs: QuantConfigs, folder: Path, progress: Progress
 ) -> Store:
-    """Decide all that ``recipe`` leaves to calibration, and return the store that holds it.
+    """Decide all that ``recipe`` leaves to calibration, on ``ids`` [n, length], and return the store that holds it.
 
-    Args:
-        source: the unquantized decoder.
-        ids: samples [n, length].
-        recipe: scheme, smoothing, sparsity and cache.
-        configs: of the graph whose weights are decided (decode's, or the only one).
-        folder: where results go; what an interrupted run left there is used.
-        progress: told each layer.
+    ``configs`` is of the graph whose weights are decided (decode's, or the only one). What an interrupted run left in
+    ``folder`` is used.
 
     Raises:
         BuildError: results in the folder are broken, or a scheme fails.
@@ -253,7 +225,7 @@ class _Layer:
     def _mask(self, weight: Tensor, statistics: InputStatistics) -> Tensor | None:
         if self.recipe.sparsity == "none":
             return None
-        return sparsity.mask(weight, statistics.norms if self.recipe.sparsity == "wanda" else None)
+        return sparsity.mask(weight, statistics.mean_square.sqrt() if self.recipe.sparsity == "wanda" else None)
 
     def _keep(self, tensor: str, quantized: Quantized) -> None:
         if self.recipe.scheme != "rtn":  # rounding to nearest again is quicker than reading
@@ -272,7 +244,8 @@ class _Layer:
         return hidden
 
     def _weight(self, name: str) -> Tensor:
-        return self.module.get_parameter(f"{name}.weight")
+        weight: Tensor = self.module.get_parameter(f"{name}.weight")
+        return weight
 
 
 def quantize(

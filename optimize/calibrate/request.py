@@ -3,8 +3,6 @@
 import errno
 import hashlib
 import json
-import logging
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,14 +16,12 @@ from llmc.errors import ResourceError, UsageError, require
 from llmc.optimize.lower.context import quant_configs
 from llmc.optimize.progress import Progress
 from llmc.optimize.recipe import needs_calibration
-from llmc.optimize.weights.store import Calibrated, Store
+from llmc.optimize.weights.store import Calibrated
 from llmc.optimize.weights.tensors import weights_identity
 
 if TYPE_CHECKING:
     from llmc.optimize.calibrate.layers import LayerSource
     from llmc.optimize.calibrate.text import CalibrationSamples
-
-log = logging.getLogger(__name__)
 
 # GPTQ's paper takes 128 windows of 2,048 tokens; on a CPU an eighth of that already gives its second moments.
 DEFAULT_SAMPLES = 64
@@ -71,11 +67,10 @@ def calibrated_weights(
 ) -> tuple[Calibrated, Calibration | None]:
     """The weights that a build lowers, and the text that decided them (None where the recipe asks for none).
 
-    Results are kept in the cache under a key of everything that they depend on, so an interrupted build goes on.
-
     Raises:
         UsageError: the recipe needs a decoder and none was given, or the text does not serve.
         MissingExtraError: torch is not installed.
+        ResourceError: the cache's disk is full.
     """
     wish = needs_calibration(recipe)
     if wish is None:
@@ -98,9 +93,6 @@ def calibrated_weights(
     stored = quant_configs(recipe, geometry)
     # The integers of weights do not hang on how activations are quantized.
     decided = replace(stored.get("decode") or next(iter(stored.values())), w8a8=None)
-    if not Store(folder).is_sound():
-        log.warning("results of an earlier calibration in %s are incomplete or broken; calibrating anew", folder)
-        shutil.rmtree(folder, ignore_errors=True)
     try:
         store = calibrate(decoder, samples.ids, recipe, decided, folder, progress)
         store.settle()
@@ -115,11 +107,7 @@ def calibrated_weights(
 
 
 def check_windows(request: CalibrationRequest, longest: int) -> None:
-    """Refuse sizes that no calibration has; ``longest`` is the model's context.
-
-    Raises:
-        UsageError: samples or length is out of range.
-    """
+    """Raise UsageError for numbers of samples or tokens out of range; ``longest`` is the model's context."""
     samples, length = request.windows
     for name, value, highest in (("samples", samples, 100_000), ("length", length, longest)):
         if not 2 <= value <= highest:
@@ -127,10 +115,7 @@ def check_windows(request: CalibrationRequest, longest: int) -> None:
 
 
 def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "CalibrationSamples") -> str:
-    """A hash of the checkpoint (and the times of its files), the tokens, this llmc, and what counts in the recipe.
-
-    Keys are not sorted: of patterns of layers the last one wins.
-    """
+    """A hash of all that results depend on. Keys are not sorted: of patterns of layers the last one wins."""
     # Engines have integers of their own; which of the other graphs there are decides nothing.
     phases = "single" if recipe.phases == "single" else ""
     settled = {"name": "", "budget": None, "phases": phases, "activations": ""}

@@ -1,7 +1,7 @@
-"""Statistics of a linear's inputs X [tokens, K], kept by calibration instead of the inputs themselves.
+"""Statistics of a linear's inputs X [tokens, K].
 
-The second moment H = X^T X / tokens is all that the mean square error of outputs needs: for a change D of weights
-[N, K], |X D^T|^2 / tokens = tr(D H D^T). So memory is K x K however many tokens are seen.
+For a change D of weights [N, K] the outputs change by |X D^T|^2 / tokens = tr(D H D^T), with the second moment H = X^T
+X / tokens [K, K].
 """
 
 from dataclasses import dataclass, replace
@@ -26,11 +26,6 @@ class InputStatistics:
     absmax: Tensor
     mean_abs: Tensor
 
-    @property
-    def norms(self) -> Tensor:
-        """Root mean square of each channel [K]: Wanda's norm of the input, up to a common factor."""
-        return self.mean_square.sqrt()
-
     def scaled(self, factors: Tensor) -> "InputStatistics":
         """The statistics of X * factors, for positive factors [K]."""
         moment = self.second_moment
@@ -44,13 +39,8 @@ class InputStatistics:
 
 
 class Accumulator:
-    """Collects statistics batch by batch; sums of K x K are float32, one matrix product per batch.
-
-    Args:
-        inputs: channels K.
-        device: where batches lie.
-        moments: whether to collect second moments beyond the diagonal, which cost K multiplications per value.
-    """
+    """Collects statistics of inputs [..., K] batch by batch; second moments beyond the diagonal only with
+    ``moments``."""
 
     def __init__(self, inputs: int, device: torch.device | str = "cpu", moments: bool = True) -> None:
         self._moment = torch.zeros(inputs, inputs, device=device) if moments else None

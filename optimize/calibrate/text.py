@@ -1,7 +1,6 @@
-"""The text that calibration and evaluation read: the user's own, or the default one that comes with llmc.
+"""The text that calibration and evaluation read: the user's own, or the one that comes with llmc.
 
-The default text was written for this project and is under its licence: prose, dialogue, instructions, arithmetic,
-tables, code and logs in English, with shorter parts in other languages and scripts. It holds no special tokens.
+That one was written for this project and is under its licence. It holds no special tokens.
 """
 
 import codecs
@@ -57,13 +56,11 @@ class CalibrationSamples:
 def read_samples(
     path: Path | None, model_folder: Path, *, samples: int, length: int, vocab_size: int, held_out: bool = False
 ) -> CalibrationSamples:
-    """Cut a text into consecutive windows of tokens; of more windows than ``samples``, take some evenly spread.
+    """Cut a text into consecutive windows of tokens; of more than ``samples`` windows, take some evenly spread.
 
-    A window begins as a prompt of plain text does, with BOS where the tokenizer puts one. A file called ``*.jsonl``
-    holds one conversation per line (``{"messages": [...]}``, which may have ``tools``, or the list alone), which the
-    model's chat template renders, or one text (``{"text": ...}``); they follow each other with the tokenizer's
-    end-of-sequence token between, and a window may begin within one. Any other file is UTF-8 text. Only the first
-    :data:`READ_AT_MOST` bytes of a file are used.
+    Each window begins as a prompt does (BOS, where the tokenizer puts one). A ``*.jsonl`` file has a conversation per
+    line (``{"messages": [...]}``, which may have ``tools``, or the list alone) or a text (``{"text": ...}``), joined by
+    the end-of-sequence token; any other file is UTF-8 text. Only the first :data:`READ_AT_MOST` bytes are used.
 
     Args:
         path: the text; None takes the default one.
@@ -74,8 +71,7 @@ def read_samples(
         held_out: of the default text take the part that quality is judged on, not the one for calibration.
 
     Raises:
-        UsageError: the file cannot be read, is empty or not what its name says, or too short for
-            :data:`FEWEST_WINDOWS` windows (one of the default text; never more than ``samples``).
+        UsageError: the file cannot be read, is not what its name says, or is too short.
         BundleError: the tokenizer or the chat template is missing or broken.
     """
     source = DEFAULT_TEXT if path is None else path

@@ -1,9 +1,7 @@
-"""Quality on a text: perplexity, and how far each path's next-token distributions are from the unquantized model's.
+"""Quality on a text: perplexity, and the distance of each path's distributions from the unquantized model's.
 
-The text is cut into windows that do not overlap, and each starts from an empty cache (with BOS before it, where the
-tokenizer puts one). The first token of a window has nothing before it and is not scored; every other one is predicted
-once, through the prefill path (in chunks) and through the decode path (one token per call), for these are different
-graphs. KL and agreement are over the same positions.
+The text is cut into windows that do not overlap; each starts from an empty cache. All tokens but a window's first are
+predicted once through the prefill path (in chunks) and once through the decode path (one token per call).
 """
 
 from dataclasses import dataclass
@@ -41,14 +39,11 @@ def read_windows(
 ) -> CalibrationSamples:
     """Windows of a text, evenly spread over it where there are more than ``max_windows``.
 
-    Args:
-        path: plain text, or chats as JSONL; None takes the part of llmc's own text that calibration does not see.
-        model: the loaded bundle.
-        window: tokens per window; default: :data:`WINDOW`, or the whole context where it is shorter.
-        max_windows: windows at most.
+    ``window`` is in tokens; default: :data:`WINDOW`, or the whole context where it is shorter. ``path`` is plain text,
+    or chats as JSONL; None takes the part of llmc's own text that calibration does not see.
 
     Raises:
-        UsageError: ``window`` or ``max_windows`` is out of range, or the text cannot be read or is too short.
+        UsageError: a number is out of range, or the text cannot be read or is too short.
     """
     context = model.runner.max_context
     window = min(WINDOW, context) if window is None else window
@@ -86,11 +81,11 @@ def evaluate(
     greedy: bool = True,
     progress: Progress = silent,
 ) -> Evaluation:
-    """Judge both paths of a bundle on the windows of a text.
+    """Judge both paths of a bundle on windows of a text, see :func:`read_windows`.
 
     Args:
         model: the loaded bundle.
-        text: from :func:`read_windows`.
+        text: the windows.
         reference: the export that the bundle was built from; without it there is only the perplexity.
         cache: folder that keeps the unquantized model's hidden states for the next bundle on the same text.
         greedy: whether to compare greedy answers to the golden prompts as well.
@@ -125,7 +120,7 @@ def evaluate(
         greedy_match=float(np.mean([found for found, _ in matches])) if matches else None,
         greedy_tokens=max((length for _, length in matches), default=0),
     )
-    return Evaluation(quality, {phase.value: path.comparison.kl for phase, path in paths.items() if unquantized})
+    return Evaluation(quality, {phase.value: path.kl for phase, path in paths.items() if unquantized})
 
 
 def _matches(model: Model, reference: Reference, progress: Progress) -> list[tuple[int, int]]:

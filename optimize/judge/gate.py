@@ -1,9 +1,8 @@
 """The gate: a bundle beyond its quality budget is not published, and what would mend it is said instead.
 
-How much KL an override removes is estimated from local errors. The head's own KL is measured. The rest is shared among
-the embedding and the linears by the power of the noise that each adds to the hidden state, relative to that state:
-noise of different linears is nearly independent, so powers add up, and norms make later layers see noise relatively.
-Rebuilt with an override, the small model of the source tree lost 0.7 ... 1.4 times the KL that was estimated.
+The head's KL is measured. The rest is shared among embedding and linears by the power of the noise that each adds to
+the hidden state, for noise of different linears is nearly independent. Rebuilt with an override, the small model lost
+0.7 ... 1.4 times the KL that was estimated.
 """
 
 import logging
@@ -116,11 +115,7 @@ class Advice:
 def broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> dict[str, str]:
     """The figure found and the one allowed, in words, by the name of each limit that is broken.
 
-    Args:
-        kl: mean KL divergence from the unquantized model, in nats.
-        agreement: share of positions with the same first choice, 0 ... 1.
-        increase: of perplexity, 0.02 for 2 %.
-        budget: the limits.
+    ``kl`` is in nats, ``agreement`` 0 ... 1, ``increase`` that of the perplexity, 0.02 for 2 %.
     """
     found: dict[str, str] = {}
     # NaN compares false with everything, so ask for what must hold.
@@ -155,12 +150,7 @@ def _target(limit: str, allowed: float, kl: float, agreement: float, increase: f
 
 
 def check(quality: Quality, budget: Budget, explain: Callable[[], Advice]) -> None:
-    """Let a bundle pass that keeps its budget.
-
-    Args:
-        quality: as :func:`llmc.optimize.judge.evaluate.evaluate` found it, with a reference.
-        budget: what must be kept.
-        explain: measures where quality is lost, see :func:`advise`; called only if the budget is broken.
+    """Let a bundle pass that keeps its budget; ``explain`` measures where quality is lost, only if it does not.
 
     Raises:
         BuildError: the budget is broken; the message has the numbers, the worst layers and the cheapest overrides.
@@ -179,11 +169,7 @@ def check(quality: Quality, budget: Budget, explain: Callable[[], Advice]) -> No
 
 
 def check_unrounded(quality: Quality, recipe: Recipe) -> None:
-    """Refuse a build that rounds nothing and yet is another model than the unquantized one.
-
-    Raises:
-        BuildError: with both numbers.
-    """
+    """Raise BuildError for a build that rounds nothing and yet is another model than the unquantized one."""
     rounds = recipe.precisions() != {"fp32"} or recipe.cache != "float32" or recipe.sparsity != "none"
     kl = quality.mean_kl
     if not rounds and kl is not None and not kl <= UNROUNDED_KL:
@@ -302,11 +288,7 @@ def _patterns(parts: Iterable[Part], precision: str) -> list[str]:
 def advise(
     folder: Path, manifest: Manifest, export: Path, quality: Quality, windows: Ids, progress: Progress = silent
 ) -> Advice:
-    """Measure where a bundle loses its quality, on the first :data:`WINDOWS` of windows of tokens [n, W].
-
-    Raises:
-        BundleError: the graphs cannot be cut.
-    """
+    """Measure where a bundle loses its quality, on the first :data:`WINDOWS` of windows of tokens [n, W]."""
     reference, few = Reference(export), windows[:WINDOWS]
     errors = layer_errors(folder, manifest, reference, few, progress)
     linears = linear_errors(folder, manifest, reference, few, progress)
@@ -323,10 +305,7 @@ def advise(
 def _breakdown(
     kl: float, phase: str, errors: Sequence[LayerError], linears: Sequence[LayerError], manifest: Manifest
 ) -> KLBreakdown:
-    """The KL of a path by who causes it.
-
-    A prefill graph of its own that quantizes activations is mended by its head alone: linears are measured in decode's.
-    """
+    """The KL of a path by who causes it; a prefill graph that quantizes activations is mended by its head alone."""
     stored = quant_configs(manifest.recipe, manifest.geometry)
     config = stored.get(phase) or next(iter(stored.values()))
     of_path = {error.name: error for error in errors if error.phase == phase}

@@ -1,9 +1,7 @@
 """The golden self-test: what the built bundle answers, and what the unquantized model would have said.
 
-Logits are recorded by the very calls that replaying makes. Calls of other shapes run other code, which rounds
-otherwise; a quantized activation then falls on the other side, and in a deep model logits move by several tenths. How
-far the calls of an engine are apart is measured, and what another machine may differ by follows from it: its kernels
-round otherwise, too.
+Logits are recorded by the calls that replaying makes. Calls of other shapes round otherwise; how far they are apart is
+measured, and what another machine may differ by follows from it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,9 +56,7 @@ def tolerance(least: float, spread: float) -> float:
 
 
 def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> Golden:
-    """Run the golden prompts through the bundle and through the unquantized model.
-
-    Perplexities are over the prompts alone: the bundle's own answers say what it likes, not what is likely.
+    """Run the golden prompts through the bundle and the unquantized model; perplexities are over the prompts alone.
 
     Raises:
         BundleError: the bundle computes NaN or infinity.
@@ -89,7 +85,7 @@ def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> G
     quality = Quality(
         text=TEXT,
         sha256="",
-        positions=paths[Phase.PREFILL].comparison.positions,
+        positions=len(paths[Phase.PREFILL].kl),
         window=0,
         reference_perplexity=original.perplexity,
         phases={phase.value: path.quality for phase, path in paths.items()},
@@ -118,11 +114,7 @@ def matching(answer: Sequence[int], logits: Float) -> int:
 
 
 def path_logits(model: Model, ids: Sequence[int], phase: Phase) -> Float:
-    """Logits after every token of ``ids`` through one path.
-
-    Raises:
-        BundleError: they are NaN or infinite.
-    """
+    """Logits after every token of ``ids`` through one path; NaN and infinity raise BundleError."""
     logits = model.runner.logits(ids, phase)
     if not np.isfinite(logits).all():
         raise BundleError(

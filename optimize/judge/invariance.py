@@ -1,11 +1,8 @@
 """Invariance of a finished bundle, measured: calls that compute the same bits for a token, whatever is beside it.
 
-Kernels may round otherwise for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs, and its attention
-takes another product for a single token. What a runtime may rely on is therefore found by running the bundle.
-
-Attention also works in tiles of 64 queries, and a last tile of one query again takes that other product: calls of
-64 k + 1 tokens give other bits for their last token. They are left out here; a runtime that wants equal bits never
-makes them.
+Kernels round otherwise for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs. Its attention works in
+tiles of 64 queries, so calls of 64 k + 1 tokens give other bits for their last token; they are left out, and a runtime
+that wants equal bits never makes them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,9 +31,7 @@ Values = tuple[NDArray[np.float32], NDArray[np.generic]]
 def measured(session: Session, manifest: Manifest) -> Manifest:
     """The manifest with what each graph of the loaded bundle guarantees; the session's cache is overwritten.
 
-    Nothing is guaranteed of a graph that this machine cannot run, nor in contexts below :data:`SMALLEST_CONTEXT`. A
-    token alone in its row whose heads are folded is computed by other nodes than one among several, and never taken for
-    it.
+    Nothing is guaranteed of a graph that this machine cannot run, nor in contexts below :data:`SMALLEST_CONTEXT`.
     """
     if manifest.limits.max_context < SMALLEST_CONTEXT:
         return manifest

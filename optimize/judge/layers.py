@@ -1,8 +1,7 @@
 """The loss of quality by layers: the error of each on its own.
 
-The bundle's graphs are cut at their ``hidden.{i}`` values, each part is fed what the unquantized model's part is fed,
-and the results are compared, so that no error hides behind those before it. The decode path runs token by token, as it
-does for users. One layer is in memory at a time.
+The bundle's graphs are cut at their ``hidden.{i}`` values, and each part is fed what the unquantized model's is fed.
+The decode path runs token by token. One layer is in memory at a time.
 """
 
 import math
@@ -59,11 +58,7 @@ class LayerError:
 def layer_errors(
     folder: Path, manifest: Manifest, reference: Reference, windows: Ids, progress: Progress = silent
 ) -> tuple[LayerError, ...]:
-    """Errors of the embedding, each layer and the head, in both paths, on windows of tokens [n, W].
-
-    Raises:
-        BundleError: the bundle's graphs have no hidden states of these names, or the engine refuses a part.
-    """
+    """Errors of the embedding, each layer and the head, in both paths, on windows of tokens [n, W]."""
     layers = manifest.geometry.layers
     graphs = {phase: _Graph(folder, file, manifest) for phase, file in usable_graphs(manifest).items()}
     done = counted(progress, "measuring the error of each layer", layers + 2)
@@ -90,11 +85,7 @@ def linear_errors(
 ) -> tuple[LayerError, ...]:
     """Errors that the weights of each linear make in its layer's output, on windows of tokens [n, W].
 
-    A linear of the decode graph gets the unquantized model's activations, and its output goes on through the rest of
-    the unquantized layer, so that an error is seen after what the layer makes of it.
-
-    Raises:
-        BundleError: as for :func:`layer_errors`.
+    A linear of the decode graph gets the unquantized activations; its output goes on through the unquantized layer.
     """
     graph = _Graph(folder, usable_graphs(manifest)[Phase.DECODE], manifest)
     done = counted(progress, "measuring the error of each linear", manifest.geometry.layers)

@@ -1,7 +1,6 @@
 """The test whether float16 suffices: every value of the lowered graph, on the golden prompts.
 
-ONNX Runtime's CPU kernels compute float16 operators in float32 and hand their results on without rounding where they
-can, so running the graph there does not show what overflows on a GPU. Asking for every value as an output does.
+ONNX Runtime's CPU kernels compute float16 operators in float32, so running the graph alone does not show an overflow.
 """
 
 from collections.abc import Sequence
@@ -19,11 +18,7 @@ SHOWN = 3
 
 
 def check_range(folder: Path, manifest: Manifest, prompts: Sequence[Sequence[int]]) -> None:
-    """Refuse a graph in float16 whose values leave its range, +-65,504, on any of ``prompts``.
-
-    Raises:
-        BuildError: with the names of the nodes.
-    """
+    """Raise BuildError, with the nodes, if values of a float16 graph leave +-65,504 on any of ``prompts``."""
     if manifest.recipe.compute != "float16":
         return
     model = ir.load(folder / manifest.graphs["decode"].file)
@@ -46,10 +41,7 @@ def check_range(folder: Path, manifest: Manifest, prompts: Sequence[Sequence[int
 
 
 def _expose(graph: ir.Graph) -> list[str]:
-    """Make every value an output that is float16, or may be, but the cache; their names, in order.
-
-    What follows from weights alone is left out: those of a whole model, dequantized, take a multiple of its memory.
-    """
+    """Make every value an output that may be float16, but the cache and what follows from weights; their names."""
     names = []
     fed: set[ir.Value | None] = set(graph.inputs)
     for node in graph:

@@ -1,7 +1,7 @@
 """The distance of a bundle from the unquantized model: divergence of its distributions, agreement, perplexity."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ LARGEST_EXPONENT = 700.0
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Figures of each compared position; add the comparisons of several texts and read the means.
+    """Figures of n compared positions.
 
     Attributes:
         kl: KL(reference || candidate) in nats, [n].
@@ -29,32 +29,6 @@ class Comparison:
 
     kl: Double
     same: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, parts: Iterable["Comparison"]) -> "Comparison":
-        """All positions of ``parts``, in order."""
-        parts = [cls(np.zeros(0), np.zeros(0, bool)), *parts]
-        return cls(np.concatenate([part.kl for part in parts]), np.concatenate([part.same for part in parts]))
-
-    @property
-    def positions(self) -> int:
-        """Number of compared positions n."""
-        return len(self.kl)
-
-    @property
-    def mean_kl(self) -> float:
-        """Mean KL(reference || candidate) in nats per position."""
-        return float(self.kl.mean()) if self.positions else 0.0
-
-    @property
-    def p99_kl(self) -> float:
-        """99th percentile of KL(reference || candidate) in nats, interpolated between positions."""
-        return float(np.percentile(self.kl, 99)) if self.positions else 0.0
-
-    @property
-    def top1_agreement(self) -> float:
-        """Share of positions with the same most likely token, 0 ... 1."""
-        return float(self.same.mean()) if self.positions else 0.0
 
 
 class Tally:
@@ -75,9 +49,9 @@ class Tally:
         self._parts.append(compare(reference, candidate))
 
     @property
-    def comparison(self) -> Comparison:
-        """All that was compared."""
-        return Comparison.of(self._parts)
+    def kl(self) -> Double:
+        """KL(reference || candidate) in nats of all compared positions."""
+        return np.concatenate([part.kl for part in self._parts])
 
     @property
     def perplexity(self) -> float:
@@ -89,21 +63,23 @@ class Tally:
         """The figures of a path; KL and agreement only where something was compared."""
         if not self._parts:
             return PhaseQuality(self.perplexity, None, None, None)
-        whole = self.comparison
-        return PhaseQuality(self.perplexity, whole.mean_kl, whole.p99_kl, whole.top1_agreement)
+        same = np.concatenate([part.same for part in self._parts])
+        kl = self.kl
+        return PhaseQuality(self.perplexity, float(kl.mean()), float(np.percentile(kl, 99)), float(same.mean()))
 
 
 def compare(reference: Float, candidate: Float) -> Comparison:
     """Compare logits [n, V] of the same positions."""
     assert reference.shape == candidate.shape
-    return Comparison.of(_compare(reference[rows], candidate[rows]) for rows in _spans(len(reference)))
+    found = [_divergence(reference[rows], candidate[rows]) for rows in _spans(len(reference))]
+    return Comparison(np.concatenate(found), reference.argmax(axis=1) == candidate.argmax(axis=1))
 
 
-def _compare(reference: Float, candidate: Float) -> Comparison:
+def _divergence(reference: Float, candidate: Float) -> Double:
     p, q = log_softmax(reference), log_softmax(candidate)
-    same = reference.argmax(axis=1) == candidate.argmax(axis=1)
     q -= p
-    return Comparison(-np.einsum("nv,nv->n", np.exp(p, out=p), q), same)
+    divergence: Double = -np.einsum("nv,nv->n", np.exp(p, out=p), q)
+    return divergence
 
 
 def negative_log_likelihood(logits: Float, targets: NDArray[np.int64]) -> float:

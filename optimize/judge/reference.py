@@ -1,7 +1,7 @@
 """The unquantized model's hidden states and logits, with weights streamed layer by layer.
 
-The portable decoder is cut at its ``hidden.{i}`` values and each layer runs on its own in ONNX Runtime; the embedding
-is read by rows and the head multiplied in pieces. Peak memory is about one layer in float32, whatever the model's size.
+The portable decoder is cut at its ``hidden.{i}`` values and each layer runs alone in ONNX Runtime, so peak memory is
+about one layer in float32. The embedding is read by rows, the head multiplied in pieces.
 """
 
 import hashlib
@@ -56,10 +56,9 @@ class Reference:
         return [self.project(rows) for rows in self.normed(sequences, progress)]
 
     def normed(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
-        """Inputs of the head after every token of each sequence: float32 [len(sequence), H] each.
+        """Inputs of the head after every token of each sequence: float32 [len(sequence), H] each, for :meth:`project`.
 
-        One pass over the weights. Logits of a large vocabulary are a hundred times as large: :meth:`project` them
-        one sequence at a time.
+        One pass over the weights.
         """
         groups = _groups(sequences)
         done = counted(progress, "running the unquantized model layer by layer", self.manifest.geometry.layers)
@@ -177,11 +176,7 @@ def empty_caches(caches: Iterable[Cache], rows: int, positions: int, dtype: str)
 
 
 def open_part(part: ir.Model, folder: Path) -> Any:
-    """An ONNX Runtime session of a part of a graph, whose weights lie in ``folder``.
-
-    Raises:
-        BundleError: the engine refuses it.
-    """
+    """An ONNX Runtime session of a part of a graph, whose weights lie in ``folder``."""
     runtime = import_onnxruntime(ORT_MINIMUM)
     options = runtime.SessionOptions()
     options.log_severity_level = LOG_FATAL_ONLY

@@ -15,11 +15,7 @@ PREFIX, LONGER = 5, 3
 
 
 def check_rows(session: Session, manifest: Manifest) -> None:
-    """Decode the largest batch, and each of its rows alone; the session's cache is overwritten.
-
-    Raises:
-        BuildError: logits of a row depend on what is beside it by more than golden prompts may differ.
-    """
+    """Raise BuildError if a row's logits depend on what is beside it; the session's cache is overwritten."""
     rows, limits = min(manifest.limits.max_batch, MOST_ROWS), manifest.limits
     longest = PREFIX + LONGER * rows + 1
     if rows < 2 or limits.max_context < longest:

@@ -1,8 +1,4 @@
-"""The golden self-test of a model that embeds or ranks: its vectors, and those of the unquantized model.
-
-Each text is a call of its own in the self-test; how far a call of all texts together is from that is measured, and what
-another machine may differ by follows from it.
-"""
+"""The golden self-test of a model that embeds or ranks: each text alone, and how far a call of all is from that."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +27,7 @@ class GoldenVectors:
 
 
 def golden_vectors(model: Model, export: Path, progress: Progress = silent) -> GoldenVectors:
-    """Run the golden texts through the bundle and through the unquantized model.
-
-    Raises:
-        BundleError: the bundle computes NaN or infinity.
-    """
+    """Run the golden texts through the bundle and the unquantized model; NaN and infinity raise BundleError."""
     progress("running the golden texts")
     texts = prompt_ids(model)
     alone = [model.encoder.encode([ids])[0] for ids in texts]

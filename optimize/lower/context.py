@@ -153,11 +153,7 @@ class LoweringContext:
         return isinstance(config, WeightOnly) and self.calibrated.keeps(tensor, config.grid)
 
     def attention(self, node: ir.Node) -> Attention:
-        """The inventory's entry of a ``llmc::CachedAttention``.
-
-        Raises:
-            BuildError: there is none, or one with other heads or another window.
-        """
+        """The inventory's entry of a ``llmc::CachedAttention``; BuildError if it has other heads or another window."""
         found = self.geometry.attention.get(node.name or "")
         listed = found and (found.heads, found.kv_heads, found.window)
         if not found or listed != tuple(node.attributes[name].as_int() for name in ("num_heads", "kv_heads", "window")):
@@ -229,11 +225,7 @@ def _kept(linear: Linear, single: bool) -> WeightOnly:
 
 
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:
-    """Refuse patterns of the recipe that match no linear.
-
-    Raises:
-        UsageError: with the pattern and some names.
-    """
+    """Raise UsageError for patterns of the recipe that match no linear, with some names."""
     for pattern in recipe.layers:
         if not any(fnmatchcase(module, pattern) for module in modules):
             raise UsageError(

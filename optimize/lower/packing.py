@@ -1,11 +1,9 @@
 """Linears that read the same activation become one.
 
-ONNX Runtime's CUDA kernels reach the less of the memory's bandwidth the fewer outputs a product of one row has.
-TensorRT's builder would merge them in one optimisation profile and not in the other, and store integer weights twice
-for it: the int8 engine of a small model took 34 MB, with packed weights 29 MB. On Thor TensorRT's own merging computes
-wrong tokens in floats (:mod:`llmc.optimize.tensorrt.flags`), so that floats come packed too. TensorRT-RTX stores packed
-floats twice (44 MB instead of 35 MB) and does not serve Thor: there they stay apart. Sizes are of TensorRT-RTX 1.7.1's
-engines with two profiles.
+ONNX Runtime's CUDA kernels reach less of the memory's bandwidth the fewer outputs a product has. TensorRT's builder
+merges them in one optimisation profile only, and stores integer weights twice for it; on Thor its own merging computes
+wrong tokens in floats (:mod:`llmc.optimize.tensorrt.flags`). TensorRT-RTX stores packed floats twice (44 MB instead of
+35 MB) and does not serve Thor: there they stay apart.
 """
 
 from itertools import groupby

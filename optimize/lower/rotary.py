@@ -49,11 +49,7 @@ def table_pair(node: ir.Node, context: LoweringContext) -> Pair:
 
 
 def rotations(graph: ir.Graph, context: LoweringContext) -> list[tuple[ir.Node, Attention]]:
-    """Every ``llmc::RotatedHeads`` and the attention that it is a part of.
-
-    Raises:
-        BuildError: the inventory lists others.
-    """
+    """Every ``llmc::RotatedHeads`` and the attention that it is a part of; BuildError if the inventory lists others."""
     nodes = list(nodes_of(graph, "RotatedHeads", LLMC))
     turned = [attention for attention in context.geometry.attentions if attention.turned_before]
     listed = [(f"{attention.name}.{part}_rope", attention) for attention in turned for part in "qk"]

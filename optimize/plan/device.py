@@ -4,27 +4,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
-from llmc.inventory import HEAD, Linear
-from llmc.optimize.lower.context import (
-    Computed,
-    Float8,
-    Float16,
-    QuantConfig,
-    Static,
-    WeightOnly,
-    embedding_config,
-    quant_configs,
-)
+from llmc.inventory import HEAD
+from llmc.optimize.lower.context import Computed, embedding_config, quant_configs
 from llmc.optimize.plan.memory import (
     HOST,
     INTERPRETER,
     LOGITS_COPIES,
+    MB,
     NARROW_ARRAYS,
     TOKENIZER_FACTOR,
     WIDE_ARRAYS,
+    linear_bytes,
 )
 
-MB = 1_000_000
 # The driver's context and the libraries' kernels: 300 to 600 MB are usual.
 CONTEXT = 500 * MB
 # Scores of attention, and what a softmax makes of them.
@@ -55,10 +47,11 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = 
     scores = SCORES * geometry.most_heads * chunk * limits.max_context
     blocked = recipe.phases == "shared" and recipe.block_size > 0
     expanded = min(EXPANDED, size * max(linear.size for linear in geometry.linears)) if blocked else 0
+    held = [(linear, stored.of(linear.name)) for linear in geometry.linears]
+    held += [] if shared else [(geometry.linear[HEAD], embedding)]
     return DeviceMemory(
         context=CONTEXT,
-        weights=sum(device_bytes(linear, stored.of(linear.name), size) for linear in geometry.linears)
-        + (0 if shared else device_bytes(geometry.linear[HEAD], embedding, size)),
+        weights=sum(linear_bytes(linear, config, compute=size) for linear, config in held),
         workspace=size * (chunk * activations + scores) + expanded,
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=size) * (SWAPPED if form == "primitives" else 1),
         logits=4 * geometry.vocab_size,
@@ -70,18 +63,3 @@ def with_engine(plan: DeviceMemory, folder: Path, engine: EngineConfig | None) -
     if engine is None or not engine.file or engine.stripped:
         return plan
     return replace(plan, weights=(folder / engine.file).stat().st_size)
-
-
-def device_bytes(linear: Linear, config: QuantConfig, compute: int) -> int:
-    """Bytes of a linear's weights on the GPU; ``compute`` is the size of an activation's value, and of a scale."""
-    match config:
-        case WeightOnly(grid):
-            return linear.size * grid.bits // 8 + linear.outputs * grid.groups(linear.inputs) * compute
-        case Static() | Float8():
-            return linear.size + linear.outputs * compute
-        case Float16():
-            return 2 * linear.size
-        case Computed():
-            return compute * linear.size
-        case _:
-            return 4 * linear.size

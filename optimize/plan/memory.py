@@ -10,6 +10,9 @@ from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, M
 from llmc.inventory import Linear
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
+    Computed,
+    Float8,
+    Float16,
     PerToken,
     QuantConfig,
     Static,
@@ -17,7 +20,6 @@ from llmc.optimize.lower.context import (
     embedding_config,
     quant_configs,
 )
-from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import needs_calibration
 from llmc.runtime.kv.budget import MemoryEstimate
 
@@ -63,30 +65,37 @@ GOLDEN_TOKENS = 40
 LOGITS_HELD = 4
 
 
-def stored_bytes(linear: Linear, config: QuantConfig, copies: int = 1) -> int:
-    """Bytes of a linear's weights in the bundle, or with :data:`BLOCK_COPIES` of its scales in the engine.
+def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, compute: int = 0) -> int:
+    """Bytes of a linear's weights as they are stored or held.
 
-    Float forms count as float32: that is what the engine makes of them.
+    Args:
+        linear: of the inventory.
+        config: its storage.
+        copies: of the scales of blocks, :data:`BLOCK_COPIES` in the engine for CPUs.
+        compute: bytes of an activation's value and of a scale on a GPU; 0 for CPUs, whose engine pads blocks, and makes
+            float32 of float16.
     """
+    scale = compute or 4
     match config:
         case WeightOnly(grid):
-            return _blocked_bytes(linear, grid, copies)
-        case PerToken() | Static():  # int8, a scale for each output
-            return linear.size + 4 * linear.outputs
+            blocks = grid.groups(linear.inputs)
+            inputs = linear.inputs if compute else blocks * grid.width(linear.inputs)
+            zeros = 0 if grid.symmetric else -(-blocks * grid.bits // 8)
+            return linear.outputs * (inputs * grid.bits // 8 + scale * blocks * copies + zeros)
+        case PerToken() | Static() | Float8():  # a byte each, and a scale for each output
+            return linear.size + scale * linear.outputs
+        case Computed():
+            return scale * linear.size
+        case Float16():
+            return (2 if compute else 4) * linear.size
         case _:
             return 4 * linear.size
-
-
-def _blocked_bytes(linear: Linear, grid: Grid, copies: int) -> int:
-    blocks = -(-linear.inputs // grid.block)
-    zeros = 0 if grid.symmetric else -(-blocks * grid.bits // 8)
-    return linear.outputs * (blocks * grid.block * grid.bits // 8 + 4 * blocks * copies + zeros)
 
 
 def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[str, int]:
     """Bytes of each graph's linears by phase, norms and biases left out: they are a thousandth."""
     return {
-        phase: sum(stored_bytes(linear, stored.of(linear.name), copies) for linear in geometry.linears)
+        phase: sum(linear_bytes(linear, stored.of(linear.name), copies=copies) for linear in geometry.linears)
         for phase, stored in quant_configs(recipe, geometry).items()
     }
 
@@ -94,9 +103,8 @@ def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[st
 def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int) -> MemoryPlan:
     """Memory that loading and running a bundle takes; ``tokenizer_bytes`` is the size of tokenizer.json.
 
-    The embedding's table is counted whole: a page of a file (2 MiB, where the file lies in large ones) is resident
-    after one of its rows was read, and graphs that store it in one form map the same bytes of the file. That also
-    covers the head as stored while the engine packs it.
+    The embedding's table is counted whole (reading a row makes a page of 2 MiB resident), which also covers the head
+    while the engine packs it.
     """
     graphs = quant_configs(recipe, geometry)
     # An encoder takes a text in one call, and scores it against itself.
@@ -113,7 +121,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
-        embedding=sum(stored_bytes(table, form) for form in {embedding_config(each, tied) for each in graphs.values()}),
+        embedding=sum(linear_bytes(table, form) for form in {embedding_config(each, tied) for each in graphs.values()}),
         workspace=chunk * (WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size) * 4,
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
         workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
@@ -143,8 +151,7 @@ def plan_build(
         recipe, limits: as resolved.
         tokenizer_bytes: size of tokenizer.json.
         samples, length: of the calibration text, if the recipe calibrates.
-        judged: whether quality is judged on a text.
-        compiled: whether the bundle is to carry compiled graphs.
+        judged, compiled: whether quality is judged on a text, and graphs are compiled.
         device: of a bundle for a GPU, which is judged on the CPU only where that fits as well.
         one_memory: whether the GPU that an engine is built on has no memory of its own.
     """
@@ -183,11 +190,8 @@ def _compiling(geometry: Geometry, recipe: Recipe) -> dict[str, int]:
 
 
 def _engine(device: DeviceMemory, recipe: Recipe, one_memory: bool) -> dict[str, int]:
-    """An engine's builder; the pages of the weights that it maps go when they are needed.
-
-    On the GPU it holds the weights of the kernels that it times, at most all, and what a call of theirs takes: counted
-    so, not measured.
-    """
+    """An engine's builder; on the GPU it holds at most the weights of all kernels that it times: counted, not
+    measured."""
     copies = ENGINE_COPIES.get(recipe.precision, ENGINE_FLOAT_COPIES)
     host = {"engine": INTERPRETER + BUILDER + ENGINE_LIBRARY, "weights": round(copies * device.weights)}
     if not one_memory:

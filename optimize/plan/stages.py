@@ -25,12 +25,7 @@ def plan_stages(
     target: str = "cpu",
     unified: bool = False,
 ) -> list[MemoryEstimate]:
-    """Plan the stages ahead of an export or a checkpoint; ``unified`` counts what building takes on a GPU in.
-
-    Raises:
-        UsageError: a value is out of range.
-        LlmcError: the folder is broken.
-    """
+    """Plan the stages ahead of an export or a checkpoint; ``unified`` counts what building takes on a GPU in."""
     asked = Request(precision=precision, max_context=context, max_batch=batch)
     file = find_recipe(recipe)
     asked = asked.over(read_recipe(file)) if file else asked

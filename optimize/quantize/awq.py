@@ -70,16 +70,9 @@ def output_error(weights: Sequence[Tensor], moment: Tensor, grids: Sequence[Grid
 
 
 def quantize(weights: Tensor, second_moment: Tensor, grid: Grid, *, mask: Tensor | None = None) -> Quantized:
-    """Quantize weights [N, K] with the clip of each group that loses least at the output.
+    """Quantize weights [N, K] with the clip of each group that loses least at the output, see :func:`clip.search`.
 
-    Args:
-        weights: float [N, K].
-        second_moment: X^T X / tokens, float32 [K, K].
-        grid: bits, block and symmetry.
-        mask: bool [N, K]; weights where it is false become exactly 0.
-
-    Raises:
-        BuildError: the second moment is not finite.
+    Weights where ``mask`` [N, K] is false become exactly 0.
     """
     kept = weights.float() if mask is None else weights.float() * mask
     return clip.quantized(*clip.search(kept, second_moment.float(), grid), grid)

@@ -30,13 +30,9 @@ SMALLEST_DAMPING, LARGEST_DAMPING = 1e-4, 1.0
 
 
 def quantize(weights: Tensor, second_moment: Tensor, grid: Grid, *, mask: Tensor | None = None) -> Quantized:
-    """Quantize weights [N, K] for inputs with this second moment.
+    """Quantize weights [N, K] for inputs with ``second_moment`` X^T X / tokens, float32 [K, K].
 
-    Args:
-        weights: float [N, K].
-        second_moment: X^T X / tokens, float32 [K, K]; channels that were never seen are rounded to nearest.
-        grid: bits, block and symmetry.
-        mask: bool [N, K]; weights where it is false become exactly 0.
+    Channels that were never seen are rounded to nearest; weights where ``mask`` [N, K] is false become exactly 0.
 
     Raises:
         BuildError: the second moment is not finite or cannot be factorized.
@@ -45,8 +41,30 @@ def quantize(weights: Tensor, second_moment: Tensor, grid: Grid, *, mask: Tensor
     _, scales, zeros = clip.search(weights if mask is None else weights * mask, moment, grid)
     order = moment.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(moment[order][:, order])
-    layer = _Layer(weights, scales, zeros, grid, mask, order, factor)
-    return clip.quantized(layer.steps(), scales, zeros, grid)
+    steps = torch.empty_like(weights)
+    steps[:, order] = _round_in_turn(weights[:, order], scales, zeros, grid, mask, order, factor)
+    return clip.quantized(steps, scales, zeros, grid)
+
+
+def _round_in_turn(
+    weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, mask: Tensor | None, order: Tensor, factor: Tensor
+) -> Tensor:
+    """Steps q - z [N, K] of weights whose channels are in the order of rounding."""
+    left = weights.T.contiguous()  # (K, N): a channel is contiguous, and becomes its steps
+    kept = None if mask is None else mask.T[order]
+    groups = (order // grid.width(len(left))).tolist()
+    for start in range(0, len(left), LAZY_BLOCK):
+        stop, errors = min(start + LAZY_BLOCK, len(left)), []
+        for i in range(start, stop):
+            scale, zero = scales[:, groups[i]], zeros[:, groups[i]]
+            steps = clip.nearest(left[i], scale, zero, grid)
+            if kept is not None:
+                steps *= kept[i]
+            errors.append((left[i] - steps * scale) / factor[i, i])
+            left[i + 1 : stop].addr_(factor[i, i + 1 : stop], errors[-1], alpha=-1)
+            left[i] = steps
+        left[stop:].addmm_(factor[start:stop, stop:].T, torch.stack(errors), alpha=-1)
+    return left.T
 
 
 def inverse_factor(moment: Tensor, damping: float = DAMPING) -> Tensor:
@@ -75,41 +93,3 @@ def inverse_factor(moment: Tensor, damping: float = DAMPING) -> Tensor:
         f"the second moment of a layer's inputs is not positive definite, even with damping {added:g}; "
         "calibrate with more samples, or use scheme awq or rtn"
     )
-
-
-class _Layer:
-    """A weight matrix on its way to the grid: [K, N] in the order of rounding, so that a channel is contiguous."""
-
-    def __init__(
-        self,
-        weights: Tensor,
-        scales: Tensor,
-        zeros: Tensor,
-        grid: Grid,
-        mask: Tensor | None,
-        order: Tensor,
-        factor: Tensor,
-    ) -> None:
-        self.scales, self.zeros, self.grid, self.order, self.factor = scales, zeros, grid, order, factor
-        self.weights = weights.T[order]  # (K, N)
-        self.mask = None if mask is None else mask.T[order]
-
-    def steps(self) -> Tensor:
-        """Every weight's step q - z [N, K], in the order of the inputs."""
-        groups = (self.order // self.grid.width(len(self.weights))).tolist()
-        for start in range(0, len(groups), LAZY_BLOCK):
-            stop = min(start + LAZY_BLOCK, len(groups))
-            errors = torch.stack([self._round(i, groups[i], stop) for i in range(start, stop)])
-            self.weights[stop:].addmm_(self.factor[start:stop, stop:].T, errors, alpha=-1)
-        return torch.empty_like(self.weights).index_copy_(0, self.order, self.weights).T.contiguous()
-
-    def _round(self, i: int, group: int, stop: int) -> Tensor:
-        """Round channel ``i``, spread its error up to ``stop``, and return it over U[i, i], [N]."""
-        weight, row = self.weights[i], self.factor[i]
-        steps = clip.nearest(weight, self.scales[:, group], self.zeros[:, group], self.grid)
-        if self.mask is not None:
-            steps *= self.mask[i]
-        error = (weight - steps * self.scales[:, group]) / row[i]
-        self.weights[i + 1 : stop].addr_(row[i + 1 : stop], error, alpha=-1)
-        self.weights[i] = steps
-        return error

@@ -16,10 +16,7 @@ SMALLEST = 1e-6
 
 
 def scales(absmax: Float, *, per_channel: bool) -> Float:
-    """Scales from the largest magnitude of each channel, float32 [kv_heads, head_dim].
-
-    Returns:
-        float32 [kv_heads, head_dim] with ``per_channel``, else [1].
+    """Scales float32 [kv_heads, head_dim], or [1], from the largest magnitude of each channel [kv_heads, head_dim].
 
     Raises:
         BuildError: a range is missing, NaN, infinite or negative.

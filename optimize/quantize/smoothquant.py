@@ -18,17 +18,12 @@ LARGEST_SCALE = 1e4
 
 
 def scales(activation_absmax: Tensor, weight_absmax: Tensor, *, alpha: float) -> Tensor:
-    """Positive scales [K]: activations are to be divided by them, weights multiplied.
-
-    A channel whose activations or weights are all zero keeps scale 1.
+    """Positive scales [K]: activations are to be divided by them, weights multiplied; 1 where either is all zero.
 
     Args:
         activation_absmax: largest magnitude of each input channel, [K].
         weight_absmax: largest magnitude of each column of all matrices that read the activation, [K].
         alpha: share of the range that moves, 0 ... 1; the paper takes 0.5, and 0.75 where outliers are large.
-
-    Raises:
-        BuildError: a range is NaN, infinite or negative.
     """
     absmax, largest = activation_absmax.float(), weight_absmax.float()
     if not (torch.isfinite(absmax) & (absmax >= 0)).all():

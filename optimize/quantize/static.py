@@ -14,11 +14,7 @@ SMALLEST = 1e-9
 
 
 def activation_scale(absmax: float) -> float:
-    """The scale for activations of magnitude up to ``absmax``.
-
-    Raises:
-        BuildError: the range is NaN, infinite or negative.
-    """
+    """The scale for activations of magnitude up to ``absmax``; BuildError if that is no magnitude."""
     if not math.isfinite(absmax) or absmax < 0:
         raise BuildError(f"an activation's range is {absmax}, expected a finite magnitude; calibrate again")
     return max(absmax, SMALLEST) / LARGEST

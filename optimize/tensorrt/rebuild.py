@@ -19,8 +19,9 @@ from llmc.bundle import (
     write_manifest,
 )
 from llmc.errors import BuildError, GpuError, MissingExtraError, ResourceError, UsageError
-from llmc.optimize.build import BuildReport, runs_here
+from llmc.optimize.build import BuildReport
 from llmc.optimize.judge.rows import check_rows
+from llmc.optimize.order import runs_here
 from llmc.optimize.plan.device import with_engine
 from llmc.optimize.plan.memory import plan_rebuild
 from llmc.optimize.progress import Progress, silent

@@ -62,30 +62,13 @@ class Store:
             np.savez(staging, **arrays)  # type: ignore[arg-type]
 
     def read(self, part: str) -> Arrays:
-        """The arrays of a part.
-
-        Raises:
-            BuildError: the file is missing or broken.
-        """
+        """The arrays of a part; BuildError if the file is missing or broken."""
         return self._read(part)
 
     def settle(self) -> None:
         """Drop the activations that an interrupted run would go on from: all parts are there."""
         if self.has("state") and (state := self._load("state"))["hidden"].size:
             self.write("state", {**state, "hidden": state["hidden"][:0]})
-
-    def is_sound(self) -> bool:
-        """True if every part can be read, and none of those before the last one is missing."""
-        found = sorted(path.stem for path in self.folder.glob("[!.]*.npz"))
-        layers = [part for part in found if part.startswith("layer-")]
-        try:
-            state = self._load("state") if "state" in found else {"layers": np.array(0), "hidden": np.array(0)}
-            expected = [layer_part(index) for index in range(int(state["layers"]))]
-            for part in found:
-                self._load(part)
-        except (BuildError, KeyError):
-            return False
-        return layers[: len(expected)] == expected and "hidden" in state
 
 
 def _load(folder: Path, part: str) -> Arrays:
@@ -174,19 +157,11 @@ class Calibrated:
         return list(in_parallel(lambda span: rtn.quantize(self.rows(tensor, *span), grid), spans))
 
     def activation(self, module: str) -> float:
-        """Largest magnitude of the input of the linear called ``module``.
-
-        Raises:
-            BuildError: calibration did not see it.
-        """
+        """Largest magnitude of the input of the linear called ``module``; BuildError if calibration did not see it."""
         return float(self._range(f"input:{module}", module).max())
 
     def cache_range(self, layer: int, part: str) -> Float:
-        """Largest magnitude of each channel of the keys or values (``part``), float32 [kv_heads, head_dim].
-
-        Raises:
-            BuildError: calibration did not see it.
-        """
+        """Largest magnitude of each channel of keys or values (``part``), float32 [kv_heads, head_dim], as above."""
         return self._range(f"cache:{part}", f"model.layers.{layer}.self_attn")
 
     def _range(self, key: str, module: str) -> Float:

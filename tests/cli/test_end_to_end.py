@@ -22,9 +22,9 @@ COMMAND = (sys.executable, "-m", "llmc.cli")
 UNFINISHED = """
 import sys, time
 from llmc.cli.main import main
-from llmc.optimize import build
+from llmc.optimize.judge import finished
 
-build.write_manifest = lambda *_: time.sleep(600)
+finished.write_manifest = lambda *_: time.sleep(600)
 main(sys.argv[1:])
 """
 

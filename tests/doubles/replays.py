@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from llmc.optimize import build
+from llmc.optimize.judge import finished
 from llmc.runtime.selftest import replay
 
 
 def in_this_process(folder: Path, emulate: bool) -> tuple[str, str]:
     """What the process would answer where all is well; errors come as they are."""
-    with build.load(folder, self_test=False, emulate=emulate) as model:
+    with finished.load(folder, self_test=False, emulate=emulate) as model:
         replay(model)
     return "", ""

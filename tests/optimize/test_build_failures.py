@@ -114,7 +114,7 @@ FULL = {
     "weights": fill_weight_file,
     "graph": lambda monkeypatch: monkeypatch.setattr(ir, "save", full),
     "tokenizer": lambda monkeypatch: monkeypatch.setattr(shutil, "copyfile", full),
-    "manifest": lambda monkeypatch: monkeypatch.setattr("llmc.optimize.build.write_manifest", full),
+    "manifest": lambda monkeypatch: monkeypatch.setattr("llmc.optimize.judge.finished.write_manifest", full),
     "flush": lambda monkeypatch: monkeypatch.setattr(os, "fsync", full),
 }
 
@@ -135,7 +135,7 @@ def test_a_manifest_that_cannot_be_written_whole_is_never_published(source, unto
         calls.append(folder)
         write_manifest(manifest, folder) if len(calls) == 1 else full()
 
-    monkeypatch.setattr("llmc.optimize.build.write_manifest", second_fails)
+    monkeypatch.setattr("llmc.optimize.judge.finished.write_manifest", second_fails)
     with pytest.raises(ResourceError):
         build(source, untouched, force=True)
     assert len(calls) == 2

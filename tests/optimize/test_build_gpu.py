@@ -233,7 +233,7 @@ def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(
         seen.append((folder.name, folder.parent.name, model.manifest.recipe.compute, model.manifest.cache))
         return model
 
-    monkeypatch.setattr("llmc.optimize.build.load", spy)
+    monkeypatch.setattr("llmc.optimize.judge.finished.load", spy)
     output = tmp_path / "out" / "bundle"
     recipe = Request(precision="int8", compute="bfloat16")
     report = build(exported(TIED).export, output, target="tensorrt", recipe=recipe, engine=DEFERRED, **SMALL)
@@ -334,7 +334,7 @@ def test_bfloat16_is_judged_on_a_text_with_its_weights_rounded(
     assert report.manifest.quality is not None
     assert report.manifest.quality.positions > 300, "on the text, after the golden prompts"
     assert FLOAT32_KL < mean_kl(report.manifest) < LARGEST_KL["bf16"]
-    monkeypatch.setattr("llmc.optimize.build.round_to_bfloat16", lambda folder: None)
+    monkeypatch.setattr("llmc.optimize.judge.finished.round_to_bfloat16", lambda folder: None)
     unrounded = build(reads_text, tmp_path / "unrounded", budget=Budget(max_kl=0.01), **order)
     assert mean_kl(unrounded.manifest) < FLOAT32_KL, "or the bound above shows nothing"
 
@@ -423,7 +423,9 @@ def test_on_its_gpu_a_bundle_is_verified_by_running_it(
 ):
     """The CPU stands in for the GPU: what is tested is whose word counts."""
     installed("11.4", H200)
-    monkeypatch.setattr("llmc.optimize.build.load", lambda folder, **_: load(folder, self_test=False, emulate=True))
+    monkeypatch.setattr(
+        "llmc.optimize.judge.finished.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
+    )
     report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
     assert engine_of(report.manifest).verified == "device"
     known = dataclasses.asdict(report.manifest.graphs["decode"].invariance)
@@ -446,10 +448,12 @@ def test_on_its_gpu_int8_is_timed_beside_floats_and_rows_are_compared(
         assert wide_scales is wide, "as the engine has them"
         return Compared(int8=3e-6, floats=1e-6)
 
-    monkeypatch.setattr("llmc.optimize.build.load", lambda folder, **_: load(folder, self_test=False, emulate=True))
+    monkeypatch.setattr(
+        "llmc.optimize.judge.finished.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
+    )
     monkeypatch.setattr("llmc.optimize.tensorrt.products.open_driver", FakeDriver)
-    monkeypatch.setattr("llmc.optimize.build.check_rows", lambda *given: compared.append(given))
-    monkeypatch.setattr("llmc.optimize.build.tolerance", lambda least, spread: 3.0)
+    monkeypatch.setattr("llmc.optimize.judge.finished.check_rows", lambda *given: compared.append(given))
+    monkeypatch.setattr("llmc.optimize.judge.finished.tolerance", lambda least, spread: 3.0)
     monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", compare)
     report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="int8", **SMALL)
     [note] = [note for note in report.manifest.notes if "slower" in note]
@@ -714,7 +718,7 @@ def test_a_bundle_too_large_for_the_cpu_is_published_unjudged_with_a_warning(
     def full(folder: Path, *, emulate: bool = False, **_: Any) -> Any:
         raise ResourceError("too large") if emulate else GpuError(NO_DRIVER)
 
-    monkeypatch.setattr("llmc.optimize.build.load", full)
+    monkeypatch.setattr("llmc.optimize.judge.finished.load", full)
     output = tmp_path / "out" / "bundle"
     order = {"target": "tensorrt", "precision": "fp16", "engine": DEFERRED, **SMALL}
     report = build(exported(TIED).export, output, **order)

@@ -93,16 +93,6 @@ def test_parallel_work_comes_back_in_order():
     assert list(in_parallel(work, range(100))) == [number * number for number in range(100)]
 
 
-def test_parallel_work_holds_few_results_at_a_time(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    started = []
-    results = in_parallel(lambda number: started.append(number) or number, range(1000))
-    for _ in range(10):
-        next(results)
-    assert len(started) <= 10 + 2 * 2 + 1
-    results.close()
-
-
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
@@ -127,20 +117,6 @@ def test_every_tensor_begins_on_a_page(file):
     for tensor, array in zip(tensors, arrays, strict=True):
         assert written(tensor) == array.tobytes()
         np.testing.assert_array_equal(tensor.numpy(), array)
-
-
-def test_a_name_is_computed_and_written_once(file):
-    calls = []
-
-    def make() -> list[np.ndarray]:
-        calls.append(1)
-        return [np.ones((2, 3), np.uint8), np.ones(2, np.float32)]
-
-    first, second = file.add(("w", "w.scales"), make), file.add(("w", "w.scales"), make)
-    assert len(calls) == 1
-    assert [tensor.offset for tensor in first] == [tensor.offset for tensor in second] == [0, 4096]
-    file.close()
-    assert (file.folder / "weights.bin").stat().st_size == 4096 + 8
 
 
 # ------------------------------------------------------------------------------------------------------------ rounding

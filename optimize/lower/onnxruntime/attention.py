@@ -40,9 +40,9 @@ Lengths = Callable[[ir.Graph, ir.Node], list[ir.Value]]
 
 
 def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
-    """One linear and a Split for the query, key and value linears of each attention: one pass over the activation.
+    """One linear and a Split for query, key and value: one pass over the activation.
 
-    Where they are to be stored differently they stay apart. Returns how many attentions were looked at.
+    Those stored differently stay apart. Returns how many attentions were looked at.
     """
     count = 0
     for attention in nodes_of(graph, "CachedAttention", LLMC):
@@ -167,11 +167,7 @@ def attended(
 
 
 def check_head_sizes(geometry: Geometry) -> None:
-    """Refuse heads that GroupQueryAttention has no kernel for.
-
-    Raises:
-        BuildError: with the size, and the targets that take it.
-    """
+    """Raise BuildError for heads that GroupQueryAttention has no kernel for."""
     for attention in geometry.attentions:
         if attention.head_dim % HEAD_MULTIPLE:
             raise BuildError(

@@ -1,11 +1,8 @@
-"""Attention, and which rows get logits, for ONNX Runtime on GPUs: the host computes nothing from what is on the device.
+"""Attention, and which rows get logits, for ONNX Runtime on GPUs, so that a CUDA graph can be recorded.
 
-A CUDA graph repeats recorded kernels; copies between host and device within a graph are slow, and ONNX Runtime refuses
-to record them. So what follows from lengths is computed on the device, without Shape, and what attention's host code
-must know is taken from the cache's shape.
-
-Facts about ONNX Runtime come from its documentation (docs/OperatorKernels.md) and the source of its CUDA kernels. Not
-run on a GPU yet.
+ONNX Runtime records no copies between host and device: what follows from lengths is computed on the device, without
+Shape, and what attention's host code must know is taken from the cache's shape. Source: docs/OperatorKernels.md and the
+CUDA kernels of ONNX Runtime. Not run on a GPU yet.
 """
 
 import numpy as np
@@ -34,10 +31,7 @@ def _sequence_lengths(graph: ir.Graph, emit: Emitter) -> ir.Value:
 
 
 def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
-    """``seqlens_k`` int32 [B] on the device, and ``total_sequence_length`` int32 [1] on the host.
-
-    The latter is the cache's capacity, an upper bound that sizes grids and buffers: lengths come from ``seqlens_k``.
-    """
+    """``seqlens_k`` int32 [B] on the device, and ``total_sequence_length`` int32 [1] on the host: the capacity."""
     emit = Emitter(first, "positions")
     totals = emit("Add", graph_input(graph, "past_lengths"), _sequence_lengths(graph, emit))
     last = emit("Sub", totals, scalar(graph, 1, np.int64))

@@ -1,9 +1,8 @@
 """Steps of one token in each row: the heads that share keys and values become queries of one position.
 
-GroupQueryAttention multiplies the keys with one query head after the other when a row has one token, which takes most
-of a step in long contexts. Several tokens of a row it multiplies together. So the query heads of a group are given as
-that many tokens of the row, all at its position: the new key is written as often behind what the cache holds, and a
-bias hides all of them but the first. What a step writes beyond its token, the next one writes over.
+GroupQueryAttention multiplies keys with one head after the other where a row has one token, and together where it has
+several. So the query heads of a group are given as tokens of the row, all at its position: the new key is written as
+often, and a bias hides all of them but the first. What a step writes beyond its token, the next one writes over.
 """
 
 from typing import Any

@@ -81,11 +81,7 @@ def blocked(weights: tuple[Weight, ...], grid: Grid, context: LoweringContext) -
 
 
 def float_weight(name: str, weights: tuple[Weight, ...], dtype: str, context: LoweringContext) -> ir.ExternalTensor:
-    """Stacked matrices [N, K] as float32 or float16.
-
-    Raises:
-        BuildError: a weight is beyond float16's range.
-    """
+    """Stacked matrices [N, K] as float32 or float16; a weight beyond float16's range raises BuildError."""
 
     def make() -> list[NDArray[np.generic]]:
         values = context.calibrated.matrix(weights)

@@ -1,9 +1,7 @@
 """Rows of different lengths in a call: their tokens lie side by side, and attention alone sees them row by row.
 
-Several short prompts then cost as much as one that is as long as all of them, for what fills the rows up to the longest
-is not computed: it is dropped behind the embedding, and room for it is made again in front of attention, which is told
-how much of each row is valid. The graph gets one more input, ``new_lengths`` int64 [B]: so many of a row's new tokens
-count, at least one of all rows'. A row of which none does stays as it is.
+Padding is dropped behind the embedding, and room for it is made again in front of attention. The graph gets one more
+input, ``new_lengths`` int64 [B]: so many of a row's new tokens count, at least one of all rows'.
 """
 
 from collections.abc import Iterable

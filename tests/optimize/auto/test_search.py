@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from llmc.bundle import Budget, read_bundle
 from llmc.errors import BuildError, UsageError
@@ -20,55 +18,7 @@ from llmc.runtime.bench.benchmark import benchmark
 GOOD = Trial("good", 2, 1000.0, 100.0, 50_000_000, 40_000_000, 0.01, 0.97, 0.005)
 LOOSE = Budget(max_kl=100.0)
 
-speeds = st.floats(1, 1e5)
-trials = st.lists(
-    st.builds(
-        Trial,
-        name=st.sampled_from("abcdef"),
-        threads=st.integers(1, 8),
-        prefill_tokens_per_s=speeds,
-        decode_tokens_per_s=speeds,
-        memory=st.integers(1, 10**12),
-        size=st.integers(1, 10**12),
-        mean_kl=st.floats(0, 1),
-        top1_agreement=st.floats(0, 1),
-        perplexity_increase=st.floats(-0.1, 1),
-    ),
-    max_size=8,
-)
-budgets = st.builds(
-    Budget,
-    max_kl=st.none() | st.floats(0, 1),
-    min_agreement=st.none() | st.floats(0, 1),
-    max_perplexity_increase=st.none() | st.floats(0, 1),
-)
-
-
 # ----------------------------------------------------------------------------------------------------------- the choice
-
-
-def within(trial: Trial, budget: Budget, memory: int) -> bool:
-    return (
-        (budget.max_kl is None or trial.mean_kl <= budget.max_kl)
-        and (budget.min_agreement is None or trial.top1_agreement >= budget.min_agreement)
-        and (budget.max_perplexity_increase is None or trial.perplexity_increase <= budget.max_perplexity_increase)
-        and trial.memory <= memory
-    )
-
-
-@given(trials, budgets, st.integers(1, 10**12))
-def test_the_choice_is_within_the_budget_and_nearly_the_fastest(found: list[Trial], budget: Budget, memory: int):
-    judged = [auto._within(trial, budget, memory) for trial in found]
-    chosen = choose(judged)
-    fit = [trial for trial in found if within(trial, budget, memory)]
-    if not fit:
-        assert chosen is None
-        return
-    assert chosen in fit
-    equal = [trial for trial in fit if trial.seconds <= min(other.seconds for other in fit) * 1.02]
-    assert chosen in equal
-    assert chosen.memory == min(trial.memory for trial in equal)
-    assert choose(judged) == chosen
 
 
 def test_a_slower_one_that_is_smaller_is_not_chosen_beyond_two_percent():
@@ -256,17 +206,6 @@ def test_candidates_that_contradict_the_request_drop_out():
     assert "fp32" in found
     assert "int4-gptq" not in found
     assert {candidate.precision for candidate in found.values()} == {"fp32"}
-
-
-def test_measurements_that_cannot_be_are_made_again():
-    assert GOOD.is_sound
-    for wrong in ({"mean_kl": float("nan")}, {"decode_tokens_per_s": 0.0}, {"prefill_tokens_per_s": float("inf")}):
-        assert not replace(GOOD, **wrong).is_sound
-
-
-def test_a_request_that_contradicts_itself_is_refused_with_its_sentence():
-    with pytest.raises(UsageError, match="max_context is 4096, expected"):
-        candidates(Request(max_context=4096))
 
 
 @pytest.mark.parametrize(("cache", "given"), [(None, False), ("int8", True)])

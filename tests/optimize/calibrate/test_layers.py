@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doubles.grids import unpack_blocks, unpack_zero_points
 
 from llmc.bundle import read_export
 from llmc.export.streaming import StreamedDecoder
@@ -28,7 +27,6 @@ BIASES, GROUPS, TIED = "llama-biases", "mistral-one-kv-head-bf16", "qwen3-tied-s
 NO_GROUPS = "llama-linear-rope-no-groups-fp16"
 SAMPLES, LENGTH = 5, 16
 FOUR, FOUR_ASYMMETRIC = WeightOnly(Grid(4, 32)), WeightOnly(Grid(4, 32, symmetric=False))
-LINEARS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -159,55 +157,6 @@ def test_each_layer_sees_the_quantized_ones_before_it(exported, tmp_path):
         ranges.append(store.read("layer-001")["input:model.layers.1.self_attn.q_proj"])
         assert ("values:int4x32:model.layers.0.mlp.down_proj.weight" in store.read("layer-000")) == (not layers)
     assert (ranges[0] != ranges[1]).any()
-
-
-# ---------------------------------------------------------------------------------------------------------------- zeros
-
-
-def steps_of(lowered, name: str, grid: Grid) -> np.ndarray:
-    """Integers minus zero points [N, K] of a linear in the lowered graph."""
-    tensor = f"model.layers.0.{name}.weight"
-    node = next(node for node in lowered.nodes("MatMulNBits") if node.inputs[1].name.startswith(tensor))
-    inputs = node.attributes["K"].as_int()
-    values = unpack_blocks(node.inputs[1].const_value.numpy(), grid, inputs).astype(np.int16)
-    if grid.symmetric:
-        return values
-    zeros = unpack_zero_points(node.inputs[3].const_value.numpy(), grid, grid.groups(inputs)).astype(np.int16)
-    return values - np.repeat(zeros, grid.block, axis=1)[:, :inputs]
-
-
-def masks(store: Store) -> dict[str, np.ndarray]:
-    arrays = store.read("layer-000")
-    names = [f"model.layers.0.{name}.weight" for name in LINEARS]
-    inputs = [80 if "down" in name else 64 for name in LINEARS]
-    return {
-        name: np.unpackbits(arrays[f"mask:{tensor}"], axis=1, count=count).astype(bool)
-        for name, tensor, count in zip(LINEARS, names, inputs, strict=True)
-    }
-
-
-@pytest.mark.parametrize(
-    ("sparsity", "scheme", "symmetric"),
-    [
-        ("magnitude", "rtn", True),
-        ("magnitude", "gptq", False),
-        ("wanda", "rtn", False),
-        ("wanda", "gptq", True),
-        ("wanda", "awq", False),
-    ],
-)
-def test_two_of_four_weights_are_zero_in_every_linear(exported, lowering, tmp_path, sparsity, scheme, symmetric):
-    case, form = exported(BIASES), WeightOnly(Grid(4, 32, symmetric))
-    store = run(case, tmp_path / "store", form, sparsity=sparsity, scheme=scheme)
-    lowered = lowering(case.export, form, Float32(), calibrated=Calibrated(store)).before("pack projections")
-    lowered.nodes("CachedAttention")[0].op_type = "Kept"  # projections of the first layer stay apart
-    for step in [step for step in lowered.steps if step.name == "lower linears"]:
-        step.run(lowered.graph, lowered.context)
-    lowered.weights.close()
-    for name, mask in masks(store).items():
-        assert (mask.reshape(len(mask), -1, 4).sum(axis=2) == 2).all(), name
-        assert not steps_of(lowered, name, form.grid)[~mask].any(), name
-        assert steps_of(lowered, name, form.grid)[mask].any(axis=None), name
 
 
 # -------------------------------------------------------------------------------------------------- stopped and resumed

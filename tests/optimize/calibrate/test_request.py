@@ -166,22 +166,3 @@ def test_new_weights_under_the_same_names_have_a_folder_of_their_own(start, call
     start(request, precision="int4", scheme="gptq")
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert len(set(calls.folders)) == 2
-
-
-@pytest.mark.parametrize("broken", ["layer-000.npz", "state.npz", None])
-def test_results_that_are_broken_or_missing_are_made_anew(start, calls, text, broken):
-    request = CalibrationRequest(decoder, text, 4, 32)
-    start(request, precision="int4", scheme="gptq")
-    [folder] = calls.folders
-    folder.mkdir(parents=True)
-    store = Store(folder)
-    store.write("layer-000", {"a": np.zeros(3)})
-    store.write("state", {"layers": np.array(1), "hidden": np.zeros(3)})
-    start(request, precision="int4", scheme="gptq")
-    assert store.has("layer-000")  # whole, so they stay
-    if broken is None:
-        (folder / "layer-000.npz").unlink()
-    else:
-        (folder / broken).write_bytes((folder / broken).read_bytes()[:-50])
-    start(request, precision="int4", scheme="gptq")
-    assert not folder.exists()

@@ -50,7 +50,6 @@ def test_ranges_and_means_are_those_of_all_inputs(moments):
     np.testing.assert_array_equal(found.absmax, np.abs(x.numpy()).max(0))
     np.testing.assert_allclose(found.mean_abs, np.abs(rows).mean(0), rtol=MEAN_TOLERANCE)
     np.testing.assert_allclose(found.mean_square, np.square(rows).mean(0), rtol=MEAN_TOLERANCE)
-    np.testing.assert_allclose(found.norms, np.sqrt(np.square(rows).mean(0)), rtol=MEAN_TOLERANCE)
 
 
 def test_a_lost_row_exceeds_the_mean_tolerance():

@@ -106,17 +106,6 @@ def test_a_longer_text_gives_windows_from_all_over_it(read, file, samples):
     assert gaps.max() - gaps.min() <= 1 and gaps.min() >= 1
 
 
-def test_every_window_begins_as_a_prompt_does(read, file, tokenizer, model_folder):
-    found = read(file(PROSE), model_folder(bos="<|im_start|>")).ids
-    assert set(found[:, 0]) == {tokenizer.token_to_id("<|im_start|>")}
-    ids = tokens(tokenizer, PROSE)
-    assert found[:, 1:].ravel().tolist() == ids[: len(ids) // (LENGTH - 1) * (LENGTH - 1)]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_text(read, file):
-    assert np.array_equal(read(file(b"\xef\xbb\xbf" + PROSE.encode())).ids, read(file(PROSE)).ids)
-
-
 # --------------------------------------------------------------------------------------------------------------- chats
 
 
@@ -129,17 +118,6 @@ def test_conversations_are_rendered_and_follow_each_other_with_the_end_of_text_b
     assert found.tokens == len(expected)
     assert found.ids.ravel().tolist() == expected[: found.ids.size]
     assert (found.name, found.default) == ("chats.jsonl", False)
-
-
-def test_chats_get_no_special_tokens_but_those_of_their_template(read, file, tokenizer, model_folder):
-    found = read(file([CHAT] * 20, "chats.JSONL"), model_folder(bos="<|im_end|>"))
-    assert found.tokens == len(tokens(tokenizer, "<|endoftext|>".join([RENDERED] * 20)))
-
-
-def test_templates_see_the_tools(read, file, tokenizer, model_folder):
-    folder = model_folder(template="{% for tool in tools %}{{ tool.name }}{% endfor %}")
-    found = read(file([{"messages": CHAT, "tools": [{"name": "look_up"}]}] * 60, "c.jsonl"), folder)
-    assert found.tokens == len(tokens(tokenizer, "<|endoftext|>".join(["look_up"] * 60)))
 
 
 def test_a_model_without_a_chat_template_reads_texts_and_refuses_chats(read, file, model_folder):
@@ -234,12 +212,6 @@ def test_of_a_large_file_the_beginning_is_used_and_all_is_hashed(read, file, tok
 def test_a_character_cut_by_the_limit_is_dropped(read, file, tokenizer, at_most, size):
     at_most(size)
     assert read(file("北京" * 1000)).tokens == len(tokens(tokenizer, ("北京" * 1000)[: size // 3]))
-
-
-def test_of_a_large_jsonl_the_whole_lines_before_the_limit_are_used(read, file, tokenizer, at_most):
-    path = file([CHAT] * 100, "c.jsonl")
-    at_most(30 * len(json.dumps(CHAT) + "\n") + 50)
-    assert read(path).tokens == len(tokens(tokenizer, "<|endoftext|>".join([RENDERED] * 30)))
 
 
 # -------------------------------------------------------------------------------------------------------- default text

@@ -12,7 +12,6 @@ from llmc.optimize.build import build
 from llmc.optimize.judge.gate import INT8_LEAVES, Advice, KLBreakdown, Part, cheapest, check, violations
 from llmc.optimize.judge.layers import LayerError
 from llmc.optimize.recipe import Request
-from llmc.optimize.tensorrt.request import EngineRequest
 
 QUALITY = Quality(
     text="notes.txt",
@@ -119,12 +118,6 @@ def test_what_another_override_made_needless_is_left_out():
     assert only.pattern == "lm_head"
 
 
-def test_a_budget_beyond_int8_is_called_so():
-    message = refused(Budget(max_kl=0.001), advice(split=False))
-    assert "Even int8 everywhere leaves a mean KL of about 0.0025 (decode), where about 0.001 is needed" in message
-    assert 'precision = "fp16"' in message
-
-
 @pytest.mark.parametrize("precision", ["fp8", "int4"])
 def test_where_int8_is_no_way_up_floats_are_suggested(precision):
     """Of fp8, and of whatever is mixed with it."""
@@ -175,15 +168,3 @@ def test_a_build_beyond_its_budget_publishes_nothing_and_its_advice_mends_it(tin
     quality = build(tiny_export, output, recipe=mended, budget=budget, text=text).manifest.quality
     assert 1 / ESTIMATE < float(estimate) / quality.mean_kl < ESTIMATE
     assert (quality.text, quality.window) == ("short.txt", CONTEXT)
-
-
-def test_advice_for_fp8_names_floats_and_mends_it(tiny_export, text, tmp_path):
-    request, budget = Request(precision="fp8", max_context=CONTEXT), Budget(max_kl=0.0015)  # it has 0.0034
-    order = {"target": "tensorrt", "engine": EngineRequest(deferred=True), "text": text, "budget": budget}
-    with pytest.raises(BuildError, match="The cheapest overrides") as error:
-        build(tiny_export, tmp_path / "refused", recipe=request, **order)
-    overrides = dict(re.findall(r'"([^"]+)" = "(fp16)"', str(error.value)))
-    [estimate] = re.findall(r"leave a mean KL of about ([0-9.e-]+)", str(error.value))
-    mended = dataclasses.replace(request, layers=overrides)
-    quality = build(tiny_export, tmp_path / "mended", recipe=mended, **order).manifest.quality
-    assert 1 / ESTIMATE < float(estimate) / quality.mean_kl < ESTIMATE

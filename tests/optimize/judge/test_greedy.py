@@ -8,10 +8,10 @@ import pytest
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
 
-PROMPTS = 20
+PROMPTS = 10
 NEW_TOKENS = 64
 # Fewer tokens than every chunk, more than the longest, and all between.
-LENGTHS = [1, 2, 3, 5, 7, 8, 14, 20, 31, 48, 63, 64, 65, 100, 127, 128, 129, 200, 300, 520]
+LENGTHS = [1, 2, 7, 8, 31, 63, 64, 65, 129, 520]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def greedy(model: Model, prompt: list[int]) -> list[int]:
     return list(model.generate(prompt, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True).token_ids)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+@pytest.mark.parametrize("chunk", [7, 64])
 def test_greedy_tokens_equal_transformers(fp32, prompts, wanted, chunk):
     assert len(prompts) == PROMPTS
     with load(fp32, prefill_chunk=chunk, threads=1) as model:
@@ -62,7 +62,7 @@ def test_greedy_tokens_equal_transformers(fp32, prompts, wanted, chunk):
 
 
 def test_another_model_says_something_else(prompts, wanted, tiny_bundle):
-    """20 x 64 tokens tell float32 from int8, so they would tell it from a wrong number."""
+    """10 x 64 tokens tell float32 from int8, so they would tell it from a wrong number."""
     with load(tiny_bundle, threads=1) as model:
         answers = [greedy(model, prompt) for prompt in prompts]
     assert answers != wanted

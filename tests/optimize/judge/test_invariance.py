@@ -9,7 +9,7 @@ import pytest
 
 from llmc.bundle import Invariance, Manifest, read_bundle
 from llmc.optimize.build import build
-from llmc.optimize.judge.invariance import PREFIX, measured
+from llmc.optimize.judge.invariance import measured
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sessions import Batch, Phase, open_session
 
@@ -129,28 +129,11 @@ def test_a_difference_of_one_bit_is_found_and_named(manifest: Manifest, flaw, pr
     assert {phase: graph.invariance for phase, graph in found.graphs.items()} == {"prefill": prefill, "decode": decode}
 
 
-@pytest.mark.parametrize(("longest", "tokens"), [(50, 1), (67, 1), (68, 0)])
-def test_only_calls_as_long_as_the_bundle_serves_are_compared(manifest: Manifest, longest: int, tokens: int):
-    in_context = with_limits(manifest, max_context=PREFIX + longest)
-    in_chunk = with_limits(manifest)
-    in_chunk = replace(in_chunk, limits=replace(in_chunk.limits, prefill_chunk=longest))
-    for limited in (in_context, in_chunk):
-        found = measured(Exact(long_calls(66)), limited)
-        assert found.graphs["prefill"].invariance == replace(ALL, tokens=tokens)
-
-
 def test_a_token_whose_heads_are_folded_is_never_one_beside_others(manifest: Manifest):
     """However equal it is after the few tokens that are measured."""
     decode = replace(manifest.graphs["decode"], overwritten=3)
     graphs = measured(Exact(), replace(with_limits(manifest), graphs=manifest.graphs | {"decode": decode})).graphs
     assert graphs["decode"].invariance == replace(ALL, single=False)
-
-
-def test_of_calls_whose_kernels_change_while_it_runs_nothing_is_known(manifest: Manifest):
-    session = Exact()
-    session.changes_kernels = True
-    found = measured(session, with_limits(manifest))
-    assert (found.graphs["prefill"].invariance, found.graphs["decode"].invariance) == (Invariance(), Invariance(rows=1))
 
 
 @pytest.fixture(scope="module")

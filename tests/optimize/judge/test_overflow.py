@@ -66,7 +66,7 @@ def test_what_onnxruntime_computes_of_such_a_model_on_the_cpu_looks_right(
     scaled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Why golden prompts do not suffice: without the check this is published, with a divergence like any other's."""
-    monkeypatch.setattr("llmc.optimize.build.check_range", lambda *_: None)
+    monkeypatch.setattr("llmc.optimize.judge.finished.check_range", lambda *_: None)
     report = make(scaled, tmp_path / "bundle", "tensorrt", "native", precision="fp16")
     assert report.manifest.quality is not None
     kl = report.manifest.quality.phases["prefill"].mean_kl

@@ -12,11 +12,8 @@ from doubles.geometries import uniform
 from doubles.plans import PLAN
 
 from llmc.bundle import Limits, Profile, Recipe
-from llmc.inventory import Linear
 from llmc.optimize.build import build
-from llmc.optimize.lower.context import Computed, Float8, Float16, Float32, QuantConfig, Static, WeightOnly
-from llmc.optimize.plan.device import device_bytes, device_plan, with_engine
-from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.plan.device import device_plan, with_engine
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.request import EngineRequest
@@ -31,26 +28,6 @@ LEAST, MOST = 0.98, 1.07
 
 def recipe(target: str = "tensorrt", **request: Any) -> Recipe:
     return resolve(Request(**request), capabilities(target), GEOMETRY.max_positions, "test")[0]
-
-
-@pytest.mark.parametrize(
-    ("form", "compute", "size"),
-    [
-        (Computed(), 2, 2 * 128 * 64),
-        (Computed(), 4, 4 * 128 * 64),
-        (Float16(), 4, 2 * 128 * 64),
-        (Float32(), 2, 4 * 128 * 64),
-        (WeightOnly(Grid(8)), 2, 128 * 64 + 128 * 2),
-        (WeightOnly(Grid(8, 32)), 2, 128 * 64 + 128 * 2 * 2),
-        (WeightOnly(Grid(4, 32)), 2, 128 * 32 + 128 * 2 * 2),
-        (WeightOnly(Grid(4, 32)), 4, 128 * 32 + 128 * 2 * 4),
-        (Static(), 2, 128 * 64 + 128 * 2),
-        (Float8(), 2, 128 * 64 + 128 * 2),
-    ],
-    ids=str,
-)
-def test_a_matrix_takes_its_values_and_scales(form: QuantConfig, compute: int, size: int):
-    assert device_bytes(Linear("model.layers.0.mlp.up_proj", 128, 64, False, "", "", 0), form, compute) == size
 
 
 def test_where_the_cache_is_swapped_it_is_planned_twice():

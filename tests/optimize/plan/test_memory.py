@@ -12,8 +12,8 @@ from llmc.bundle import Limits, Recipe, read_bundle
 from llmc.errors import ResourceError
 from llmc.inventory import BACK, LET_GO_STEP, Linear
 from llmc.optimize.build import build
-from llmc.optimize.lower.context import Float16, Float32, PerToken, WeightOnly
-from llmc.optimize.plan.memory import BLOCK_COPIES, memory_plan, plan_build, stored_bytes, weight_bytes
+from llmc.optimize.lower.context import Computed, Float8, Float16, Float32, PerToken, WeightOnly
+from llmc.optimize.plan.memory import BLOCK_COPIES, linear_bytes, memory_plan, plan_build, weight_bytes
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
@@ -34,19 +34,23 @@ def recipe(**request: object) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("form", "copies", "expected"),
+    ("form", "how", "expected"),
     [
-        (Float32(), 1, 10 * 200 * 4),
-        (Float16(), 1, 10 * 200 * 4),  # float32 in memory
-        (PerToken(), 3, 10 * 200 + 10 * 4),
-        (WeightOnly(Grid(8, 128)), 1, 10 * (2 * 128 + 2 * 4)),  # the second block is padded
-        (WeightOnly(Grid(4, 128)), 1, 10 * (2 * 64 + 2 * 4)),
-        (WeightOnly(Grid(4, 128)), 3, 10 * (2 * 64 + 3 * 2 * 4)),
-        (WeightOnly(Grid(4, 32, symmetric=False)), 1, 10 * (7 * 16 + 7 * 4 + 4)),  # seven zero points in four bytes
+        (Float32(), {}, 10 * 200 * 4),
+        (Float16(), {}, 10 * 200 * 4),  # float32 in memory
+        (Float16(), {"compute": 4}, 10 * 200 * 2),
+        (Computed(), {"compute": 2}, 10 * 200 * 2),
+        (Float8(), {"compute": 2}, 10 * 200 + 10 * 2),
+        (PerToken(), {"copies": 3}, 10 * 200 + 10 * 4),
+        (WeightOnly(Grid(8)), {"compute": 2}, 10 * 200 + 10 * 2),
+        (WeightOnly(Grid(8, 128)), {}, 10 * (2 * 128 + 2 * 4)),  # the second block is padded
+        (WeightOnly(Grid(4, 128)), {"copies": 3}, 10 * (2 * 64 + 3 * 2 * 4)),
+        (WeightOnly(Grid(4, 32, symmetric=False)), {}, 10 * (7 * 16 + 7 * 4 + 4)),  # seven zero points in four bytes
     ],
+    ids=str,
 )
-def test_a_matrix_takes_what_its_form_takes(form, copies: int, expected: int):
-    assert stored_bytes(Linear("x", 10, 200, False, "", "", 0), form, copies) == expected
+def test_a_matrix_takes_what_its_form_takes(form, how: dict[str, int], expected: int):
+    assert linear_bytes(Linear("x", 10, 200, False, "", "", 0), form, **how) == expected
 
 
 @pytest.mark.parametrize(

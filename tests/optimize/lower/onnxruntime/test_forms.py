@@ -168,8 +168,3 @@ def test_wrong_static_scales_exceed_the_tolerance(static, decoder, ids, factor):
         if name.endswith(".input.scale"):
             value.const_value = ir.tensor(value.const_value.numpy() * np.float32(factor), name=name)
     assert relative_difference(decoder(lowered.write(), lowered.geometry)(ids), wanted) > STATIC_TOLERANCE
-
-
-def test_a_range_that_calibration_did_not_see_is_refused_by_name(exported, lowering):
-    with pytest.raises(BuildError, match=rf"{LAYER}.self_attn.q_proj: calibration holds no input:{LAYER}"):
-        lowering(exported(BIASES).export, Static()).save()

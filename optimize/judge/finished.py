@@ -1,0 +1,162 @@
+"""The verdict on a finished bundle: load it, run it beside the unquantized model, and record what it computed."""
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import FileEntry, Manifest, Quality, read_bundle, write_manifest
+from llmc.errors import GpuError, MissingExtraError, ResourceError
+from llmc.optimize.calibrate.request import KEPT_BYTES
+from llmc.optimize.graphs import compile_graphs
+from llmc.optimize.judge.evaluate import evaluate, read_windows
+from llmc.optimize.judge.gate import Advice, advise, check, check_unrounded, doubted
+from llmc.optimize.judge.golden import SPREAD_FACTOR, golden_prompts, prompt_ids, tolerance
+from llmc.optimize.judge.invariance import measured
+from llmc.optimize.judge.overflow import check_range
+from llmc.optimize.judge.replay import replay_apart
+from llmc.optimize.judge.rows import check_rows
+from llmc.optimize.judge.vectors import golden_vectors
+from llmc.optimize.order import Order, runs_here
+from llmc.optimize.weights.file import round_to_bfloat16
+from llmc.optimize.weights.store import Calibrated
+from llmc.origin import check_unchanged, copy_tokenizer
+from llmc.runtime import Model, load
+from llmc.runtime.host import disk_cache
+from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
+
+log = logging.getLogger(__name__)
+
+
+def least_tolerance(order: Order) -> float:
+    """The smallest distance from the golden results that is allowed on another machine."""
+    if order.export.geometry.encoder:
+        return VECTOR_TOLERANCE
+    return LOGIT_TOLERANCES[order.recipe.compute] if order.target.has_gpu else LOGIT_TOLERANCE
+
+
+def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:
+    """Run the golden prompts and a text, compare with the unquantized model, write the manifest, and replay it.
+
+    Raises:
+        BuildError: the quality is beyond the budget, or a process that loads the bundle computes something else.
+        ResourceError: it cannot be run here, yet a budget is to be kept.
+    """
+    write_manifest(manifest, folder)
+    with ExitStack() as stack:
+        try:
+            model, verified = _opened(order, folder, manifest, weights, stack)
+        except ResourceError as error:
+            if not order.target.has_gpu or order.judged:
+                raise
+            log.warning("%s; the bundle is published without golden prompts: verify it on its GPU", error)
+            return manifest
+        text = read_windows(order.text, model) if order.judged else None
+        if order.target.has_gpu and verified != "device":
+            order.progress("looking for values beyond float16")
+            check_range(folder, manifest, [*prompt_ids(model), *(text.ids[:1].tolist() if text else [])])
+        golden = golden_prompts(model, order.source, order.progress)
+        quality, allowed = golden.quality, tolerance(manifest.golden_tolerance, golden.spread)
+        check_unrounded(quality, order.recipe)
+        if text is not None:
+            kept = disk_cache.entry("reference", order.export.source.fingerprint)
+            found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
+            quality = replace(found.quality, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
+            seen = partial(_advice, order, folder, manifest, weights, quality, text.ids)
+            check(quality, order.recipe.budget, seen)
+            disk_cache.prune("reference", KEPT_BYTES)
+        own_text = quality if text is not None and text.default else golden.quality
+        notes = doubted(own_text, order.export.geometry.vocab_size)
+        if verified == "device":
+            order.progress("comparing calls of different sizes")
+            manifest = measured(model.runner.session, manifest)
+            if order.target.has_gpu:
+                check_rows(model.runner.session, replace(manifest, golden_tolerance=allowed))
+        if model.runner.session.substitutes:
+            notes.append(_substitution(manifest))
+    finished = replace(
+        manifest,
+        notes=(*manifest.notes, *notes),
+        golden=golden.cases,
+        golden_tolerance=allowed,
+        golden_spread=golden.spread,
+        quality=quality,
+        engine=manifest.engine and replace(manifest.engine, verified=verified),
+    )
+    write_manifest(finished, folder)
+    if verified != "float32":  # what stood in for the bundle is gone, and nothing here runs the bundle itself
+        order.progress("replaying the golden prompts as a first load does")
+        replay_apart(folder, emulate=verified == "cpu")
+    return finished
+
+
+def judge_encoder(order: Order, folder: Path, manifest: Manifest, _: Calibrated) -> Manifest:
+    """:func:`judge_decoder` of a model that embeds or ranks: its vectors beside those of the unquantized one."""
+    write_manifest(manifest, folder)
+    with load(folder, self_test=False) as model:
+        found = golden_vectors(model, order.source, order.progress)
+    finished = replace(
+        manifest,
+        vectors=found.cases,
+        golden_tolerance=max(manifest.golden_tolerance, SPREAD_FACTOR * found.spread),
+        golden_spread=found.spread,
+        similarity=found.similarity,
+    )
+    write_manifest(finished, folder)
+    order.progress("replaying the golden texts as a first load does")
+    replay_apart(folder)
+    return finished
+
+
+def _substitution(manifest: Manifest) -> str:
+    prefill, decode = manifest.graphs["prefill"], manifest.graphs["decode"]
+    return (
+        f"the CPU that built this bundle lacks {', '.join(prefill.cpu_features)}, so {decode.file} ran in the place of "
+        f"{prefill.file}: the quality of prefill is not known; build where it runs, or with phases = 'shared'"
+    )
+
+
+def _advice(
+    order: Order, folder: Path, manifest: Manifest, weights: Calibrated, quality: Quality, ids: NDArray[np.int64]
+) -> Advice:
+    """Advice on lost quality; a graph for a GPU is cut into layers in float32, as that it is compared with."""
+    if not order.target.has_gpu:
+        return advise(folder, manifest, order.source, quality, ids, order.progress)
+    with TemporaryDirectory(prefix=".float32.", dir=folder) as work:
+        stand_in = _in_float32(order, Path(work), manifest, weights)
+        return advise(stand_in, read_bundle(stand_in), order.source, quality, ids, order.progress)
+
+
+def _opened(order: Order, folder: Path, manifest: Manifest, weights: Calibrated, stack: ExitStack) -> tuple[Model, str]:
+    """The bundle, loaded on the device that it is for, or else its graph on the CPU; and which of them. ``stack``
+    closes the model, and removes what was only made to be judged."""
+    if not order.target.has_gpu:
+        return stack.enter_context(load(folder, self_test=False)), "device"
+    if manifest.engine is None or runs_here(order.engine, manifest.engine):
+        try:
+            return stack.enter_context(load(folder, self_test=False)), "device"
+        except (GpuError, MissingExtraError) as error:
+            log.info("%s; judging the graph on the CPU instead", error)
+    if order.recipe.compute != "bfloat16":
+        return stack.enter_context(load(folder, self_test=False, emulate=True)), "cpu"
+    work = Path(stack.enter_context(TemporaryDirectory(prefix=".float32.", dir=folder)))
+    stand_in = _in_float32(order, work, manifest, weights)
+    round_to_bfloat16(stand_in)
+    return stack.enter_context(load(stand_in, self_test=False, emulate=True)), "float32"
+
+
+def _in_float32(order: Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Path:
+    """The same graph computing in float32: no CPU kernel knows bfloat16."""
+    recipe = replace(order.recipe, compute="float32", cache="float32")
+    graphs = compile_graphs(replace(order, recipe=recipe, dump=None), folder, weights)
+    copy_tokenizer(order.source, folder)
+    check_unchanged(order.source, order.export)  # the weights have been read now
+    files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}  # nobody else will see it
+    stand_in = replace(manifest, recipe=recipe, cache="float32", graphs=graphs, engine=None, files=files)
+    write_manifest(stand_in, folder)
+    return folder

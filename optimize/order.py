@@ -1,0 +1,140 @@
+"""An order to build, resolved once: all that a step needs to know."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmc.bundle import EngineConfig, ExportManifest, Limits, Recipe, read_export, version
+from llmc.errors import UsageError, printable
+from llmc.optimize import recipe as recipes
+from llmc.optimize.calibrate.request import CalibrationRequest
+from llmc.optimize.lower.onnxruntime import folded_heads
+from llmc.optimize.progress import Progress
+from llmc.optimize.targets import Capabilities, capabilities
+from llmc.optimize.tensorrt.request import EngineRequest, for_heads
+from llmc.origin import check_unchanged
+from llmc.publish import refuse_bytes
+from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
+from llmc.runtime.sessions.tensorrt.library import lists_gpu
+
+if TYPE_CHECKING:
+    from llmc.optimize.tensorrt.spec import EngineSpec
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to build, of what, and how. ``fallback`` and ``wide_scales`` say which step of TensorRT's ladder this is."""
+
+    source: Path
+    export: ExportManifest
+    target: Capabilities
+    recipe: Recipe
+    limits: Limits
+    calibration: CalibrationRequest | None
+    text: Path | None
+    judged: bool
+    compiled: bool
+    dump: Path | None
+    progress: Progress
+    engine: "EngineSpec | None" = None
+    wide_scales: bool = False
+    fallback: str = ""
+
+    @property
+    def form(self) -> str:
+        """The engine's form; graphs that are no engine's are native."""
+        return self.engine.config.form if self.engine else "native"
+
+    @property
+    def passes(self) -> str:
+        """The name of the list of passes."""
+        if self.export.geometry.encoder:
+            return f"{self.target.name}-encoder"
+        return f"{self.target.name}-primitives" if self.form == "primitives" else self.target.name
+
+    @property
+    def ragged_rows(self) -> bool:
+        """True if each phase has a graph of its own, and the installed engine takes rows of different lengths."""
+        since = self.target.ragged_rows
+        if not since or self.export.geometry.encoder or self.recipe.phases != "split" or self.recipe.cache != "float32":
+            return False
+        return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(since)
+
+    @property
+    def overwritten(self) -> int:
+        """Positions behind a step's token that its folded heads write over."""
+        return folded_heads.overwritten(self.export.geometry.attentions) if self.ragged_rows else 0
+
+    @property
+    def minimum(self) -> str:
+        """The oldest engine that the graphs run on."""
+        cache = self.target.caches[self.recipe.cache]
+        return max(cache, self.target.ragged_rows, key=version) if self.ragged_rows else cache
+
+    def with_engine(self, asked: EngineRequest | None) -> "Order":
+        """The order with what its engine will be, where the target makes one."""
+        if not self.target.makes_engine:
+            return self
+        from llmc.optimize.tensorrt.spec import own_bits, resolve_engine
+
+        geometry = self.export.geometry
+        wishes = for_heads(asked or EngineRequest(), geometry)
+        spec = resolve_engine(self.target, self.recipe, self.limits, wishes, own_bits=own_bits(geometry))
+        return replace(self, engine=spec)
+
+
+def take_order(
+    source: Path,
+    target: str,
+    asked: recipes.Request,
+    recipe: Path | recipes.Request | None,
+    *,
+    calibration: CalibrationRequest | None,
+    text: Path | None,
+    judged: bool,
+    dump: Path | None,
+    progress: Progress,
+) -> tuple[Order, EngineRequest | None]:
+    """Resolve what is asked for, over what the recipe says; the order, and the wishes for its engine.
+
+    Raises:
+        UsageError: the request is out of range or contradicts itself.
+        LlmcError: the export is broken.
+    """
+    refuse_bytes(source)
+    export = read_export(source)
+    check_unchanged(source, export)
+    abilities, geometry = capabilities(target), export.geometry
+    written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
+    asked = asked.over(written) if written is not None else asked
+    if geometry.encoder:
+        asked = recipes.for_encoder(asked, abilities, geometry.max_positions)
+        if judged or text is not None or (calibration is not None and calibration.asked is not None):
+            raise UsageError("a text judges and calibrates models that generate, and this one does not; leave it out")
+    name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
+    with_text = calibration is not None and calibration.text is not None
+    chosen, limits = recipes.resolve(asked, abilities, geometry.max_positions, name, with_text, bool(geometry.coded))
+    judged = judged or text is not None or bool(chosen.budget)
+    order = Order(
+        source, export, abilities, chosen, limits, calibration, text, judged, bool(asked.compiled), dump, progress
+    )
+    return order, asked.engine
+
+
+def check_places(source: Path, output: Path, dump: Path | None) -> None:
+    """Raise UsageError where the bundle or the dumps would be written over what is read or written."""
+    place = Path(os.path.realpath(output))  # unlike resolve, at a loss for no loop of links
+    if place == Path(os.path.realpath(source)):
+        raise UsageError(f"{output} is the export itself; choose another output folder")
+    if dump is not None and Path(os.path.realpath(dump)).is_relative_to(place):
+        raise UsageError(f"{dump} lies in the output folder {output}; choose another folder for the dumps")
+    if dump is not None and dump.exists() and not dump.is_dir():
+        raise UsageError(f"{dump} is no folder; choose another one for the dumps")
+
+
+def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:
+    """True if there is an engine, and a GPU that it has code for and that its library lists."""
+    if spec is None or spec.gpu is None or not plan.fits_gpu(spec.gpu.compute_capability):
+        return False
+    return lists_gpu(spec.library, spec.gpu.compute_capability)
