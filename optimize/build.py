@@ -38,7 +38,7 @@ from llmc.bundle import (
     write_chunks,
     write_manifest,
 )
-from llmc.errors import BuildError, GpuError, MissingExtraError, ResourceError, UsageError, printable
+from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError, printable
 from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import KEPT_BYTES, CalibrationRequest, calibrated_weights, check_windows
 from llmc.optimize.calibrate.store import Calibrated
@@ -63,8 +63,8 @@ from llmc.optimize.passes import lower
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, counted, silent
+from llmc.optimize.recipe.engine import EngineRequest, check_heads
 from llmc.optimize.targets import NATIVE, OLD, Capabilities, capabilities
-from llmc.optimize.tensorrt.request import EngineRequest, for_heads
 from llmc.optimize.weights import WeightFile, round_to_bfloat16
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, refuse_bytes, staged
@@ -74,7 +74,7 @@ from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
 from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
-from llmc.runtime.sessions.tensorrt.library import Message, lists_gpu
+from llmc.runtime.sessions.tensorrt.library import lists_gpu
 from llmc.runtime.text.trial import try_tokenizer
 
 if TYPE_CHECKING:
@@ -112,20 +112,11 @@ class _Order:
     dump: Path | None
     progress: Progress
     engine: "EngineSpec | None" = None
-    wide_scales: bool = False
-    fallback: str = ""
-
-    @property
-    def form(self) -> str:
-        """The engine's form; graphs that are no engine's are native."""
-        return self.engine.config.form if self.engine else "native"
 
     @property
     def lowering(self) -> str:
         """The list of passes."""
-        if self.export.geometry.encoder:
-            return f"{self.target.name}-encoder"
-        return f"{self.target.name}-primitives" if self.form == "primitives" else self.target.name
+        return f"{self.target.name}-encoder" if self.export.geometry.encoder else self.target.name
 
     @property
     def ragged_rows(self) -> bool:
@@ -229,7 +220,8 @@ def build(
     if abilities.makes_engine:
         from llmc.optimize.tensorrt.spec import own_bits, resolve_engine
 
-        wishes = for_heads(asked.engine or EngineRequest(), export.geometry)
+        check_heads(export.geometry)
+        wishes = asked.engine or EngineRequest()
         spec = resolve_engine(abilities, chosen, limits, wishes, own_bits=own_bits(export.geometry))
         order = replace(order, engine=spec)
     with staged(Path(output), force=force) as folder:
@@ -267,7 +259,7 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     copy_tokenizer(order.source, folder)
     weights, used = calibrated_weights(order.source, order.export, order.recipe, calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
-    order, graphs, engine = _built(order, folder, weights)
+    graphs, engine = _built(order, folder, weights)
     check_unchanged(order.source, order.export)  # the weights have been read now
     compiled = None
     if order.compiled and not order.target.has_gpu:
@@ -279,43 +271,15 @@ def _make(order: _Order, folder: Path, calibration: CalibrationRequest | None) -
     return judge(order, folder, _manifest(order, graphs, compiled, engine, folder), weights)
 
 
-def _built(order: _Order, folder: Path, calibrated: Calibrated) -> tuple[_Order, dict[str, Graph], EngineConfig | None]:
-    """The graphs, and the engine where there is one: as asked for, or else of the first step of the ladder that the
-    builder takes, with the order for that.
-
-    Raises:
-        BuildError: the builder takes none; why it did not take the first. Or it refuses the engine that selects.
-    """
+def _built(order: _Order, folder: Path, calibrated: Calibrated) -> tuple[dict[str, Graph], EngineConfig | None]:
+    """The graphs, and the engine where there is one."""
+    graphs = _compile(order, folder, calibrated)
     if order.engine is None:
-        return order, _compile(order, folder, calibrated), None
+        return graphs, None
     from llmc.optimize.tensorrt.engine import compile_engine
-    from llmc.optimize.tensorrt.ladder import ladder
-    from llmc.optimize.tensorrt.messages import RefusedError, ToldError
-    from llmc.optimize.tensorrt.select import SelectError
-    from llmc.optimize.tensorrt.spec import lacking
 
-    first: BuildError | None = None
-    refused: list[Message] = []
-    for step in ladder(order.recipe, lacking(order.target, order.engine)):
-        tried = replace(order, recipe=step.recipe, wide_scales=step.wide_scales, fallback=step.name)
-        try:
-            graphs = _compile(tried, folder, calibrated)
-            graph = folder / graphs["decode"].file
-            engine = compile_engine(order.engine, graph, order.export.geometry, order.progress, refused)
-        except SelectError:
-            raise
-        except BuildError as error:
-            if not step.name and not isinstance(error, RefusedError):
-                raise
-            first = first or error
-            refused += error.messages if isinstance(error, ToldError) else ()
-            log.warning("the engine is not built with %s: %s", step.name or order.recipe.precision, error)
-        else:
-            if step.name:
-                log.warning("the engine was built with %s, for the builder refused what was asked for", step.name)
-            return tried, graphs, replace(engine, fallback=step.name)
-    assert first is not None
-    raise first
+    graph = folder / graphs["decode"].file
+    return graphs, compile_engine(order.engine, graph, order.export.geometry, order.progress)
 
 
 def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, Graph]:
@@ -337,7 +301,6 @@ def _compile(order: _Order, folder: Path, calibrated: Calibrated) -> dict[str, G
                 done,
                 ragged_rows=order.ragged_rows,
                 overwritten=order.overwritten,
-                wide_scales=order.wide_scales,
             )
             lower(model, order.lowering, plan, order.dump)
             _declare(model, order)
@@ -354,7 +317,7 @@ def _declare(model: ir.Model, order: _Order) -> None:
     """The lowered graph uses no operator newer than the target's opset, so that older engines load it too."""
     model.functions.clear()
     model.opset_imports.clear()
-    model.opset_imports[""], model.ir_version = NATIVE if order.engine and order.form == "native" else OLD
+    model.opset_imports[""], model.ir_version = NATIVE if order.target.makes_engine else OLD
     if not order.target.makes_engine:
         model.opset_imports["com.microsoft"] = 1
 
@@ -387,8 +350,7 @@ def _manifest(
     installed = order.engine.version if order.engine else import_onnxruntime(minimum).__version__
     tokenizer = (folder / TOKENIZER_FILE).stat().st_size
     plan = host_plan(export.geometry, tokenizer) if target.has_gpu else None
-    device = device_plan(export.geometry, order.limits, recipe, order.form) if target.has_gpu else None
-    faster = _compared(order, engine, folder)
+    device = device_plan(export.geometry, order.limits, recipe) if target.has_gpu else None
     write_chunks(folder, sorted(path.name for path in folder.iterdir()))
     return Manifest(
         schema_version=SCHEMA_VERSION,
@@ -397,7 +359,7 @@ def _manifest(
         geometry=export.geometry,
         source=export.source,
         generation=export.generation,
-        notes=(*export.notes, *_chosen_anew(export.geometry, recipe), *_instead(order), *faster),
+        notes=(*export.notes, *_chosen_anew(export.geometry, recipe)),
         target=Target(target.name, target.engine, installed, minimum),
         recipe=recipe,
         limits=order.limits,
@@ -423,21 +385,6 @@ def _chosen_anew(geometry: Geometry, recipe: Recipe) -> list[str]:
         f"the checkpoint stores the weights of {len(geometry.coded)} linears as integers, from which those of "
         f"{recipe.precision} were made: what both roundings lost adds up"
     ]
-
-
-def _instead(order: _Order) -> list[str]:
-    """A sentence about what was built in the place of what was asked for."""
-    asked = "the library's builder refused what the recipe asks for, and took it with"
-    return [f"{asked} {order.fallback}"] if order.fallback else []
-
-
-def _compared(order: _Order, engine: EngineConfig | None, folder: Path) -> list[str]:
-    """A sentence about which of int8 and floats is the slower one, where the GPU is here and weights have 8 bits."""
-    if engine is None or order.engine is None or not runs_here(order.engine, engine):
-        return []
-    from llmc.optimize.tensorrt.products import compared
-
-    return compared(order.engine, order.recipe, engine.fallback, order.export.geometry, folder, order.progress)
 
 
 def _judge(order: _Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Manifest:

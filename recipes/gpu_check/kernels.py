@@ -90,29 +90,6 @@ def by_operator(events: Iterable[dict[str, Any]], count: int) -> dict[str, dict[
     return dict(sorted(found.items(), key=lambda item: -max(item[1]["host_us"], sum(item[1]["gpu_us"].values()))))
 
 
-def layers(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
-    """Layers of an engine by TensorRT's inspector, counted by kind."""
-    from llmc.optimize.tensorrt.inspector import inspect_engine
-
-    models.check_here(target)
-    folder = models.built(target, geometry, precision, options)
-    found = inspect_engine(library.load_library(target), folder / read_bundle(folder).engine.file)
-    if found is None:
-        raise NotHereError("the engine cannot be loaded here")
-    return digest(found["layers"])
-
-
-def digest(layers: list[Any]) -> dict[str, Any]:
-    """Numbers of layers by kind, with names; a layer is its name alone, or a table of what is known of it."""
-    tables = [layer if isinstance(layer, dict) else {"Name": layer} for layer in layers]
-    texts = [" ".join(str(table.get(key, "")) for key in ("Name", "LayerType", "TacticName")) for table in tables]
-    found: dict[str, Any] = {"layers": len(texts), "types": Counter(table.get("LayerType", "") for table in tables)}
-    for kind, pattern in LAYERS.items():
-        names = [text.strip() for text in texts if pattern.search(text)]
-        found[kind] = {"count": len(names), "names": names[:NAMES]}
-    return found
-
-
 def refusal(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:
     """The answer of TensorRT-RTX on this GPU: a few tokens, or its refusal. The library is asked even where it does not
     list the GPU, which sessions refuse before: what it says itself is what nobody knows."""
