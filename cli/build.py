@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # What --rebuild looks at.
 REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
-ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_compatible", "stripped", "deferred")
+ENGINE = ("compute_capabilities", "hardware_compatibility", "version_compatible", "stripped", "deferred")
 
 
 @click.command("build")
@@ -56,7 +56,6 @@ ENGINE = ("form", "compute_capabilities", "hardware_compatibility", "version_com
 @click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
 @click.option("--plot", type=NEW_FILE, help="With --auto: draw speed against quality into this PNG file.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
-@click.option("--form", help="TensorRT: native or primitives.  [default: what the library knows]")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--hardware-compatibility", help="TensorRT: none, ampere or same.  [default: none]")
 @click.option("--version-compatible", is_flag=True, default=None, help="TensorRT: newer libraries may run the engine.")
@@ -93,7 +92,7 @@ def build_command(
     from llmc.optimize.auto.search import AutoReport, automatic
     from llmc.optimize.build import build
     from llmc.optimize.recipe import find_recipe
-    from llmc.optimize.tensorrt.request import EngineRequest
+    from llmc.optimize.recipe.engine import EngineRequest
 
     limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
     precision = take_precision(choices)
@@ -149,7 +148,7 @@ def refuse_choices() -> None:
 
 def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool) -> None:
     """Compile a bundle's engine for this machine, in its place or into ``output``."""
-    from llmc.optimize.tensorrt.rebuild import rebuild
+    from llmc.optimize.rebuild import rebuild
 
     with cleanly_stopped(), show.progress() as progress:
         report = rebuild(source, output or source, force=force or output is None, progress=progress)

@@ -143,14 +143,12 @@ def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
         "without weights, which come from the graph's file": engine.stripped,
     }
     gpus = f"{engine.platform}, compute capability {engine.gpus}"
-    told = {"compiler flags": engine.flags, "built instead": engine.fallback}
     decode, prefill = engine.decode, engine.prefill
     return [
         ("engine", ", ".join([engine.file or NOT_BUILT, *(words for words, said in options.items() if said)])),
         ("engine runs on", gpus if engine.file else "the machine that it will be built on"),
-        ("form", f"{engine.form}, in {engine.compute}"),
-        *((name, words) for name, words in told.items() if words),
-        *([] if engine.decomposed is None else [("attention kernels", fused_in(engine.decomposed))]),
+        ("computes in", engine.compute),
+        *([("compiler flags", engine.flags)] if engine.flags else []),
         ("buckets", f"{', '.join(map(str, engine.buckets))} positions"),
         (
             "calls",
@@ -159,8 +157,3 @@ def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
         ("candidates", f"the {engine.candidates} largest logits" if engine.select else "none, all logits are copied"),
         ("verified", VERIFIED.get(engine.verified, engine.verified)),
     ]
-
-
-def fused_in(decomposed: Sequence[str]) -> str:
-    """Attention's kernels, in words."""
-    return f"none of its own in {' and '.join(decomposed)}, slow for long contexts" if decomposed else "fused"

@@ -22,12 +22,12 @@ from llmc.optimize.graphs import build_graphs
 from llmc.optimize.judge.finished import judge_decoder, judge_encoder, least_tolerance
 from llmc.optimize.lower.context import check_patterns
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
-from llmc.optimize.order import Order, check_places, runs_here, take_order
+from llmc.optimize.order import Order, check_places, take_order
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, staged
 from llmc.runtime.kv.budget import usable_memory
@@ -144,7 +144,7 @@ def _fill(order: Order, folder: Path) -> Manifest:
     copy_tokenizer(order.source, folder)
     weights, used = calibrated_weights(order.source, order.export, order.recipe, order.calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
-    order, graphs, engine = build_graphs(order, folder, weights)
+    graphs, engine = build_graphs(order, folder, weights)
     check_unchanged(order.source, order.export)  # the weights have been read now
     compiled = _compiled_graphs(order, folder, graphs)
     order.progress("hashing")
@@ -169,8 +169,7 @@ def _manifest(
     installed = order.engine.version if order.engine else import_onnxruntime(order.minimum).__version__
     tokenizer = (folder / TOKENIZER_FILE).stat().st_size
     plan = host_plan(export.geometry, tokenizer) if target.has_gpu else None
-    device = device_plan(export.geometry, order.limits, recipe, order.form) if target.has_gpu else None
-    notes = (*export.notes, *_notes(order), *_compare_products(order, engine, folder))
+    device = device_plan(export.geometry, order.limits, recipe) if target.has_gpu else None
     write_chunks(folder, sorted(path.name for path in folder.iterdir()))
     return Manifest(
         schema_version=SCHEMA_VERSION,
@@ -179,7 +178,7 @@ def _manifest(
         geometry=export.geometry,
         source=export.source,
         generation=export.generation,
-        notes=notes,
+        notes=(*export.notes, *_notes(order)),
         target=Target(target.name, target.engine, installed, order.minimum),
         recipe=recipe,
         limits=order.limits,
@@ -198,23 +197,11 @@ def _manifest(
 
 
 def _notes(order: Order) -> list[str]:
-    """Sentences about a checkpoint's own integers that are not kept, and about what was built instead."""
-    notes, coded = [], order.export.geometry.coded
-    if coded and order.recipe.precision != "source":
-        notes.append(
-            f"the checkpoint stores the weights of {len(coded)} linears as integers, from which those of "
-            f"{order.recipe.precision} were made: what both roundings lost adds up"
-        )
-    if order.fallback:
-        asked = "the library's builder refused what the recipe asks for, and took it with"
-        notes.append(f"{asked} {order.fallback}")
-    return notes
-
-
-def _compare_products(order: Order, engine: EngineConfig | None, folder: Path) -> list[str]:
-    """A sentence about which of int8 and floats is the slower one, where the GPU is here and weights have 8 bits."""
-    if engine is None or order.engine is None or not runs_here(order.engine, engine):
+    """A sentence about a checkpoint's own integers that are not kept."""
+    coded = order.export.geometry.coded
+    if not coded or order.recipe.precision == "source":
         return []
-    from llmc.optimize.tensorrt.products import compared
-
-    return compared(order.engine, order.recipe, engine.fallback, order.export.geometry, folder, order.progress)
+    return [
+        f"the checkpoint stores the weights of {len(coded)} linears as integers, from which those of "
+        f"{order.recipe.precision} were made: what both roundings lost adds up"
+    ]

@@ -1,15 +1,12 @@
 """The graphs of a bundle, lowered and written beside their weights, and the engine that is compiled of them."""
 
-import logging
 import platform
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
 
 from llmc.bundle import EngineConfig, Graph
-from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext, QuantConfigs, quant_configs
 from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.order import Order
@@ -18,50 +15,21 @@ from llmc.optimize.progress import counted
 from llmc.optimize.targets import NATIVE, OLD
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
-from llmc.runtime.sessions.tensorrt.library import Message
-
-log = logging.getLogger(__name__)
 
 
-def build_graphs(
-    order: Order, folder: Path, calibrated: Calibrated
-) -> tuple[Order, dict[str, Graph], EngineConfig | None]:
-    """The graphs by phase, and the engine where the target makes one, with the order that they follow: the first step
-    of the ladder that the builder takes.
+def build_graphs(order: Order, folder: Path, calibrated: Calibrated) -> tuple[dict[str, Graph], EngineConfig | None]:
+    """The graphs by phase, and the engine where the target makes one.
 
     Raises:
-        BuildError: the builder takes none; why it did not take the first. Or it refuses the engine that selects.
+        BuildError: the engine's builder refuses the graph.
     """
+    graphs = compile_graphs(order, folder, calibrated)
     if order.engine is None:
-        return order, compile_graphs(order, folder, calibrated), None
+        return graphs, None
     from llmc.optimize.tensorrt.engine import compile_engine
-    from llmc.optimize.tensorrt.ladder import ladder
-    from llmc.optimize.tensorrt.messages import RefusedError, ToldError
-    from llmc.optimize.tensorrt.select import SelectError
-    from llmc.optimize.tensorrt.spec import lacking
 
-    first: BuildError | None = None
-    refused: list[Message] = []
-    for step in ladder(order.recipe, lacking(order.target, order.engine)):
-        tried = replace(order, recipe=step.recipe, wide_scales=step.wide_scales, fallback=step.name)
-        try:
-            graphs = compile_graphs(tried, folder, calibrated)
-            graph = folder / graphs["decode"].file
-            engine = compile_engine(order.engine, graph, order.export.geometry, order.progress, refused)
-        except SelectError:
-            raise
-        except BuildError as error:
-            if not step.name and not isinstance(error, RefusedError):
-                raise
-            first = first or error
-            refused += error.messages if isinstance(error, ToldError) else ()
-            log.warning("the engine is not built with %s: %s", step.name or order.recipe.precision, error)
-        else:
-            if step.name:
-                log.warning("the engine was built with %s, for the builder refused what was asked for", step.name)
-            return tried, graphs, replace(engine, fallback=step.name)
-    assert first is not None
-    raise first
+    graph = folder / graphs["decode"].file
+    return graphs, compile_engine(order.engine, graph, order.export.geometry, order.progress)
 
 
 def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[str, Graph]:
@@ -82,7 +50,6 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
                 counted(order.progress, f"lowering and quantizing the {phase} graph", len(geometry.linears)),
                 ragged_rows=order.ragged_rows,
                 overwritten=order.overwritten,
-                wide_scales=order.wide_scales,
             )
             lower(model, order.passes, context, order.dump)
             _declare_opsets(model, order)
@@ -99,7 +66,7 @@ def _declare_opsets(model: ir.Model, order: Order) -> None:
     """The lowered graph uses no operator newer than the target's opset, so that older engines load it too."""
     model.functions.clear()
     model.opset_imports.clear()
-    model.opset_imports[""], model.ir_version = NATIVE if order.engine and order.form == "native" else OLD
+    model.opset_imports[""], model.ir_version = NATIVE if order.target.makes_engine else OLD
     if not order.target.makes_engine:
         model.opset_imports["com.microsoft"] = 1
 

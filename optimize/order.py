@@ -11,8 +11,8 @@ from llmc.optimize import recipe as recipes
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.lower.onnxruntime import folded_heads
 from llmc.optimize.progress import Progress
+from llmc.optimize.recipe.engine import EngineRequest, check_heads
 from llmc.optimize.targets import Capabilities, capabilities
-from llmc.optimize.tensorrt.request import EngineRequest, for_heads
 from llmc.origin import check_unchanged
 from llmc.publish import refuse_bytes
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Order:
-    """What to build, of what, and how. ``fallback`` and ``wide_scales`` say which step of TensorRT's ladder this is."""
+    """What to build, of what, and how."""
 
     source: Path
     export: ExportManifest
@@ -38,20 +38,11 @@ class Order:
     dump: Path | None
     progress: Progress
     engine: "EngineSpec | None" = None
-    wide_scales: bool = False
-    fallback: str = ""
-
-    @property
-    def form(self) -> str:
-        """The engine's form; graphs that are no engine's are native."""
-        return self.engine.config.form if self.engine else "native"
 
     @property
     def passes(self) -> str:
         """The name of the list of passes."""
-        if self.export.geometry.encoder:
-            return f"{self.target.name}-encoder"
-        return f"{self.target.name}-primitives" if self.form == "primitives" else self.target.name
+        return f"{self.target.name}-encoder" if self.export.geometry.encoder else self.target.name
 
     @property
     def ragged_rows(self) -> bool:
@@ -78,9 +69,9 @@ class Order:
             return self
         from llmc.optimize.tensorrt.spec import own_bits, resolve_engine
 
-        geometry = self.export.geometry
-        wishes = for_heads(asked or EngineRequest(), geometry)
-        spec = resolve_engine(self.target, self.recipe, self.limits, wishes, own_bits=own_bits(geometry))
+        check_heads(self.export.geometry)
+        bits = own_bits(self.export.geometry)
+        spec = resolve_engine(self.target, self.recipe, self.limits, asked or EngineRequest(), own_bits=bits)
         return replace(self, engine=spec)
 
 

@@ -30,7 +30,7 @@ from llmc.optimize.lower.onnxruntime import (
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.lower.tensorrt import embedding as tensorrt_embedding
 from llmc.optimize.lower.tensorrt import linears as tensorrt_linears
-from llmc.optimize.lower.tensorrt import native, primitives
+from llmc.optimize.lower.tensorrt import native
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ TYPE_VALUES = Step("type values", types.type_values)
 REMOVE_DEAD = Step("remove dead nodes", lambda graph, _: remove_dead(graph))
 
 
-def _tensorrt(pack: Pass, lower_attention: Pass, lower_norms: Pass) -> tuple[Step, ...]:
+def _tensorrt(pack: Pass) -> tuple[Step, ...]:
     return (
         RAISE,
         # Query, key and value, gate and up.
         Step("pack linears", pack),
-        Step("lower attention", lower_attention, lambda g: len(g.attentions)),
+        Step("lower attention", native.lower_attention, lambda g: len(g.attentions)),
         # After attention, which looks through the norms of qk-norm.
-        Step("lower norms", lower_norms, lambda g: len(g.norms)),
+        Step("lower norms", native.lower_norms, lambda g: len(g.norms)),
         Step("lower linears", tensorrt_linears.lower_linears, lambda g: len(g.linears)),
         Step("lower embedding", tensorrt_embedding.lower_embedding, lambda _: 1),
         Step("lower positions", tensorrt_embedding.lower_positions, lambda g: int(g.learned_positions)),
@@ -111,12 +111,8 @@ PASSES: dict[str, tuple[Step, ...]] = {
         *LOWER_EMBEDDING,
         REMOVE_DEAD,
     ),
-    # From 10.15 on.
-    "tensorrt": _tensorrt(packing.pack_linears, native.lower_attention, native.lower_norms),
-    # 10.3 to 10.13: the same in operators that those have.
-    "tensorrt-primitives": _tensorrt(packing.pack_linears, primitives.lower_attention, primitives.lower_norms),
-    "tensorrt-rtx": _tensorrt(packing.pack_integers, native.lower_attention, native.lower_norms),
-    "tensorrt-rtx-primitives": _tensorrt(packing.pack_integers, primitives.lower_attention, primitives.lower_norms),
+    "tensorrt": _tensorrt(packing.pack_linears),
+    "tensorrt-rtx": _tensorrt(packing.pack_integers),
     "cuda": (
         RAISE,
         PACK_PROJECTIONS,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from llmc.errors import UsageError
 
-# Opset and IR version: the newest that ONNX Runtime 1.23 and TensorRT 10.3 read, and what native engines need.
+# Opset and IR version: the newest that ONNX Runtime 1.23 reads, and what TensorRT's attention needs.
 OLD, NATIVE = (21, 10), (24, 11)
 
 
@@ -78,7 +78,7 @@ TARGETS = {
         phases=("shared",),
         activations=("none",),
     ),
-    "tensorrt": _tensorrt("tensorrt", "10.3"),
+    "tensorrt": _tensorrt("tensorrt", "10.15"),
     "tensorrt-rtx": _tensorrt("tensorrt-rtx", "1.7"),
 }
 

@@ -19,8 +19,8 @@ from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.judge.gate import broken_limits
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolve
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
-from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.weights.tensors import weights_identity
 from llmc.publish import staged
 from llmc.runtime.bench.benchmark import benchmark

@@ -105,7 +105,6 @@ class LoweringContext:
         calibrated: float weights as calibration left them, and the integers and scales that it chose.
         cache: type of the KV cache, see :class:`llmc.bundle.Recipe`.
         compute: type of activations: float32, float16 or bfloat16.
-        wide_scales: scales of TensorRT's integer weights are float32 whatever ``compute`` is.
         linear_done: called after each linear, for progress.
         ragged_rows: whether the engine's attention takes several tokens in each of several rows, of any lengths; where
             it does, the cache is float32.
@@ -124,7 +123,6 @@ class LoweringContext:
     contract: int = GRAPH_CONTRACT_VERSION
     ragged_rows: bool = False
     overwritten: int = 0
-    wide_scales: bool = False
 
     @property
     def table_rows(self) -> int:

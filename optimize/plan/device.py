@@ -23,8 +23,6 @@ CONTEXT = 500 * MB
 SCORES = 2
 # ONNX Runtime's CUDA kernels expand integer weights in pieces of at most so much where a call has several rows.
 EXPANDED = 256 * MB
-# Two buffers for the cache where the engine cannot update it in place.
-SWAPPED = 2
 
 
 def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
@@ -36,8 +34,8 @@ def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
     )
 
 
-def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = "native") -> DeviceMemory:
-    """The GPU's memory that loading and running a bundle takes; ``form`` is the engine's, native for graphs."""
+def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMemory:
+    """The GPU's memory that loading and running a bundle takes."""
     size = CACHE_BYTES[recipe.compute]
     stored = next(iter(quant_configs(recipe, geometry).values()))
     embedding = embedding_config(stored, geometry.tied_head)
@@ -53,7 +51,7 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe, form: str = 
         context=CONTEXT,
         weights=sum(linear_bytes(linear, config, compute=size) for linear, config in held),
         workspace=size * (chunk * activations + scores) + expanded,
-        cache_per_token=geometry.cache_bytes(1, bytes_per_value=size) * (SWAPPED if form == "primitives" else 1),
+        cache_per_token=geometry.cache_bytes(1, bytes_per_value=size),
         logits=4 * geometry.vocab_size,
     )
 

@@ -47,29 +47,7 @@ def transcript(messages: Sequence[Message]) -> str:
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
-class ToldError(BuildError):
-    """A graph becomes no engine; ``messages`` are the warnings and errors of the library, in its words and in order."""
-
-    def __init__(self, text: str, messages: Sequence[Message]) -> None:
-        super().__init__(text)
-        self.messages = tuple(messages)
-
-
-class RefusedError(ToldError):
-    """The parser or the builder makes no engine of a graph."""
-
-
-class WorkspaceError(ResourceError):
-    """No kernel fits into the workspace that the builder was allowed; ``messages`` as of :class:`ToldError`."""
-
-    def __init__(self, text: str, messages: Sequence[Message]) -> None:
-        super().__init__(text)
-        self.messages = tuple(messages)
-
-
-def failure(
-    what: str, messages: Sequence[Message], parsing: Sequence[Message] = (), workspace: int | None = None
-) -> LlmcError:
+def failure(what: str, messages: Sequence[Message], workspace: int | None = None) -> LlmcError:
     """The error for a build that the library gave up, told from what it logged while it built.
 
     A build without a driver ends in the same errors of CUDA as one on a broken GPU, so they are told apart from what
@@ -78,7 +56,6 @@ def failure(
     Args:
         what: was done.
         messages: logged meanwhile.
-        parsing: logged before.
         workspace: bytes that the builder was allowed; None for the library's own limit, all of the GPU's memory.
     """
     errors = list(dict.fromkeys(message.text.strip() for message in messages if message.is_error))
@@ -86,10 +63,9 @@ def failure(
         errors = [error for error in errors if not NO_DRIVER.search(error)]  # its aftermath where there is no driver
     said = "; ".join(errors[:SAID_AT_MOST]) or "it said nothing"
     if workspace is not None and NO_WORKSPACE.search(said):
-        return WorkspaceError(
+        return ResourceError(
             f"{what} found no kernel within a workspace of {workspace} bytes: {said}; allow more with workspace in the "
-            "recipe's [engine] table, or leave it out, or ask for a smaller context, chunk or batch",
-            (*parsing, *messages),
+            "recipe's [engine] table, or ask for a smaller context, chunk or batch"
         )
     if OUT_OF_MEMORY.search(said):
         return ResourceError(f"{what} ran out of memory: {said}; ask for a smaller context, chunk or batch")
@@ -97,4 +73,4 @@ def failure(
         return GpuError(
             f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, or leave out stripped"
         )
-    return RefusedError(f"{what} failed: {said}", (*parsing, *messages))
+    return BuildError(f"{what} failed: {said}; try another precision (--fp16, --int4), and report this")

@@ -5,7 +5,6 @@ protobuf message comes near 2 GB and no weight is copied.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from llmc.errors import BuildError
-from llmc.optimize.tensorrt.messages import RefusedError, ToldError, dropped
+from llmc.optimize.tensorrt.messages import dropped
 from llmc.runtime.sessions.tensorrt.library import logger
 
 CAPACITY = "capacity"
-INTEGERS = {"INT32", "INT64", "BOOL"}
 NAMED_AT_MOST = 4
 QUERY, KEY = 0, 1  # inputs of an attention
 
@@ -26,18 +24,8 @@ QUERY, KEY = 0, 1  # inputs of an attention
 Ranges = Mapping[str, tuple[int, int, int]]
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer of a network; ``shape`` and ``dtype`` are its first output's, -1 marks sizes that vary."""
-
-    name: str
-    type: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 def read_graph(path: Path, capacity: int) -> onnx.ModelProto:
-    """The file without its weights; its dimension ``capacity`` is made static, unless it is 0.
+    """The file without its weights; its dimension ``capacity`` is made static, as cache updates ask.
 
     Raises:
         BuildError: it is no ONNX file.
@@ -46,41 +34,36 @@ def read_graph(path: Path, capacity: int) -> onnx.ModelProto:
         model = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
         raise BuildError(f"{path} is missing or corrupt ({error}); lower the graph again") from error
-    if capacity:
-        graph = model.graph
-        for value in (*graph.input, *graph.output, *graph.value_info):
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_param == CAPACITY:
-                    dim.dim_value = capacity
+    graph = model.graph
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param == CAPACITY:
+                dim.dim_value = capacity
     return model
 
 
 class Network:
     """A parsed graph. Keeps the mapped weights alive, which the library reads while it builds."""
 
-    def __init__(self, library: Any, builder: Any, path: Path, model: onnx.ModelProto, *, by_address: bool) -> None:
+    def __init__(self, library: Any, builder: Any, path: Path, model: onnx.ModelProto) -> None:
         self.library = library
         self.graph = model.graph
         self._weights: dict[str, Any] = {}
         self.native = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         self._parser = library.OnnxParser(self.native, logger(library).native)
-        self._parse(path, model, by_address=by_address)
+        self._parse(path, model)
 
-    def _parse(self, path: Path, model: onnx.ModelProto, *, by_address: bool) -> None:
+    def _parse(self, path: Path, model: onnx.ModelProto) -> None:
         with logger(self.library).collected() as messages:
             self.messages = messages
-            if by_address:
-                parsed = self._load(path, model)
-            else:  # external data is looked up beside the path
-                parsed = self._parser.parse(model.SerializeToString(), str(path))
+            parsed = self._load(path, model)
         if not parsed:
-            raise RefusedError(f"{path.name} is refused by the parser: {'; '.join(self._errors())}", messages)
+            raise BuildError(f"{path.name} is refused by the parser: {'; '.join(self._errors())}")
         refused = [*dropped(messages), *self._left_out()]
         if refused:
-            raise ToldError(
+            raise BuildError(
                 f"{path.name}: the parser left out part of the graph, so that results would be wrong: "
-                f"{'; '.join(refused[:NAMED_AT_MOST])}",
-                messages,
+                f"{'; '.join(refused[:NAMED_AT_MOST])}"
             )
 
     def _load(self, path: Path, model: onnx.ModelProto) -> bool:
@@ -141,9 +124,9 @@ class Network:
 
     # ------------------------------------------------------------------------------------------------- attention
 
-    def refine(self, *, decomposable: bool = True) -> None:
-        """Attention without the parser's scales of 1; ``decomposable`` lets it run as several kernels where no fused
-        one fits, as in float32.
+    def refine(self) -> None:
+        """Attention without the parser's scales of 1, which may run as several kernels where no fused one fits, as in
+        float32.
 
         The parser multiplies query and keys by the root of the scale, even of 1: a pass over all keys at every step.
         """
@@ -155,31 +138,11 @@ class Network:
             if layer.type.name != "ATTENTION_INPUT":
                 continue
             layer.__class__ = self.library.IAttentionInputLayer  # the documented way to downcast
-            layer.attention.decomposable = decomposable
+            layer.attention.decomposable = True
             for index in (QUERY, KEY):
                 maker = makers.get(layer.get_input(index).name)
                 if maker is not None and maker.type.name == "ELEMENTWISE" and maker.get_input(0).name in unscaled:
                     layer.attention.set_input(index, maker.get_input(0))
-
-    # --------------------------------------------------------------------------------------------------- summary
-
-    def summary(self) -> tuple[Layer, ...]:
-        """Layers that compute on tensors; constants and index arithmetic are left out."""
-        described = [_describe(layer) for layer in self._live()]
-        return tuple(layer for layer in described if layer.type != "CONSTANT" and layer.dtype not in INTEGERS)
-
-    def _live(self) -> list[Any]:
-        """Layers that an output depends on."""
-        layers = list(self.layers())
-        makers = {tensor.name: i for i, layer in enumerate(layers) for tensor in _outputs(layer)}
-        live: set[int] = set()
-        pending = [makers[output.name] for output in self.outputs()]
-        while pending:
-            index = pending.pop()
-            if index not in live:
-                live.add(index)
-                pending += [makers[tensor.name] for tensor in _inputs(layers[index]) if tensor.name in makers]
-        return [layers[index] for index in sorted(live)]
 
     def aliases(self) -> dict[str, str]:
         """Outputs that are an input updated in place, as output -> input."""
@@ -196,24 +159,9 @@ def _outputs(layer: Any) -> Iterator[Any]:
     return (tensor for tensor in map(layer.get_output, range(layer.num_outputs)) if tensor is not None)
 
 
-def _describe(layer: Any) -> Layer:
-    tensors = list(_outputs(layer))
-    if not tensors:
-        return Layer(layer.name, layer.type.name, "", ())
-    return Layer(layer.name, layer.type.name, tensors[0].dtype.name, _shape(tensors[0]))
-
-
 def _scale(node: onnx.NodeProto) -> float | None:
     """The scale that a node says; None where it leaves it to the operator."""
     return next((attribute.f for attribute in node.attribute if attribute.name == "scale"), None)
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    """Sizes of a tensor; empty where the library cannot tell the rank."""
-    try:
-        return tuple(int(size) for size in tensor.shape)
-    except ValueError:
-        return ()
 
 
 def profile_shapes(graph: onnx.GraphProto, ranges: Ranges) -> dict[str, list[tuple[int, ...]]]:

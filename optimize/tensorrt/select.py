@@ -1,23 +1,18 @@
 """The small engine beside a decoder's: from logits on the device to their largest, so that few bytes leave it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
 from onnx import TensorProto, helper
 
-from llmc.errors import BuildError
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.targets import OLD
-from llmc.optimize.tensorrt.builder import EngineReport, build_model
-from llmc.optimize.tensorrt.messages import RefusedError
+from llmc.optimize.tensorrt.builder import EngineReport, build_engine
 from llmc.optimize.tensorrt.spec import EngineSpec
 
 # TensorRT's limit on the k of its TopK layer.
 CANDIDATES_AT_MOST = 3840
-
-
-class SelectError(BuildError):
-    """The library makes no engine that selects, in whichever precision the decoder is."""
 
 
 def select_graph(vocab_size: int, candidates: int) -> onnx.ModelProto:
@@ -43,17 +38,15 @@ def build_select(
 ) -> EngineReport:
     """Build the engine of :func:`select_graph` for as many rows as a decode step has, with one profile.
 
+    It holds no weights, so it is never stripped.
+
     Raises:
-        SelectError: the library refuses it.
         LlmcError: as :func:`llmc.optimize.tensorrt.builder.build_engine`.
     """
-    rows = spec.config.decode.batch
+    graph, whole = output.with_name(f".{output.name}.onnx"), replace(spec, config=replace(spec.config, stripped=False))
+    profile = {"rows": (1, 1, spec.config.decode.batch)}
     try:
-        return build_model(
-            spec, select_graph(vocab_size, candidates), output, [{"rows": (1, 1, rows)}], progress=progress
-        )
-    except RefusedError as error:
-        raise SelectError(
-            f"{error}; this engine finds the largest of {vocab_size} logits and holds no weights, so no other "
-            "precision helps: report this, and build with another version of the library"
-        ) from error
+        graph.write_bytes(select_graph(vocab_size, candidates).SerializeToString())
+        return build_engine(whole, graph, output, [profile], progress=progress)
+    finally:
+        graph.unlink(missing_ok=True)

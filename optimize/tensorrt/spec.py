@@ -6,16 +6,14 @@ The library is found once and handed on, so every version of TensorRT and Tensor
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llmc.bundle import EngineConfig, Geometry, Limits, Profile, Recipe, version
-from llmc.errors import BuildError, GpuError, UsageError
+from llmc.errors import GpuError, UsageError
 from llmc.optimize.recipe import between
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
-from llmc.optimize.tensorrt.abilities import FORMS, abilities
 from llmc.optimize.tensorrt.flags import compiled_with, compiler_flags
-from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime.host.probe import probe_driver
 from llmc.runtime.host.probe_steps import Device
 from llmc.runtime.host.targets import absent
@@ -61,7 +59,7 @@ def resolve_engine(
     request: EngineRequest,
     *,
     own_bits: Collection[int] = (),
-    lowered: Path | None = None,
+    here: bool = False,
 ) -> EngineSpec:
     """Fill in the defaults and refuse what the library here cannot do.
 
@@ -70,16 +68,14 @@ def resolve_engine(
         recipe, limits: of the bundle.
         request: what was asked for.
         own_bits: of the integers that the checkpoint stores weights as.
-        lowered: a bundle whose graph is to be compiled; it has the form of ``request``, and can get no other one.
+        here: the engine is for this machine, as one that is compiled again.
 
     Raises:
         MissingExtraError, GpuError: the library is not installed, too old or broken, or finds no GPU and needs one.
         UsageError: a value is out of range, or not for this library.
-        BuildError: the library does not take the form of the bundle ``lowered``.
     """
     precisions = _wanted(recipe, own_bits)
     library = None if request.deferred else load_library(target.engine)
-    form = _form(request.form, library, target, lowered)
     level = _hardware_compatibility(request.hardware_compatibility, library, target)
     if level != "none" and request.compute_capabilities is not None:
         raise UsageError(f"hardware_compatibility is {level!r} and GPUs are named; give one of them")
@@ -94,7 +90,7 @@ def resolve_engine(
     wanted = _compute_capabilities(request.compute_capabilities, library, target, precisions, included)
     bound = library is not None and not nameable_gpus(library)  # to the GPU that it builds on, as TensorRT is
     flags = ""
-    if bound or lowered is not None:  # what is compiled again is for this machine
+    if bound or here:
         _refuse_old(target, gpu, precisions)
     if bound:
         flags = _tried(library, gpu)
@@ -104,9 +100,7 @@ def resolve_engine(
     effort, memory = request.optimization_level, request.workspace
     config = EngineConfig(
         file="",
-        form=form,
         compute=recipe.compute,
-        capacity=0 if form == "primitives" else buckets[-1],
         buckets=buckets,
         decode=Profile(limits.max_batch, 1, 1),
         prefill=Profile(1, limits.prefill_chunk, min(limits.prefill_chunk, PREFILL_OUTPUTS)),
@@ -118,7 +112,6 @@ def resolve_engine(
         hardware_compatibility=level,
         stripped=bool(request.stripped),
         verified="no",
-        inspector="",
         workspace=memory if memory is None else between("workspace", memory, 1 << 20, 1 << 50),
         optimization_level=effort and between("optimization_level", effort, 0, 5),
         flags=flags,
@@ -126,20 +119,6 @@ def resolve_engine(
     if gpu is not None:
         _warn_of_other(gpu, config, library, target)
     return EngineSpec(library, library_version(library) if library is not None else "none", gpu, config)
-
-
-def _form(asked: str | None, library: Any, target: Capabilities, lowered: Path | None) -> str:
-    """The form that was asked for, or the best that the library knows; without a library all are possible."""
-    possible = FORMS if library is None else abilities(library).forms
-    form = asked or possible[0]
-    if form not in possible and lowered is not None:
-        raise BuildError(
-            f"{lowered} holds a graph of the form {form}, {target.engine} here takes {', '.join(possible)}; build the "
-            f"bundle again from its export with --form {possible[0]}"
-        )
-    if form not in possible:
-        raise UsageError(f"form is {form!r}, expected one of {', '.join(possible)} for {target.engine} here")
-    return form
 
 
 def _hardware_compatibility(asked: str | None, library: Any, target: Capabilities) -> str:
@@ -219,11 +198,6 @@ def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capa
 def own_bits(geometry: Geometry) -> set[int]:
     """Bits of the integers that the checkpoint stores weights as."""
     return {linear.codes.bits for linear in geometry.linears if linear.codes is not None}
-
-
-def lacking(target: Capabilities, spec: EngineSpec) -> set[str]:
-    """The precisions that one of the GPUs to build for does not have."""
-    return {precision for gpu in spec.config.compute_capabilities for precision in absent(target.name, gpu)}
 
 
 def _wanted(recipe: Recipe, own_bits: Collection[int]) -> set[str]:

@@ -24,8 +24,6 @@ from typing import Any
 DRIVER_LIBRARY = "libcuda.so.1"
 # Of cuda.h: CUdevice_attribute.
 COMPUTE_MAJOR, COMPUTE_MINOR, INTEGRATED = 75, 76, 18
-# What the form "native" of a TensorRT engine is made of; see llmc.bundle.EngineConfig.
-NATIVE = ("add_kv_cache_update", "add_attention", "add_rotary_embedding", "add_normalization_v2")
 # ONNX: y = Identity(x), opset 13, float32 [1]. A provider shows whether it can be loaded when it gets a graph.
 IDENTITY = bytes.fromhex(
     "08073a390a120a017812017922084964656e746974793a001201675a0f0a0178120a0a08080112040a02080162"
@@ -68,7 +66,7 @@ class Library:
         version: its own.
         cuda: major version of the CUDA that it was built for, empty if unknown or none.
         abilities: what it can do here: ``initialised`` (cuda-bindings), the providers and ``cuda`` where that one can
-            be loaded (onnxruntime), ``native``, ``runtime`` and ``builder`` (tensorrt, tensorrt-rtx).
+            be loaded (onnxruntime), ``runtime`` and ``builder`` (tensorrt, tensorrt-rtx).
     """
 
     state: str
@@ -209,12 +207,10 @@ def preloaded(library: Any) -> str:
 
 
 def tensorrt(name: str) -> Library:
-    """TensorRT or TensorRT-RTX: ``native`` if the API has what that form is made of, ``runtime`` and ``builder`` if
-    these can be made here."""
+    """TensorRT or TensorRT-RTX: ``runtime`` and ``builder`` if these can be made here."""
     library = importlib.import_module(name)
-    network = getattr(library, "INetworkDefinition", None)
-    abilities = ["native"] if all(hasattr(network, member) for member in NATIVE) else []
-    problems = []
+    abilities: list[str] = []
+    problems: list[str] = []
     logger = library.Logger(library.Logger.ERROR)
     for ability, make in (("runtime", "Runtime"), ("builder", "Builder")):
         try:

@@ -31,6 +31,7 @@ PRECISIONS = {
 JUDGE_MINIMUM = "1.28"
 OLD_PYTHON = "3.10"
 BUILD_PACKAGES = ("onnx", "onnx-ir", "ml_dtypes")
+NEW_JETPACK = "install JetPack 7.2 or newer, which brings a newer one, or use the target cpu"
 NO_WHEEL = "PyPI has onnxruntime-gpu for x86-64 only: use the target tensorrt"
 NO_GPU = (
     "see that nvidia-smi lists a GPU, that CUDA_VISIBLE_DEVICES does not hide it, and that a container "
@@ -140,7 +141,7 @@ NEEDS = {
     "cuda": Needs(
         "onnxruntime", "1.28", "gpu", (RUN,), gpus=("7.5", "8", "9", "12"), instead="use the target tensorrt"
     ),
-    "tensorrt": Needs("tensorrt", "10.3", "tensorrt", BOTH, (JUDGE,), ("7.5",), "7.5", "use the target cpu"),
+    "tensorrt": Needs("tensorrt", "10.15", "tensorrt", BOTH, (JUDGE,), ("7.5",), "7.5", "use the target cpu"),
     "tensorrt-rtx": Needs(
         "tensorrt-rtx", "1.7", "tensorrt-rtx", (RUN,), (JUDGE,), RTX_GPUS, "12.1", "use the target tensorrt or cuda"
     ),
@@ -215,7 +216,7 @@ def _install_tensorrt(f: Facts) -> str:
         return f"pip install --extra-index-url https://pypi.nvidia.com tensorrt-cu{cuda}"
     jetpack = f.jetson.jetpack
     if jetpack is not None and version(jetpack.tensorrt) < version(f.needs.minimum):
-        return f"JetPack {jetpack.name} has TensorRT {jetpack.tensorrt}: install JetPack 6.2 or newer"
+        return f"JetPack {jetpack.name} has TensorRT {jetpack.tensorrt}: {NEW_JETPACK}"
     pythons = f.probe.system_tensorrt or ((jetpack.python,) if jetpack is not None else (f.python,))
     if f.python not in pythons:
         return f"TensorRT's module is for Python {pythons[0]}, this is {f.python}: use the system's python{pythons[0]}"
@@ -238,7 +239,7 @@ def _exchange(f: Facts) -> str:
 def upgrade(f: Facts) -> str:
     """The way to a newer version of the target's library."""
     if f.jetson is not None and f.target == "tensorrt":
-        return "install JetPack 6.2 or newer, which brings it"
+        return NEW_JETPACK
     if f.name == "onnxruntime" and f.python == OLD_PYTHON:
         return "use Python 3.11 or newer, for which newer ones exist"
     return _install(f).replace("pip install", "pip install -U")
@@ -303,7 +304,7 @@ class Check(Generic[F]):
 LIBRARY, PROVIDER = Subject("library", ALL, BOTH), Subject("library", CUDA, (RUN,))
 DRIVER, DEVICE, BINDINGS = Subject("driver", GPUS, GPU), Subject("GPU", GPUS, GPU), Subject("bindings", GPUS, (RUN,))
 RUNTIME, BUILDER = Subject("runtime", ENGINES, (RUN,), BUILD), Subject("builder", ENGINES, (BUILD,), BUILD)
-PACKAGES, JUDGES, FORM = Subject("packages", ALL, (BUILD,)), Subject("judge", ALL, JUDGING), Subject("form", ENGINES)
+PACKAGES, JUDGES = Subject("packages", ALL, (BUILD,)), Subject("judge", ALL, JUDGING)
 AHEAD, LESS = Subject("other GPUs", ("tensorrt-rtx",)), Subject("precisions", GPUS)
 DEFERRED, WARNING = Subject("deferred", ("tensorrt",)), Subject("warning", GPUS)
 
@@ -348,10 +349,6 @@ CHECKS: tuple[Check[Facts], ...] = (
     Check(JUDGES, lambda f: not f.judges,
           f"an export is built beside ONNX Runtime {JUDGE_MINIMUM} or newer, which judges; {{f.judge_words}}",
           _get_judge),
-    Check(FORM, lambda f: f.works and not f.lacks("native"),
-          "engines of the form native: the cache is updated in place"),
-    Check(FORM, lambda f: f.works,
-          "engines of the form primitives: TensorRT {f.library.version} has no cache update and no attention"),
     Check(AHEAD, lambda f: f.works and f.device is None,
           f"builds ahead of time for GPUs of compute capability {', '.join(RTX_GPUS)}"),
     Check(LESS, lambda f: f.capability and f.absent,

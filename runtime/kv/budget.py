@@ -26,10 +26,8 @@ def next_capacity(needed: int, maximum: int) -> int:
 
 
 def rounded_up(engine: EngineConfig | None, positions: int) -> int:
-    """Positions that a session makes room for: a TensorRT engine has one capacity or some buckets, others take any."""
-    if engine is None:
-        return positions
-    return engine.capacity or next((bucket for bucket in engine.buckets if bucket >= positions), positions)
+    """Positions that a session makes room for for: a TensorRT engine has one capacity."""
+    return positions if engine is None else engine.buckets[-1]
 
 
 def device_bytes(manifest: Manifest, positions: int, rows: int) -> int:

@@ -1,7 +1,7 @@
-"""The KV cache in a GPU's memory, where an engine updates it in place or beside itself."""
+"""The KV cache in a GPU's memory, which engines update in place."""
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -24,18 +24,16 @@ ALIGNMENT = 256
 class DeviceCache(KVCache):
     """A :class:`KVCache` on a GPU: each tensor [rows, kv_heads, capacity, head_dim].
 
-    With two buffers the engine reads from one and writes all of its call's rows to the other, so each row remembers
-    which one holds it. Work is queued on ``stream``; only reading, writing and growing wait for it.
+    Work is queued on ``stream``; only reading, writing and growing wait for it.
 
     Args:
         manifest: of the bundle; BundleError if a layer keeps a state.
         driver: of the GPU.
         stream: on which the engine runs, too.
-        buffers: 1 where the engine updates the cache in place, 2 where it writes to another place.
         options: see :class:`KVCache`.
     """
 
-    def __init__(self, manifest: Manifest, driver: Driver, stream: int, buffers: int = 1, **options: Any) -> None:
+    def __init__(self, manifest: Manifest, driver: Driver, stream: int, **options: Any) -> None:
         super().__init__(manifest, **options)
         if not self.can_rewind:
             state = next(tensor.past for tensor in self.tensors if tensor.kind == "state")
@@ -45,42 +43,13 @@ class DeviceCache(KVCache):
         self._driver = driver
         self._stream = stream
         self._itemsize = self.dtype.itemsize
-        self._blocks = [0] * buffers
-        self._starts: list[int] = []  # of each tensor in its block
-        self._side: list[int] = []  # of each row, the buffer that holds it
+        self._block = 0
+        self._starts: list[int] = []  # of each tensor in the block
         self._staging, self._staged = 0, 0
 
     def address(self, tensor: int, row: int) -> int:
-        """Address at which a row of a tensor begins, in its buffer."""
-        return self._address(tensor, row, self._side[row])
-
-    def other_address(self, tensor: int, row: int) -> int:
-        """Address to which the engine shall write the row: the other buffer, or the same where it updates in place."""
-        return self._address(tensor, row, (self._side[row] + 1) % len(self._blocks))
-
-    def _address(self, tensor: int, row: int, side: int) -> int:
-        return self._blocks[side] + self._starts[tensor] + row * self._row_size(tensor, self._capacity)
-
-    def side(self, first_row: int, rows: int) -> int:
-        """Bring rows into one buffer, moving the fewer, and say which one it is: 0 or 1."""
-        sides = self._side[first_row : first_row + rows]
-        side = int(2 * sum(sides) > len(sides))
-        for row in range(first_row, first_row + rows):
-            if self._side[row] != side:
-                self._move(row, side)
-        return side
-
-    def _move(self, row: int, side: int) -> None:
-        for tensor in range(len(self.tensors)):
-            here, there = self.address(tensor, row), self._address(tensor, row, side)
-            self._copy_positions(tensor, (there, self._capacity), (here, self._capacity), self._written[row])
-        self._side[row] = side
-
-    def computed(self, first_row: int, ends: Sequence[int]) -> None:
-        """Note that a call was queued which writes rows up to the positions ``ends``, to their other buffer."""
-        super().computed(first_row, ends)
-        for row in range(first_row, first_row + len(ends)):
-            self._side[row] = (self._side[row] + 1) % len(self._blocks)
+        """Address at which a row of a tensor begins."""
+        return self._block + self._starts[tensor] + row * self._row_size(tensor, self._capacity)
 
     # ------------------------------------------------------------------------------------------------ sizes
 
@@ -92,7 +61,7 @@ class DeviceCache(KVCache):
         return prod(self.tensors[tensor].shape) * positions * self._itemsize
 
     def _places(self, rows: int, capacity: int) -> list[int]:
-        """Offsets at which each tensor begins in a block, and at which the block ends."""
+        """Offsets at which each tensor begins in the block, and at which the block ends."""
         starts = [0]
         for tensor in range(len(self.tensors)):
             size = rows * self._row_size(tensor, capacity)
@@ -109,34 +78,30 @@ class DeviceCache(KVCache):
         fresh = self._allocate(size)
         for tensor, start in enumerate(starts):
             for row, length in enumerate(self._written):
-                there = fresh[0] + start + row * self._row_size(tensor, capacity)
+                there = fresh + start + row * self._row_size(tensor, capacity)
                 self._copy_positions(tensor, (there, capacity), (self.address(tensor, row), self._capacity), length)
         self._driver.synchronize(self._stream)
-        self._free_blocks(self._blocks)
-        self._blocks, self._starts, self._side = fresh, starts, [0] * rows
+        self._free()
+        self._block, self._starts = fresh, starts
 
-    def _allocate(self, size: int) -> list[int]:
-        blocks = [0] * len(self._blocks)
+    def _allocate(self, size: int) -> int:
+        block = self._driver.alloc(size)
         try:
-            for i in range(len(blocks)):
-                blocks[i] = self._driver.alloc(size)
-                self._driver.fill(blocks[i], size, self._stream)  # a masked NaN is still a NaN
+            self._driver.fill(block, size, self._stream)  # a masked NaN is still a NaN
         except LlmcError:
-            self._free_blocks(blocks)
+            self._driver.free(block)
             raise
-        return blocks
+        return block
 
-    def _free_blocks(self, blocks: list[int]) -> None:
-        for i, block in enumerate(blocks):
-            blocks[i] = 0
-            if block:
-                self._driver.free(block)
+    def _free(self) -> None:
+        block, self._block = self._block, 0
+        if block:
+            self._driver.free(block)
 
     def close(self) -> None:
         """Free everything; the cache then has no rows."""
         super().close()
-        self._side = []
-        self._free_blocks(self._blocks)
+        self._free()
         if self._staging:
             self._driver.free_host(self._staging)
         self._staging, self._staged = 0, 0

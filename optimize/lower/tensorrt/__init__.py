@@ -1,1 +1,1 @@
-"""The portable decoder for TensorRT: native cache updates and attention, or basic operators for older versions."""
+"""The portable decoder for TensorRT: its own cache updates, attention and norms."""

@@ -8,7 +8,7 @@ from llmc.errors import BuildError
 from llmc.optimize.lower.context import Computed, Float8, LoweringContext, QuantConfig, Static, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import Emitter, constant, converted, initializer
+from llmc.optimize.lower.rewrite import Emitter, constant, initializer
 from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.quantize import static
 from llmc.optimize.quantize.grid import Grid
@@ -58,11 +58,8 @@ def _weight(emit: Emitter, linear: Linear, config: QuantConfig, context: Lowerin
 def _dequantized(emit: Emitter, linear: Linear, grid: Grid, context: LoweringContext) -> ir.Value:
     stored, scales = (initializer(emit.graph, tensor) for tensor in weights.integer_columns(linear, grid, context))
     if grid.block:
-        found = emit("DequantizeLinear", stored, scales, axis=0, block_size=grid.block)
-    else:
-        found = emit("DequantizeLinear", stored, scales, axis=1)
-    # It is in the type of the scales.
-    return converted(emit, found, ir.DataType.FLOAT, context.type) if context.wide_scales else found
+        return emit("DequantizeLinear", stored, scales, axis=0, block_size=grid.block)
+    return emit("DequantizeLinear", stored, scales, axis=1)
 
 
 def _recorded(graph: ir.Graph, linear: Linear, grid: Grid) -> Grid:

@@ -1,4 +1,4 @@
-"""Attention and norms as operators of TensorRT from 10.15 on, and of TensorRT-RTX: the cache is updated in place.
+"""Attention and norms as TensorRT's own operators: the cache is updated in place.
 
 TensorScatter becomes a KV-cache update, whose output shares the memory of its input. Attention reads the first
 ``attended`` positions of the updated cache, so that a step costs what the sequence is long, not what the cache holds.
@@ -23,7 +23,7 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
         return 0
     masks = {node: _mask(node, context.attention(node)) for node in attentions}
     turned = rotations(graph, context)
-    slots = Slots.before(turned[0][0] if turned else attentions[0], "attended", set(masks.values()))
+    slots = Slots.before(turned[0][0] if turned else attentions[0], set(masks.values()))
     for node, attention in turned:
         emit = Emitter(node, main="RotaryEmbedding")
         x = split(emit, node.inputs[0], node.attributes["num_heads"].as_int())

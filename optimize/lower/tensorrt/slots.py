@@ -28,17 +28,16 @@ class Slots:
     masks: dict[tuple[int, int], ir.Value]
 
     @classmethod
-    def before(cls, first: ir.Node, dim: str, masks: Collection[tuple[int, int]]) -> "Slots":
+    def before(cls, first: ir.Node, masks: Collection[tuple[int, int]]) -> "Slots":
         """Make them in front of the first attention.
 
         Args:
             first: a ``llmc::CachedAttention``.
-            dim: name of the length of ``cache_slots``.
             masks: windows, and how often the queries of a row follow each other in a mask.
         """
         emit = Emitter(first, "positions")
         graph = emit.graph
-        cache_slots = ir.Value(name=CACHE_SLOTS, shape=ir.Shape([dim]), type=ir.TensorType(ir.DataType.INT64))
+        cache_slots = ir.Value(name=CACHE_SLOTS, shape=ir.Shape(["attended"]), type=ir.TensorType(ir.DataType.INT64))
         graph.inputs.insert(3, cache_slots)  # behind those that every call has
         positions = token_positions(emit)
         column = emit("Unsqueeze", positions, vector(graph, [1, 3]))  # (B, 1, S, 1)

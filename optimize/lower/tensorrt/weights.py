@@ -118,8 +118,7 @@ def _each_piece(tensor: Weight, work: Callable[[tuple[int, int]], None]) -> None
 
 
 def integer_columns(linear: Linear, grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
-    """A linear's weights int8 or int4 [K, N] and their scales, [N], or [groups, N] of blocks, in the compute type, or
-    in float32 where the context has wide ones.
+    """A linear's weights int8 or int4 [K, N] and their scales, [N], or [groups, N] of blocks, in the compute type.
 
     Raises:
         BuildError: the grid has zero points or scales below zero, or int4 weights have an odd number of outputs.
@@ -133,7 +132,7 @@ def integer_columns(linear: Linear, grid: Grid, context: LoweringContext) -> lis
             f"{linear.module}: TensorRT packs int4 weights in pairs of outputs, and there are {linear.outputs}; "
             'store it otherwise: layers = {"' + linear.module + '" = "int8"}'
         )
-    dtype = np.dtype(np.float32) if context.wide_scales else context.array_type
+    dtype = context.array_type
     kind = np.dtype(np.int8 if grid.bits == 8 else ml_dtypes.int4)
 
     def make() -> list[Array]:

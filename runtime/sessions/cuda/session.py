@@ -66,12 +66,11 @@ class DeviceSession(Session):
         self._stream = self._driver.stream()
         self._later(self._driver.destroy_stream, self._stream)
 
-    def _make_cache(self, buffers: int) -> None:
+    def _make_cache(self) -> None:
         self.cache = DeviceCache(
             self._manifest,
             self._driver,
             self._stream,
-            buffers,
             device_memory=self._device_memory,
             forget=self._forget_addresses,
             guard=self._guarded,

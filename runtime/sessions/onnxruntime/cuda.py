@@ -91,7 +91,7 @@ class CudaSession(DeviceSession):
     def _open(self, manifest: Manifest) -> None:
         self._begin(manifest.device, min(FIRST_CAPACITY, self._limits.max_context))
         self._make_blocks()
-        self._make_cache(buffers=1)
+        self._make_cache()
         graph = self._folder / manifest.graphs["decode"].file
         check_weights(graph, manifest.files)
         self._graph = open_graph(self._runtime, graph, self._stream, self.cache.dtype.name)

@@ -1,14 +1,12 @@
 """A serialized engine becomes one that runs: checked against this machine, loaded, and given contexts to run in.
 
-One path for every TensorRT from 10.3 on and for TensorRT-RTX: what a version lacks is found by asking for it.
-Not run on a GPU yet.
+One path for TensorRT from 10.15 on and for TensorRT-RTX. Not run on a GPU yet.
 """
 
 import mmap
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -80,11 +78,8 @@ def _remedy(folder: Path) -> str:
 
 def _check_alignment(folder: Path, manifest: Manifest, config: EngineConfig) -> None:
     """A call may begin at any row, and kernels read whole vectors from there."""
-    itemsize, capacities = (
-        4 if config.compute == "float32" else 2,
-        (config.capacity,) if config.capacity else config.buckets,
-    )
-    for capacity, tensor in product(capacities, tensors_of(manifest.geometry.caches)):
+    itemsize, capacity = 4 if config.compute == "float32" else 2, config.buckets[-1]
+    for tensor in tensors_of(manifest.geometry.caches):
         size = prod(tensor.of(1, capacity)) * itemsize
         if manifest.limits.max_batch > 1 and size % ALIGNMENT:
             raise BundleError(
@@ -94,7 +89,7 @@ def _check_alignment(folder: Path, manifest: Manifest, config: EngineConfig) -> 
 
 
 def decoder_interface(geometry: Geometry, cache: str, capacity: int) -> dict[str, tuple[str, Shape]]:
-    """Types and shapes of a decoder's inputs and outputs, for :meth:`Engine.check`; ``capacity`` 0 is any."""
+    """Types and shapes of a decoder's inputs and outputs, for :meth:`Engine.check`."""
     return {
         "input_ids": ("INT64", (0, 0)),
         "past_lengths": ("INT64", (0,)),
@@ -204,20 +199,18 @@ class Engine:
         """The largest shape of an input in a profile."""
         return tuple(self.native.get_tensor_profile_shape(name, profile)[2])
 
-    def aliased(self, folder: Path, presents: list[str]) -> bool:
+    def check_aliases(self, presents: list[str]) -> None:
         """Ask the engine if it updates its cache in place; that is not assumed.
 
         Raises:
-            BundleError: it does so for some tensors only, or for other ones than it should.
+            BundleError: some tensor is not, or in another's place.
         """
-        ask = getattr(self.native, "get_aliased_input_tensor", None)  # since TensorRT 10.15
-        found = {name: ask(name) or "" for name in presents} if ask else {}
-        if not any(found.values()):
-            return False
-        for name, source in found.items():
+        for name in presents:
+            source = self.native.get_aliased_input_tensor(name) or ""
             if source != name.replace("present", "past_key_values", 1):
-                raise BundleError(f"{folder}: {name} is updated in place of {source or 'nothing'}; {_remedy(folder)}")
-        return True
+                raise BundleError(
+                    f"{self._folder}: {name} is updated in place of {source or 'nothing'}; {_remedy(self._folder)}"
+                )
 
     def close(self) -> None:
         """Let the library free it; its contexts must be gone."""

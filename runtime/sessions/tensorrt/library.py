@@ -31,11 +31,11 @@ class _Library:
 
 
 _INSTALL = (
-    "on a Jetson it comes with JetPack (apt install python3-libnvinfer, and a virtual environment made with "
+    "on a Jetson it comes with JetPack 7.2 (apt install python3-libnvinfer, and a virtual environment made with "
     "--system-site-packages); elsewhere pip install --extra-index-url https://pypi.nvidia.com tensorrt-cu13"
 )
 LIBRARIES = {
-    "tensorrt": _Library("tensorrt", (10, 3), lambda: _INSTALL),  # JetPack 6.2's
+    "tensorrt": _Library("tensorrt", (10, 15), lambda: _INSTALL),  # the first with native caches and attention
     "tensorrt-rtx": _Library("tensorrt_rtx", (1, 7), partial(install_command, "tensorrt-rtx")),
 }
 # What every version has; the remains of a broken installation do not.
@@ -97,7 +97,7 @@ def logger(library: Any) -> Log:
 
 
 def library_version(library: Any) -> str:
-    """Version of the installed library, for example 10.3.0."""
+    """Version of the installed library, for example 10.16.1.11."""
     return str(library.__version__)
 
 
@@ -133,7 +133,10 @@ def load_library(engine: str) -> Any:
         raise _broken(wanted, f"{_place(library)} has no __version__")
     if version(found)[:2] < wanted.minimum:
         needed = ".".join(map(str, wanted.minimum))
-        raise GpuError(f"{wanted.module} {found} is installed, llmc needs {needed} or later: {wanted.install()}")
+        raise GpuError(
+            f"{wanted.module} {found} is installed, llmc needs {needed} or later: {wanted.install()}; or build for the "
+            "target cuda or cpu"
+        )
     lacking = [name for name in NAMES if not hasattr(library, name)]
     if lacking:
         raise _broken(wanted, f"{_place(library)} has no {', '.join(lacking)}")

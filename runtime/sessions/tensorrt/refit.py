@@ -1,6 +1,6 @@
 """Gives a stripped engine its weights, from the lowered graph that lies beside it in the bundle.
 
-Not run on a GPU yet: the calls were checked against the interfaces of TensorRT 10.3 ... 11.4 and TensorRT-RTX 1.7.
+Not run on a GPU yet: the calls were checked against the interfaces of TensorRT 10.16, 11.4 and TensorRT-RTX 1.7.
 """
 
 from pathlib import Path

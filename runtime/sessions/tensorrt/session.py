@@ -72,8 +72,8 @@ class TensorRTSession(DeviceSession):
         self._candidates = self._config.candidates if select is not None else 0
         self._make_blocks()
         self._make_contexts(engine, select)
-        in_place = engine.aliased(self._folder, [tensor.present for tensor in tensors_of(self._geometry.caches)])
-        self._make_cache(buffers=1 if in_place else 2)
+        engine.check_aliases([tensor.present for tensor in tensors_of(self._geometry.caches)])
+        self._make_cache()
         self._sparse = Sparse(self._geometry.vocab_size)
         self._left: Step | None = None  # whose logits are still on the device
 
@@ -88,7 +88,7 @@ class TensorRTSession(DeviceSession):
             graph = folder / manifest.graphs["decode"].file
             check_weights(graph, manifest.files)
             refit(self._library, engine.native, graph)
-        engine.check(decoder_interface(self._geometry, manifest.cache, config.capacity), profiles=2)
+        engine.check(decoder_interface(self._geometry, manifest.cache, config.buckets[-1]), profiles=2)
         if not config.select or not config.candidates or self._driver.device.integrated:
             return engine, None
         select = self._loaded(manifest, config.select)
@@ -230,8 +230,7 @@ class TensorRTSession(DeviceSession):
                 sequence=ids.shape[1],
                 outputs=max(1, piece.outputs.size),  # the engine gives at least one
                 first_row=first_row,
-                attended=self._bucket(max(ends)) if self._config.capacity else self.cache.capacity,
-                side=self.cache.side(first_row, len(ids)),
+                attended=self._bucket(max(ends)),
                 candidates=candidates,
             )
         )
@@ -259,6 +258,5 @@ class TensorRTSession(DeviceSession):
         addresses = {"cache_slots": self._slots.device}
         for i, tensor in enumerate(self.cache.tensors):
             shapes[tensor.past] = tensor.of(call.rows, self.cache.capacity)
-            addresses[tensor.past] = self.cache.address(i, call.first_row)
-            addresses[tensor.present] = self.cache.other_address(i, call.first_row)
+            addresses[tensor.past] = addresses[tensor.present] = self.cache.address(i, call.first_row)
         return shapes, addresses

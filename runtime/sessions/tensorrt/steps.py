@@ -16,7 +16,7 @@ from llmc.runtime.sessions.tensorrt.engine import DECODE, Context
 
 log = logging.getLogger(__name__)
 
-# Calls whose addresses are kept, with what was recorded of them: one for every number of rows, bucket and buffer.
+# Calls whose addresses are kept, with what was recorded of them: one for every number of rows and bucket.
 KEPT_STEPS = 64
 # Steps with contexts of their own, each of which takes the library's memory on the host.
 KEPT_CONTEXTS = 16
@@ -33,7 +33,6 @@ class Call:
         rows, sequence, outputs: B, S, O.
         first_row: of the cache.
         attended: cache positions that attention looks at.
-        side: the buffer of the cache that is read.
         candidates: how many logits are selected on the device, 0 if all are wanted.
     """
 
@@ -43,7 +42,6 @@ class Call:
     outputs: int
     first_row: int
     attended: int
-    side: int
     candidates: int
 
 

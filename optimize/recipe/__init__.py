@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import llmc
 from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError, written
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
-from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.runtime.bench.stages import LARGEST_BATCH
 from llmc.strict import read_bytes
 

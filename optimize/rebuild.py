@@ -18,19 +18,16 @@ from llmc.bundle import (
     write_chunks,
     write_manifest,
 )
-from llmc.errors import BuildError, GpuError, MissingExtraError, ResourceError, UsageError
+from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import BuildReport
 from llmc.optimize.judge.rows import check_rows
 from llmc.optimize.order import runs_here
 from llmc.optimize.plan.device import with_engine
 from llmc.optimize.plan.memory import plan_rebuild
 from llmc.optimize.progress import Progress, silent
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.engine import compile_engine
-from llmc.optimize.tensorrt.ladder import ladder
-from llmc.optimize.tensorrt.messages import RefusedError
-from llmc.optimize.tensorrt.products import compared, is_comparison
-from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.tensorrt.spec import EngineSpec, own_bits, resolve_engine
 from llmc.publish import file_entries, link, refuse_to_overwrite, staged
 from llmc.runtime import load
@@ -39,9 +36,6 @@ from llmc.runtime.selftest import replay
 from llmc.runtime.sessions.tensorrt.library import lists_gpu, nameable_gpus
 
 log = logging.getLogger(__name__)
-
-# What older versions wrote where no workspace was asked for.
-FORMER_WORKSPACE = 1 << 30
 
 
 def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progress = silent) -> BuildReport:
@@ -98,33 +92,23 @@ def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
 def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, progress: Progress) -> Manifest:
     target = capabilities(manifest.target.name)
     bits = own_bits(manifest.geometry)
-    spec = resolve_engine(target, manifest.recipe, manifest.limits, _as_asked(old), own_bits=bits, lowered=source)
+    spec = resolve_engine(target, manifest.recipe, manifest.limits, _as_asked(old), own_bits=bits, here=True)
     spec = _for_same_gpus(spec, old)
     kept = _kept(manifest)
     for name in kept:
         link(source / name, folder / name)
     graph = folder / manifest.graphs["decode"].file
-    try:
-        plan = compile_engine(spec, graph, manifest.geometry, progress)
-    except RefusedError as error:  # other forms of the weights need the floats, which are in the export
-        if len(ladder(manifest.recipe)) == 1:
-            raise
-        raise BuildError(f"{error}; build the bundle again from its export, with --int4 or --fp16") from error
-    plan = replace(plan, fallback=old.fallback)  # which is in the graph
+    plan = compile_engine(spec, graph, manifest.geometry, progress)
     if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
         plan = replace(plan, verified=old.verified)
     write_chunks(folder, [*kept, plan.file])
     chunks = [CHUNKS_FILE] if (folder / CHUNKS_FILE).exists() else []
-    names = [plan.file, plan.select, plan.inspector, plan.log, *chunks]
+    names = [plan.file, plan.select, plan.log, *chunks]
     files = kept | file_entries(folder, names)
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
     device = manifest.device and with_engine(manifest.device, folder, plan)
     runs = runs_here(spec, plan)
-    # That of another GPU, or of this one and another version, says nothing of this engine.
-    notes = tuple(note for note in manifest.notes if not is_comparison(note))
-    if runs:
-        notes = (*notes, *compared(spec, manifest.recipe, plan.fallback, manifest.geometry, folder, progress))
-    made = replace(manifest, target=here, engine=plan, device=device, files=files, notes=notes)
+    made = replace(manifest, target=here, engine=plan, device=device, files=files)
     write_manifest(made, folder)
     verified = _replayed(folder, made, here=runs, progress=progress)
     if verified is not None:
@@ -136,11 +120,10 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
 def _as_asked(old: EngineConfig) -> EngineRequest:
     """A request for an engine like the old one, but for its GPUs."""
     return EngineRequest(
-        form=old.form,
         hardware_compatibility=old.hardware_compatibility,
         version_compatible=old.version_compatible,
         stripped=old.stripped,
-        workspace=None if old.workspace == FORMER_WORKSPACE and not old.log else old.workspace,
+        workspace=old.workspace,
         optimization_level=old.optimization_level,
     )
 

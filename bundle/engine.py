@@ -1,0 +1,134 @@
+"""The part of a manifest that bundles for GPUs have: the engine, and the memory that it takes."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from llmc.inventory import Positions
+
+MOST_ROWS = 1024  # no build writes more
+Bytes = Annotated[int, range(1 << 60)]
+Rows = Annotated[int, range(1, MOST_ROWS + 1)]
+AMPERE = (8, 0)
+
+
+def version(text: str) -> tuple[int, ...]:
+    """10.16.1.11 -> (10, 16, 1, 11), so that versions and compute capabilities can be compared."""
+    return tuple(map(int, re.findall(r"\d{1,9}", text.partition("+")[0])))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The largest call that an optimisation profile takes: rows, new tokens and logits of each row."""
+
+    batch: Rows
+    sequence: Positions
+    outputs: Positions
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes that a bundle takes on its GPU; on a Jetson they are the machine's own.
+
+    Attributes:
+        context: the driver's and the libraries' own, from experience.
+        weights: of the engine or the graphs.
+        workspace: activations of the largest call.
+        cache_per_token: keys and values, per row and position.
+        logits: of one row.
+    """
+
+    context: Bytes
+    weights: Bytes
+    workspace: Bytes
+    cache_per_token: Bytes
+    logits: Bytes
+
+    def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
+        """Bytes by what they are for, with room for ``positions`` in each of ``batch`` rows."""
+        return {
+            "context": self.context,
+            "weights": self.weights,
+            "workspace": self.workspace,
+            "cache": self.cache_per_token * positions * batch,
+            "logits": self.logits * batch,
+        }
+
+    def total(self, positions: int, batch: int = 1) -> int:
+        """The sum of the parts."""
+        return sum(self.parts(positions, batch).values())
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """A serialized TensorRT engine: which machine it is for, and which calls it takes.
+
+    Attributes:
+        file: the engine; empty where its build is deferred.
+        compute: float16, bfloat16 or float32.
+        buckets: numbers of cache positions that attention may look at, ascending; the last one is the longest context.
+        decode, prefill: the profiles 0 and 1.
+        select: the engine that finds the largest logits, or empty; ``candidates`` of them.
+        platform: operating system and processor, as linux-x86_64.
+        compute_capabilities: of the GPUs it was built for, as 8.7.
+        version_compatible, hardware_compatibility, stripped: the builder's options; a stripped engine takes its weights
+            from the graph's file when it is loaded.
+        verified: ``device`` where the engine itself was run after building, ``cpu`` where only its graph was, on a CPU;
+            ``float32`` where that graph was run computing in float32, for CPUs have no bfloat16; ``no`` where nothing
+            was.
+        workspace, optimization_level: that the builder was asked for; None leaves them to the library, and the
+            workspace of an integrated GPU to what its attention needs.
+        log: file with every warning of the library's, in its words.
+        flags: for the library's compiler, by the GPU and the library's version; see ``llmc.optimize.tensorrt.flags``.
+    """
+
+    file: str
+    compute: str
+    buckets: Annotated[tuple[Positions, ...], range(1, 65)]
+    decode: Profile
+    prefill: Profile
+    select: str
+    candidates: Annotated[int, range(1 << 24)]
+    platform: str
+    compute_capabilities: tuple[str, ...]
+    version_compatible: bool
+    hardware_compatibility: str
+    stripped: bool
+    verified: str
+    workspace: Annotated[int, range(1, 1 << 60)] | None = None
+    optimization_level: Annotated[int, range(6)] | None = None
+    log: str = ""
+    flags: str = ""
+
+    @property
+    def gpus(self) -> str:
+        """The compute capabilities that :meth:`fits_gpu` accepts, in words."""
+        return "8.0 and newer that the library knows" if self._for_ampere else " or ".join(self.compute_capabilities)
+
+    def fits_gpu(self, capability: str) -> bool:
+        """True if the engine has code for a GPU of this compute capability, as 8.7.
+
+        It has for those that it names; where it names none, as TensorRT-RTX builds by default, or was built so, from
+        Ampere on.
+        """
+        return version(capability) >= AMPERE if self._for_ampere else capability in self.compute_capabilities
+
+    @property
+    def _for_ampere(self) -> bool:
+        return self.hardware_compatibility == "ampere" or not self.compute_capabilities
+
+    def fits_version(self, installed: str, built: str) -> bool:
+        """True if the library's version ``installed`` reads an engine of ``built``: the same, or any later one if the
+        engine was built so."""
+        if self.version_compatible:
+            return version(installed) >= version(built)
+        return version(installed) == version(built)
+
+    def is_sound(self, max_context: int, max_batch: int, prefill_chunk: int) -> bool:
+        """True if a build with these limits can have written these numbers."""
+        rising = list(self.buckets) == sorted(set(self.buckets)) and min(self.buckets) > 0
+        selects = self.candidates > 0 if self.select else self.candidates == 0
+        decode, prefill = Profile(max_batch, 1, 1), (self.prefill.batch, self.prefill.sequence)
+        profiles = self.decode == decode and prefill == (1, prefill_chunk) and 0 < self.prefill.outputs <= prefill_chunk
+        gpus = all(re.fullmatch(r"\d+\.\d+", gpu, re.ASCII) for gpu in self.compute_capabilities)
+        return rising and self.buckets[-1] >= max_context and selects and profiles and gpus and self.workspace != 0

@@ -1,0 +1,447 @@
+"""The schema of what llmc writes: ``export.json`` of an export, ``llmc.json`` of a bundle."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
+from llmc.inventory import Geometry, Positions
+
+SCHEMA_VERSION = 8
+GRAPH_CONTRACT_VERSION = 4
+EXPORT_MANIFEST = "export.json"
+BUNDLE_MANIFEST = "llmc.json"
+DECODER_FILE = "decoder.onnx"
+MADE_FILE = "made.bin"  # weights of an export that no file of its checkpoint holds as the graph reads them
+WEIGHTS_FILE = "weights.bin"
+CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
+# Everything the runtime may need to speak the model's language; only the first one must exist.
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    PROMPTS_FILE,
+)
+CHUNKS_FILE = "chunks.json"  # hashes of pieces of large files
+
+# Of logits, in a self-test: beyond this, nothing would be tested. In SmolLM2-135M with 4-bit weights, calls of a graph
+# differ by up to 1.03, and zeroing a whole matrix in one of its 30 layers moves some logit by 1.5 to 38, mostly by more
+# than this.
+LARGEST_TOLERANCE = 4.0
+MOST_MANIFEST = 32 << 20  # bytes: of 4,096 layers, it has 20 MB
+# Ranges of the manifests' numbers. What is computed, or reserved, from one that no build writes could take for ever or
+# all memory: a self-test of 80,000 prompts never ends.
+Version = Annotated[int, range(1, 1 << 16)]
+Tokens = Annotated[int, range(1 << 40)]  # of a text
+Parity = Annotated[int, range(3)]
+TokenIds = Annotated[tuple[Annotated[int, range(1 << 24)], ...], range(1025)]
+Logits = Annotated[tuple[float, ...], range(1025)]
+# Bytes of one value of the KV cache, by its type.
+CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """Calls of a graph that compute the same bits for a token, whatever is computed beside it; found by measuring.
+
+    Each number is 1 if calls of any size do, 2 if those of an even size do, and 0 if nothing is known to.
+
+    Attributes:
+        rows: of calls with one new token in each of several rows, how many rows.
+        tokens: of calls with two or more new tokens in one row, how many tokens; except 64 k + 1 of them, of which
+            nothing is known: attention works in tiles of 64 queries, and a lone last one takes other code.
+        outputs: of calls of one row, how many logits.
+        single: whether a new token alone in its row is computed as one among several in the same row.
+    """
+
+    rows: Parity = 0
+    tokens: Parity = 0
+    outputs: Parity = 0
+    single: bool = False
+
+
+NOTHING_KNOWN = Invariance()
+
+
+@dataclass(frozen=True)
+class PhaseQuality:
+    """One path of a bundle, prefill or decode, on a text; None where there was no unquantized model to compare with.
+
+    Attributes:
+        perplexity: exp of the mean negative log-likelihood of the scored tokens.
+        mean_kl, p99_kl: mean and 99th percentile of KL(reference || bundle) in nats over positions.
+        top1_agreement: share of positions with the same most likely token, 0 ... 1.
+    """
+
+    perplexity: float
+    mean_kl: float | None
+    p99_kl: float | None
+    top1_agreement: float | None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Bundle against the unquantized model on a text. The properties are those of the worse of the two paths.
+
+    Attributes:
+        text: what it was measured on: a file's name, or "golden prompts".
+        sha256: of the file, empty for golden prompts.
+        positions: scored positions of each path.
+        window: tokens per window, each of which starts from an empty cache; 0 for golden prompts.
+        reference_perplexity: of the unquantized model.
+        phases: by the path's name, prefill and decode: they are different graphs.
+        greedy_match: mean number of the bundle's greedy tokens after a golden prompt before the first one that the
+            unquantized model, given the same tokens before it, would not have chosen.
+        greedy_tokens: how many tokens were generated after each golden prompt, so the largest possible greedy_match.
+    """
+
+    text: str
+    sha256: str
+    positions: Tokens
+    window: Tokens
+    reference_perplexity: float | None
+    phases: dict[str, PhaseQuality]
+    greedy_match: float | None
+    greedy_tokens: Tokens
+
+    @property
+    def perplexity(self) -> float:
+        """The larger perplexity."""
+        return max(phase.perplexity for phase in self.phases.values())
+
+    @property
+    def mean_kl(self) -> float | None:
+        """The larger mean KL."""
+        return max((phase.mean_kl for phase in self.phases.values() if phase.mean_kl is not None), default=None)
+
+    @property
+    def p99_kl(self) -> float | None:
+        """The larger 99th percentile of KL."""
+        return max((phase.p99_kl for phase in self.phases.values() if phase.p99_kl is not None), default=None)
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """The smaller agreement."""
+        known = (phase.top1_agreement for phase in self.phases.values())
+        return min((agreement for agreement in known if agreement is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Origin of the weights. ``fingerprint`` covers config.json, every shard's header and size, and samples of
+    every tensor's bytes."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+    parameters: Annotated[int, range(1 << 50)]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Defaults of the checkpoint's generation_config.json; None where it says nothing."""
+
+    eos_token_ids: TokenIds
+    bos_token_id: Annotated[int, range(1 << 24)] | None
+    do_sample: bool
+    temperature: float | None
+    top_k: Annotated[int, range(1 << 31)] | None
+    top_p: float | None
+    min_p: float | None
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and SHA-256 of one file."""
+
+    size: Bytes
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ExportManifest:
+    """``export.json``: what the portable decoder in this folder is.
+
+    ``notes`` are sentences about what of the checkpoint's settings was left out on purpose; ``weights`` are bytes by
+    type.
+    """
+
+    schema_version: Version
+    llmc_version: str
+    graph_contract: Version
+    geometry: Geometry
+    source: Source
+    generation: Generation
+    notes: tuple[str, ...]
+    weights: dict[str, Bytes]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong.
+    ``overwritten`` are positions behind a step's token whose keys and values the step may write over."""
+
+    file: str
+    weight_bytes: Bytes
+    step_weight_bytes: Bytes
+    cpu_features: tuple[str, ...]
+    invariance: Invariance = NOTHING_KNOWN
+    overwritten: Annotated[int, range(1 << 12)] = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Graphs as the engine of one machine runs them: ``files`` by the plain graph's file name.
+    ``environment`` is a hash of the engine's version and the processor's features; elsewhere they are not used."""
+
+    environment: str
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Engine the graphs were built for; ``engine_version`` is the one that built and verified them."""
+
+    name: str
+    engine: str
+    engine_version: str
+    engine_minimum: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The text that calibrated the weights: ``samples`` windows of ``length`` tokens of the file ``text``.
+
+    ``default`` tells that nobody gave a text and the one that comes with llmc was used.
+    """
+
+    text: str
+    sha256: str
+    default: bool
+    samples: Annotated[int, range(1 << 31)]
+    length: Positions
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Quality that a bundle must keep to be published; None asks for nothing.
+
+    Attributes:
+        max_kl: largest mean KL(reference || bundle) in nats.
+        min_agreement: smallest share of positions with the same first choice, 0 ... 1.
+        max_perplexity_increase: largest relative increase of the perplexity, 0.02 for 2 %.
+    """
+
+    max_kl: float | None = None
+    min_agreement: float | None = None
+    max_perplexity_increase: float | None = None
+
+    def __bool__(self) -> bool:
+        return any(limit is not None for limit in (self.max_kl, self.min_agreement, self.max_perplexity_increase))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Recipe by which the weights were compiled.
+
+    Attributes:
+        name: the recipe file's name, or default.
+        precision, scheme: of the body's linears (fp32, fp16, bf16, int8, int4, fp8, or source: the checkpoint's own
+            integers), and how integers were chosen (rtn, gptq...).
+        block_size: inputs that share a weight scale; 0 where weights are not in blocks.
+        symmetric: whether integer 0 stands for weight 0 without a zero point.
+        head: precision of the head and a tied embedding.
+        phases: split (a graph each for prefill and decode), shared (one) or single (one engine with two profiles).
+        activations: of W8A8: per-token or static scales; none where activations stay float.
+        smoothing: SmoothQuant's alpha, 0 where nothing was smoothed.
+        sparsity: none, magnitude or wanda (2 of every 4 weights are zero).
+        cache: float32, float16, bfloat16, int8 (a scale per tensor) or int8-channel (a scale per channel).
+        layers: precision by module name pattern, for those that differ from ``precision``.
+        threads: with how many a measurement found it fastest, None where none was made.
+        budget, calibration: what quality was to be kept; the text that was used, None where none was needed.
+        compute: type of activations and of float weights: float32, float16 or bfloat16.
+    """
+
+    name: str
+    precision: str
+    scheme: str
+    block_size: Annotated[int, range(1 << 20)]
+    symmetric: bool
+    head: str
+    phases: str
+    activations: str
+    smoothing: float
+    sparsity: str
+    cache: str
+    layers: dict[str, str]
+    threads: Annotated[int, range(1, 1025)] | None
+    budget: Budget
+    calibration: Calibration | None
+    compute: str = "float32"
+
+    def precisions(self) -> set[str]:
+        """In which some linear is stored."""
+        return {self.precision, self.head, *self.layers.values()}
+
+    def cache_type(self) -> str:
+        """The type of the KV cache's values: float32, float16, bfloat16 or int8."""
+        return self.cache.partition("-")[0]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest calls that the bundle was planned for, in tokens and rows."""
+
+    max_context: Positions
+    max_batch: Rows
+    prefill_chunk: Positions
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Resident bytes at the peak of loading and running, pages of mapped files included.
+
+    Attributes:
+        engine: interpreter, libraries, and the structures of the opened graphs.
+        tokenizer: the vocabulary and its merges, as the tokenizers library holds them.
+        weights: of all graphs, as the engine's kernels read them.
+        embedding: its table in each form that a graph has, of which a page is read when a token asks for its row.
+        workspace: activations of the largest call.
+        workspace_per_token: attention's scores of that call and the rotary tables, per cached position.
+        cache_per_token: keys and values, per row and cached position, of layers that attend to all.
+        window_per_token: the same of layers with a window, as far as ``window_positions``, which a row holds of them.
+        logits: of one row, with what sampling makes of them.
+    """
+
+    engine: Bytes
+    tokenizer: Bytes
+    logits: Bytes
+    weights: Bytes = 0
+    embedding: Bytes = 0
+    workspace: Bytes = 0
+    workspace_per_token: Bytes = 0
+    cache_per_token: Bytes = 0
+    window_per_token: Bytes = 0
+    window_positions: Bytes = 0
+
+    def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
+        """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``batch`` rows."""
+        windows = min(positions, self.window_positions)
+        return {
+            "engine": self.engine,
+            "tokenizer": self.tokenizer,
+            "weights": self.weights,
+            "embedding": self.embedding,
+            "cache": batch * (self.cache_per_token * positions + self.window_per_token * windows),
+            "workspace": self.workspace + self.workspace_per_token * positions,
+            "logits": self.logits * batch,
+        }
+
+    def total(self, positions: int, batch: int = 1) -> int:
+        """The sum of the parts."""
+        return sum(self.parts(positions, batch).values())
+
+
+@dataclass(frozen=True)
+class GoldenPrompt:
+    """One self-test case. Logits belong to the position after the prompt, by the calls that replaying makes:
+    ``top_logits`` on the graph of prefill, empty where the machine that built the bundle could not run it, and
+    ``decode_logits`` of the same ids on that of decode, which stands in for the other there. ``margins`` are gaps in
+    logits between the first and second choice at each generated token (a tie may fall the other way elsewhere)."""
+
+    prompt: TokenIds
+    tokens: TokenIds
+    margins: Logits
+    top_ids: TokenIds
+    top_logits: Logits
+    decode_logits: Logits
+    reference_ids: TokenIds
+    reference_logits: Logits
+
+
+@dataclass(frozen=True)
+class GoldenVector:
+    """One self-test case of a model that embeds or ranks: a text's tokens and the first values of its result."""
+
+    prompt: TokenIds
+    values: Logits
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Bundle against the unquantized model on the golden texts.
+
+    Attributes:
+        texts: how many.
+        mean, smallest: cosine of the bundle's vector and the unquantized model's, -1 ... 1; None for scores.
+        largest_difference: between two values of a result, of all texts.
+    """
+
+    texts: Annotated[int, range(1, 1025)]
+    mean: float | None
+    smallest: float | None
+    largest_difference: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``llmc.json``: all that a runtime must know before it opens a graph.
+
+    ``cache`` is the type of the KV cache's values. ``compiled`` is None where the recipe wants no compiled graphs.
+    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. It follows from
+    ``golden_spread``: how far they were apart where it was built, between calls of other shapes that an engine makes.
+    ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
+    target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
+    ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``.
+    """
+
+    schema_version: Version
+    llmc_version: str
+    graph_contract: Version
+    geometry: Geometry
+    source: Source
+    generation: Generation
+    notes: tuple[str, ...]
+    target: Target
+    recipe: Recipe
+    limits: Limits
+    memory: MemoryPlan
+    cache: str
+    graphs: dict[str, Graph]
+    compiled: Compiled | None
+    quality: Quality | None
+    golden: Annotated[tuple[GoldenPrompt, ...], range(17)]
+    golden_tolerance: float
+    golden_spread: float
+    files: Annotated[dict[str, FileEntry], range(1025)]
+    engine: EngineConfig | None = None
+    device: DeviceMemory | None = None
+    vectors: Annotated[tuple[GoldenVector, ...], range(17)] = ()
+    similarity: Similarity | None = None
+
+    @property
+    def overwritten(self) -> int:
+        """Positions behind the last that counts which some graph may write over."""
+        return max((graph.overwritten for graph in self.graphs.values()), default=0)
+
+    def named_files(self) -> list[str]:
+        """Every file that some part of the manifest names."""
+        compiled = self.compiled.files.values() if self.compiled is not None else ()
+        return [*(graph.file for graph in self.graphs.values()), *compiled, *self.engine_files()]
+
+    def engine_files(self) -> list[str]:
+        """The engine and what comes with it: what ``llmc build --rebuild`` makes anew."""
+        e = self.engine
+        return [name for name in (e.file, e.select, e.log) if name] if e is not None else []
+
+
+def write_manifest(manifest: ExportManifest | Manifest, folder: Path) -> None:
+    """Write the manifest into ``folder`` as indented JSON."""
+    name = BUNDLE_MANIFEST if isinstance(manifest, Manifest) else EXPORT_MANIFEST
+    text = json.dumps(asdict(manifest), indent=1, ensure_ascii=False, allow_nan=False)
+    (folder / name).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,293 @@
+"""Folders read and checked: manifests, links that lead out, and bundles that are replaced meanwhile."""
+
+import math
+import os
+import re
+import shlex
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llmc.bundle.manifest import (
+    ADAPTER_FILE,
+    BUNDLE_MANIFEST,
+    CACHE_BYTES,
+    CONFIG_FILE,
+    DECODER_FILE,
+    EXPORT_MANIFEST,
+    GRAPH_CONTRACT_VERSION,
+    LARGEST_TOLERANCE,
+    MOST_MANIFEST,
+    SCHEMA_VERSION,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    ExportManifest,
+    Manifest,
+)
+from llmc.errors import BundleError, LlmcError
+from llmc.strict import decode, read_json
+
+# A build that replaces a bundle takes its place in two steps: so long the folder is gone at most.
+SWAP_S = 0.02
+MOST_TRIES = 10
+TICK_S = 0.02  # longer than that of any kernel's clock for files: 1 to 10 ms
+
+T = TypeVar("T")
+
+
+def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
+    """Read a bundle's manifest and check that every file is there with its size (hashes are :func:`verify_files`' job).
+
+    Without ``engine_matters`` the files of an engine, which is about to be replaced, may be missing or damaged.
+
+    Raises:
+        BundleError: not a bundle, written by a newer llmc, or files are missing or truncated, or lie elsewhere.
+    """
+    return undisturbed(folder, lambda place: _read_bundle(place, engine_matters))
+
+
+def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
+    refuse_other(folder)
+    _refuse_to_leave(folder, BUNDLE_MANIFEST)
+    manifest = _read(folder, BUNDLE_MANIFEST, Manifest, build_command("CHECKPOINT"))
+    _check_values(folder, manifest)
+    for name in (*manifest.files, *manifest.named_files()):
+        if name not in manifest.files or name.startswith("/") or ".." in name.split("/"):
+            raise BundleError(f"{folder}: {BUNDLE_MANIFEST} names {name!r}, which is unlisted or lies outside; refused")
+    for name in TOKENIZER_FILES:
+        if name not in manifest.files and os.path.lexists(folder / name):
+            raise BundleError(
+                f"{folder}: {name} is not in {BUNDLE_MANIFEST}, so it came later, and would be used; "
+                "remove it, or build the bundle again"
+            )
+    for name, entry in manifest.files.items():
+        _refuse_to_leave(folder, name)
+        found = _size(folder / name)
+        remade = name in manifest.engine_files()
+        if found != entry.size and (engine_matters or not remade):
+            state = "is missing" if found is None else f"has {found} bytes"
+            remedy = f"llmc build --rebuild {folder}" if remade else "copy or build the bundle again"
+            raise BundleError(f"{folder}: {name} {state}, {entry.size} expected; {remedy}")
+    return manifest
+
+
+def publication(folder: Path) -> tuple[int, ...] | None:
+    """Identity of what is published in ``folder``, another one for every build; None where there is no bundle."""
+    try:
+        found = (folder / BUNDLE_MANIFEST).stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def undisturbed(folder: Path, work: Callable[[Path], T], undo: Callable[[T], object] = lambda result: None) -> T:
+    """The result of ``work`` on one and the same bundle: done again if another one took its place meanwhile.
+
+    Args:
+        work: gets the folder, without links that might lead elsewhere while it works.
+        undo: gets a result that is thrown away.
+
+    Raises:
+        BundleError: the bundle is replaced again and again.
+        LlmcError: whatever ``work`` raises, unless the bundle was replaced.
+    """
+    for _ in range(MOST_TRIES):
+        place = Path(os.path.realpath(folder))
+        place = folder if place == Path(os.path.abspath(folder)) else place
+        before = standing(place)
+        try:
+            result = work(place)
+        except LlmcError:
+            if before is None:
+                time.sleep(SWAP_S)
+            if standing(place) == before:
+                raise
+        else:
+            if standing(place) == before:
+                return result
+            undo(result)
+    raise BundleError(f"{folder} was replaced {MOST_TRIES} times while it was read; let the build end, and try again")
+
+
+def of_same(folder: Path, known: tuple[int, ...] | None, work: Callable[[Path], T]) -> T:
+    """The result of ``work`` on the bundle that was loaded from ``folder`` as the :func:`publication` ``known``.
+
+    Raises:
+        BundleError: another one has taken its place.
+    """
+
+    def checked(place: Path) -> T:
+        if publication(place) != known:
+            raise BundleError(
+                f"{folder} was replaced since it was loaded, and its chat template with it; load it again"
+            )
+        return work(place)
+
+    return undisturbed(folder, checked)
+
+
+def standing(folder: Path) -> tuple[int, ...] | None:
+    """Identity of what is published in ``folder`` for as long as it stands there: of a folder that is moved away and
+    comes back, too, another one. A change in the same tick of the file system's clock would be missed, so this waits
+    until a change is older."""
+    try:
+        found = folder.stat()
+        if 0 <= time.time_ns() - found.st_ctime_ns < TICK_S * 1e9:
+            time.sleep(TICK_S)
+            found = folder.stat()
+    except (OSError, ValueError):
+        return None
+    published = publication(folder)
+    return None if published is None else (*published, found.st_dev, found.st_ino, found.st_ctime_ns)
+
+
+def unbuilt(folder: Path) -> str | None:
+    """Kind of a folder that a bundle can be built of, ``an export`` or ``a checkpoint``; None for any other folder."""
+    if (folder / BUNDLE_MANIFEST).exists():
+        return None
+    # An export has a config.json, too.
+    kinds = {EXPORT_MANIFEST: "an export", CONFIG_FILE: "a checkpoint", ADAPTER_FILE: "an adapter"}
+    return next((kind for name, kind in kinds.items() if (folder / name).exists()), None)
+
+
+def refuse_other(folder: Path) -> None:
+    """Refuse what is no folder of a bundle, with the way to one.
+
+    Raises:
+        BundleError: nothing is there, or what a bundle is built of.
+    """
+    if not os.path.lexists(folder):
+        said = f"{folder}: there is no such folder, expected a bundle; build one with: {build_command('CHECKPOINT')}"
+        raise BundleError(absent(folder) or said)
+    if kind := "a GGUF file" if folder.suffix == ".gguf" and folder.is_file() else unbuilt(folder):
+        raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
+
+
+def absent(path: Path) -> str | None:
+    """The sentence for a path where nothing is and that looks like a model's name at a hub; None for any other path."""
+    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", str(path))
+    if not named or os.path.lexists(path.parent):
+        return None
+    return (
+        f"{path}: there is no such folder, and llmc downloads nothing; if this is a model's name at Hugging Face: "
+        f"hf download {path} --local-dir {path.name} and then {build_command(path.name)}"
+    )
+
+
+def refuse_bundle(folder: Path, expected: str) -> None:
+    """Raise a BundleError for a bundle in the place of what bundles are built of."""
+    if (folder / BUNDLE_MANIFEST).exists():
+        raise BundleError(f"{folder} is a bundle, expected {expected}; give what it was built from")
+
+
+def build_command(source: str | Path) -> str:
+    """The command that builds a bundle of an export or a checkpoint."""
+    return f"llmc build {shlex.quote(str(source))} -o BUNDLE"
+
+
+def _check_values(folder: Path, manifest: Manifest) -> None:
+    """Refuse numbers that no build writes, before anything is computed from them."""
+    g, limits, generation = manifest.geometry, manifest.limits, manifest.generation
+    sound = {
+        "geometry": g.is_sound,
+        "limits": limits.prefill_chunk <= limits.max_context <= g.max_positions,
+        "graphs": manifest.graphs.keys() == {"encode"}
+        if g.encoder
+        else "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
+        "generation": max((*generation.eos_token_ids, generation.bos_token_id or 0)) < g.vocab_size
+        and (generation.temperature or 0) >= 0
+        and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p)),
+        "cache": manifest.cache in CACHE_BYTES,
+        "golden_spread": 0 <= manifest.golden_spread < math.inf,
+        "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
+        "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
+        "engine": manifest.engine is None
+        or manifest.engine.is_sound(limits.max_context, limits.max_batch, limits.prefill_chunk),
+        "target": re.fullmatch(r"\d{1,9}(\.\d{1,9})*", manifest.target.engine_minimum, re.ASCII) is not None,
+    }
+    for part, holds in sound.items():
+        if not holds:
+            raise BundleError(f"{folder}: the {part} in {BUNDLE_MANIFEST} cannot be right; build the bundle again")
+
+
+def read_export(folder: Path) -> ExportManifest:
+    """Read an export's manifest.
+
+    Raises:
+        BundleError: not an export, damaged, or written by a newer llmc.
+    """
+    if not (folder / EXPORT_MANIFEST).exists():
+        refuse_bundle(folder, "an export")
+    manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")
+    if not manifest.geometry.is_sound:
+        raise BundleError(f"{folder}: the geometry in {EXPORT_MANIFEST} cannot be right; export the checkpoint again")
+    for name in (DECODER_FILE, TOKENIZER_FILE):
+        if _size(folder / name) is None:
+            raise BundleError(f"{folder}: {name} is missing; export the checkpoint again")
+    return manifest
+
+
+def _size(path: Path) -> int | None:
+    """Size of a regular file, None for anything else."""
+    try:
+        info = path.stat()
+    except (OSError, ValueError):
+        return None
+    return info.st_size if stat.S_ISREG(info.st_mode) else None
+
+
+def _refuse_to_leave(folder: Path, name: str) -> None:
+    """Refuse a link that leads out of a folder, where it could show any file of whoever runs the bundle.
+
+    Raises:
+        BundleError: it is one.
+    """
+    path = folder / name
+    if "/" not in name and not os.path.islink(path):
+        return
+    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    # Hugging Face's cache keeps a repository's files in one folder, and its versions as folders of links to them.
+    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
+    if not any(target.is_relative_to(place) for place in (root, *blobs)):
+        raise BundleError(f"{path} is a link that leads out of the bundle; refused: put the file itself there")
+
+
+def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
+    path = folder / name
+    data = _load(path, remedy)
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if type(version) is not int or version < 1:
+        raise BundleError(f"{path} is corrupt (no schema_version); make it again with: {remedy}")
+    writer = ascii(data.get("llmc_version"))[:40].strip("'")
+    if version < SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema version {version} of an older llmc ({writer}), this one reads "
+            f"{SCHEMA_VERSION}; make it again with: {remedy}"
+        )
+    if version > SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema version {version}, written by llmc {writer}; this llmc reads up to "
+            f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc-deploy"
+        )
+    contract = data.get("graph_contract", GRAPH_CONTRACT_VERSION)
+    if type(contract) is int and contract != GRAPH_CONTRACT_VERSION:  # first: its manifest may have other fields, too
+        found = f"graph contract {contract}, not {GRAPH_CONTRACT_VERSION}"
+        raise BundleError(f"{path} follows {found}; make it again with: {remedy}")
+    try:
+        manifest: T = decode(kind, data)
+    except LlmcError as error:
+        raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
+    return manifest
+
+
+def _load(path: Path, remedy: str) -> Any:
+    try:
+        return read_json(path, MOST_MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        raise BundleError(f"{path.parent}: no {path.name} here, not written by llmc; make it with: {remedy}") from None
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
