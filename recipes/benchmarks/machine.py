@@ -1,22 +1,69 @@
-"""The machine that figures were measured on, how busy everything else on it was, and the tables that show them."""
+"""Parts that all benchmarks share: turns of what is compared, ratios, tables, the machine and how busy it was."""
 
+import argparse
 import datetime
+import json
 import os
 import platform
 import resource
 import shlex
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmc.runtime.bench.doctor import this_machine
 
 STAT = Path("/proc/stat")
 BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are in doubt
+T = TypeVar("T")
+
+
+def positive(text: str) -> int:
+    """A number of at least 1, for argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is too few, expected at least 1")
+    return number
+
+
+def in_turns(ways: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
+    """Call each way with the number of the round, in alternating order; round 0 warms up, and is not kept."""
+    found: dict[str, list[T]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name in list(ways)[:: 1 if number % 2 else -1]:
+            result = ways[name](number)
+            if number:
+                found[name].append(result)
+    return found
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> str:
+    """The median over rounds of the quotients within each round, with the least and the most."""
+    ratios = [a / b for a, b in zip(above, below, strict=False)]
+    return f"{statistics.median(ratios):.2f}x; {min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def publish(path: Path | None, other_cpus: float | None, tables: Sequence[str], **found: Any) -> None:
+    """Print the tables and the machine, and write the JSON file where one is asked for.
+
+    Args:
+        path: the file.
+        other_cpus: CPUs that something else kept busy; None where nobody knows.
+        tables: what is printed.
+        found: what the file holds beside machine, date and command.
+    """
+    origin = provenance()
+    print("\n\n".join(tables))
+    print(f"\n{origin['machine']['threads']} CPUs usable, {origin['machine']['cpu']}, {origin['date']}")
+    if other_cpus is not None and other_cpus > QUIET_CPUS:
+        print(f"DISTURBED: {other_cpus} CPUs were busy with something else; do not quote.")
+    if path is not None:
+        content = {**origin, **found, "other_cpus": other_cpus}
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def provenance() -> dict[str, Any]:
@@ -38,12 +85,11 @@ class Disturbance:
     :meth:`cpus` is None.
 
     Args:
-        whose: ``resource.RUSAGE_CHILDREN``, of which only those that have ended count, or ``resource.RUSAGE_SELF``.
-        processes: ids of more that belong to the measurement and run all the time.
+        processes: ids of children that run all the time; others count when they have ended.
     """
 
-    def __init__(self, whose: int, processes: Sequence[int] = ()) -> None:
-        self._whose, self._processes = whose, processes
+    def __init__(self, processes: Sequence[int] = ()) -> None:
+        self._processes = processes
         self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), self._own_seconds()
 
     def cpus(self) -> float | None:
@@ -55,7 +101,8 @@ class Disturbance:
         return round(max(others, 0.0) / (time.perf_counter() - self._wall), 2)
 
     def _own_seconds(self) -> float:
-        return _cpu_seconds(self._whose) + sum(map(_process_seconds, self._processes))
+        ended = map(_cpu_seconds, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return sum(ended) + sum(map(_process_seconds, self._processes))
 
 
 def _busy_seconds() -> float | None:
