@@ -51,12 +51,6 @@ def blocks(values: NDArray[Any], start: int, end: int) -> list[NDArray[Any]]:
     return [values[:, :, i : i + BLOCK].reshape(-1).copy() for i in range(start, end, BLOCK)]
 
 
-@pytest.fixture(autouse=True)
-def prompt_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may want the core for as long as a test lasts; that writing waits for them is tested elsewhere."""
-    monkeypatch.setattr(prefix_store, "_yield_to_others", lambda: None)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "prefixes"
