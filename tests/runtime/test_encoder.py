@@ -164,13 +164,6 @@ def test_a_document_that_is_too_long_is_refused_or_cut_before_what_the_template_
         ranks.rank("word " * 200, ["a"], truncate=True)
 
 
-def test_a_model_that_generates_says_that_it_neither_embeds_nor_ranks(tiny_bundle):
-    with load(tiny_bundle, threads=1, self_test=False) as model:
-        for ask in (lambda: model.embed(["a"]), lambda: model.rank("a", ["b"])):
-            with pytest.raises(UsageError, match=r"generates text .* and neither embeds nor ranks"):
-                ask()
-
-
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
