@@ -5,9 +5,10 @@ from time import perf_counter
 from typing import NamedTuple
 
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.speculation.answers import AnswerLookup
-from llmc.runtime.speculation.control import TRIAL, DraftLength
-from llmc.runtime.speculation.drafters import Drafter
+from llmc.runtime.runner.model_runner import ModelRunner
+from llmc.runtime.speculation.answers import AnswerLookup, Scopes
+from llmc.runtime.speculation.control import LENGTHS, TRIAL, DraftLength, Ledger
+from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 
 LOOK_SHARE = 0.005
 """Of the time without drafts: looking for some takes no more, in the long run."""
@@ -104,6 +105,22 @@ class Speculator:
         if right < len(came) or len(came) == len(guess.tokens):
             self._guess = None
             self.control.watched(guess.had, guess.asked, len(guess.tokens), right)
+
+
+def make_speculators(drafter: Drafter, runner: ModelRunner, longest: int) -> Callable[[int, str | None], Speculator]:
+    """A factory of speculators by a sequence's key and scope, sharing ledger and costs; ``longest`` in drafts."""
+    ledger, scopes = Ledger(), Scopes()
+    lengths = tuple(length for length in LENGTHS if length <= longest)
+
+    def make(key: int, scope: str | None) -> Speculator:
+        chosen = drafter
+        if scope is not None and isinstance(drafter, PromptLookup):
+            chosen = AnswerLookup(drafter, scopes.of(scope))
+        name = type(chosen).__name__
+        control = DraftLength(runner.costs, name, runner.phase, lengths, runner.step_seconds, ledger)
+        return Speculator(key, chosen, runner.costs, control)
+
+    return make
 
 
 class _Guess(NamedTuple):

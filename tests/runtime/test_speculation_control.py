@@ -193,15 +193,6 @@ def test_nothing_is_drafted_before_the_cost_of_a_step_is_known():
     assert control.length() > 0
 
 
-def test_drafts_of_an_unsure_drafter_are_judged_by_their_like():
-    control = DraftLength(settled(INT8))
-    for _ in range(10):
-        control.watched(4, 31, 3, 0)
-        control.watched(31, 31, 3, 3)
-    assert control.keep(4, 31) == 0
-    assert control.keep(31, 31) > 0
-
-
 def test_a_step_without_drafts_is_measured_now_and_then():
     control = DraftLength(settled(Machine(10.0, 8.0, 0.5)))
     for _ in range(64):
