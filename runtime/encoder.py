@@ -82,11 +82,7 @@ class TextEncoder:
         return self.encode(self.pair_tokens(query, documents, instruction=instruction, truncate=truncate))[:, 0]
 
     def vector_width(self, dimensions: int | None) -> int:
-        """Values of the vectors that a request gets.
-
-        Raises:
-            UsageError: it asks for more than there are, or for none.
-        """
+        """Values of the vectors that a request gets; UsageError if it asks for more than there are, or for none."""
         width = dimensions if dimensions is not None else min(self._prompts.dimensions or self.width, self.width)
         if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= self.width:
             raise UsageError(f"dimensions is {written(dimensions)}, expected 1 ... {self.width}")
@@ -107,11 +103,7 @@ class TextEncoder:
         return [self._tokens(prefix + text, truncate) for text in _listed("texts", texts)]
 
     def given_tokens(self, rows: Sequence[Tokens], *, truncate: bool) -> list[list[int]]:
-        """Token ids that a client made itself, with whatever the tokenizer would have put around the text.
-
-        Raises:
-            RequestError: an id is none of the model's, or there are too many, or none.
-        """
+        """Token ids that a client made itself; RequestError for ids that are none of the model's, too many, or none."""
         size = self._tokenizer.vocab_size
         for ids in rows:
             if (wrong := next((token for token in ids if not 0 <= token < size), None)) is not None:
@@ -133,10 +125,7 @@ class TextEncoder:
         return [tokens(prompt, query, document, truncate) for document in documents]
 
     def encode(self, rows: Sequence[Tokens]) -> Vectors:
-        """Results float32 [n, width] of token sequences, in their order.
-
-        Sequences of like lengths share calls, each of about as many tokens as memory was planned for.
-        """
+        """Results float32 [n, width] of token sequences, in their order; those of like lengths share calls."""
         found = np.empty((len(rows), self.width), np.float32)
         for group in self._groups(rows):
             longest = len(rows[group[0]])
@@ -178,11 +167,8 @@ class TextEncoder:
         return self._counted(ids)
 
     def _cut(self, ids: list[int], truncate: bool, text: str, pair: str | None = None) -> list[int]:
-        """As many tokens of a text, or of the second of two, as there is room for.
-
-        Raises:
-            RequestError: nothing may be left out, or it is the first of two that is too long.
-        """
+        """As many tokens of a text, or of the second of two, as there is room for; RequestError if none may be left
+        out."""
         if not truncate:
             raise self._too_long(ids)
         return self._tokenizer.encode_cut(text, self.max_context, pair)
@@ -226,11 +212,7 @@ class TextEncoder:
 
 
 def _listed(name: str, texts: Any) -> list[str]:
-    """A list of texts.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """A list of texts, or UsageError."""
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
         raise UsageError(f"{name} is {written(texts)}, expected a list of texts")
     if wrong := [text for text in texts if not isinstance(text, str)]:

@@ -70,9 +70,7 @@ def load(
     emulate: bool = False,
     **options: Any,
 ) -> "Model":
-    """Load a bundle.
-
-    If a build replaces it meanwhile, the new one is loaded, and never a mixture.
+    """Load a bundle; if a build replaces it meanwhile, the new one, and never a mixture.
 
     Args:
         bundle: the folder that ``llmc build`` wrote.
@@ -80,13 +78,12 @@ def load(
             ``llmc build --auto`` found best on a machine of this size.
         max_context: longest sequence in tokens; default and upper bound: what the bundle was built for.
         prefill_chunk: prompt tokens per call; default and upper bound: what memory was planned for.
-        self_test: replay golden prompts before anything else; default: the shortest of them, the first time that this
-            machine loads this bundle with this engine, as far as the cache remembers.
+        self_test: replay golden prompts first; default: the shortest of them, the first time that this machine loads
+            this bundle with this engine, as far as the cache remembers.
         verify: hash every file before it is used; default: 64 MiB of each file, the first time that this machine loads
             these files, unless ``self_test`` is False; False: none.
         memory: bytes that this process may take, in which the whole of ``max_context`` must fit; where none was named,
-            the context is lowered to what fits, with a warning. Default: what is available, and the cache is held
-            against it as it grows.
+            the context is lowered to what fits, with a warning. Default: what is available, checked as the cache grows.
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
@@ -157,8 +154,6 @@ def verify(
 ) -> VerifyReport:
     """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU.
 
-    Files in the folder that the manifest does not list are named in the report; nothing reads them.
-
     Raises:
         BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
     """
@@ -175,11 +170,7 @@ def verify(
 
 
 def _folder(bundle: str | Path) -> Path:
-    """The path of a bundle, which every engine's library can open.
-
-    Raises:
-        UsageError: it is no path, not in UTF-8, or the system refuses to look at it.
-    """
+    """The path of a bundle, or UsageError for what no engine's library can open."""
     if not isinstance(bundle, str | os.PathLike):
         raise UsageError(f"bundle is {bundle!r:.60}, expected the path of a folder that llmc build wrote")
     folder = Path(bundle)
@@ -211,7 +202,7 @@ def _options(given: Mapping[str, Any]) -> EngineOptions:
 
 
 def _default_threads(measured: int | None) -> int:
-    """All usable ones, or as many as a search found best where it had about as many to choose from: all or half."""
+    """All usable threads, or as many as a search found best where it chose from all or half of them."""
     usable = usable_threads()
     return min(usable, measured) if measured is not None and usable <= 2 * measured else usable
 
@@ -269,22 +260,15 @@ class Model:
 
     @property
     def runner(self) -> SingleRunner:
-        """One sequence at a time, for benchmarks and evaluation; not while requests run.
-
-        Raises:
-            UsageError: the bundle does not generate.
-        """
+        """One sequence at a time, for benchmarks and evaluation; not while requests run. UsageError if it does not
+        generate."""
         if isinstance(self._runner, TextEncoder):
             raise UsageError(f"{self.folder} {self._runner.ability} and generates no text; expected one that does")
         return self._runner
 
     @property
     def encoder(self) -> TextEncoder:
-        """Texts to vectors or scores.
-
-        Raises:
-            UsageError: the bundle generates.
-        """
+        """Texts to vectors or scores. UsageError if the bundle generates."""
         if not isinstance(self._runner, TextEncoder):
             raise UsageError(
                 f"{self.folder} generates text (llmc run, Model.generate) and neither embeds nor ranks; expected a "
@@ -314,8 +298,8 @@ class Model:
 
         Args:
             texts: any number of them.
-            dimensions: the first so many values of each, made of length one again, as Matryoshka models are trained
-                for; default: all, or what the checkpoint says.
+            dimensions: the first so many values of each, made of length one again (Matryoshka); default: all, or what
+                the checkpoint says.
             instruction: a prompt's name, as ``query`` or ``document``, a task in words, or a whole prompt that ends in
                 a colon; see :class:`llmc.runtime.text.prompts.Prompts`. Default: the checkpoint's, mostly none.
             truncate: leave the end of a text out that is too long; by default it is refused.
@@ -329,9 +313,8 @@ class Model:
     def rank(
         self, query: str, documents: Sequence[str], *, instruction: str | None = None, truncate: bool = False
     ) -> "NDArray[np.float32]":
-        """Scores of documents for a query, float32 [n] in the order given; the higher the better.
-
-        They are what the checkpoint makes of them, which may be a logit or, after a sigmoid, between 0 and 1.
+        """Scores of documents for a query, float32 [n] in the order given; the higher the better: logits, or after a
+        sigmoid.
 
         Args:
             query: the question.
@@ -350,7 +333,7 @@ class Model:
         """The engine that serves the requests, made when first asked for.
 
         Raises:
-            RequestError: the model is closed.
+            EngineClosedError: the model is closed.
             DraftError, BundleError: the draft model does not fit or cannot be loaded.
         """
         with self._lock:
@@ -373,10 +356,9 @@ class Model:
         """Complete ``prompt`` (text, or token ids taken as they are).
 
         Args:
-            prompt: special tokens that the text spells are special tokens, so it may be a whole conversation; do not
-                put a stranger's words into it, for which there is :meth:`chat`.
-            sampling: fields of :class:`llmc.runtime.SamplingParams`, where what is left out comes from the
-                checkpoint's generation defaults, and those of :class:`llmc.runtime.api.request.Request`.
+            prompt: a text's special tokens are special tokens; for a stranger's words there is :meth:`chat`.
+            sampling: fields of :class:`llmc.runtime.SamplingParams`, by default the checkpoint's, and those of
+                :class:`llmc.runtime.api.request.Request`.
 
         Raises:
             RequestError: the prompt is empty or too long, or is not valid text.
@@ -391,13 +373,9 @@ class Model:
     def chat(self, messages: Messages, **arguments: Any) -> ChatResult:
         """Answer ``messages`` ([{"role": ..., "content": ...}, ...]) through the checkpoint's chat template.
 
-        Args:
-            messages: what was said. An answer goes on with ``[*messages, result.message.to_dict()]`` and, where it
-                calls tools, ``{"role": "tool", "tool_call_id": ..., "content": ...}`` for each call.
-            arguments: as for :meth:`stream_chat`.
-
-        Raises:
-            what :meth:`stream_chat` raises, and :meth:`llmc.runtime.api.handle.Handle.result`.
+        A conversation goes on with ``[*messages, result.message.to_dict()]`` and, for each call of a tool, ``{"role":
+        "tool", "tool_call_id": ..., "content": ...}``. Takes what :meth:`stream_chat` does, and raises that and what
+        :meth:`llmc.runtime.api.handle.Handle.result` raises.
         """
         return self.stream_chat(messages, **arguments).result()
 
@@ -501,17 +479,12 @@ class Model:
         on_overflow: str | None = None,
         tool_format: str | None = None,
     ) -> list[int]:
-        """The prompt that :meth:`chat` makes of ``messages``, as token ids.
+        """The prompt that :meth:`chat` makes of ``messages``, as token ids; takes and raises what :meth:`stream_chat`
+        does.
 
         Args:
-            messages, tools, documents, chat_template_kwargs, continue_final_message, parse_special, tool_format: as for
-                :meth:`chat`.
             add_generation_prompt: end with the beginning of the assistant's answer, unless the last message is one.
             on_overflow: as among the sampling values; where it drops text, not all tokens are made.
-
-        Raises:
-            RequestError: the template refuses the messages, or they are too long.
-            UsageError: the messages are malformed.
         """
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
         begins = add_generation_prompt and not continue_final_message
@@ -559,9 +532,8 @@ class Model:
         """A request with the checkpoint's generation defaults for what ``arguments`` leave out.
 
         Args:
-            arguments: fields of :class:`llmc.runtime.SamplingParams` and of
-                :class:`llmc.runtime.api.request.Request`; ``parse_special=False`` takes special tokens that a text
-                spells for text.
+            arguments: fields of :class:`llmc.runtime.SamplingParams` and of :class:`llmc.runtime.api.request.Request`;
+                ``parse_special=False`` takes special tokens that a text spells for text.
 
         Raises:
             RequestError: the prompt is not valid text.
@@ -582,11 +554,7 @@ class Model:
         return Request(prompt, SamplingParams.from_defaults(self.manifest.generation, **arguments), **own)
 
     def metric_families(self, labels: Mapping[str, str]) -> Iterator[Any]:
-        """The engine's metrics as families of prometheus-client, with ``labels`` on every sample.
-
-        Raises:
-            MissingExtraError: prometheus-client is not installed.
-        """
+        """The engine's metrics as families of prometheus-client, with ``labels`` on every sample."""
         if isinstance(self._runner, TextEncoder):  # which has no engine
             return iter(())
         from llmc.runtime.observe.prometheus import EngineCollector
@@ -610,12 +578,8 @@ class Model:
 
     @property
     def chat_template(self) -> "ChatTemplate":
-        """The bundle's chat template.
-
-        Raises:
-            RequestError: the model has none.
-            BundleError: it was not read yet, and another bundle has taken the place of this one.
-        """
+        """The bundle's chat template; RequestError without one, BundleError if another bundle has taken this one's
+        place."""
         if self._chat_template is None:
             from llmc.runtime.text.chat_template import ChatTemplate  # jinja, for those who chat
 
@@ -654,8 +618,9 @@ PENDING_BYTES = 64_000_000
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes for ``load(memory=...)``: ``least`` for one row of the longest context, below which it refuses; more than
-    ``most``, for all rows and prefixes, it has no use for. A draft model takes ``draft`` bytes beside them."""
+    """Bytes for ``load(memory=...)``: ``least`` for one row of the longest context, ``most`` for all rows and prefixes,
+    and ``draft`` beside them for a draft model.
+    """
 
     least: int
     most: int
@@ -663,11 +628,7 @@ class MemoryNeed:
 
 
 def memory_need(manifest: Manifest, options: Mapping[str, Any]) -> MemoryNeed:
-    """The memory that a bundle takes when it is loaded with these arguments of :func:`load`.
-
-    Raises:
-        BundleError: the draft's bundle is not there.
-    """
+    """The memory that a bundle takes when it is loaded with these arguments of :func:`load`."""
     limits = manifest.limits
     context = options.get("max_context") or limits.max_context
     prefixes, draft = options.get("prefix_cache_bytes"), options.get("draft")
@@ -728,11 +689,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
 
 
 def without_prefixes(options: EngineOptions) -> EngineOptions:
-    """The options for a model whose layers keep states, of which no earlier position can be had again.
-
-    Raises:
-        UsageError: they ask for what goes back: drafts, or a prefix cache.
-    """
+    """The options for a model whose layers keep states; UsageError if they ask for drafts or a prefix cache."""
     asked = {"draft": options.draft, "prefix_cache_bytes": options.prefix_cache_bytes}
     for name, value in {**asked, "prefix_cache_folder": options.prefix_cache_folder}.items():
         if value:
@@ -750,8 +707,7 @@ def prefix_key(manifest: Manifest) -> str:
 
 
 def drafts_keep_bits(manifest: Manifest, level: Determinism) -> bool:
-    """Tell whether verified drafts leave the bits of all logits as they are: steps are made so, or one graph computes a
-    token alone as it does several."""
+    """Tell whether verified drafts leave the bits of all logits as they are."""
     kept = manifest.graphs["decode"].invariance
     alike = kept.single and kept.tokens > 0 and kept.outputs == 1
     one_graph = len({graph.file for graph in manifest.graphs.values()}) == 1

@@ -57,11 +57,9 @@ class VerifyReport:
 
 
 def check_once(model: Any, wanted: bool | None) -> None:
-    """Replay the golden prompts in short: always, never, or (None) the shortest of them, unless the cache knows that
-    it passed here.
+    """Replay the golden prompts in short: always, never, or (None) the shortest of them, unless a pass is remembered.
 
-    A pass holds for these files, this processor and engine version. A failure is not remembered.
-    Where the cache cannot be written every load tests. None leaves a bundle without golden prompts alone.
+    A pass holds for these files, this processor and engine version; a failure is not remembered.
 
     Raises:
         BundleError: this machine computes something else than the one that built the bundle.
@@ -191,11 +189,7 @@ def _replay_vectors(model: Any, progress: Callable[[str], None], prompts: int | 
 
 
 def _check(model: Any, case: GoldenPrompt, number: int) -> None:
-    """The manifest is not hashed, so look before computing: NaN, for one, would compare as a near tie.
-
-    Raises:
-        BundleError: the case could not have been written by ``llmc build``.
-    """
+    """Refuse a case that no build wrote: the manifest is not hashed, and NaN, for one, would compare as a near tie."""
     ids = (*case.prompt, *case.tokens, *case.top_ids)
     numbers = (*case.margins, *case.top_logits, *case.decode_logits)
     sound = (
@@ -212,8 +206,7 @@ def _check(model: Any, case: GoldenPrompt, number: int) -> None:
 
 
 def _first_logits(model: Any, case: GoldenPrompt, graph: Phase) -> float:
-    """Largest difference of a graph's top logits after the prompt from those recorded of it, in the same call; calls
-    that were not recorded have to come as near as may be."""
+    """Largest difference of a graph's top logits after the prompt from those recorded of it."""
     recorded = np.array(case.top_logits if graph is Phase.PREFILL else case.decode_logits, np.float32)
     tolerance = model.manifest.golden_tolerance
     # As views that the next call overwrites, so look at one after the other.

@@ -101,9 +101,8 @@ class CallIds:
 class ChatHandle(Handle):
     """A submitted conversation: a :class:`llmc.runtime.api.handle.Handle` that gives messages, too.
 
-    Iterating gives the answer's content alone; ``deltas()`` gives content, reasoning and calls as they come, a piece
-    for each token and those that end each message; ``messages()`` waits for the whole. ``events()`` gives the text as
-    the model wrote it. All pieces go to one reader at a time.
+    Iterating gives the answer's content alone; ``deltas()`` gives content, reasoning and calls as they come;
+    ``messages()`` waits for the whole. All pieces go to one reader at a time.
 
     Args:
         parser: makes the parser of an output, given what makes its calls' ids.
@@ -125,11 +124,8 @@ class ChatHandle(Handle):
         self._chat_result: ChatResult | None = None
 
     def deltas(self, timeout: float | None = None) -> Iterator[MessageDelta]:
-        """Every piece of every message, as it comes.
-
-        Raises:
-            what :meth:`result` raises; TimeoutError if a piece takes longer than ``timeout`` seconds.
-        """
+        """Every piece of every message, as it comes. Raises what :meth:`result` does, and TimeoutError after
+        ``timeout`` seconds."""
         for delta in self.events(timeout):
             yield self._message_delta(delta)
         yield from self._last_deltas()
@@ -142,11 +138,7 @@ class ChatHandle(Handle):
             yield last
 
     def messages(self, timeout: float | None = None) -> tuple[Message, ...]:
-        """Wait for the end; one message for each output.
-
-        Raises:
-            what :meth:`result` raises.
-        """
+        """Wait for the end; one message for each output."""
         return self.result(timeout).messages
 
     async def messages_async(self) -> tuple[Message, ...]:

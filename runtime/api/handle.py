@@ -73,12 +73,7 @@ class OutputCollector:
                     waiter.wake()
 
     def take(self, timeout: float | None = None) -> Delta | None:
-        """The next piece, waited for; None at the end.
-
-        Raises:
-            TimeoutError: nothing came within ``timeout`` seconds.
-            EngineClosedError: the engine stayed in another process.
-        """
+        """The next piece, waited for; None at the end. TimeoutError if nothing came within ``timeout`` seconds."""
         self.refuse_forked()
         with self._lock:
             self._taking += 1
@@ -90,22 +85,13 @@ class OutputCollector:
             return self._deltas.popleft() if self._deltas else None
 
     def poll(self) -> Delta | None:
-        """The next piece if there is one.
-
-        Raises:
-            EngineClosedError: the engine stayed in another process.
-        """
+        """The next piece if there is one."""
         self.refuse_forked()
         with self._lock:
             return self._deltas.popleft() if self._deltas else None
 
     def wait(self, timeout: float | None) -> None:
-        """Wait for the end.
-
-        Raises:
-            TimeoutError: it did not come within ``timeout`` seconds.
-            EngineClosedError: the engine stayed in another process.
-        """
+        """Wait for the end. TimeoutError if it did not come within ``timeout`` seconds."""
         self.refuse_forked()
         with self._lock:
             if not self._waited(self._over, lambda: self.ended, timeout):
@@ -113,11 +99,7 @@ class OutputCollector:
 
     @contextmanager
     def heard(self, pieces: bool) -> Iterator[Waiter]:
-        """A wait for the running event loop's task while the block runs: for the end, or for ``pieces`` too.
-
-        Raises:
-            EngineClosedError: the engine stayed in another process.
-        """
+        """A wait of the running event loop's task while the block runs: for the end, or for ``pieces`` too."""
         self.refuse_forked()
         waiter, those = Waiter(), self._readers if pieces else self._waiters
         with self._lock:
@@ -129,11 +111,8 @@ class OutputCollector:
                 those.remove(waiter)
 
     def refuse_forked(self) -> None:
-        """Before the lock is taken: the thread that held it in that moment is not here to let it go.
-
-        Raises:
-            EngineClosedError: the engine stayed in another process, and the request had not ended by then.
-        """
+        """Raise EngineClosedError in a forked process, before a lock is taken whose thread is not here; fine after the
+        end."""
         if os.getpid() == self._pid:
             return
         if not self.ended:
@@ -158,8 +137,8 @@ class Handle:
 
     Iterating gives text as it becomes final; ``events()`` gives every piece of every output; ``result()`` waits for the
     whole. All three exist for ``async for`` and ``await`` too. Whoever drops the handle before the end cancels the
-    request, unless it has an ``on_delta``. In a process that was forked meanwhile nothing more comes: what had ended
-    can be read there, and everything else is refused with an EngineClosedError.
+    request, unless it has an ``on_delta``. In a forked process what had ended can be read; everything else is refused
+    with an EngineClosedError.
     """
 
     def __init__(self, collector: OutputCollector, cancel: Callable[[], None], outputs: int, keep: bool) -> None:

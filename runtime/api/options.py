@@ -111,11 +111,7 @@ def _level(value: object) -> Determinism:
 
 
 def check_level(manifest: Manifest, level: Determinism) -> None:
-    """Refuse a promise that the bundle's arithmetic was not seen to keep, when it was built.
-
-    Raises:
-        UsageError: with what is missing.
-    """
+    """Refuse a level of determinism that the bundle's arithmetic was not seen to keep, when it was built."""
     if level is Determinism.FAST:
         return
     decode = manifest.graphs["decode"].invariance
@@ -135,11 +131,7 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
 
 
 def row_limit(manifest: Manifest, options: EngineOptions) -> int:
-    """Rows that may run at once; even where rows are run in pairs, for the last one needs a neighbour.
-
-    Raises:
-        UsageError: more than the bundle was built for, or a level of determinism that it cannot keep.
-    """
+    """Rows that may run at once, even where rows run in pairs; UsageError for more than the bundle was built for."""
     check_level(manifest, options.determinism)
     most = manifest.limits.max_batch
     rows = most if options.max_batch is None else options.max_batch

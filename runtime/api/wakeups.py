@@ -8,11 +8,8 @@ _HERE = threading.local()
 
 
 class Wakeups:
-    """Those who wait on one event loop and have news, told all together by one call into the loop.
-
-    Whoever has news while the call is under way joins it: calls into a loop cost more than all else that a token costs
-    the thread that brings it.
-    """
+    """Those who wait on one event loop and have news, told all together: calls into a loop cost more than all else of a
+    token."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -39,8 +36,7 @@ class Wakeups:
 class Waiter:
     """A task's wait for news from other threads, again and again. Make it on the event loop that waits.
 
-    News between two waits are remembered. Look for what they are after a wait, and before the first one; a wait may end
-    without any.
+    News between two waits are remembered. A wait may end without any.
     """
 
     def __init__(self) -> None:

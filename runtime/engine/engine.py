@@ -41,10 +41,8 @@ from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
 from llmc.runtime.runner.model_runner import ModelRunner, calls
 from llmc.runtime.sessions import Session
-from llmc.runtime.speculation.answers import AnswerLookup, Scopes
-from llmc.runtime.speculation.control import LENGTHS, DraftLength, Ledger
-from llmc.runtime.speculation.drafters import Drafter, PromptLookup
-from llmc.runtime.speculation.speculator import Speculator
+from llmc.runtime.speculation.drafters import Drafter
+from llmc.runtime.speculation.speculator import make_speculators
 from llmc.runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -117,7 +115,8 @@ class Engine:
             guarded=self._guarded,
             prefixes=prefixes,
         )
-        self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, self._speculators(drafter))
+        speculate = None if drafter is None else make_speculators(drafter, self._runner, options.max_draft_tokens)
+        self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, speculate)
         self._outputs = OutputProcessor(
             self._scheduler, manifest.source.name, options.sampling_threads, self._guarded, self._forget
         )
@@ -195,10 +194,7 @@ class Engine:
             ResourceError: the disk is full.
         """
         prefixes = self._prefix_cache()
-        try:
-            ids = token_ids(tokens)
-        except UsageError as error:
-            raise UsageError(f"tokens is {tokens!r:.60}, expected a list of token ids") from error
+        ids = token_ids(tokens)
         check_tokens("the conversation holds", ids, self._vocab_size)
 
         def read() -> Match:
@@ -293,23 +289,6 @@ class Engine:
             if self._lost is None and not error.lost:
                 raise
             log.warning("what a lost GPU held could not be freed: %s", error)
-
-    def _speculators(self, drafter: Drafter | None) -> Callable[[int, str | None], Speculator] | None:
-        """Make a factory of speculators, for a sequence's key and scope; they share ledger and costs."""
-        if drafter is None:
-            return None
-        runner, ledger, scopes = self._runner, Ledger(), Scopes()
-        lengths = tuple(length for length in LENGTHS if length <= self.options.max_draft_tokens)
-
-        def speculator(key: int, scope: str | None) -> Speculator:
-            chosen = drafter
-            if scope is not None and isinstance(drafter, PromptLookup):
-                chosen = AnswerLookup(drafter, scopes.of(scope))
-            name = type(chosen).__name__
-            control = DraftLength(runner.costs, name, runner.phase, lengths, runner.step_seconds, ledger)
-            return Speculator(key, chosen, runner.costs, control)
-
-        return speculator
 
     def _accept(self, request: RequestState) -> None:
         self._start_thread()

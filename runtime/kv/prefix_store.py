@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import stat
-import sys
 import threading
 import time
 from collections import deque
@@ -40,8 +39,6 @@ ABANDONED_S = 600.0
 PAUSE_S = 60.0
 # A folder that changed so recently may change again without a new time stamp.
 SETTLED_NS = 2_000_000_000
-# Whoever computes has ten times the claim to a core. Not more: who waits for a core may hold Python's lock.
-POLITE_NICENESS = 10
 
 _T = TypeVar("_T")
 _OUR_FOLDER = re.compile(r"[0-9a-f]{32}")
@@ -86,15 +83,6 @@ class _Job:
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.blocks)
-
-
-def _yield_to_others() -> None:
-    """Leave the cores to those who compute: a request should not wait for what nobody waits for."""
-    if sys.platform == "linux":  # where priorities belong to threads, not to processes
-        with suppress(OSError):
-            thread = threading.get_native_id()
-            now = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, max(now, POLITE_NICENESS))
 
 
 class PrefixStore:
@@ -282,7 +270,6 @@ class PrefixStore:
                 os.utime(shelf.folder / name, ns=(stamp - age * 1000, stamp - age * 1000))
 
     def _work(self) -> None:
-        _yield_to_others()
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._jobs or self._closed)

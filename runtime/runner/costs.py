@@ -15,12 +15,9 @@ have been busy."""
 class StepCosts:
     """An online model of seconds per call, by phase, rows and tokens per row. Not thread-safe.
 
-    Each shape keeps the moving average of the median of its last five observations, so a call that the operating
-    system interrupted does not show. Of an even number the lower median counts, for delays only ever add time. Shapes
-    never seen are read from the line through the nearest two known ones over the total number of tokens of the same
-    phase, held inside what any call keeps to: more tokens cost no less, and cost no more per token.
-
-    The phase is any name: what is no session's call, such as a drafter's work, may be kept beside it.
+    Each shape keeps the moving average of the lower median of its last five observations, so a call that the operating
+    system interrupted does not show. Shapes never seen are read from the line through the nearest two known totals of
+    tokens of the phase, held so that more tokens cost no less, and no more per token. The phase is any name.
     """
 
     def __init__(self) -> None:
@@ -42,10 +39,7 @@ class StepCosts:
         return known.between(rows * tokens) if known.shapes else None
 
     def count(self, phase: str, rows: int, tokens: int) -> int:
-        """Number of calls of this shape that were seen, up to 5. The first may have paid for what later ones reuse.
-
-        If the last was :data:`OLD` observations ago, they count as one, and the next begins anew.
-        """
+        """Calls of this shape that were seen, up to 5; 1 if the last was :data:`OLD` observations ago."""
         shape = self._phases[phase].shapes.get((rows, tokens))
         if shape is None:
             return 0

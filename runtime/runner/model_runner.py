@@ -112,11 +112,7 @@ class ModelRunner:
         self._last = _zeros(0, Phase.DECODE, 0, 0)  # step without drafts
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Make room for so many rows and positions, and for the dummies that the policy adds.
-
-        Raises:
-            ResourceError: the machine has not enough memory left.
-        """
+        """Make room for so many rows and positions, and for the dummies that the policy adds."""
         rows += rows % 2 if self._policy.in_pairs else 0
         self.session.cache.grow(rows, max(1, positions + self._strict), self.max_context)
 
@@ -140,9 +136,8 @@ class ModelRunner:
         return logits
 
     def execute(self, call: Sequence[Slot]) -> Floats:
-        """Make a call of :func:`calls`: feed last tokens and drafts; logits [B, 1 + drafts, V], which the next call may
-        overwrite.
-        """
+        """Feed last tokens and drafts of one of :func:`calls`; logits [B, 1 + drafts, V], which the next call may
+        overwrite."""
         if call[0].drafts:
             return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:

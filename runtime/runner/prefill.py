@@ -25,15 +25,13 @@ def prefill(
     every: bool = False,
     phase: Phase = Phase.PREFILL,
 ) -> Iterator[Floats]:
-    """Feed the tokens that are not in the row yet, one chunk each time that the next item is asked for.
-
-    Gives logits [O, V] of each chunk: of every new position, or else of the context's last one alone. The next call
-    may overwrite them.
+    """Feed the tokens that are not in the row yet, one chunk for each item; its logits [O, V], which the next may
+    overwrite.
 
     Args:
         run: makes a call of the session.
         size: tokens per chunk; with the graph of decode there is one.
-        every: whether logits of all positions are wanted.
+        every: whether logits of all positions are wanted, and not of the context's last alone.
         phase: names the graph.
     """
     total = len(sequence.context)
@@ -93,12 +91,7 @@ class SingleRunner:
         return logits[None]
 
     def prefill_beside(self, other: Sequence[int], prompt: Sequence[int]) -> Floats:
-        """Feed both from empty rows in one call and return the logits after ``prompt`` [V], on a session that packs
-        rows.
-
-        Raises:
-            ResourceError: the machine has not enough memory left.
-        """
+        """Feed both from empty rows in one call, on a session that packs rows; the logits after ``prompt`` [V]."""
         self.session.cache.grow(2, max(len(other), len(prompt)), self.max_context)
         logits: Floats = self.session.run(shared_batch([Slot(other, row=0), Slot(prompt, row=1)]))[1, 0]
         return logits
@@ -117,12 +110,7 @@ class SingleRunner:
         return np.concatenate([logits.copy() for logits in parts])
 
     def reserve(self, positions: int) -> None:
-        """Make room for ``positions`` tokens, growing the cache in steps.
-
-        Raises:
-            ResourceError: the machine has not enough memory left.
-            RequestError: the context ends before.
-        """
+        """Make room for ``positions`` tokens, growing the cache in steps; RequestError beyond the context."""
         if positions > self.max_context:
             raise RequestError(f"position {positions} is asked for, the context holds {self.max_context}")
         self.session.cache.grow(1, positions, self.max_context)

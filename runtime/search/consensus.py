@@ -15,12 +15,7 @@ CHRF_BETA = 2
 
 @dataclass(frozen=True)
 class Similarity:
-    """A similarity of two texts that takes each text apart once, however many it is compared with.
-
-    Args:
-        parts: takes a text apart.
-        compare: the similarity of two texts taken apart.
-    """
+    """A similarity of two texts: ``parts`` takes each text apart once, and ``compare`` compares the parts."""
 
     parts: Callable[[str], Any]
     compare: Callable[[Any, Any], float]
@@ -42,8 +37,7 @@ def expected_similarities(texts: Sequence[str], similarity: Callable[[str, str],
 
     Args:
         texts: samples of the model, at least one.
-        similarity: called with (hypothesis, reference), once for each pair of different texts, a text with itself
-            included; the higher, the more alike. Built in: :data:`SIMILARITIES`.
+        similarity: ``f(hypothesis, reference)`` of each pair of different texts; higher is more alike.
 
     Raises:
         ProcessorError: the similarity raised, or returned something else than a finite number.

@@ -52,8 +52,7 @@ class Session(ABC):
         cache: the KV cache that calls read and write.
         substitutes: whether a phase runs on the other phase's graph, because this machine cannot run its own.
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
-        packs_rows: whether rows of a call of prefill may have different numbers of new tokens, and padding costs next
-            to nothing.
+        packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
     """
 
     cache: KVCache

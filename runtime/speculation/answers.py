@@ -16,8 +16,8 @@ END = -1
 
 
 class Answers:
-    """The last answers of a scope, 8,192 tokens of them, which are searched as they are: an index would take a hundred
-    times the memory, and milliseconds of the engine for a long answer."""
+    """The last answers of a scope, 8,192 tokens of them, searched without an index, which would take 100 times the
+    memory."""
 
     def __init__(self) -> None:
         self._known = np.empty(0, np.int32)
@@ -45,10 +45,9 @@ class Answers:
 
 
 class AnswerLookup:
-    """A drafter for the sequences of one scope: prompt lookup, and where the scope's answers match longer, these.
+    """Prompt lookup for the sequences of one scope; where the scope's answers match longer, these.
 
-    Nothing of one scope is ever proposed in another, nor to a sequence without one, so how many drafts come true tells
-    of answers of the scope alone.
+    Nothing of one scope is ever proposed in another, nor to a sequence without one.
 
     Args:
         lookup: in the sequence's own tokens.

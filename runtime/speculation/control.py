@@ -46,8 +46,7 @@ REMEASURE = 64
 class Ledger:
     """The loss that drafting may still make, in tokens' worth of time: stake, a share of the time since, and winnings.
 
-    Each sequence has one, so that no answer pays much, whatever others won; and all of an engine share one, so that
-    many short answers do not each lose a stake.
+    Each sequence has one, and all of an engine share one, so that many short answers do not each lose a stake.
     """
 
     def __init__(self, stake: float = SHARED_STAKE) -> None:
@@ -71,18 +70,15 @@ class DraftLength:
     class of drafts, by how many the drafter had (:data:`UNSURE`).
 
     A call is made only if both ledgers could pay for the rejection of all its drafts. So, as far as costs are known,
-    no text and no drafter makes the sequences of an engine lose more than six tokens' worth of time in all, and 0.5 %
-    of that of each token; and one of them no more than 1.5 and that share. But drafts that came true without being
-    verified, and would have won, let it lose as much again: that is bounded where they are right as often when they are
-    verified, as any are that do not know.
+    the sequences of an engine lose at most six tokens' worth of time in all, and 0.5 % of that of each token; one of
+    them 1.5 and that share. Drafts that came true unverified, and would have won, let it stake as much again.
 
     Args:
         costs: measured seconds of calls; may be shared by all sequences of a session.
         drafter: the name under which ``costs`` knows the drafter's seconds, by number of drafts.
         phase: of the call that verifies with so many tokens; default: of a graph that does them all.
         lengths: draft lengths to choose from, ascending from 1.
-        step: seconds of a step without drafts of so many rows, None while that is unknown; default: what ``costs``
-            knows of decoding calls of that many rows with a token each. For whoever makes a step of other calls.
+        step: seconds of a step without drafts of so many rows, None while unknown; default: from ``costs``.
         ledger: shared with the other sequences; default: one of its own.
     """
 
@@ -116,10 +112,8 @@ class DraftLength:
         return self._chosen(self.longest, SUREST, rows)[0]
 
     def keep(self, had: int, asked: int, rows: int = 1) -> int:
-        """Of ``had`` drafts, where ``asked`` were asked for, how many to verify (the first ones); often 0.
-
-        Whoever verifies that many says so by :meth:`verified`.
-        """
+        """The drafts to verify (the first ones) of ``had``, where ``asked`` were asked for; report them by
+        :meth:`verified`."""
         kind = kind_of(had, asked)
         length, stake = self._chosen(had, kind, rows)
         if length:
@@ -128,10 +122,8 @@ class DraftLength:
         return length
 
     def verified(self, proposed: int, accepted: int, rows: int = 1, seconds: float | None = None) -> None:
-        """Learn how many of ``proposed`` > 0 drafts the model accepted, once ``costs`` knows what that took.
-
-        ``seconds`` that this drafting took, where it is known better than from ``costs``.
-        """
+        """Learn how many of ``proposed`` > 0 drafts were accepted, once ``costs`` knows the call; ``seconds`` for
+        drafting."""
         assert 0 <= accepted <= proposed and proposed > 0
         self._streak += 1
         self._position += accepted + 1
@@ -176,10 +168,8 @@ class DraftLength:
     def _best(self, had: int, rows: int, acceptance: float) -> tuple[int, float, float]:
         """The best length up to ``had``, how many times faster than without drafts it is, and what it could lose.
 
-        A length that was verified once counts as no dearer than the settled one before it, or where there is none as
-        what is assumed of unknown ones, so it is tried again: the first call of a shape may have been slow, and would
-        be believed for ever. So is one that was not verified for long (:meth:`StepCosts.count`), for as many may have
-        been slow as were made.
+        A length that was verified once, or not for long, counts as no dearer than the settled one before it, or what is
+        assumed of unknown ones: the first call of a shape may have been slow, and would be believed for ever.
         """
         best, gain, stake, settled = 0, 0.0, 0.0, None
         most = min(max(self._own.left, self._promise), self._shared.left)
@@ -202,10 +192,8 @@ class DraftLength:
     def _seconds(
         self, length: int, rows: int, drafting: float | None = None, most: float | None = None
     ) -> tuple[float, float] | None:
-        """Seconds of a step of the batch without drafts, and with ``length`` for this sequence; None: not known yet.
-
-        The sequence leaves the batch for a call of its own, which counts with at most ``most`` seconds, and the others
-        go on without it.
+        """Seconds of a step of the batch without drafts, and with ``length`` for this sequence in a call of its own,
+        which counts with at most ``most``; None: not known yet.
         """
         costs = self._costs
         plain = self.step(rows)

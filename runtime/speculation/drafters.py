@@ -35,8 +35,7 @@ class PromptLookup:
     """Proposes what followed the last few tokens when they occurred before, in the prompt or in the output.
 
     The longest match counts, and of several the most recent. Where what is known to have followed ends, the text is
-    taken to go on repeating itself. An index over n-grams grows with the sequence, so a step costs the same however
-    long it is. The index takes roughly 150 bytes per token and n.
+    taken to go on repeating itself. The index over n-grams takes roughly 150 bytes per token and n.
 
     Saxena, Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding; the bound by the length
     of the match is SuffixDecoding's, https://arxiv.org/abs/2411.04975.
@@ -97,11 +96,7 @@ class _Index:
         self._done = max(self._done, len(tokens) - 1)
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """The place behind the longest match of the end of ``tokens``, of equal ones the last; the length, 0 for none.
-
-        Beyond the largest of :data:`SIZES` only the last :data:`CANDIDATES` are compared, and up to :data:`LONGEST`
-        tokens.
-        """
+        """The place behind the longest and last match of the end of ``tokens``; its length, 0 for none."""
         end = len(tokens)
         for size in SIZES:
             start = self.after.get(tuple(tokens[end - size : end])) if size <= end else None

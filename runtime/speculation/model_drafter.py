@@ -25,12 +25,11 @@ class ModelDrafter:
     """Proposes the tokens that a second model finds most probable.
 
     Each sequence has a row of that model's cache, as many as its bundle's ``max_batch``; the one that was idle longest
-    makes room for a new one, and is read again when it comes back. The model reads what it has not seen: a prompt in
-    chunks, one or two tokens in steps. Rejected drafts are left in the cache and overwritten, for the length of the
-    past decides what counts.
+    makes room for a new one. The model reads a prompt in chunks, one or two tokens in steps. Rejected drafts are left
+    in the cache and overwritten.
 
     Args:
-        model: a loaded bundle, which the drafter takes over: nothing else may use it, and :meth:`close` closes it.
+        model: a loaded :class:`llmc.runtime.Model`, which the drafter takes over and closes.
         target: the loaded bundle that is drafted for.
 
     Raises:
@@ -59,10 +58,7 @@ class ModelDrafter:
         self._warned = False
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to ``count`` tokens, each the most probable after ``tokens`` and those before it.
-
-        None where the draft model cannot go on: its context ends, its memory does, or it lacks one of the tokens.
-        """
+        """Up to ``count`` most probable tokens after ``tokens``; none beyond its context, memory or vocabulary."""
         count = min(count, self._context - len(tokens) + 1)  # the last draft is not fed
         if count < 1 or not tokens:
             return []
@@ -129,11 +125,7 @@ class _Sequence(Slot):
 
 
 def check_same_tokenizer(draft: Any, target: Any) -> None:
-    """Refuse a draft model whose token ids mean something else.
-
-    Raises:
-        DraftError: with the first difference. A vocabulary padded to another size is none.
-    """
+    """Refuse a draft model whose token ids mean something else, with the first difference; padding is none."""
     files = [loaded.manifest.files.get(TOKENIZER_FILE) for loaded in (draft, target)]
     if files[0] is None or files[1] is None or files[0].sha256 != files[1].sha256:
         theirs, ours = (_vocabulary(loaded.folder) for loaded in (draft, target))

@@ -5,9 +5,10 @@ from time import perf_counter
 from typing import NamedTuple
 
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.speculation.answers import AnswerLookup
-from llmc.runtime.speculation.control import TRIAL, DraftLength
-from llmc.runtime.speculation.drafters import Drafter
+from llmc.runtime.runner.model_runner import ModelRunner
+from llmc.runtime.speculation.answers import AnswerLookup, Scopes
+from llmc.runtime.speculation.control import LENGTHS, TRIAL, DraftLength, Ledger
+from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 
 LOOK_SHARE = 0.005
 """Of the time without drafts: looking for some takes no more, in the long run."""
@@ -16,13 +17,10 @@ LOOK_SHARE = 0.005
 class Speculator:
     """Asks the drafter for one sequence's drafts and learns from what becomes of them.
 
-    Each step: :meth:`drafts`; the call, with its seconds told to ``costs``; :func:`verify`;
-    :meth:`committed`.
+    Each step: :meth:`drafts`; the call, with its seconds told to ``costs``; :func:`verify`; :meth:`committed`.
 
-    Drafts that are not worth a call are watched: they are compared with the tokens that come anyway, so text that
-    begins to repeat itself is noticed, and neither that nor an inapt draft model is paid for by verifications. All that
-    this takes is timed, and after a look that found nothing worth a call there is none for so many tokens that it took
-    0.5 % of their time.
+    Drafts that are not worth a call are compared with the tokens that come anyway, so text that begins to repeat itself
+    is noticed. After a look that found nothing worth a call there is none until it took 0.5 % of the time.
 
     Args:
         key: names the sequence to the drafter.
@@ -109,6 +107,22 @@ class Speculator:
             self.control.watched(guess.had, guess.asked, len(guess.tokens), right)
 
 
+def make_speculators(drafter: Drafter, runner: ModelRunner, longest: int) -> Callable[[int, str | None], Speculator]:
+    """A factory of speculators by a sequence's key and scope, sharing ledger and costs; ``longest`` in drafts."""
+    ledger, scopes = Ledger(), Scopes()
+    lengths = tuple(length for length in LENGTHS if length <= longest)
+
+    def make(key: int, scope: str | None) -> Speculator:
+        chosen = drafter
+        if scope is not None and isinstance(drafter, PromptLookup):
+            chosen = AnswerLookup(drafter, scopes.of(scope))
+        name = type(chosen).__name__
+        control = DraftLength(runner.costs, name, runner.phase, lengths, runner.step_seconds, ledger)
+        return Speculator(key, chosen, runner.costs, control)
+
+    return make
+
+
 class _Guess(NamedTuple):
     """Drafts that are not verified: where, the first ones, how many there were, and how many were asked for."""
 
@@ -121,23 +135,15 @@ class _Guess(NamedTuple):
 def verify(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:
     """The tokens to commit when ``drafts`` were fed and the model has logits before, between and after them.
 
-    ``draw(i)`` draws the model's token from the logits at the ``i``-th of the fed positions (0: what the first draft
-    has to agree with; ``len(drafts)``: the token after the last). Draws go on while they agree with the drafts; the
-    first that does not is committed and is the last; after the last draft one more is drawn. So 1 ... ``len(drafts)``
-    + 1 tokens come, all but the last equal to the drafts, and ``draw`` is called once for each, in order and only when
-    it is asked for: whoever stops early, at an end-of-sequence token, has drawn nothing beyond it.
+    ``draw(i)`` draws the model's token from the logits at the ``i``-th of the fed positions. Draws go on while they
+    agree with the drafts; the first that does not is committed and is the last; after the last draft one more is drawn.
+    ``draw`` is called in order and only when a token is asked for.
 
     This is speculative sampling (Leviathan et al., https://arxiv.org/abs/2211.17192; Chen et al.,
-    https://arxiv.org/abs/2302.01318) with a proposal q that puts all its mass on the draft d. There d is accepted with
-    probability min(1, p(d) / q(d)) = p(d), and otherwise a token is drawn from the residual max(0, p - q), normalised,
-    which is p without d. Here one token t is drawn from p. It equals d with probability p(d); and given that it does
-    not, it is distributed as p without d. The two agree in distribution, which is p: P(t = d) = p(d), and for x other
-    than d P(t = x) = (1 - p(d)) * p(x) / (1 - p(d)) = p(x). Whatever the drafts are, even chosen against us, as long as
-    they do not know the draw itself.
-
-    More than that: the draws see the logits that they would see without drafts, and randomness is a function of (seed,
-    position), so the tokens are the same ones, not only as probable. (As far as the logits are the same bits; that is
-    the session's part.)
+    https://arxiv.org/abs/2302.01318) with a proposal that puts all its mass on the draft d: a token drawn from p equals
+    d with probability p(d), and otherwise is distributed as p without d, the normalised residual. The draws see the
+    logits that they would see without drafts, and randomness is a function of (seed, position), so the tokens are the
+    same ones as far as the session's logits are the same bits.
     """
     for i, draft in enumerate(drafts):
         token = draw(i)

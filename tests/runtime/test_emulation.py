@@ -3,8 +3,6 @@
 So a bundle can be checked where its GPU is not, through the same generation loop.
 """
 
-import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import onnxruntime as ort
 import pytest
 
 from llmc.bundle import DECODER_FILE, read_bundle, read_export
-from llmc.errors import BundleError, GpuError
+from llmc.errors import GpuError
 from llmc.runtime import Model, load
 from llmc.runtime.sessions import EMULATED_BYTES, Batch, Phase, emulated
 from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
@@ -168,13 +166,3 @@ def test_a_bundle_that_is_emulated_is_planned_in_the_machines_memory(bundle: Pat
     assert found.memory.cache_per_token == manifest.device.cache_per_token
     assert found.memory.total(CONTEXT) > manifest.memory.total(CONTEXT) + EMULATED_BYTES * manifest.source.parameters
     assert (found.files, found.golden, found.limits) == (manifest.files, manifest.golden, manifest.limits)
-
-
-def test_the_golden_prompts_are_replayed(bundles: Callable[[str], Path], tmp_path: Path):
-    folder = Path(shutil.copytree(bundles("native"), tmp_path / "bundle"))
-    load(folder, emulate=True, self_test=True).close()
-    text = json.loads((folder / "llmc.json").read_text())
-    text["golden"][0]["top_logits"][0] += 1.0
-    (folder / "llmc.json").write_text(json.dumps(text))
-    with pytest.raises(BundleError, match="this machine computes something else"):
-        load(folder, emulate=True, self_test=True)

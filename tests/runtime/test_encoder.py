@@ -15,13 +15,10 @@ from llmc.export import export
 from llmc.optimize import recipe as recipes
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
-from llmc.runtime.model import verify
 from llmc.runtime.text.prompts import Prompts
 
 # Float32 adds in another order; vectors have length one.
 TOLERANCE = 1e-4
-# Of vectors with int8 weights and those of the checkpoint, on the small model; measured: 0.9995.
-LEAST_COSINE = 0.999
 # Longer than one call's tokens together, and so different that rows of a call are padded.
 TEXTS = [f"def f{i}(x): return x" + " + x" * (i % 7) for i in range(12)] + ["", "a"]
 TASK = "Given a bug, find the patch"
@@ -91,19 +88,6 @@ def test_a_text_that_is_too_long_is_refused_or_cut_as_asked(model, checkpoint):
     assert np.abs(model.embed([text], truncate=True) - wanted).max() <= TOLERANCE
 
 
-def test_eight_bits_keep_the_direction_of_vectors(tmp_path, tiny_checkpoint, built):
-    """Of the small model, which was trained: random weights say nothing about rounding."""
-    checkpoint = encoders.as_embedder(encoders.copy(tiny_checkpoint, tmp_path / "small"))
-    texts = [text for text in TEXTS if text]
-    bundle = built(checkpoint)
-    with load(bundle, threads=1) as model:
-        found = model.embed(texts)
-        assert verify(bundle).prompts == len(model.manifest.vectors) == 4
-        similarity = model.manifest.similarity
-    cosines = np.sum(found * encoders.embeddings(checkpoint, texts), axis=1)
-    assert cosines.min() >= LEAST_COSINE and similarity.smallest >= LEAST_COSINE
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -162,13 +146,6 @@ def test_a_document_that_is_too_long_is_refused_or_cut_before_what_the_template_
     assert np.array_equal(kept, ranks.rank(QUERY, ["word " * 300], truncate=True))
     with pytest.raises(RequestError, match="the query leaves no room for a document in 128 tokens"):
         ranks.rank("word " * 200, ["a"], truncate=True)
-
-
-def test_a_model_that_generates_says_that_it_neither_embeds_nor_ranks(tiny_bundle):
-    with load(tiny_bundle, threads=1, self_test=False) as model:
-        for ask in (lambda: model.embed(["a"]), lambda: model.rank("a", ["b"])):
-            with pytest.raises(UsageError, match=r"generates text .* and neither embeds nor ranks"):
-                ask()
 
 
 @pytest.mark.parametrize(

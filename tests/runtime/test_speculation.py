@@ -10,15 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import SamplingContext
 from llmc.runtime.sampling.samplers import Sampler, make_sampler
-from llmc.runtime.sessions import Phase
-from llmc.runtime.speculation.control import DraftLength
-from llmc.runtime.speculation.drafters import Drafter, PromptLookup
-from llmc.runtime.speculation.speculator import Speculator, verify
+from llmc.runtime.speculation.speculator import verify
 
 VOCAB = 5
 SEQUENCES = 4000
@@ -26,16 +22,10 @@ SEQUENCES = 4000
 CHI_SQUARE_24 = 51.18
 
 RULES = np.random.default_rng(3).normal(size=(VOCAB, VOCAB, VOCAB)).astype(np.float32)
-REPEATING = np.where(np.eye(11, k=1) + np.eye(11, k=-10) > 0, 9, 0).astype(np.float32)
 
 
 def toy(tokens: Sequence[int]) -> np.ndarray:
     return RULES[tokens[-2], tokens[-1]]
-
-
-def repeating(tokens: Sequence[int]) -> np.ndarray:
-    """A model that counts from 0 to 10 again and again, with a mistake now and then."""
-    return REPEATING[tokens[-1]]
 
 
 Model = Callable[[Sequence[int]], np.ndarray]
@@ -157,80 +147,3 @@ def test_tokens_are_those_that_come_without_speculation(temperature: float, adve
     while len(tokens) < 202:
         tokens += step(toy, sampler, tokens, ADVERSARIES[adversary](tokens, len(tokens)))
     assert tokens[2:202] == wanted
-
-
-class Oracle:
-    """Knows what comes and is wrong every ``wrong``-th time."""
-
-    costs_by_token = True
-
-    def __init__(self, answer: Sequence[int], wrong: int = 5) -> None:
-        self.answer = list(answer)
-        self.wrong = wrong
-        self.asked: list[int] = []
-        self.forgotten: list[int] = []
-
-    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        self.asked.append(count)
-        start = len(tokens)
-        coming = self.answer[start : start + count]
-        return [(token + 1) % VOCAB if (start + i) % self.wrong == 0 else token for i, token in enumerate(coming)]
-
-    def forget(self, key: int) -> None:
-        self.forgotten.append(key)
-
-    def close(self) -> None:
-        pass
-
-
-def speculated(
-    model: Model, sampler: Sampler, prompt: list[int], count: int, speculator: Speculator, costs: StepCosts
-) -> tuple[list[int], list[int]]:
-    """Tokens, and the number of drafts of each step, where a step takes 10 ms and a verification 20 and 0.5 each."""
-    tokens, lengths = list(prompt), []
-    while len(tokens) - len(prompt) < count:
-        drafts = speculator.drafts(tokens, count - (len(tokens) - len(prompt)) - 1)
-        committed = step(model, sampler, tokens, drafts)
-        if drafts:
-            costs.observe(Phase.PREFILL, 1, len(drafts) + 1, 0.020 + 0.0005 * (len(drafts) + 1))
-        else:
-            costs.observe(Phase.DECODE, 1, 1, 0.010)
-        speculator.committed(len(drafts), len(committed))
-        tokens += committed
-        lengths.append(len(drafts))
-    return tokens[len(prompt) :], lengths
-
-
-def speculator_of(key: int, drafter: Drafter, costs: StepCosts) -> Speculator:
-    return Speculator(key, drafter, costs, DraftLength(costs, type(drafter).__name__))
-
-
-def test_a_good_oracle_is_used_and_changes_no_token():
-    wanted = plain(toy, random_sampler(5), [0, 1], 300)
-    oracle, costs = Oracle([0, 1, *wanted]), StepCosts()
-    speculator = speculator_of(3, oracle, costs)
-    found, lengths = speculated(toy, random_sampler(5), [0, 1], 300, speculator, costs)
-    assert found == wanted
-    assert len(lengths) < 100
-    speculator.close()
-    assert oracle.forgotten == [3]
-
-
-def test_an_oracle_that_is_always_wrong_is_hardly_asked_and_changes_no_token():
-    wanted = plain(toy, random_sampler(5), [0, 1], 300)
-    costs = StepCosts()
-    speculator = speculator_of(3, Oracle([0, 1, *wanted], wrong=1), costs)
-    found, lengths = speculated(toy, random_sampler(5), [0, 1], 300, speculator, costs)
-    assert found == wanted
-    assert len(lengths) == 300
-    assert sum(length > 0 for length in lengths) < 10
-
-
-def test_prompt_lookup_speeds_up_a_text_that_repeats_itself():
-    sampler = random_sampler(1, 11)
-    wanted = plain(repeating, sampler, [0, 1], 400)
-    costs = StepCosts()
-    speculator = speculator_of(0, PromptLookup(), costs)
-    found, lengths = speculated(repeating, random_sampler(1, 11), [0, 1], 400, speculator, costs)
-    assert found == wanted
-    assert len(lengths) < 200

@@ -193,28 +193,6 @@ def test_nothing_is_drafted_before_the_cost_of_a_step_is_known():
     assert control.length() > 0
 
 
-def test_drafts_of_an_unsure_drafter_are_judged_by_their_like():
-    control = DraftLength(settled(INT8))
-    for _ in range(10):
-        control.watched(4, 31, 3, 0)
-        control.watched(31, 31, 3, 3)
-    assert control.keep(4, 31) == 0
-    assert control.keep(31, 31) > 0
-
-
-def test_a_length_that_was_slow_once_is_tried_again():
-    costs = StepCosts()
-    control = DraftLength(costs)
-    costs.observe(Phase.DECODE, 1, 1, INT8.plain)
-    costs.observe(Phase.PREFILL, 1, 4, 100 * INT8.verify(4))
-    for _ in range(20):
-        length = control.keep(31, 31)
-        costs.observe(Phase.PREFILL, 1, length + 1, INT8.verify(length + 1))
-        control.verified(length, length)
-    assert control.length() == LENGTHS[-1]
-    assert costs.count(Phase.PREFILL, 1, 4) > 1
-
-
 def test_a_step_without_drafts_is_measured_now_and_then():
     control = DraftLength(settled(Machine(10.0, 8.0, 0.5)))
     for _ in range(64):
@@ -223,16 +201,6 @@ def test_a_step_without_drafts_is_measured_now_and_then():
     assert control.length() == 0
     control.plain()
     assert control.length() > 0
-
-
-def test_what_was_staked_and_never_verified_is_given_back():
-    ledger = Ledger()
-    before = ledger.left
-    control = DraftLength(settled(INT8), ledger=ledger)
-    assert control.keep(3, 3) == 3
-    assert ledger.left < before
-    control.close()
-    assert ledger.left == before
 
 
 # What a drafter does that knows the policy: how many it has of 31 drafts, and how many of them are right.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmc.bundle import BUNDLE_MANIFEST, TOKENIZER_FILE
-from llmc.errors import DraftError, ResourceError
+from llmc.errors import DraftError
 from llmc.runtime import Model, load
 from llmc.runtime.sessions import Batch
 from llmc.runtime.speculation.model_drafter import ModelDrafter, check_same_tokenizer
@@ -97,17 +97,6 @@ def test_rejected_drafts_leave_no_trace(drafter: ModelDrafter, texts: list[tuple
     assert drafter.propose(0, prompt + other[:3], 6) == wanted
 
 
-def test_drafts_taken_for_accepted_would_show(drafter: ModelDrafter, texts: list[tuple[list[int], list[int]]]):
-    """The planted error of the test before."""
-    prompt, answer = texts[0]
-    other = [(token + 1) % 4096 for token in answer]
-    wanted = fresh(drafter, prompt + other[:3])
-    drafter.propose(0, prompt, 6)
-    drafter._sequences[0].cached += 2
-    drafter._sequences[0].drafts = []
-    assert drafter.propose(0, prompt + other[:3], 6) != wanted
-
-
 def fresh(drafter: ModelDrafter, tokens: list[int]) -> list[int]:
     """Drafts for a sequence that was never seen, read in steps as the drafter reads what it drafted itself."""
     key = 99
@@ -169,22 +158,6 @@ def test_it_drafts_to_the_end_of_its_context_and_no_further(drafting_bundle: Pat
         assert len(drafter.propose(0, tokens, 8)) == 3  # two are fed, and the third is known then
         assert len(drafter.propose(0, [*tokens, 1, 2], 8)) == 1
         assert drafter.propose(0, [*tokens, 1, 2, 3], 8) == []
-
-
-def test_without_memory_there_are_no_drafts_and_one_warning(
-    drafter: ModelDrafter, draft: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    def full(rows: int, capacity: int) -> None:
-        raise ResourceError("no memory")
-
-    monkeypatch.setattr(draft.runner.session.cache, "reserve", full)
-    assert drafter.propose(0, [1, 2, 3], 3) == []
-    assert drafter.propose(1, [1, 2, 3], 3) == []
-    assert [record.message for record in caplog.records if "does not go on" in record.message] == [
-        f"{draft.folder}: the draft model does not go on with a sequence: no memory"
-    ]
-    monkeypatch.undo()
-    assert len(drafter.propose(0, [1, 2, 3], 3)) == 3
 
 
 def test_a_draft_model_that_cannot_take_drafts_back_is_refused(

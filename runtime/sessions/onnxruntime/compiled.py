@@ -1,11 +1,9 @@
 """Graphs as ONNX Runtime runs them on this machine: optimised, and with weights packed for its kernels.
 
-Opening a plain graph copies and packs all weights into memory of its own. Opening a compiled one maps them from a file,
-which starts sooner and which processes share. What packing gives depends on the engine's version and on the processor,
-so compiled graphs carry a key; a bundle brings those of the machine that built it, others are made in the cache.
-
-A compiled graph's raw and packed weights lie in one file, as ONNX Runtime demands, each content once, whichever graphs
-use it: in a bundle packed weights are appended to the weights that are there.
+Opening a plain graph packs all weights into memory of its own. Opening a compiled one maps them from a file, which
+starts sooner and which processes share. Packing depends on the engine's version and on the processor, so compiled
+graphs carry a key; a bundle brings those of the machine that built it, others are made in the cache. Raw and packed
+weights lie in one file, each content once.
 
 ONNX Runtime believes whatever a compiled graph says of places in that file. So it only gets to see graphs with the hash
 that was written down when they were compiled; others are made anew from the plain ones.
@@ -98,7 +96,6 @@ def compile_bundle(runtime: Any, folder: Path, graphs: Iterable[str]) -> Compile
     Raises:
         BundleError: ONNX Runtime wrote something unexpected.
         ResourceError: the disk is full.
-        OSError: they cannot be written.
     """
     with _Blobs(folder / WEIGHTS_FILE) as blobs:
         for name in sorted(set(graphs)):
@@ -125,11 +122,7 @@ def find(runtime: Any, folder: Path, manifest: Manifest, graphs: Iterable[str]) 
 
 
 def _check(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Refuse files that changed since they were written; weights, too many to read, by their size.
-
-    Raises:
-        BundleError: one did, or cannot be read.
-    """
+    """Refuse files that changed since they were written; weights, too many to read, by their size."""
     for name, entry in files.items():
         path = folder / name
         try:
@@ -223,11 +216,8 @@ def _compile(runtime: Any, graph: Path, into: Path, blobs: "_Blobs") -> str:
 
 
 def _check_disk(graph: Path, work: Path, error: Exception) -> None:
-    """Say so where writing the compiled ``graph`` into ``work`` failed because the disk is full: the engine does not.
-
-    Raises:
-        ResourceError: what was still to be written is more than is free.
-    """
+    """Raise ResourceError where writing the compiled ``graph`` failed because the disk is full: the engine does not say
+    so."""
     needed = round(COPIES * (graph.parent / WEIGHTS_FILE).stat().st_size)
     written = sum(path.stat().st_size for path in work.iterdir())
     free = shutil.disk_usage(work).free

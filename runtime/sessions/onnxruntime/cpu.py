@@ -140,11 +140,7 @@ class OnnxRuntimeSession(Session):
 
 
 def check_cache_type(manifest: Manifest) -> None:
-    """Refuse keys and values in bfloat16, for which ONNX Runtime's CPU kernels have nothing.
-
-    Raises:
-        GpuError: they are.
-    """
+    """Refuse keys and values in bfloat16, for which ONNX Runtime's CPU kernels have nothing."""
     if manifest.cache == "bfloat16":
         raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
 
@@ -257,12 +253,7 @@ def _opened(
 
 
 def import_onnxruntime(minimum: str) -> Any:
-    """The onnxruntime module.
-
-    Raises:
-        MissingExtraError: it is not installed.
-        BundleError: it is older than ``minimum``.
-    """
+    """The onnxruntime module; MissingExtraError without it, BundleError if it is older than ``minimum``."""
     runtime = require("onnxruntime", "cpu")
     if version(runtime.__version__) < version(minimum):
         raise BundleError(

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import GpuError
 from llmc.runtime.host.cuda import Driver, open_driver
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
@@ -65,8 +64,7 @@ class CudaSession(DeviceSession):
     """A :class:`llmc.runtime.sessions.base.Session` on ONNX Runtime's CUDA provider.
 
     Args:
-        folder: the bundle.
-        manifest: of the bundle.
+        folder, manifest: of the bundle.
         threads: of no use here.
         driver: the GPU; default: the first one that is visible. It is closed with the session.
         runtime: onnxruntime, or what behaves alike.
@@ -110,19 +108,8 @@ class CudaSession(DeviceSession):
         self._forget_addresses()
         del self._graph
 
-    @contextlib.contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
-        try:
-            with translated(f"{self._folder}: {doing}"):
-                yield
-        except GpuError as error:
-            if not error.lost and self._stream:
-                try:  # a library's own failure may be the first sign of a context that is gone: then say that instead
-                    self._driver.synchronize(self._stream)
-                except GpuError as found:
-                    if found.lost:
-                        raise found from error
-            raise
+    def _translated(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        return translated(f"{self._folder}: {doing}")
 
     @property
     def engine_version(self) -> str:
@@ -132,13 +119,7 @@ class CudaSession(DeviceSession):
     # ------------------------------------------------------------------------------------------------- running
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`.
-
-        Raises:
-            UsageError: rows or positions that the cache does not have.
-            ResourceError: the GPU's memory does not suffice.
-            GpuError: the GPU failed; ``lost`` tells that every later call will.
-        """
+        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if rows > 1 and sequence > 1:  # attention's kernels take several tokens of one row, or one of each

@@ -59,12 +59,7 @@ def import_onnxruntime_gpu() -> Any:
 
 
 def check_provider(runtime: Any, minimum: str) -> None:
-    """Refuse a library without the CUDA provider, and one that is too old.
-
-    Raises:
-        MissingExtraError: it has no CUDA provider.
-        BundleError: it is older than ``minimum``.
-    """
+    """Refuse a library without the CUDA provider (MissingExtraError), and one older than ``minimum`` (BundleError)."""
     if PROVIDER not in runtime.get_available_providers():
         raise MissingExtraError(
             f"onnxruntime {runtime.__version__} is the package for CPUs, it has no {PROVIDER}; {_reinstall()}; "
@@ -90,12 +85,7 @@ class Graph:
 
 
 def open_graph(runtime: Any, file: Path, stream: int, compute: str) -> Graph:
-    """Open a graph on the GPU's stream.
-
-    Raises:
-        BundleError: ONNX Runtime refuses the graph.
-        GpuError: it would have to run on the CPU.
-    """
+    """Open a graph on the GPU's stream; BundleError if it is refused, GpuError if it would run on the CPU."""
     said = " ".join(preloaded(runtime).split())[:300]
     options = _provider_options(stream, compute)
     # In float32 attention is made of many operators, among them some whose sizes the host hands over.
@@ -137,19 +127,14 @@ def _opened(runtime: Any, file: Path, options: dict[str, str]) -> Any:
 
 
 def check_placement(file: Path, session: Any, said: str) -> None:
-    """Refuse a session that runs on the CPU, and warn of operators that do.
-
-    Raises:
-        GpuError: the CUDA provider could not be loaded.
-    """
+    """Refuse a session that runs on the CPU, and warn of operators that do."""
     if PROVIDER not in session.get_providers():
         reason = said or "its own messages, above, say why"
         raise GpuError(
             f"{file}: ONNX Runtime could not load its CUDA provider ({reason}); install the CUDA libraries that it was "
             "built for, for example with pip install 'onnxruntime-gpu[cuda,cudnn]', and see llmc doctor"
         )
-    ask = getattr(session, "get_provider_graph_assignment_info", None)  # since ONNX Runtime 1.24
-    parts = ask() if ask is not None else ()
+    parts = session.get_provider_graph_assignment_info()
     astray = {node.op_type for part in parts if part.ep_name != PROVIDER for node in part.get_nodes()} - HOST_OPERATORS
     if astray:
         log.warning("%s: ONNX Runtime computes %s on the CPU, which is slow", file, ", ".join(sorted(astray)))
@@ -231,13 +216,8 @@ class Binding:
 
 @contextlib.contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """Turn what ONNX Runtime raises into our errors.
-
-    Raises:
-        ResourceError: the GPU's memory does not suffice.
-        GpuError: CUDA failed; ``lost`` where nothing works any more.
-        BundleError: anything else of ONNX Runtime's.
-    """
+    """Turn what ONNX Runtime raises into ResourceError, GpuError (``lost`` where nothing works any more) or
+    BundleError."""
     with translated_for_cpus(doing):
         try:
             yield

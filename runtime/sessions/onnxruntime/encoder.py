@@ -14,12 +14,7 @@ from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, open_graph
 
 
 class EncoderSession:
-    """An encoder's graph, opened. Any thread may run it.
-
-    Raises:
-        BundleError: it computes wrongly on this CPU, or the engine refuses it.
-        MissingExtraError: the engine is not installed.
-    """
+    """An encoder's graph, opened. Any thread may run it. BundleError if it cannot be run on this CPU."""
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
         runtime = import_onnxruntime(manifest.target.engine_minimum)

@@ -31,11 +31,8 @@ ExternalData = dict[str, str]
 
 
 def relocated(model: bytes, change: Callable[[ExternalData], ExternalData]) -> bytes:
-    """The file with ``change`` applied to the external data of each initializer that has any.
-
-    Raises:
-        BundleError: it is no ONNX file.
-    """
+    """The file with ``change`` applied to the external data of each initializer that has any; BundleError if it is no
+    ONNX."""
 
     def tensor(data: bytes) -> bytes:
         entries = dict(_entry(value) for number, value, _ in _fields(data) if number == TENSOR_EXTERNAL_DATA)
@@ -55,8 +52,8 @@ def check_weights(graph: Path, files: Collection[str]) -> None:
     """Check each place of weights that a graph names: in one of ``files`` beside the graph, within its bytes, and as
     large as the weights' shape. What passed is remembered, as :func:`check_once` does.
 
-    The shape of packed weights is the kernel's own, and not in the file. They take as many bytes as the plain ones at
-    least, with what the kernels of x86-64 add to that.
+    Packed weights, whose shape is the kernel's own, take at least the bytes of the plain ones, with what the kernels of
+    x86-64 add to that.
 
     Raises:
         BundleError: a place is none of these, or it is no ONNX file.
@@ -120,10 +117,8 @@ def _check_place(offset: str, length: str, least: int, size: int, *, exactly: bo
 
 
 def _packing(kernel: str, dims: list[int]) -> int:
-    """Bytes that packing for a kernel of x86-64 adds to a weight, 0 where that is not known.
-
-    Outputs come in sixteens. Beside the weights lie: of integers in blocks, a scale and a sum for each block, and room
-    to begin both on a cache line; of other integers, a sum for each output.
+    """Bytes that packing for a kernel of x86-64 adds to a weight, 0 where that is not known: outputs come in sixteens,
+    and scales and sums lie beside the weights, on cache lines.
     """
     if platform.machine() not in ("x86_64", "AMD64") or len(dims) < 2:
         return 0

@@ -128,17 +128,6 @@ def test_a_call_that_is_wanted_is_made_and_holds_to_its_schema(model: Model, cho
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
 
 
-def test_a_call_that_begins_is_guided_and_one_may_be_all(model: Model, say: Callable[[str], Any]):
-    begun = CALL.replace('"size": 7', '"size": 700')
-    given: dict[str, Any] = {"tools": TOOLS, "max_tokens": 200, "temperature": 0}
-    (call,) = model.chat(ASKED, **given, logits_processors=say(f"Yes. {begun}")).message.tool_calls[:1]
-    jsonschema.validate(json.loads(call.arguments), SCHEMA)
-    twice = f"{NOW}\n{NOW}"
-    assert len(model.chat(ASKED, **given, logits_processors=say(twice)).message.tool_calls) == 2
-    once = model.chat(ASKED, **given, parallel_tool_calls=False, logits_processors=say(twice)).message
-    assert len(once.tool_calls) == 1
-
-
 def test_a_call_that_is_cut_keeps_what_was_written_of_it(model: Model, say: Callable[[str], Any]):
     cut = len(model.tokenizer.encode(CALL[: CALL.index("open")], add_special_tokens=False))
     given: dict[str, Any] = {"tools": TOOLS, "temperature": 0, "logits_processors": say(CALL)}

@@ -81,17 +81,6 @@ def test_a_level_that_the_build_saw_kept_is_accepted(manifest: Manifest):
     check_level(seen(manifest, tokens=2, outputs=1), Determinism.STRICT)
 
 
-def test_a_graph_that_this_cpu_cannot_use_decides_nothing(manifest: Manifest, monkeypatch: pytest.MonkeyPatch):
-    kept = seen(manifest, rows=2, tokens=2)
-    other = replace(kept.graphs["decode"], invariance=Invariance(), cpu_features=("vnni",))
-    both = replace(kept, graphs={**kept.graphs, "prefill": other})
-    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", frozenset)
-    check_level(both, Determinism.BATCH)
-    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", lambda: frozenset({"vnni"}))
-    with pytest.raises(UsageError, match="chunks of prompts"):
-        check_level(both, Determinism.BATCH)
-
-
 def test_rows_are_those_of_the_bundle_or_fewer_and_even_where_they_go_in_pairs(manifest: Manifest):
     pairs, free = seen(manifest, rows=2, tokens=2), seen(manifest, rows=1, tokens=1)
     assert row_limit(pairs, EngineOptions()) == 7

@@ -119,7 +119,7 @@ def guessing(asked: Sequence[Request], outputs: Sequence[list[list[int]]]) -> Gu
 def test_companions_chunks_prefixes_and_drafts_do_not_change_tokens(
     make_engine: Any, remembering: Any, alone: Alone, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     options, session = dict(setting), remembering()
     session.packs_rows = options.pop("packs_rows", False)
     draft = options.pop("draft", None)
@@ -166,7 +166,7 @@ def test_whoever_comes_leaves_overflows_or_branches_changes_nobody_elses_tokens(
     make_engine: Any, alone: Alone, determinism: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Everything at once: beams, samples, sliding windows, drafts, prefixes, cancellations while others run."""
-    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     watched = [requests(random.Random(100 + case), 5) for case in range(MIXTURES)]
     expected = [[wanted(alone, request) for request in asked] for asked in watched]
     options: dict[str, Any] = {"determinism": determinism, "prefix_bytes": 1 << 16, "decode_steps_per_chunk": 3}
@@ -227,7 +227,7 @@ def test_the_small_model_gives_each_request_what_it_gives_it_alone(
     tiny_in: Callable[[str], Any], precision: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """Alone: one request after another, one chunk, no prefixes, no drafts. Together: all of that, in small chunks."""
-    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     asked = requests(random.Random(7), 10, longest=80)
     level = {"determinism": options["determinism"]}
     with load(tiny_in(precision), threads=1, self_test=False, prefix_cache_bytes=0, **level) as model:
@@ -248,7 +248,7 @@ def test_the_small_model_gives_each_request_what_it_gives_it_alone(
 
 def test_drafts_that_are_committed_unread_are_noticed(make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch):
     """The planted error: verification that believes its drafts."""
-    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     monkeypatch.setattr(
         "llmc.runtime.engine.sample_group.verify", lambda drafts, draw: [*map(draw, range(len(drafts) + 1))]
     )

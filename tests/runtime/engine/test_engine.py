@@ -106,16 +106,12 @@ def leaving(*_: Any) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], type[LlmcError], str]] = {
     "a processor that raises": ({"logits_processors": [late(raising)]}, ProcessorError, "ZeroDivisionError: by the"),
-    "a processor that raises at once": ({"logits_processors": [raising]}, ProcessorError, "ZeroDivisionError"),
     "a processor that returns NaN": ({"logits_processors": [late(lambda _, x: x * np.nan)]}, ProcessorError, "NaN"),
-    "a processor that returns too few": ({"logits_processors": [late(lambda _, x: x[:-1])]}, ProcessorError, "4095"),
     "a processor that returns nothing": ({"logits_processors": [late(lambda _, x: None)]}, ProcessorError, "None"),
     "a processor that forbids all": ({"logits_processors": [late(lambda _, x: x - np.inf)]}, RequestError, "token"),
     "a processor that exits": ({"logits_processors": [late(leaving)]}, LlmcError, "SystemExit"),
     "a criterion that raises": ({"stopping_criteria": [lambda *_: 1 / 0]}, ProcessorError, "stopping criterion raised"),
-    "a criterion that exits": ({"stopping_criteria": [leaving]}, LlmcError, "SystemExit"),
     "on_delta that raises": ({"on_delta": lambda _: 1 / 0}, ProcessorError, "on_delta raised ZeroDivisionError"),
-    "on_delta that exits": ({"on_delta": leaving}, LlmcError, "SystemExit"),
 }
 
 
@@ -253,24 +249,6 @@ def test_a_cancelled_request_frees_its_row_within_one_step(make_engine: Any, ses
         first.result(PATIENCE)
     fed = session.calls[before + 1]  # after the call that was running
     assert fed.input_ids[0].tolist() == OTHERS[0] and fed.first_row == 0
-
-
-@pytest.mark.parametrize("params", [{"n": 3, "seed": 1}, {"num_beams": 3, "temperature": 1.0}])
-def test_cancelling_takes_every_row_of_a_request(
-    make_engine: Any, session: Any, gate: Gate, alone: Alone, params: dict[str, Any]
-):
-    engine = make_engine(session)
-    wide = engine.submit(ask(params=SamplingParams(max_tokens=20, ignore_eos=True, **params)))
-    other = engine.submit(ask(OTHERS[0]))
-    for _ in range(6):
-        gate.reached()
-        gate.pass_one()
-    gate.reached()
-    wide.cancel()
-    before = len(session.calls)
-    gate.open()
-    assert tokens(other) == alone(OTHERS[0], SAMPLED)
-    assert {len(batch.input_ids) for batch in session.calls[before + 1 :]} == {1}
 
 
 def test_a_dropped_handle_cancels_its_request(make_engine: Any, session: Any, gate: Gate, alone: Alone):

@@ -46,17 +46,6 @@ def test_samples_share_one_prefill_and_draw_from_seeds_of_their_own(
         assert max(len(batch.input_ids) for batch in session.calls) == n
 
 
-def test_samples_that_wait_for_the_only_row_get_it_with_the_prompt_in_it(
-    make_engine: Any, remembering: Any, alone: Alone
-):
-    wanted = [alone(PROMPT, sampled(n=5), i) for i in range(5)]
-    for prefix_bytes in (0, 1 << 20):
-        session = remembering()
-        result = run(make_engine(session, max_batch=1, prefix_bytes=prefix_bytes), sampled(n=5))
-        assert [list(output.token_ids) for output in result.outputs] == wanted
-        assert prefilled(session) == len(PROMPT)
-
-
 def test_samples_that_end_at_once_take_turns_with_others(make_engine: Any):
     """Nobody waits until a thousand of them are drawn: in one step they are no more than there are rows."""
     came: list[str] = []

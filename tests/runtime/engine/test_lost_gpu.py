@@ -196,16 +196,6 @@ def test_the_session_of_a_model_that_nobody_closed_before_the_loss_is_closed_aft
     closed_at_once(engine, session)
 
 
-def test_a_session_that_cannot_be_closed_for_another_reason_says_so(make_engine: Any, remembering: Any):
-    engine = make_engine(remembering())
-
-    def failing() -> None:
-        raise GpuError("memory could not be freed")
-
-    with pytest.raises(GpuError, match="memory could not be freed"):
-        engine.close(then=failing)
-
-
 # ------------------------------------------------------------------------------------------- failures that come alone
 
 

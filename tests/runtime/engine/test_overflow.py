@@ -134,13 +134,3 @@ def test_sliding_beside_others_and_among_samples_changes_nothing(
         assert several.result(PATIENCE).metrics.overflows > 0
         for i, other in enumerate(others):
             assert list(other.result(PATIENCE).token_ids) == alone(LONG[i : i + 9], params("refuse", 20, seed=i))
-
-
-def test_a_context_hardly_longer_than_the_sinks_is_not_slid(make_engine: Any):
-    """Half of it would be nothing but sinks, and the model would not see what it just said."""
-    for context in (4, 8, 15):
-        engine = make_engine(max_context=context)
-        with pytest.raises(RequestError, match=f"the context holds {context}"):
-            engine.submit(Request(LONG[:3], params("sink", 3 * context)))
-        assert len(run(engine, LONG[:1], params("sink", context - 1)).token_ids) == context - 1
-    assert len(run(make_engine(max_context=16), LONG[:3], params("sink", 48)).token_ids) == 48

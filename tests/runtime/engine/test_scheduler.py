@@ -1,6 +1,5 @@
 """Who runs next: a fair queue, and chunks of prompts that neither starve nor are starved."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,18 +71,3 @@ def test_a_first_chunk_never_waits_nor_any_where_nobody_decodes(past: list[tuple
         pacer.fed(seconds, first_chunk=False) if fed else pacer.decoded(seconds)
     assert pacer.allows(first_chunk=True, decoding=True)
     assert pacer.allows(first_chunk=False, decoding=False)
-
-
-@pytest.mark.parametrize("spacing", [0, 1, SPACING, 24])
-def test_a_prompt_goes_on_however_many_new_ones_come(spacing: int):
-    """One first chunk after another, each with a step of decoding: the old prompt has its turn all the same."""
-    pacer = ChunkedPrefill(spacing)
-    pacer.fed(CHUNK_S, first_chunk=False)
-    for _ in range(3):
-        rounds = 0
-        while not pacer.due:
-            pacer.fed(CHUNK_S, first_chunk=True)
-            pacer.decoded(STEP_S)
-            rounds += 1
-            assert rounds <= max(1, spacing)
-        pacer.fed(CHUNK_S, first_chunk=False)

@@ -84,18 +84,6 @@ def test_beams_end_at_end_of_sequence_tokens_and_stop_tokens(make_engine: Any, r
     assert result.stop_reason == result.token_ids[-1] in likely[1:]
 
 
-def test_beams_write_no_bad_word(make_engine: Any, tiny_tokenizer: Any):
-    free = make_engine().submit(beams({"num_beams": 3})).result(PATIENCE)
-    word = tiny_tokenizer.decode(free.token_ids[2:4])
-    forbidden = tuple(tiny_tokenizer.encode(word, add_special_tokens=False))
-    asked = SamplingParams(
-        max_tokens=NEW, num_beams=3, bad_words=(word,), sequence_bias=((free.token_ids[:2], -100.0),)
-    )
-    ids = make_engine().submit(Request(PROMPT, asked)).result(PATIENCE).token_ids
-    assert ids[:2] != free.token_ids[:2]
-    assert forbidden not in {ids[i : i + len(forbidden)] for i in range(len(ids))}
-
-
 def test_rows_for_all_beams_are_kept_free_from_the_start(make_engine: Any, remembering: Any):
     """Five requests hold a row each while their prompts are fed, and would fork into twenty where there are eight."""
     session = remembering()

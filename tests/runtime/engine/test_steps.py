@@ -146,7 +146,7 @@ def test_drafts_that_go_on_after_the_end_of_a_sample_do_no_harm(
     make_engine: Any, tiny_tokenizer: Any, session: Any, monkeypatch: pytest.MonkeyPatch, end: str
 ):
     """A guide has nothing to allow after the end, and a processor may raise where it was never to be asked."""
-    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     asked = Request(
         prompt(10, 6),
         params(
@@ -184,7 +184,7 @@ def test_drafts_of_forbidden_sequences_are_not_accepted(
     make_engine: Any, tiny_tokenizer: Any, session: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """What is verified passes through the same steps as what is drawn alone."""
-    monkeypatch.setattr("llmc.runtime.engine.engine.Speculator", Always)
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     free = make_engine(session).submit(Request(prompt(10, 6), params(30))).result(PATIENCE)
     ids = free.token_ids
     word = tiny_tokenizer.decode(ids[3:5])
@@ -200,15 +200,6 @@ def test_drafts_of_forbidden_sequences_are_not_accepted(
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
-
-
-def test_the_cache_grows_by_steps_and_no_further_than_the_context(make_engine: Any, session: Any, alone: Alone):
-    engine = make_engine(session, max_context=400)
-    asked = Request(prompt(10, 20), params(370))
-    sizes = []
-    session.before = lambda _: sizes.append((session.cache.rows, session.cache.capacity))
-    assert tokens(engine.submit(asked)) == alone(asked.prompt, asked.params)
-    assert sorted(set(sizes)) == [(1, 256), (1, 400)]
 
 
 def test_memory_that_ends_while_the_cache_grows_fails_who_needs_it(make_engine: Any, session: Any, alone: Alone):

@@ -82,16 +82,6 @@ def test_what_is_written_is_read_in_the_type_of_the_cache(made: Made, kind: str,
     assert size(cache) == 2 * HEADS * 8 * WIDTH * itemsize * TENSORS
 
 
-def test_long_ranges_go_through_a_small_pinned_buffer(cache: DeviceCache, monkeypatch: pytest.MonkeyPatch):
-    position = TENSORS * HEADS * WIDTH * 2
-    monkeypatch.setattr(module, "STAGING_BYTES", 5 * position)
-    given = values(29)
-    write(cache, 1, 2, given)
-    assert np.array_equal(read(cache, 1, 2, 31), given)
-    assert np.array_equal(read(cache, 1, 9, 11), given[:, :, 7:9])
-    assert cache._staged == 5 * position
-
-
 def test_growth_keeps_what_was_written(cache: DeviceCache):
     given = [values(count) for count in (32, 7, 20)]
     for row, content in enumerate(given):

@@ -201,17 +201,6 @@ def test_states_go_where_a_row_is_copied_saved_or_grown(made: Made):
         assert holds(cache, row, [*tokens, 1])
 
 
-def test_no_earlier_position_of_a_state_is_copied_or_read(made: Made):
-    cache = made(MIXED)
-    feed(cache, 0, 0, [5, 6, 7])
-    with pytest.raises(UsageError, match="a state after 3 tokens, which cannot be had after 2"):
-        cache.copy(0, 1, 0, 2)
-    with pytest.raises(UsageError, match="a state after 3 tokens, which cannot be had after 2"):
-        cache.read(0, 0, 2)
-    with pytest.raises(UsageError, match="a state after 3 tokens, which cannot be had after 1"):
-        cache.read_blocks(0, 1, 0, 3)
-
-
 @dataclass(eq=False)
 class Held:
     """A sequence, and the row it has."""

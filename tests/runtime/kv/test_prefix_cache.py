@@ -19,7 +19,6 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from llmc.runtime.kv import cache_file
 from llmc.runtime.kv.prefix_cache import Match, PrefixCache, Read
 
 BLOCK = 2
@@ -191,38 +190,12 @@ def test_the_dict_of_all_prefixes_finds_a_planted_error(broken: type[PrefixCache
         run_state_machine_as_test(Planted, settings=quick)
 
 
-def test_only_the_missing_span_is_read():
-    cache = filled(PrefixCache("model", BLOCK, max_bytes=PLENTY), [1, 2, 3, 4])
-    spans = []
-
-    def read(start: int, end: int) -> Sequence[NDArray[Any]]:
-        spans.append((start, end))
-        return blocks(rows([1, 2, 3, 4, 5, 6, 7, 8, 9]), start, end)
-
-    assert cache.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], read) == 8
-    assert cache.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], read) == 8
-    assert spans == [(4, 8)]
-
-
 def test_nobody_can_change_a_block():
     cache = filled(PrefixCache("model", BLOCK, max_bytes=PLENTY), [1, 2])
     with cache.match([1, 2]) as found:
         np.testing.assert_array_equal(joined(found), rows([1, 2]))
         with pytest.raises(ValueError, match="read-only"):
             found.blocks[0][:] = 0
-
-
-def test_a_read_that_fails_leaves_the_cache_as_it_was():
-    cache = filled(PrefixCache("model", BLOCK, max_bytes=2 * BLOCK_BYTES), [1, 2])
-
-    def read(start: int, end: int) -> Sequence[NDArray[Any]]:
-        raise RuntimeError("the session is gone")
-
-    with pytest.raises(RuntimeError, match="gone"):
-        cache.insert([1, 2, 3, 4], read)
-    assert cached(cache, [1, 2, 3, 4]) == 2
-    filled(cache, [5, 6, 7, 8])  # nothing stayed pinned
-    assert cached(cache, [5, 6, 7, 8]) == 4
 
 
 def test_counters_tell_hits_from_misses():
@@ -233,17 +206,3 @@ def test_counters_tell_hits_from_misses():
     assert (counters.hits, counters.misses, counters.hit_tokens) == (2, 1, 6)
     assert (counters.blocks, counters.bytes, counters.evictions) == (2, 2 * BLOCK_BYTES, 0)
     assert (counters.disk_hits, counters.disk_tokens) == (0, 0)
-
-
-def test_a_thousand_tokens_are_found_by_digesting_each_of_them_once(monkeypatch: pytest.MonkeyPatch):
-    tokens, values = list(range(1000)), np.zeros((4, 1, 1000, 2), np.float32)
-    cache = PrefixCache("model", max_bytes=PLENTY)
-    cache.insert(tokens, lambda start, end: blocks(values, start, end, 32))
-    for other in range(100):
-        cache.insert([other] * 64, lambda start, end: blocks(values, start, end, 32))
-    digested: list[int] = []
-    digest = cache_file._digest
-    monkeypatch.setattr(cache_file, "_digest", lambda data: digested.append(len(data)) or digest(data))
-    assert cached(cache, tokens) == 992
-    assert sorted(digested)[-31:] == [8 * 32 + 16] * 31  # a block's tokens and what came before
-    assert len(digested) <= 32  # and where the chain begins

@@ -4,9 +4,7 @@ import errno
 import logging
 import os
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -49,12 +47,6 @@ def writer(cache: PrefixCache) -> Callable[..., int]:
 def blocks(values: NDArray[Any], start: int, end: int) -> list[NDArray[Any]]:
     """What a cache reads of these positions."""
     return [values[:, :, i : i + BLOCK].reshape(-1).copy() for i in range(start, end, BLOCK)]
-
-
-@pytest.fixture(autouse=True)
-def prompt_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may want the core for as long as a test lasts; that writing waits for them is tested elsewhere."""
-    monkeypatch.setattr(prefix_store, "_yield_to_others", lambda: None)
 
 
 @pytest.fixture
@@ -211,28 +203,6 @@ def test_a_disk_that_refuses_leaves_memory_at_work(
     writer(cache)(PROMPT)  # the disk works again
     assert flush(store, PATIENCE)
     assert found(opened()[0], PROMPT) == WHOLE
-
-
-def test_a_full_queue_skips_and_the_next_time_fills_the_gap(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    hold, publish = threading.Event(), prefix_store.publish
-
-    def slowly(*arguments: Any) -> None:
-        assert hold.wait(PATIENCE)
-        publish(*arguments)
-
-    monkeypatch.setattr(prefix_store, "publish", slowly)
-    with closing(PrefixStore(folder, PLENTY, pending_bytes=2 * BLOCK_BYTES)) as store:
-        cache = PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store)
-        writer(cache)([1] * 8)
-        writer(cache)(PROMPT)  # does not wait for the disk, and is not taken
-        assert not flush(store, 0.01)
-        hold.set()
-        assert flush(store, PATIENCE)
-        assert len(files(folder)) == 1
-        writer(cache)([*PROMPT[:16], 5, 5, 5, 5])
-        assert flush(store, PATIENCE)
-    with closing(PrefixStore(folder, PLENTY, pending_bytes=PENDING)) as store:
-        assert found(PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store), PROMPT) == WHOLE
 
 
 def test_another_process_sees_what_this_one_writes_and_removes(opened: Opened, folder: Path):

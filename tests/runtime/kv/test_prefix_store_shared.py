@@ -34,7 +34,6 @@ from llmc.runtime.kv import prefix_store
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 
-prefix_store._yield_to_others = lambda: None  # others may want the core for as long as the test lasts
 folder, bound, first, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
 store = PrefixStore(folder, bound, pending_bytes=1 << 28)
 cache = PrefixCache("model", 4, max_bytes=1 << 24, store=store)

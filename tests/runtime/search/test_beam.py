@@ -110,16 +110,3 @@ def test_processors_see_prompt_and_new_tokens_of_their_beam(made_up, decode):
     assert seen[0] == (1, 2)
     assert [len(tokens) for tokens in seen] == [2, 3, 3, 4, 4]
     assert plain[0].token_ids[:2] in {tokens[2:] for tokens in seen[-2:]}
-
-
-def test_where_processors_allow_fewer_tokens_than_beams_there_are_fewer_outputs(made_up, decode):
-    def only_two(tokens, scores):
-        allowed = scores[[3, 4]].copy()
-        scores[:] = -np.inf
-        scores[[3, 4]] = allowed
-        return scores
-
-    search = BeamSearch(num_beams=8, max_tokens=2, num_return_sequences=8, processors=[only_two])
-    outputs = decode(search, PROMPT, made_up(20))
-    assert {output.token_ids for output in outputs} == set(itertools.product([3, 4], repeat=2))
-    assert all(math.isfinite(output.score) for output in outputs)

@@ -271,25 +271,6 @@ def test_a_damaged_entry_is_thrown_away_and_made_anew_and_the_log_says_so_once(
     assert (entry / spoiled).read_bytes() == whole
 
 
-@pytest.mark.vnni
-def test_an_entry_that_the_engine_refuses_all_the_same_is_dropped_and_nothing_is_printed(
-    foreign: Path,
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-):
-    """The engine's message quotes the damage, which is no text, and its own second try would say so on stdout."""
-    good = opened(foreign, monkeypatch)
-    (entry,) = entries(root)
-    flip(entry / "compiled-decode.onnx")
-    monkeypatch.setattr(compiled, "_check", lambda folder, files: None)
-    assert opened(foreign, monkeypatch) == [*good, foreign / "decode.onnx", foreign / "prefill.onnx"]
-    assert "using the plain graphs" in caplog.text
-    assert entries(root) == []
-    assert capfd.readouterr().out == ""
-
-
 @pytest.mark.parametrize("spoil", [flip, cut])
 def test_a_damaged_compiled_graph_in_the_bundle_is_made_anew_in_the_cache(
     compiled_bundle: Path,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from doubles.caches import read, write
+from doubles.caches import read
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.runtime.runner.prefill import batch
@@ -139,78 +139,11 @@ def test_the_tolerance_for_rows_notices_lengths_that_are_mixed_up(opened: tuple[
     assert deviation(together(session, mixed_up=True), one_by_one(session)) > ROW_TOLERANCE[manifest.recipe.precision]
 
 
-def test_padded_prompts_in_one_call_equal_each_in_its_row(opened: tuple[Session, Manifest]):
-    session, _ = opened
-    longest = max(map(len, PROMPTS))
-    ids = np.array([[*prompt, *[9] * (longest - len(prompt))] for prompt in PROMPTS])
-    last = np.array([[len(prompt) - 1] for prompt in PROMPTS])
-    at_once = session.run(Batch(Phase.PREFILL, ids, np.zeros(ROWS, np.int64), last))[:, 0]
-    steps = decode(session, [answer[0] for answer in ANSWERS], list(map(len, PROMPTS)))
-    alone = np.array([prefill(session, prompt, row) for row, prompt in enumerate(PROMPTS)])
-    assert np.array_equal(at_once, alone)
-    assert np.array_equal(steps, decode(session, [answer[0] for answer in ANSWERS], list(map(len, PROMPTS))))
-
-
 # ---------------------------------------------------------------------------------------------------- cache contents
-
-
-@pytest.fixture(scope="session")
-def int8_cache_bundle(tiny_export: Path, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from llmc.export.streaming import StreamedDecoder
-    from llmc.optimize.build import build
-    from llmc.optimize.calibrate.request import CalibrationRequest
-    from llmc.optimize.recipe import Request
-
-    pytest.importorskip("onnxruntime", "1.31", reason="older engines know no quantized cache")
-    text = tiny_checkpoint.parent / "validation.txt"
-    asked = CalibrationRequest(StreamedDecoder, text, samples=2, length=64)
-    recipe = Request(precision="fp32", cache="int8")
-    return build(tiny_export, tmp_path_factory.mktemp("session") / "cache", recipe=recipe, calibration=asked).output
-
-
-@pytest.fixture(params=["tiny_bundle", "int8_cache_bundle"])
-def filled(request: pytest.FixtureRequest) -> Iterator[Session]:
-    """A session whose three rows hold the three prompts, with a float and an int8 cache."""
-    folder = request.getfixturevalue(request.param)
-    session = open_session(folder, with_rows(read_bundle(folder)), 1)
-    session.cache.reserve(ROWS, 512)
-    for row, prompt in enumerate(PROMPTS):
-        prefill(session, prompt, row)
-    yield session
-    session.close()
 
 
 def contents(session: Session) -> list[np.ndarray]:
     return [read(session.cache, row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
-
-
-def test_contents_that_are_read_and_written_elsewhere_continue_alike(filled: Session):
-    want = decode(filled, [7], [37], first_row=2)
-    values = read(filled.cache, 2, 0, 37)
-    assert values.shape == (2 * 6, 4, 37, 32)
-    assert values.dtype == filled.cache.dtype
-    write(filled.cache, 0, 0, values)
-    assert np.array_equal(decode(filled, [7], [37]), want)
-    values[:, :, 20] = 3  # a copy: what is done to it does not reach the cache
-    assert np.array_equal(decode(filled, [7], [37]), want)
-    write(filled.cache, 0, 0, values)
-    assert not np.array_equal(decode(filled, [7], [37]), want)  # one wrong position shows
-
-
-def test_a_copied_row_continues_like_its_source_and_leaves_it_alone(filled: Session):
-    want = decode(filled, [7], [37], first_row=2)
-    before = contents(filled)
-    filled.cache.copy(2, 0, 0, 20)
-    filled.cache.copy(2, 0, 20, 37)
-    filled.cache.copy(1, 1, 0, 260)
-    assert np.array_equal(decode(filled, [7], [37]), want)
-    assert all(map(np.array_equal, contents(filled)[1:], before[1:]))
-
-
-def test_copying_one_position_too_few_is_noticed(filled: Session):
-    want = decode(filled, [7], [37], first_row=2)
-    filled.cache.copy(2, 0, 0, 36)
-    assert not np.array_equal(decode(filled, [7], [37]), want)
 
 
 # ----------------------------------------------------------------------------------------------------------- bindings

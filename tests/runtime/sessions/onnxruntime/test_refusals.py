@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from llmc.bundle import Graph, read_bundle
-from llmc.errors import BundleError, MissingExtraError, RequestError, ResourceError
-from llmc.runtime import load
+from llmc.errors import BundleError, RequestError, ResourceError
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Phase, open_session
 from llmc.runtime.sessions.onnxruntime import cpu as module
@@ -60,12 +59,6 @@ def test_an_engine_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, v
     monkeypatch.setattr(module, "require", lambda *names: SimpleNamespace(__version__=version))
     with pytest.raises(BundleError, match=f"{version} is too old, 1.23 or newer is needed: pip install -U onnxruntime"):
         import_onnxruntime("1.23")
-
-
-def test_a_missing_engine_is_one_sentence_with_the_command(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingExtraError, match=r"onnxruntime is not installed; .*: pip install 'onnxruntime>="):
-        load(tiny_bundle)
 
 
 def test_telemetry_is_off_before_the_library_is_imported():
