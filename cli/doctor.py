@@ -13,7 +13,7 @@ from llmc.cli import output as show
 from llmc.cli.options import EXISTING_BUNDLE, debug_option, json_option
 
 if TYPE_CHECKING:
-    from llmc.runtime.bench.doctor import Diagnosis
+    from llmc.runtime.diagnose.doctor import Diagnosis
     from llmc.runtime.host.jetson import Jetson
     from llmc.runtime.host.probe_steps import Device, Driver, Library
 
@@ -30,7 +30,7 @@ def doctor_command(bundle: Path | None, as_json: bool) -> None:
     Engines and drivers are examined in processes of their own: one that crashes is a line of the report. Exits with 0
     whatever is found.
     """
-    from llmc.runtime.bench.doctor import diagnose, this_machine
+    from llmc.runtime.diagnose.doctor import diagnose, this_machine
     from llmc.runtime.host.probe import probe
 
     diagnosis = diagnose(probe(), this_machine(), bundle)

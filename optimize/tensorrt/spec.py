@@ -14,9 +14,9 @@ from llmc.optimize.recipe import between
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.flags import compiled_with, compiler_flags
+from llmc.runtime.diagnose.targets import absent
 from llmc.runtime.host.probe import probe_driver
 from llmc.runtime.host.probe_steps import Device
-from llmc.runtime.host.targets import absent
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, load_library, made, nameable_gpus
 

@@ -99,11 +99,7 @@ class Gauges:
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """Everything that an engine counted since it was made, at one moment; counters never fall.
-
-    Each field has its meaning beside it. Of ``requests`` all OUTCOMES are there; ``energy_joules`` is None until the
-    application counts some; ``gauges`` are those of this moment; ``uptime_s`` seconds have passed.
-    """
+    """Everything that an engine counted since it was made; ``requests`` has all OUTCOMES."""
 
     uptime_s: float
     gauges: Gauges
@@ -115,7 +111,6 @@ class EngineSnapshot:
     draft_proposed: Annotated[int, Metric("spec_decode_draft_tokens", "Tokens proposed by speculation.")]
     draft_accepted: Annotated[int, Metric("spec_decode_accepted_tokens", "Proposed tokens that the model agreed with.")]
     overflows: Annotated[int, Metric("context_overflows", "Contexts that were cut, as their requests' policy allows.")]
-    energy_joules: Annotated[float | None, Metric("energy_joules", "Energy used.")]
     ttft: Annotated[Histogram, Metric("time_to_first_token_seconds", "Time from submission to the first token.")]
     tpot: Annotated[
         Histogram,
@@ -141,11 +136,6 @@ class EngineSnapshot:
         """Accepted drafts by proposed ones, 0 to 1; None where nothing was proposed."""
         return _share(self.draft_accepted, self.draft_proposed)
 
-    @property
-    def joules_per_token(self) -> float | None:
-        """Energy by generated token; None where no energy is exposed or no token was generated."""
-        return None if self.energy_joules is None else _share(self.energy_joules, self.output_tokens)
-
     def summary(self) -> dict[str, float | int | None]:
         """The figures that people ask for, flat and ready for JSON; quantiles are estimates from the buckets."""
         values: dict[str, float | int | None] = {
@@ -154,7 +144,6 @@ class EngineSnapshot:
             "output_tokens": self.output_tokens,
             "prefix_hit_rate": self.prefix_hit_rate,
             "draft_acceptance": self.draft_acceptance,
-            "joules_per_token": self.joules_per_token,
         }
         for name in _SECONDS:
             histogram: Histogram = getattr(self, name)
@@ -187,7 +176,6 @@ class EngineMetrics:
         self._lock = threading.Lock()
         self._counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self._requests = dict.fromkeys(OUTCOMES, 0)
-        self._joules: float | None = None
         self._histograms = {name: Histogram(SECONDS_BUCKETS) for name in _SECONDS}
         self._batch_size = Histogram(BATCH_BUCKETS)
         self._step = {phase: Histogram(SECONDS_BUCKETS) for phase in PHASES}
@@ -212,11 +200,6 @@ class EngineMetrics:
     def tokens(self, count: int, ttft: Sequence[float], itl: Sequence[float]) -> None:
         """A step committed ``count`` tokens of a request, after these times to the first token and between tokens."""
         self._note(self._count, {"output_tokens": count}, "", {"ttft": ttft, "itl": itl})
-
-    def add_energy(self, joules: float) -> None:
-        """Energy was used; without a single call the total stays None, which is not 0."""
-        with self._lock:
-            self._joules = (self._joules or 0.0) + joules
 
     def count(self, added: Mapping[str, int], outcome: str = "", **seconds: Iterable[float]) -> None:
         """Count an event of a request in one step, so that no reader sees half of it.
@@ -264,7 +247,6 @@ class EngineMetrics:
                 uptime_s=self.clock() - self._began,
                 gauges=gauges,
                 requests=dict(self._requests),
-                energy_joules=self._joules,
                 batch_size=self._batch_size.copy(),
                 step={phase: histogram.copy() for phase, histogram in self._step.items()},
                 **counted,

@@ -69,7 +69,7 @@ class FakeModel:
         self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
         self.folder, self.chat_template = Path("tiny"), None
         self.encode: Callable[[str], list[Any]] = lambda text: [len(text), False]
-        snapshot = SimpleNamespace(summary=lambda: {"requests": 3, "joules_per_token": None})
+        snapshot = SimpleNamespace(summary=lambda: {"requests": 3, "tokens": None})
         metrics = SimpleNamespace(snapshot=lambda: snapshot)
         self.engine = SimpleNamespace(max_context=128, metrics=metrics, save=self.save, restore=self.restore)
 

@@ -23,7 +23,7 @@ BREACHES = [
     ("optimize/__init__.py", "import llmc.export", HOUSE),
     ("export/__init__.py", "import llmc.optimize", HOUSE),
     ("runtime/selftest.py", "import llmc.runtime.model", RUNTIME),
-    ("runtime/model.py", "import llmc.runtime.bench.doctor", RUNTIME),
+    ("runtime/model.py", "import llmc.runtime.diagnose.doctor", RUNTIME),
     ("runtime/engine/sequence.py", "import llmc.runtime.model", RUNTIME),
     ("runtime/speculation/control.py", "import llmc.runtime.engine.scheduler", RUNTIME),
     ("runtime/speculation/control.py", "import llmc.runtime.search.beam", RUNTIME),

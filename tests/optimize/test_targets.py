@@ -7,7 +7,7 @@ import pytest
 
 import llmc
 from llmc.optimize.targets import TARGETS
-from llmc.runtime.host.targets import NEEDS, PRECISIONS, RTX_GPUS, absent
+from llmc.runtime.diagnose.targets import NEEDS, PRECISIONS, RTX_GPUS, absent
 
 PAGES = Path(llmc.__path__[0]) / "recipes"
 

@@ -22,7 +22,6 @@ from llmc.runtime.bench.arrivals import arrivals, due_times
 from llmc.runtime.bench.client import Visit, send
 from llmc.runtime.bench.load_test import LoadReport, Percentiles, figures, load_test
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.host.energy import Joules
 from llmc.runtime.observe.metrics import RequestMetrics
 
 REQUESTS = 6
@@ -131,7 +130,7 @@ def refused(due: float, error: LlmcError) -> Visit:
 
 
 def test_latencies_count_from_when_a_request_was_due():
-    found = figures([visit(100.0, 103.0, 104.0, 106.0, late=2.0, queue_s=0.25)], 10, None)
+    found = figures([visit(100.0, 103.0, 104.0, 106.0, late=2.0, queue_s=0.25)], 10)
     for name, expected in {"ttft": 3.0, "tpot": 1.5, "e2e": 6.0, "queue": 2.25}.items():
         assert found[name] == Percentiles(expected, expected, expected), name
     assert found["itl"] == Percentiles(1.5, pytest.approx(1.95), pytest.approx(1.99))
@@ -139,14 +138,14 @@ def test_latencies_count_from_when_a_request_was_due():
 
 def test_percentiles_are_over_requests_and_gaps_over_all_tokens():
     visits = [visit(0.0, 1.0, 2.0), visit(1.0, 4.0, 4.0, 4.0)]
-    found = figures(visits, 10, None)
+    found = figures(visits, 10)
     assert (found["ttft"].p50_s, found["e2e"].p50_s, found["tpot"].p50_s) == (2.0, 2.5, 0.5)
     assert found["itl"].p50_s == 0.0  # of 1, 0 and 0: two tokens came with one step
 
 
 def test_throughput_is_of_what_was_completed_until_the_last_answer():
     visits = [visit(10.0, 11.0, 12.0), refused(11.0, QueueFullError("full")), visit(12.0, 13.0, 15.0)]
-    found = figures(visits, 8, None)
+    found = figures(visits, 8)
     assert (found["completed"], found["rejected"], found["failed"], found["failure"]) == (2, 1, 0, None)
     assert (found["duration_s"], found["arrived_rate"]) == (5.0, 1.0)
     assert found["achieved_rate"] == pytest.approx(2 / 5)
@@ -156,26 +155,20 @@ def test_throughput_is_of_what_was_completed_until_the_last_answer():
 
 def test_failures_are_counted_and_the_first_is_shown():
     errors = [QueueFullError("full"), DeadlineError("too late"), DeadlineError("again")]
-    found = figures([visit(0.0, 1.0, 2.0), *(refused(0.0, error) for error in errors)], 8, None)
+    found = figures([visit(0.0, 1.0, 2.0), *(refused(0.0, error) for error in errors)], 8)
     assert (found["completed"], found["rejected"], found["failed"], found["failure"]) == (1, 1, 2, "too late")
     assert found["arrived_rate"] is None  # all at once
 
 
 def test_without_any_answer_the_first_error_is_raised():
     with pytest.raises(DeadlineError, match="too late"):
-        figures([refused(0.0, DeadlineError("too late")), refused(0.0, QueueFullError("full"))], 8, None)
+        figures([refused(0.0, DeadlineError("too late")), refused(0.0, QueueFullError("full"))], 8)
 
 
 def test_draft_acceptance_is_of_all_answers():
     visits = [visit(0.0, 1.0, 2.0, drafted=3, accepted=1), visit(0.0, 1.0, 2.0, drafted=5, accepted=5)]
-    assert figures(visits, 8, None)["draft_acceptance"] == 0.75
-    assert figures([visit(0.0, 1.0, 2.0)], 8, None)["draft_acceptance"] is None
-
-
-def test_energy_is_by_generated_token():
-    found = figures([visit(0.0, 1.0, 2.0)], 8, Joules(3.0, {"rapl": 3.0}))
-    assert (found["energy_joules"], found["joules_per_token"], found["energy_source"]) == (3.0, 1.5, "rapl")
-    assert figures([visit(0.0, 1.0, 2.0)], 8, None)["joules_per_token"] is None
+    assert figures(visits, 8)["draft_acceptance"] == 0.75
+    assert figures([visit(0.0, 1.0, 2.0)], 8)["draft_acceptance"] is None
 
 
 # ---------------------------------------------------------------------------------------------------- the real thing

@@ -224,14 +224,6 @@ def test_events_that_nobody_looks_at_do_not_pile_up(engine: EngineMetrics):
     assert engine.snapshot().step["decode"].count == 10 * PENDING + 1
 
 
-def test_energy_is_absent_until_it_is_measured(engine: EngineMetrics):
-    assert (engine.snapshot().energy_joules, engine.snapshot().joules_per_token) == (None, None)
-    engine.timeline(1).token(count=4)
-    engine.add_energy(1.5)
-    engine.add_energy(0.5)
-    assert (engine.snapshot().energy_joules, engine.snapshot().joules_per_token) == (2.0, 0.5)
-
-
 def test_gauges_are_those_of_the_moment(engine: EngineMetrics):
     assert engine.snapshot().gauges == Gauges()
     gauges = Gauges(waiting=3, running=2, kv_reserved_bytes=4096, kv_used_bytes=1024, prefix_cache_bytes=512)

@@ -12,7 +12,7 @@ from llmc.runtime.observe.histogram import Histogram
 from llmc.runtime.observe.metrics import EngineMetrics, EngineSnapshot, Gauges
 from llmc.runtime.observe.prometheus import CONTENT_TYPE, EngineCollector, exposition
 
-UNITS = ("_seconds", "_bytes", "_joules", "_tokens")
+UNITS = ("_seconds", "_bytes", "_tokens")
 # Counts of things, which have no unit.
 UNITLESS = {
     "llmc_requests",
@@ -44,7 +44,6 @@ def metrics() -> EngineMetrics:
     engine.refuse()
     engine.step("prefill", 0.09, 1)
     engine.step("decode", 0.02, 7)
-    engine.add_energy(12.5)
     gauges = Gauges(waiting=3, running=2, kv_reserved_bytes=1 << 40, kv_used_bytes=1023, prefix_cache_bytes=511)
     engine.read_gauges = lambda: gauges
     return engine
@@ -87,7 +86,6 @@ def differences(text: str, snapshot: EngineSnapshot) -> list[str]:
         "llmc_spec_decode_draft_tokens": snapshot.draft_proposed,
         "llmc_spec_decode_accepted_tokens": snapshot.draft_accepted,
         "llmc_context_overflows": snapshot.overflows,
-        "llmc_energy_joules": snapshot.energy_joules,
     }
     levels = {
         "llmc_num_requests_waiting": gauges.waiting,
@@ -137,9 +135,9 @@ def test_every_name_has_help_and_a_base_unit(metrics: EngineMetrics):
         assert family.type in ("counter", "gauge", "histogram")
 
 
-def test_an_idle_engine_lists_everything_at_zero_but_energy(metrics: EngineMetrics):
+def test_an_idle_engine_lists_everything_at_zero(metrics: EngineMetrics):
     idle, busy = parsed(exposition(EngineMetrics())), parsed(exposition(metrics))
-    assert set(busy) - set(idle) == {"llmc_energy_joules"}
+    assert set(busy) == set(idle)
     assert {sample.value for family in idle.values() for sample in family.samples} == {0.0}
     assert len(values(idle["llmc_requests"], "_total")) == 6
 
@@ -154,7 +152,7 @@ def test_two_engines_share_a_registry_when_their_labels_differ(metrics: EngineMe
     registry = CollectorRegistry()
     registry.register(EngineCollector(metrics, {"model_name": "a"}))
     collected = list(EngineCollector(EngineMetrics(), {"model_name": "b"}).collect())
-    assert {family.name for family in collected} < set(parsed(generate_latest(registry).decode()))
+    assert {family.name for family in collected} == set(parsed(generate_latest(registry).decode()))
 
 
 def test_each_scrape_is_the_present(metrics: EngineMetrics):

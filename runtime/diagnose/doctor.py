@@ -6,11 +6,23 @@ from pathlib import Path
 
 from llmc.bundle import Manifest, build_command, read_bundle, unbuilt, version
 from llmc.errors import LlmcError, text_of
+from llmc.runtime.diagnose.targets import (
+    ALL,
+    NEEDS,
+    REBUILD,
+    RUN,
+    Check,
+    Facts,
+    Outlook,
+    Subject,
+    issues,
+    outlook,
+    upgrade,
+)
 from llmc.runtime.host.jetson import Jetson
 from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.host.probe_steps import Device
-from llmc.runtime.host.targets import ALL, NEEDS, REBUILD, RUN, Check, Facts, Outlook, Subject, issues, outlook, upgrade
 from llmc.runtime.kv.budget import check_load, next_capacity, rounded_up
 from llmc.runtime.sessions.onnxruntime.cpu import usable_graphs
 

@@ -12,11 +12,11 @@ from llmc import bundle
 from llmc.bundle import DeviceMemory, EngineConfig
 from llmc.optimize.targets import TARGETS
 from llmc.publish import file_entries
-from llmc.runtime.bench.doctor import Diagnosis, Machine, diagnose, this_machine
+from llmc.runtime.diagnose.doctor import Diagnosis, Machine, diagnose, this_machine
+from llmc.runtime.diagnose.targets import NEEDS, Outlook, outlook
 from llmc.runtime.host.machine import Available
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.host.probe_steps import Driver, Library
-from llmc.runtime.host.targets import NEEDS, Outlook, outlook
 
 MACHINE = Machine("A processor", ("vnni",), 4, Available(16 * GB, "machine"))
 
@@ -446,7 +446,7 @@ def test_whatever_reading_a_bundle_raises_is_a_reason(error: Exception, monkeypa
     def fail(folder: Path, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("llmc.runtime.bench.doctor.read_bundle", fail)
+    monkeypatch.setattr("llmc.runtime.diagnose.doctor.read_bundle", fail)
     reasons, remedy = judged(Path("bundle"))
     assert reasons == f"{type(error).__name__}: {error}"
     assert remedy == "llmc build CHECKPOINT -o BUNDLE"
@@ -458,7 +458,7 @@ def test_whatever_judging_a_bundle_raises_is_a_reason(
     def fail(*arguments: object) -> None:
         raise OverflowError("int too large")
 
-    monkeypatch.setattr("llmc.runtime.bench.doctor.check_load", fail)
+    monkeypatch.setattr("llmc.runtime.diagnose.doctor.check_load", fail)
     assert judged(write(folder, manifest)) == ("OverflowError: int too large", "llmc build CHECKPOINT -o BUNDLE")
 
 
