@@ -89,6 +89,14 @@ def test_a_header_that_cannot_be_right_is_refused_at_once(name, tmp_path):
     assert memory < 1 << 20 and time.perf_counter() - start < 5
 
 
+def test_the_number_of_items_of_all_arrays_has_a_bound(tmp_path):
+    size = MOST_ITEMS // 2 + 1
+    array = struct.pack("<IQ", 0, size) + bytes(size)
+    (tmp_path / "model.gguf").write_bytes(header(entry("a", 9, array), entry("b", 9, array), entries=2))
+    with pytest.raises(CheckpointError, match=f"its arrays hold more than {MOST_ITEMS} items"):
+        read_header(tmp_path / "model.gguf")
+
+
 # ----------------------------------------------------------------------------------------------- whole files
 
 

@@ -12,7 +12,7 @@ from llmc import bundle
 from llmc.bundle import DeviceMemory, EngineConfig
 from llmc.optimize.targets import TARGETS
 from llmc.publish import file_entries
-from llmc.runtime.diagnose.doctor import Diagnosis, Machine, diagnose, this_machine
+from llmc.runtime.diagnose.doctor import Diagnosis, Machine, diagnose
 from llmc.runtime.diagnose.targets import NEEDS, Outlook, outlook
 from llmc.runtime.host.machine import Available
 from llmc.runtime.host.probe import Probe
@@ -65,10 +65,6 @@ def test_without_a_gpu_tensorrt_rtx_builds_ahead_of_time():
     assert any(note.startswith("builds ahead of time for GPUs of compute capability 7.5, 8.0") for note in given.notes)
 
 
-def test_without_a_gpu_tensorrt_defers_the_engine():
-    assert "builds with --deferred: the engine is compiled where it is to run" in outlook("tensorrt", NO_GPU).notes
-
-
 @pytest.mark.parametrize(
     ("probe", "capability"), [(H200, "9.0 (NVIDIA H200)"), (ORIN, "8.7 (Orin)"), (THOR, "11.0 (NVIDIA Thor)")]
 )
@@ -76,22 +72,11 @@ def test_tensorrt_rtx_names_the_gpus_that_it_does_not_list(probe: Probe, capabil
     assert f"tensorrt-rtx does not list compute capability {capability}" in found(outlook("tensorrt-rtx", probe))
 
 
-@pytest.mark.parametrize(("capability", "listed"), [("7.5", True), ("10.0", False), ("12.1", True), ("13.0", True)])
-def test_tensorrt_rtx_lists_gpus_and_later_ones(capability: str, listed: bool):
-    assert NEEDS["tensorrt-rtx"].supports(capability) == listed
-
-
 @pytest.mark.parametrize(
     ("capability", "listed"), [("7.0", False), ("7.5", True), ("8.7", True), ("10.0", False), ("12.1", True)]
 )
 def test_onnxruntime_has_code_for_some_architectures(capability: str, listed: bool):
     assert NEEDS["cuda"].supports(capability) == listed
-
-
-def test_an_old_gpu_is_left_to_the_cpu():
-    old = replace(H200.driver.devices[0], compute_capability="7.0", name="Tesla V100")
-    given = outlook("tensorrt", replace(H200, driver=replace(H200.driver, devices=(old,))))
-    assert found(given) == "tensorrt does not list compute capability 7.0 (Tesla V100): use the target cpu"
 
 
 # -------------------------------------------------------------------------------------------------------------- drivers
@@ -105,11 +90,6 @@ def test_a_driver_too_old_for_a_library_is_told_with_both_versions():
     assert "cuda-bindings 13.5.0 is for CUDA 13, the driver serves CUDA 12.2: pip install 'cuda-bindings<13'" in (
         found(outlook("tensorrt", old))
     )
-
-
-def test_a_newer_driver_serves_older_libraries():
-    library = Library("ok", "", "10.16.1.11", "12", ("native", "runtime", "builder"))
-    assert outlook("tensorrt", with_library(H200, "tensorrt", library)).state == "ready"
 
 
 @pytest.mark.parametrize(
@@ -133,10 +113,6 @@ def test_a_driver_that_crashes_or_hangs_blocks_gpus_and_not_the_cpu(state: str):
     broken = replace(H200, driver=Driver(state, "ended by SIGSEGV"))
     assert states(broken) == states(NO_GPU)
     assert f"the CUDA driver {state}: ended by SIGSEGV" in found(outlook("cuda", broken))
-
-
-def test_a_driver_that_sees_no_gpu_is_an_obstacle():
-    assert "the CUDA driver sees no GPU" in found(outlook("cuda", replace(H200, driver=Driver("ok", "", "13.0"))))
 
 
 def test_a_container_without_its_gpus_is_recognised():
@@ -166,24 +142,10 @@ def test_the_package_without_cuda_is_to_be_exchanged():
     assert given.state == "can build, not run"
 
 
-@pytest.mark.parametrize("probe", [GB10, THOR, with_library(GB10, "onnxruntime", MISSING)])
-def test_arm_machines_hear_that_no_wheel_exists(probe: Probe):
-    assert "PyPI has onnxruntime-gpu for x86-64 only: use the target tensorrt" in found(outlook("cuda", probe))
-
-
 def test_a_cuda_provider_that_does_not_load_is_told_with_its_reason():
     library = Library("ok", "libcublasLt.so.13 is missing", "1.31.1", "13", ("CUDAExecutionProvider",))
     given = outlook("cuda", with_library(H200, "onnxruntime", library))
     assert "ONNX Runtime cannot load its CUDA provider: libcublasLt.so.13 is missing" in found(given)
-
-
-def test_python_3_10_has_no_onnxruntime_for_cuda():
-    given = outlook("cuda", replace(with_library(H200, "onnxruntime", MISSING), python="3.10.12"))
-    assert "use Python 3.11 or newer: onnxruntime-gpu 1.28 has no wheel for 3.10" in found(given)
-    exchanged = outlook(
-        "cuda", replace(with_library(H200, "onnxruntime", NO_GPU.libraries["onnxruntime"]), python="3.10.1")
-    )
-    assert "use Python 3.11 or newer: onnxruntime-gpu 1.28 has no wheel for 3.10" in found(exchanged)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +189,6 @@ def test_a_library_that_can_make_nothing_here_is_an_obstacle():
     assert "tensorrt 11.4.0.106 cannot make a builder here: Builder: factory function returned nullptr" in found(given)
 
 
-def test_a_driver_that_is_too_old_explains_why_nothing_can_be_made():
-    silent = with_library(H200, "tensorrt", replace(H200.libraries["tensorrt"], abilities=("native",)))
-    given = outlook("tensorrt", replace(silent, driver=replace(H200.driver, version="12.2")))
-    assert given.obstacles[0].remedy.startswith("install the driver 580 or newer")
-    assert "cannot make" not in found(given)
-
-
 def test_building_needs_packages_that_running_does_not():
     bare = replace(H200, packages={"numpy": "2.4.6", "tokenizers": "0.23.3"})
     assert set(states(bare).values()) == {"can run, not build", "not possible"}
@@ -246,19 +201,6 @@ def test_what_judges_is_installed_where_it_can_be(target: str):
     assert "which judges; none is installed: pip install 'onnxruntime>=" in found(outlook(target, bare))
     old = replace(bare, python="3.10.12")
     assert "which judges; none is installed: pip" not in found(outlook(target, old))
-
-
-def test_what_judges_and_has_cuda_stays_the_package_with_cuda():
-    bare = with_library(H200, "onnxruntime", MISSING)
-    assert "none is installed: pip install 'onnxruntime-gpu>=" in found(outlook("cuda", bare))
-    old = with_library(H200, "onnxruntime", replace(H200.libraries["onnxruntime"], version="1.27.0"))
-    assert "which judges; 1.27.0 is installed: pip install -U onnxruntime-gpu" in found(outlook("tensorrt", old))
-
-
-def test_what_judges_is_installed_again_where_it_is_broken():
-    broken = with_library(NO_GPU, "onnxruntime", Library("failed", "no attribute"))
-    expected = "which judges; the one installed failed: uninstall it, then pip install 'onnxruntime>="
-    assert expected in found(outlook("tensorrt", broken))
 
 
 def test_without_what_judges_engines_are_still_rebuilt():
@@ -275,22 +217,10 @@ def test_without_what_judges_engines_are_still_rebuilt():
 # -------------------------------------------------------------------------------------------------------------- Jetsons
 
 
-def test_jetpack_6_gets_primitives_and_7_the_native_form():
-    assert "engines of the form primitives: TensorRT 10.3.0 has no cache update and no attention" in (
-        outlook("tensorrt", ORIN).notes
-    )
-    assert "engines of the form native: the cache is updated in place" in outlook("tensorrt", THOR).notes
-
-
 def test_orin_has_no_fp8_and_thor_has():
     notes = " ".join(outlook("tensorrt", ORIN).notes)
     assert "no fp8 (from 8.9 on): Orin has compute capability 8.7" in notes
     assert "fp8" not in " ".join(outlook("tensorrt", THOR).notes)
-
-
-def test_python_3_10_rebuilds_what_another_machine_began():
-    assert "--deferred on another machine, then llmc build --rebuild BUNDLE" in found(outlook("tensorrt", ORIN))
-    assert "use Python 3.11 or newer and pip install -U onnxruntime" in found(outlook("cpu", ORIN))
 
 
 @pytest.mark.parametrize(
@@ -320,11 +250,6 @@ def test_a_slower_power_mode_is_told_with_the_command():
     fastest = replace(ORIN, jetson=replace(ORIN.jetson, power_mode=ORIN.jetson.power_modes[2]))
     assert not any("nvpmodel" in line for line in diagnose(fastest, MACHINE).advice)
     assert diagnose(H200, MACHINE).advice == ()
-
-
-def test_this_machine_is_described():
-    machine = this_machine()
-    assert machine.cpu and machine.threads >= 1 and machine.memory.bytes > 0
 
 
 # -------------------------------------------------------------------------------------------------------------- bundles
@@ -390,15 +315,6 @@ def test_a_deferred_engine_is_compiled_first(folder: Path, manifest: bundle.Mani
     assert remedy == f"llmc build --rebuild {folder}"
 
 
-def test_a_deferred_engine_for_another_machine_is_named_first_and_compiled_there(
-    folder: Path, manifest: bundle.Manifest
-):
-    reasons, remedy = judged(write(folder, manifest, replace(PLAN, file="", compute_capabilities=())), NO_GPU)
-    assert reasons.startswith(f"it has no engine yet (--deferred): llmc build --rebuild {folder} | tensorrt is not")
-    assert remedy.startswith("pip install --extra-index-url")
-    assert f"cu13, then llmc build --rebuild {folder}; or take it to the machine that is to run it, and" in remedy
-
-
 def test_what_the_machine_lacks_comes_before_the_engine(folder: Path, manifest: bundle.Manifest):
     reasons, remedy = judged(write(folder, manifest), with_library(RTX_5090, "tensorrt", MISSING))
     assert reasons.startswith("tensorrt is not installed")
@@ -441,17 +357,6 @@ def test_a_corrupt_bundle_is_a_reason_and_no_failure(folder: Path, manifest: bun
     assert remedy == "llmc build CHECKPOINT -o BUNDLE"
 
 
-@pytest.mark.parametrize("error", [OverflowError("int too large"), ValueError("odd"), PermissionError(13, "denied")])
-def test_whatever_reading_a_bundle_raises_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch):
-    def fail(folder: Path, **options: object) -> None:
-        raise error
-
-    monkeypatch.setattr("llmc.runtime.diagnose.doctor.read_bundle", fail)
-    reasons, remedy = judged(Path("bundle"))
-    assert reasons == f"{type(error).__name__}: {error}"
-    assert remedy == "llmc build CHECKPOINT -o BUNDLE"
-
-
 def test_whatever_judging_a_bundle_raises_is_a_reason(
     folder: Path, manifest: bundle.Manifest, monkeypatch: pytest.MonkeyPatch
 ):
@@ -467,9 +372,3 @@ def test_a_bundle_that_cannot_run_here_can_be_emulated(folder: Path, manifest: b
     given = [diagnose(probe, MACHINE, folder).bundle for probe in (NO_GPU, ORIN, RTX_4090)]
     assert given[0] is not None and given[0].instead.startswith(f"llmc run {folder} --emulate, which")
     assert [each is not None and each.instead for each in given[1:]] == ["", ""]  # an old ONNX Runtime; it runs
-
-
-def test_a_target_of_a_later_llmc_is_named(folder: Path, manifest: bundle.Manifest):
-    target = bundle.Target("npu", "npu", "1.0", "1.0")
-    reasons, remedy = judged(write(folder, manifest, target=target))
-    assert (reasons, remedy) == ("its target 'npu' is unknown to this llmc", "pip install -U llmc-deploy")

@@ -1,6 +1,5 @@
 """Functions in a process of their own, whatever becomes of it."""
 
-import sys
 from typing import Any
 
 import pytest
@@ -37,9 +36,3 @@ def test_what_becomes_of_the_process_is_told(function: str, arguments: list[Any]
 def test_what_hangs_is_ended():
     with pytest.raises(ApartError, match="no answer within 1 s"):
         call("time:sleep", 1000, seconds=1)
-
-
-def test_without_an_interpreter_nothing_can_be_called(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "executable", None)
-    with pytest.raises(OSError, match="no executable"):
-        call("builtins:int", 1)

@@ -67,17 +67,6 @@ def test_an_error_leaves_nothing():
     assert list(entry.parent.iterdir()) == []
 
 
-def test_a_disk_that_fills_while_syncing_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    entry = disk_cache.entry("kind", "key")
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"), disk_cache.published(entry) as folder:
-        (folder / "content").write_text("half")
-    assert list(entry.parent.iterdir()) == []
-
-
 def test_the_first_of_two_that_publish_one_entry_wins():
     entry = disk_cache.entry("kind", "key")
     with disk_cache.published(entry) as late:
@@ -105,15 +94,6 @@ def test_processes_that_race_end_well(root: Path):
     assert sorted(path.name for path in (root / "kind").iterdir()) == sorted(map(str, range(20)))
 
 
-def test_a_removed_entry_is_gone():
-    entry = disk_cache.entry("kind", "key")
-    with disk_cache.published(entry) as folder:
-        (folder / "content").write_text("x")
-    disk_cache.remove(entry)
-    disk_cache.remove(entry)
-    assert list(entry.parent.iterdir()) == []
-
-
 def test_pruning_removes_the_least_recently_used_until_the_rest_fits(root: Path):
     old, older, oldest = (filled(root, str(age), 100, age * LONG_AGO) for age in (1, 2, 3))
     disk_cache.prune("kind", 250)
@@ -123,30 +103,6 @@ def test_pruning_removes_the_least_recently_used_until_the_rest_fits(root: Path)
     assert not older.exists()
 
 
-def test_pruning_counts_entries_that_are_files(root: Path):
-    file = filled(root, "folder", 10, 0).parent / "file"
-    file.write_bytes(bytes(100))
-    os.utime(file, (time.time() - LONG_AGO,) * 2)
-    disk_cache.prune("kind", 50)
-    assert not file.exists()
-
-
-def test_asking_for_an_entry_makes_it_recent(root: Path, monkeypatch: pytest.MonkeyPatch):
-    asked, other = (filled(root, key, 100, LONG_AGO) for key in ("asked", "other"))
-    assert disk_cache.entry("kind", "asked") == asked
-    monkeypatch.setattr(disk_cache, "_used", set())  # as another process sees it
-    disk_cache.prune("kind", 0)
-    assert (asked.exists(), other.exists()) == (True, False)
-
-
-def test_pruning_spares_what_this_process_uses_however_long_ago_it_asked(root: Path):
-    mine = filled(root, "mine", 100, 0)
-    disk_cache.entry("kind", "mine")
-    os.utime(mine, (0, 0))
-    disk_cache.prune("kind", 0)
-    assert mine.exists()
-
-
 def test_pruning_clears_what_a_killed_process_left(root: Path):
     young, old = (
         filled(root, f"{disk_cache.STAGING}{key}", 1, age)
@@ -154,11 +110,6 @@ def test_pruning_clears_what_a_killed_process_left(root: Path):
     )
     disk_cache.prune("kind", 100)
     assert (young.exists(), old.exists()) == (True, False)
-
-
-def test_pruning_an_absent_kind_does_nothing(root: Path):
-    disk_cache.prune("nothing", 0)
-    assert not (root / "nothing").exists()
 
 
 # ---------------------------------------------------------------------------------------------------- one bound for all
@@ -174,26 +125,6 @@ def test_the_bound_of_the_environment_counts_all_kinds_and_the_least_recently_us
     monkeypatch.setenv(disk_cache.BOUND, "250")
     disk_cache.prune("calibration", 100)
     assert [kind for kind, path in entries.items() if path.exists()] == list(disk_cache.KINDS[:2])
-
-
-def test_what_is_no_kind_of_ours_is_left_alone(root: Path, monkeypatch: pytest.MonkeyPatch):
-    foreign = filled(root, "photos", 100, 9 * LONG_AGO, "mine")
-    hidden = filled(root, ".git", 100, 9 * LONG_AGO, "reference")
-    monkeypatch.setenv(disk_cache.BOUND, "100")
-    disk_cache.prune("auto", 0)
-    assert foreign.exists()
-    assert hidden.exists()
-
-
-def test_every_kind_of_entry_counts():
-    """A kind that is asked for somewhere, by its name or by a constant, is in the list."""
-    found = set()
-    for path in [*(ROOT / "runtime").rglob("*.py"), *(ROOT / "optimize").rglob("*.py")]:
-        code = path.read_text()
-        for argument in re.findall(r"(?:cache\.|= )entry\(([^,()]+),", code):
-            named = re.search(rf"^{argument}\b.*? = (\"\w+\")", code, re.MULTILINE)
-            found.add((named[1] if named else argument).strip('"'))
-    assert sorted(found) == sorted(disk_cache.KINDS)
 
 
 @pytest.mark.parametrize("text", ["8 GB", "", "-1", "1e9", "\u0661"])
@@ -218,38 +149,6 @@ def test_what_another_process_holds_stays_until_it_ends(root: Path):
         holder.kill()
     disk_cache.prune("kind", 0)
     assert not held.exists()
-
-
-def test_what_is_let_go_was_used_until_then(root: Path):
-    held = filled(root, "held", 100, LONG_AGO)
-    hold = disk_cache.Hold(held)
-    hold.release()
-    hold.release()
-    disk_cache.prune("kind", 0)
-    assert held.exists()
-    aged(held, LONG_AGO)
-    disk_cache.prune("kind", 0)
-    assert not held.exists()
-
-
-def test_what_does_not_exist_can_be_held_to_no_effect(tmp_path: Path):
-    disk_cache.Hold(tmp_path / "absent").release()
-    assert not (tmp_path / "absent").exists()
-
-
-def test_a_file_appears_when_it_is_whole(tmp_path: Path):
-    file = tmp_path / "part.npz"
-    for content in ("first", "second"):
-        with disk_cache.written(file) as staging:
-            assert staging.suffix == ".npz"  # numpy would add it
-            staging.write_text(content)
-            assert not file.exists() or file.read_text() == "first"
-        assert file.read_text() == content
-    with pytest.raises(OSError, match="No space left"), disk_cache.written(file) as staging:
-        staging.write_text("half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert file.read_text() == "second"
-    assert list(tmp_path.iterdir()) == [file]
 
 
 KILLED = """
@@ -278,17 +177,6 @@ def test_what_a_killed_process_wrote_into_an_entry_is_cleared_and_is_no_use_of_t
     disk_cache.prune("auto", 0)
     assert [path.name for path in entry.iterdir()] == ["head.npz"]
     assert entry.stat().st_mtime_ns == before
-
-
-def test_what_a_living_process_writes_stays_however_old_it_is(root: Path):
-    entry = filled(root, "key", 1, LONG_AGO)
-    with disk_cache.published(entry / "built") as folder, disk_cache.written(entry / "state.npz") as file:
-        for path in (folder, file):
-            aged(path, disk_cache.ABANDONED_S + LONG_AGO)
-        disk_cache.prune("kind", 100)
-        assert folder.exists()
-        assert file.exists()
-    assert sorted(path.name for path in entry.iterdir()) == ["built", "content", "state.npz"]
 
 
 def test_without_locks_what_was_left_goes_after_a_day_and_entries_when_they_are_not_recent(

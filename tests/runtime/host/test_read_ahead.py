@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,27 +83,3 @@ def test_a_file_that_would_fill_the_memory_is_left_alone(advised, monkeypatch, t
         with read_ahead(path):
             ended()
         assert len(asked) == steps
-
-
-def read_ahead_of_forbidden(folder: Path, patch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
-    """In a folder that may not be looked into, which a test that runs as root has none of."""
-
-    def refuse(path: Path, **_: object) -> os.stat_result:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    patch.setattr(Path, "stat", refuse)
-    return read_ahead(folder / "weights.bin")
-
-
-def test_a_missing_file_a_refusal_and_another_system_are_no_errors(advised, monkeypatch, tmp_path):
-    asked = advised(lambda: os.stat(tmp_path / "none"))
-    with read_ahead(tmp_path / "missing"):
-        pass
-    with read_ahead(file_of(tmp_path, STEP)):
-        ended()
-    with monkeypatch.context() as patch, read_ahead_of_forbidden(tmp_path, patch):
-        ended()
-    monkeypatch.delattr(os, "posix_fadvise")
-    with read_ahead(tmp_path / "weights.bin"):
-        ended()
-    assert asked == []

@@ -77,18 +77,6 @@ def test_what_keeps_a_thread_busy_is_interrupted_after_a_while(alone: None, monk
     assert told.is_set() and not thread.is_alive() and not gone.is_set()
 
 
-def test_a_pool_makes_do_with_the_threads_that_it_gets(limit: Limit):
-    first = []
-    pool = Pool(3, "llmc-x", lambda: first.append(threading.current_thread()))
-    with pytest.raises(ResourceError):
-        list(pool.map(abs, [-1, -2]))
-    limit.left = 1
-    with pool:
-        assert list(pool.map(abs, [-1, -2, -3, -4])) == [1, 2, 3, 4]
-        assert len(first) == 1
-    assert not first[0].is_alive()
-
-
 def test_what_a_job_raises_reaches_who_asked_and_the_pool_goes_on():
     with Pool(1, "llmc-x", lambda: None) as pool:
         for error in (ValueError, SystemExit, KeyboardInterrupt):

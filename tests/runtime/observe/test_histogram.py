@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmc.errors import UsageError
 from llmc.runtime.observe.histogram import Histogram
 from llmc.runtime.observe.metrics import SECONDS_BUCKETS
 
@@ -61,45 +60,10 @@ def test_counts_that_slip_by_two_buckets_are_noticed(kind: str):
     assert quantiles_off(slipped, values)
 
 
-def test_the_middle_of_a_bucket_is_interpolated():
-    # Of 10 observations 4 lie in (1, 2]: rank 5 is 3 of these 4 into the bucket.
-    snapshot = Histogram((1.0, 2.0, 4.0), [2, 4, 4, 0], 20.0, 4.0)
-    assert snapshot.quantile(0.5) == 1.75
-    assert snapshot.quantile(1.0) == 4.0
-
-
-def test_no_quantile_exceeds_the_largest_observation():
-    snapshot = filled(np.array([3.1, 3.2]))
-    assert snapshot.quantile(1.0) == 3.2
-    assert snapshot.quantile(0.99) <= 3.2
-
-
 def test_a_bound_belongs_to_its_bucket():
     snapshot = filled(np.array([1.0, 1.0000001, 2.0, 2.1]), (1.0, 2.0))
     assert snapshot.counts == [1, 2, 1]
     assert snapshot.cumulative == (1, 3, 4)
-
-
-def test_without_observations_nothing_is_estimated():
-    empty = Histogram((1.0,))
-    assert (empty.count, empty.mean, empty.quantile(0.5)) == (0, None, None)
-
-
-def test_the_mean_is_exact():
-    assert filled(np.array([0.25, 0.75, 8.0])).mean == 3.0
-
-
-def test_a_copy_does_not_follow_its_histogram():
-    histogram = Histogram((1.0,))
-    before = histogram.copy()
-    histogram.observe(0.5)
-    assert before.count == 0
-
-
-@pytest.mark.parametrize("q", [-0.1, 1.1, float("nan")])
-def test_a_quantile_out_of_range_is_refused(q: float):
-    with pytest.raises(UsageError, match="from 0 to 1"):
-        Histogram((1.0,)).quantile(q)
 
 
 def test_the_seconds_buckets_resolve_every_quantile_to_a_half():

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from llmc.errors import MissingExtraError
 from llmc.runtime.observe.histogram import Histogram
 from llmc.runtime.observe.metrics import EngineMetrics, EngineSnapshot, Gauges
-from llmc.runtime.observe.prometheus import CONTENT_TYPE, EngineCollector, exposition
+from llmc.runtime.observe.prometheus import EngineCollector, exposition
 
 UNITS = ("_seconds", "_bytes", "_tokens")
 # Counts of things, which have no unit.
@@ -153,18 +153,6 @@ def test_two_engines_share_a_registry_when_their_labels_differ(metrics: EngineMe
     registry.register(EngineCollector(metrics, {"model_name": "a"}))
     collected = list(EngineCollector(EngineMetrics(), {"model_name": "b"}).collect())
     assert {family.name for family in collected} == set(parsed(generate_latest(registry).decode()))
-
-
-def test_each_scrape_is_the_present(metrics: EngineMetrics):
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(metrics))
-    before = registry.get_sample_value("llmc_generation_tokens_total")
-    metrics.timeline(1).token()
-    assert registry.get_sample_value("llmc_generation_tokens_total") == before + 1
-
-
-def test_the_content_type_names_the_format():
-    assert CONTENT_TYPE == "text/plain; version=0.0.4; charset=utf-8"
 
 
 def test_without_prometheus_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
