@@ -1,9 +1,9 @@
 """Measure the engine against itself: what is compared takes turns on one loaded bundle, so ratios hold.
 
-    python engine.py concurrency BUNDLE  # 8 requests together, and gaps of streams beside a long prompt
-    python engine.py overhead BUNDLE     # time between two runs of ONNX Runtime, beside that inside one
-    python engine.py prefixes BUNDLE     # time to first token with a prefix in memory, and on disk after a restart
-    python engine.py speculation BUNDLE  # tokens per second with drafts, beside none
+python engine.py concurrency BUNDLE  # 8 requests together, and gaps of streams beside a long prompt
+python engine.py overhead BUNDLE     # time between two runs of ONNX Runtime, beside that inside one
+python engine.py prefixes BUNDLE     # time to first token with a prefix in memory, and on disk after a restart
+python engine.py speculation BUNDLE  # tokens per second with drafts, beside none
 """
 
 import argparse
