@@ -4,7 +4,8 @@
     python service.py peers BUNDLE GGUF --python venvs/llamacpp/bin/python   # the interpreter that has xllamacpp
 
 Clients of a server are `llmc bench serve` in a process of its own. In the process, threads call `Model.stream_chat` and
-note each token on the engine's thread, which is the least that a client can cost. What is compared takes turns. Answers are greedy, and no two prompts share more than the template's beginning.
+note each token on the engine's thread, which is the least that a client can cost. What is compared takes turns. Answers
+are greedy, and no two prompts share more than the template's beginning.
 """
 
 import argparse
