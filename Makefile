@@ -17,17 +17,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SERVES := $(VENV)/.serves
 
-.PHONY: demo test real check format clean
+.PHONY: demo test check format clean
 
 demo: $(SERVES)  ## fetch SmolLM2-135M, export, build (int8, int4), ask it something; offline the model of recipes/tiny
 	$(BIN)/python recipes/demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
-
-# LLAMACPP=PATH is the interpreter of the llama.cpp peer, see recipes/benchmarks/README.md; without it llmc stands alone.
-real: $(READY)  ## hold SmolLM2-135M against transformers and llama.cpp: tokens, greedy answers, KL per bit
-	$(BIN)/python recipes/smollm2/real.py $(if $(LLAMACPP),--llamacpp-python $(LLAMACPP))
 
 check: $(READY)
 	$(BIN)/ruff check .

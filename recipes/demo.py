@@ -145,9 +145,9 @@ def peer_rows(demo: Demo) -> list[tuple[str, ...]]:
     if done.returncode:
         print(f"llama.cpp cannot be measured: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}")
         return []
-    found = json.loads(done.stdout.splitlines()[-1])["results"][0]
+    found = json.loads(done.stdout.splitlines()[-1])
     size = show.size(demo.checkpoint.stat().st_size)
-    speeds = [f"{found[f'{phase}_tok_s']:.0f} tok/s" for phase in ("prefill", "decode")]
+    speeds = [f"{found[f'{phase} {PROMPT_LENGTH}']:.0f} tok/s" for phase in ("prefill", "decode after")]
     return [("llama.cpp Q4_1", size, "", "", "", *speeds)]
 
 

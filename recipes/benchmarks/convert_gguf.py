@@ -132,24 +132,11 @@ def write_f16(checkpoint: Path, path: Path) -> None:
     writer.close()
 
 
-def importance_matrix(path: Path) -> Any:
-    """The C array of mean squares of each matrix's inputs, from a .npz file by weight name; an empty entry ends it."""
-    with np.load(path) as file:
-        squares = {gguf_name(name): np.ascontiguousarray(file[name], np.float32) for name in file.files}
-    entries = (llama_cpp.llama_model_imatrix_data * (len(squares) + 1))()
-    for entry, (name, values) in zip(entries, squares.items(), strict=False):
-        # ctypes keeps an array alive that it is assigned, not one that a bare pointer leads to.
-        entry.name, entry.size, entry.data = name.encode(), values.size, np.ctypeslib.as_ctypes(values)
-    return entries
-
-
-def quantize(source: Path, target: Path, scheme: str, importance: Any = None) -> None:
+def quantize(source: Path, target: Path, scheme: str) -> None:
     """Quantize as ``llama-quantize`` does, with its own choice of types per tensor unless the scheme is a pure one."""
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype, parameters.pure = SCHEMES[scheme]
     parameters.nthread = len(os.sched_getaffinity(0))
-    if importance is not None:
-        parameters.imatrix = importance
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters)) != 0:
         raise SystemExit(f"{source}: llama.cpp cannot quantize it to {scheme}")
 
@@ -160,14 +147,12 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("prefix", type=Path, help="files are called PREFIX-SCHEME.gguf")
     parser.add_argument("schemes", nargs="+", choices=SCHEMES)
-    parser.add_argument("--importance", type=Path, help=".npz file of mean squares of inputs, by weight name")
     args = parser.parse_args()
-    importance = importance_matrix(args.importance) if args.importance else None
     with tempfile.TemporaryDirectory(dir=args.prefix.parent) as scratch:
         plain = Path(scratch) / "f16.gguf"
         write_f16(args.checkpoint, plain)
         for scheme in args.schemes:
-            quantize(plain, args.prefix.with_name(f"{args.prefix.name}-{scheme}.gguf"), scheme, importance)
+            quantize(plain, args.prefix.with_name(f"{args.prefix.name}-{scheme}.gguf"), scheme)
 
 
 if __name__ == "__main__":

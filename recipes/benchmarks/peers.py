@@ -1,24 +1,28 @@
 """Run llmc and its peers on the same checkpoint in one run, interleaved, and print how they compare.
 
-Every round runs each system once, in a process and an interpreter of its own; the best round counts. What to run is
-said by a TOML file (see systems.example.toml); paths in it are relative to it. A system without interpreter or model is
-not run, and the table says so. All use as many threads as this process may use CPUs (``taskset`` limits them).
+    python peers.py systems.toml                      # one request: prefill and decode, sizes, memory
+    python peers.py systems.toml --together 1 4 8 16  # requests at once: new tokens of all per second
+    python peers.py systems.toml --first              # seconds to the first token, files out of the page cache
+
+Every round runs each system once, in a process and an interpreter of its own. What to run is said by a TOML file (see
+systems.example.toml); paths in it are relative to it. A system without interpreter or model is not run, and the table
+says so. All use as many threads as this process may use CPUs (``taskset`` limits them).
 """
 
 import argparse
 import json
 import os
-import resource
+import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from machine import QUIET_CPUS, Disturbance, provenance, table
-from runners import RUNNERS, lengths, positive
+from machine import QUIET_CPUS, Disturbance, positive, publish, ratio, table
+from runners import RUNNERS, lengths
 
 from llmc.errors import BundleError
 from llmc.runtime.host.machine import usable_threads
@@ -31,8 +35,8 @@ else:
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
-PHASES = (("prefill_tok_s", "prefill {}"), ("decode_tok_s", "decode after {}"))
 NOT_RUN = "not run"
+Figures = dict[str, float]  # by column of the table
 
 
 @dataclass(frozen=True)
@@ -47,25 +51,22 @@ class Entry:
 
 @dataclass
 class Row:
-    """A system with all its rounds. ``trouble`` says why there are none, or why there are fewer than asked for.
-
-    A round is the JSON line of its runner, and ``other_cpus``, those busy with something else meanwhile (None: not
-    known): systems suffer from it very unequally.
-    """
+    """A system with all its rounds; ``trouble`` says why there are none, or fewer than asked for."""
 
     entry: Entry
     trouble: str
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[Figures] = field(default_factory=list)
 
-    @property
-    def failed(self) -> bool:
-        """It ran and broke, as opposed to never being set up."""
-        return bool(self.trouble) and not self.trouble.startswith(NOT_RUN)
-
-    def best(self, phase: str, prompt: int) -> float | None:
-        """Highest rate of all rounds, in tokens per second."""
-        results = [result for r in self.rounds for result in r["results"] if result["prompt"] == prompt]
-        return max((float(result[phase]) for result in results), default=None)
+    def cells(self, reference: "Row", columns: Sequence[str]) -> Iterator[str]:
+        """Medians over rounds, and in brackets the reference's figure over that of the same round."""
+        for column in columns:
+            own = [figures[column] for figures in self.rounds]
+            if not own:
+                yield self.trouble or NOT_RUN
+                continue
+            median = f"{statistics.median(own):.4g}"
+            theirs = [figures[column] for figures in reference.rounds]
+            yield median if reference is self or not theirs else f"{median} ({ratio(theirs, own)})"
 
 
 def read_systems(path: Path) -> tuple[dict[str, Path], tuple[Entry, ...]]:
@@ -87,6 +88,14 @@ def read_systems(path: Path) -> tuple[dict[str, Path], tuple[Entry, ...]]:
     return {"llmc": Path(sys.executable), **{name: path.parent / python for name, python in pythons.items()}}, entries
 
 
+def missing(python: Path | None, model: Path) -> str:
+    """The reason why a system cannot run, or nothing."""
+    if python is None:
+        return f"{NOT_RUN}: its runner has no interpreter"
+    absent = [str(path) for path in (python, model) if not path.exists()]
+    return f"{NOT_RUN}: {', '.join(absent)} not found" if absent else ""
+
+
 def run_script(
     python: str | Path,
     script: str,
@@ -100,15 +109,9 @@ def run_script(
         RuntimeError: it failed, or took longer than the limit.
     """
     command = [str(python), str(HERE / script), *map(str, arguments)]
+    environment = os.environ | ENVIRONMENT | dict(environment)
     try:
-        done = subprocess.run(
-            command,
-            env=os.environ | ENVIRONMENT | dict(environment),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=True,
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=True)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{script} failed: no result after {timeout_s:.0f} s") from error
     except subprocess.CalledProcessError as error:
@@ -117,104 +120,63 @@ def run_script(
     return (done.stdout.splitlines() or [""])[-1]
 
 
-def run_all(
-    pythons: dict[str, Path],
-    entries: Sequence[Entry],
-    folder: Path,
-    work: Sequence[object],
-    rounds: int,
-    timeout_s: float = 1800.0,
-) -> list[Row]:
-    """Run all systems in turn, several times. One that fails is not tried again.
+def run_round(args: argparse.Namespace, python: Path, entry: Entry) -> Figures:
+    """The figures of one system in one round.
 
-    Args:
-        pythons: interpreters by runner.
-        entries: the systems.
-        folder: that their models are in.
-        work: arguments of ``runners.py`` that say what is measured.
-        rounds: times that each of them runs.
-        timeout_s: limit of one process.
+    Raises:
+        RuntimeError: it failed.
     """
+    model = args.systems.parent / entry.model
+    work = ["--threads", usable_threads(), "--prompts", *args.prompts, "--new-tokens", args.new_tokens]
+    for name in ("warm_up", "together"):
+        if value := getattr(args, name):
+            work += [f"--{name.replace('_', '-')}", *(value if isinstance(value, list) else [value])]
+    if not args.first:
+        return dict(json.loads(run_script(python, "runners.py", entry.runner, model, *work, timeout_s=args.timeout)))
+    drop(model)
+    found: Figures = {}
+    with tempfile.TemporaryDirectory() as cache:  # llmc's own, which is empty at the first load on a machine
+        for state in ("cold", "again"):
+            command = (python, "runners.py", entry.runner, model, *work, "--first")
+            line = run_script(*command, timeout_s=args.timeout, environment={"LLMC_CACHE": cache})
+            found |= {f"{state}, {name}": figure for name, figure in json.loads(line).items()}
+    return found
+
+
+def drop(model: Path) -> None:
+    """Take a model's files out of the page cache, as far as no process has them mapped."""
+    for path in [model] if model.is_file() else [path for path in model.rglob("*") if path.is_file()]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)  # what is not written yet would stay
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def run_all(args: argparse.Namespace, pythons: dict[str, Path], entries: Sequence[Entry]) -> list[Row]:
+    """Run all systems in turn, several times; one that fails is not tried again."""
+    folder = args.systems.parent
     rows = [Row(entry, missing(pythons.get(entry.runner), folder / entry.model)) for entry in entries]
-    for number in range(1, rounds + 1):
+    for number in range(1, args.rounds + 1):
         for row in (row for row in rows if not row.trouble):
-            entry, disturbance = row.entry, Disturbance(resource.RUSAGE_CHILDREN)
-            command = (pythons[entry.runner], "runners.py", entry.runner, folder / entry.model, *work)
+            disturbance = Disturbance()
             try:
-                found = json.loads(run_script(*command, "--threads", usable_threads(), timeout_s=timeout_s))
-                row.rounds.append({**found, "other_cpus": disturbance.cpus()})
+                row.rounds.append(run_round(args, pythons[row.entry.runner], row.entry))
             except RuntimeError as error:
                 row.trouble = str(error)
-            print(f"round {number}/{rounds}: {entry.name}: {row.trouble or brief(row.rounds[-1])}", file=sys.stderr)
+            busy = disturbance.cpus() or 0.0
+            noise = f" (disturbed: {busy} CPUs busy with something else)" if busy > QUIET_CPUS else ""
+            said = row.trouble or ", ".join(f"{name} {figure:g}" for name, figure in row.rounds[-1].items())
+            print(f"round {number}/{args.rounds}: {row.entry.name}: {said}{noise}", file=sys.stderr)
     return rows
 
 
-def missing(python: Path | None, model: Path) -> str:
-    """The reason why a system cannot run, or nothing."""
-    if python is None:
-        return f"{NOT_RUN}: its runner has no interpreter"
-    absent = [str(path) for path in (python, model) if not path.exists()]
-    return f"{NOT_RUN}: {', '.join(absent)} not found" if absent else ""
-
-
-def disturbed(found: dict[str, Any]) -> bool:
-    """True if something else took CPU time in a round."""
-    return found["other_cpus"] is not None and found["other_cpus"] > QUIET_CPUS
-
-
-def brief(found: dict[str, Any]) -> str:
-    """A round in a few words."""
-    figures = [
-        f"{r['requests']}: {r['tok_s']:.0f}"
-        if "requests" in r
-        else f"{r['prompt']}: {r['prefill_tok_s']:.0f} / {r['decode_tok_s']:.0f}"
-        for r in found["results"]
-    ]
-    noise = f" (disturbed: {found['other_cpus']} CPUs busy with something else)" if disturbed(found) else ""
-    return ", ".join(figures) + noise
-
-
-def tables(rows: Sequence[Row], prompts: Sequence[int]) -> Iterator[str]:
-    """One Markdown table per group: best tokens per second, and in brackets llmc's rate over the peer's."""
-    columns = [(phase, title, prompt) for phase, title in PHASES for prompt in prompts]
+def tables(rows: Sequence[Row]) -> Iterator[str]:
+    """One Markdown table per group; ratios are those of the group's first llmc system."""
     for group in dict.fromkeys(row.entry.group for row in rows):
         own = [row for row in rows if row.entry.group == group]
-        reference = next((row for row in own if row.entry.runner == "llmc" and row.rounds), None)
-        lines = [
-            (row.entry.name, *(cell(row, reference, phase, prompt) for phase, _, prompt in columns)) for row in own
-        ]
-        yield table((group, *(title.format(prompt) for _, title, prompt in columns)), *lines)
-
-
-def sizes(rows: Sequence[Row]) -> str:
-    """A Markdown table of what each system's files take on disk, and its process in memory at its peak."""
-    ran = [row for row in rows if row.rounds]
-    head = ("10^6 bytes", "on disk", "resident at the peak")
-    peaks = [max(found["peak_rss_mb"] for found in row.rounds) for row in ran]
-    files = [row.rounds[0]["details"]["files_mb"] for row in ran]
-    return table(head, *((row.entry.name, size, f"{peak}") for row, size, peak in zip(ran, files, peaks, strict=True)))
-
-
-def cell(row: Row, reference: Row | None, phase: str, prompt: int) -> str:
-    """A system's best rate, beside the reference's."""
-    rate = row.best(phase, prompt)
-    if rate is None:
-        return "failed" if row.failed else NOT_RUN
-    ours = reference.best(phase, prompt) if reference and row is not reference else None
-    return f"{rate:.0f}" if ours is None else f"{rate:.0f} ({ours / rate:.2f}x)"
-
-
-def footer(rows: Sequence[Row], new_tokens: int, machine: dict[str, Any]) -> str:
-    """The lines below the tables: the measure, the machine, a doubt, and what did not run."""
-    rounds = [found for row in rows for found in row.rounds]
-    noisy = sum(map(disturbed, rounds))
-    lines = [
-        f"Tokens per second, best round; in brackets llmc / peer. {new_tokens} new tokens, greedy, "
-        f"{machine['threads']} threads, {machine['cpu']}.",
-        *([f"DISTURBED: {noisy} of {len(rounds)} runs shared the CPUs; do not quote."] if noisy else []),
-        *(f"{row.entry.name}: {row.trouble}" for row in rows if row.trouble),
-    ]
-    return "\n".join(lines)
+        reference = next((row for row in own if row.entry.runner == "llmc" and row.rounds), own[0])
+        columns = list(next((row.rounds[0] for row in own if row.rounds), {"figures": 0.0}))
+        yield table((group, *columns), *((row.entry.name, *row.cells(reference, columns)) for row in own))
 
 
 def main() -> int:
@@ -222,29 +184,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", type=Path, help="TOML file that lists the systems")
     lengths(parser)
+    parser.add_argument("--first", action="store_true", help="the time until the first token, opening included")
     parser.add_argument("--rounds", type=positive, default=3, help="times that each system runs")
     parser.add_argument("--group", action="append", help="run only this group; may be repeated")
     parser.add_argument("--timeout", type=float, default=1800, help="limit of one process, in seconds")
-    parser.add_argument("--output", type=Path, default=Path("peers.json"), help="where the JSON goes")
+    parser.add_argument("--json", type=Path, default=Path("peers.json"), help="where every round goes")
     args = parser.parse_args()
     try:
         pythons, entries = read_systems(args.systems)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    groups = sorted({entry.group for entry in entries})
-    if args.group and not set(args.group) <= set(groups):
-        parser.error(f"--group {' '.join(args.group)}: {args.systems} has {', '.join(groups)}")
-    origin = provenance()
     chosen = [entry for entry in entries if not args.group or entry.group in args.group]
-    work = ["--prompts", *args.prompts, "--new-tokens", args.new_tokens]
-    if args.warm_up:
-        work += ["--warm-up", args.warm_up]
-    rows = run_all(pythons, chosen, args.systems.parent, work, args.rounds, args.timeout)
-    measured = {"prompts": args.prompts, "new_tokens": args.new_tokens}
-    results = {**origin, **measured, "rows": [asdict(row) for row in rows]}
-    args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print("\n\n".join([*tables(rows, args.prompts), sizes(rows), footer(rows, args.new_tokens, origin["machine"])]))
-    return int(any(row.failed for row in rows) or not any(row.rounds for row in rows))
+    disturbance = Disturbance()
+    rows = run_all(args, pythons, chosen)
+    publish(args.json, disturbance.cpus(), list(tables(rows)), rows=[asdict(row) for row in rows])
+    for row in rows:
+        if row.trouble:
+            print(f"{row.entry.name}: {row.trouble}")
+    failed = any(row.trouble and not row.trouble.startswith(NOT_RUN) for row in rows)
+    return int(failed or not any(row.rounds for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,17 @@
 """Measure llmc's bundles and llama.cpp's quantizations against the same reference logits, and print quality per bit.
 
 All see the same windows of tokens, prefill in one go and decode token by token. The reference is transformers in
-float32. Before anything is compared, llmc's own reference and llama.cpp's float16 file must agree with it: so a
-difference is one of quantization and not of conversion.
+float32, which belongs to neither side. llama.cpp's float16 file must agree with it, so a difference is one of
+quantization and not of conversion.
 """
 
 import argparse
-import collections
-import hashlib
-import importlib.metadata
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +20,21 @@ os.environ |= {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
 import numpy as np
 import onnx_ir as ir
 import torch
-from machine import provenance
-from machine import table as markdown
+from machine import Disturbance, publish, table
 from numpy.typing import NDArray
 from peers import run_script
-from scores import Score, ratio, score
-from torch import nn
 from transformers import AutoModelForCausalLM
 
+from llmc.bundle import PhaseQuality
 from llmc.errors import LlmcError
-from llmc.export import export
-from llmc.optimize.judge.reference import Reference
+from llmc.optimize.judge.quality import Tally
 from llmc.runtime import load
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.sessions import Phase
 from llmc.runtime.text.tokenizer import Tokenizer
 
 SCHEMES = ("q4_0_pure", "q4_0", "q4_k_m", "q8_0")
-UNWEIGHED = ("f16", "q8_0")  # schemes for which llama.cpp takes no heed of importances
-BASELINE = "q4_0_pure"
-# Two float32 implementations differ by rounding (measured: 1e-11); a wrong rotation, norm or mask makes 1e-2 and more.
-SAME_KL = 1e-7
+BASELINE = "llama.cpp q4_0_pure"
 # Weights, activations and cache in float16 (measured: 8e-7 on the small model, 9e-6 on random ones); Q8_0 makes 2e-4.
 CONVERTED_KL = 5e-5
 # Readers of values that are no matrix: norm weights and rotary tables are not quantized by anyone.
@@ -53,84 +43,63 @@ VECTOR_READERS = ("Normalization", "Attention", "RotaryEmbedding")
 
 @dataclass(frozen=True)
 class Measured:
-    """A system's score on one path. ``bits``: per weight of all matrices that this path uses, scales included."""
+    """A system on one path: bits per weight of all matrices that it uses, scales included; its quality, and the mean KL
+    of each window in nats."""
 
     system: str
     phase: Phase
     bits: float
-    detail: str
-    score: Score
+    quality: PhaseQuality
+    kl: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Task:
-    """The text and reference of all systems; ``reference`` is float32 [windows, length, V], files go to ``folder``."""
+    """What all systems share; ``reference`` is float32 [windows, length, V], files go to ``folder``."""
 
     windows: NDArray[np.int64]
     reference: NDArray[np.float32]
     matrix_weights: int
     folder: Path
 
-    def score(self, candidate: Any) -> Score:
-        """Compare a system's logits of all windows."""
-        return score(self.reference, candidate, self.windows)
+    def measured(self, system: str, phase: Phase, bits: float, logits: Iterable[NDArray[np.float32]]) -> Measured:
+        """Compare a system's logits [length, V] of each window.
 
+        A window's first token has nothing before it, and the logits after its last one predict nothing in it.
 
-class Unquantized:
-    """The checkpoint as transformers computes it in float32 on the CPU.
-
-    It belongs to neither side, so neither is measured against itself.
-    """
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
-
-    @property
-    def matrix_weights(self) -> int:
-        """Number of weights in matrices, a tied head counted once."""
-        return sum(parameter.numel() for parameter in self._model.parameters() if parameter.ndim > 1)
-
-    @torch.inference_mode()
-    def logits(self, windows: NDArray[np.int64], path: Path) -> NDArray[np.float32]:
-        """Write the logits of every window into a .npy file and map it: float32 [windows, length, V]."""
-        output = np.lib.format.open_memmap(path, "w+", np.float32, (*windows.shape, self._model.config.vocab_size))
-        for row, tokens in zip(output, windows, strict=True):
-            row[:] = self._model(input_ids=torch.from_numpy(tokens[None]), use_cache=False).logits[0].numpy()
-        output.flush()
-        return output
-
-    @torch.inference_mode()
-    def importance(self, windows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
-        """Mean square of each input of each decoder linear, by weight name: what ``llama-imatrix`` collects.
-
-        As there, embedding and head are left out.
+        Raises:
+            ValueError: they have another shape, or are not finite.
         """
-        sums: dict[str, Any] = collections.defaultdict(float)
-
-        def add(name: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            sums[name] += inputs[0].double().square().flatten(0, -2).sum(dim=0)
-
-        linears = {name: m for name, m in self._model.model.named_modules() if isinstance(m, nn.Linear)}
-        hooks = [m.register_forward_pre_hook(partial(add, f"model.{name}.weight")) for name, m in linears.items()]
-        for tokens in windows:
-            self._model(input_ids=torch.from_numpy(tokens[None]), use_cache=False)
-        for hook in hooks:
-            hook.remove()
-        return {name: (total / windows.size).float().numpy() for name, total in sums.items()}
+        tally = Tally()
+        for wanted, found, tokens in zip(self.reference, logits, self.windows, strict=True):
+            if found.shape != wanted.shape or not np.isfinite(found).all():
+                raise ValueError(f"{system}: logits {found.shape} are not finite ones of {wanted.shape}")
+            tally.compare(wanted[:-1], found[:-1])
+            tally.predict(found[:-1], tokens[1:])
+        kl = tally.comparison.kl.reshape(len(self.windows), -1).mean(axis=1)
+        return Measured(system, phase, bits, tally.quality, kl)
 
 
-def read_windows(tokenizer: Tokenizer, text: Path, count: int, length: int) -> NDArray[np.int64]:
-    """The first ``count`` windows of a text, one after the other: int64 [count, length].
+def make_task(args: argparse.Namespace, folder: Path) -> Task:
+    """The first windows of the text without overlap, and transformers' logits of them.
 
     Raises:
         ValueError: the text is too short.
     """
-    ids = tokenizer.encode(text.read_text(encoding="utf-8"), add_special_tokens=False)
-    if len(ids) < count * length:
-        raise ValueError(
-            f"{text} has {len(ids)} tokens, {count} windows of {length} need {count * length}; ask for fewer windows"
-        )
-    return np.array(ids[: count * length], np.int64).reshape(count, length)
+    text = args.text.read_text(encoding="utf-8")
+    ids = Tokenizer.from_folder(args.checkpoint).encode(text, add_special_tokens=False)
+    if len(ids) < (needed := args.windows * args.length):
+        raise ValueError(f"{args.text} has {len(ids)} tokens, {needed} are needed; ask for fewer windows")
+    windows = np.array(ids[:needed], np.int64).reshape(args.windows, args.length)
+    np.save(folder / "windows.npy", windows)
+    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32, local_files_only=True)
+    shape = (*windows.shape, model.config.vocab_size)
+    reference = np.lib.format.open_memmap(folder / "reference.npy", "w+", np.float32, shape)
+    with torch.inference_mode():
+        for row, tokens in zip(reference, windows, strict=True):
+            row[:] = model(input_ids=torch.from_numpy(tokens[None]), use_cache=False).logits[0].numpy()
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)  # a tied head once
+    return Task(windows, reference, weights, folder)
 
 
 def graph_bits(graph: Path, matrix_weights: int) -> float:
@@ -150,155 +119,59 @@ def bundles(folders: Sequence[Path], task: Task) -> Iterator[Measured]:
     """Run both paths of each bundle."""
     for folder in folders:
         with load(folder) as model:
-            recipe = model.manifest.recipe
             for phase in Phase:
                 # A machine that cannot run one graph runs the decode graph for both.
                 used = Phase.DECODE if model.runner.session.substitutes else phase
                 bits = graph_bits(folder / model.manifest.graphs[used.value].file, task.matrix_weights)
                 logits = (model.runner.logits(tokens.tolist(), phase) for tokens in task.windows)
-                detail = f"{recipe.precision} {recipe.scheme}, block {recipe.block_size}, head {recipe.head}"
-                yield Measured(f"llmc {folder.name}", phase, bits, detail, task.score(logits))
+                yield task.measured(f"llmc {folder.name}", phase, bits, logits)
 
 
-def llamacpp(
-    python: Path, checkpoint: Path, schemes: Iterable[str], task: Task, importance: Path | None = None
-) -> Iterator[Measured]:
+def llamacpp(python: Path, checkpoint: Path, task: Task) -> Iterator[Measured]:
     """Quantize the checkpoint in llama.cpp's interpreter, and run both paths of each scheme there.
 
-    ``importance`` is a .npz file of mean squares of inputs.
-
     Raises:
-        RuntimeError: a script failed, or the file has more or fewer weights than the checkpoint.
+        RuntimeError: a script failed, or the float16 file is not the checkpoint's model.
     """
-    options, suffix = (["--importance", importance], " + imatrix") if importance else ([], "")
-    schemes, output = list(schemes), task.folder / "logits.npy"
-    run_script(python, "convert_gguf.py", checkpoint, task.folder / "model", *schemes, *options)
+    schemes, output = ("f16", *SCHEMES), task.folder / "logits.npy"
+    run_script(python, "convert_gguf.py", checkpoint, task.folder / "model", *schemes)
     for scheme in schemes:
-        model = task.folder / f"model-{scheme}.gguf"
         for phase in Phase:
+            model = task.folder / f"model-{scheme}.gguf"
             work = (model, task.folder / "windows.npy", output, phase.value, usable_threads())
-            found = json.loads(run_script(python, "llamacpp_logits.py", *work))
-            if found["matrix_weights"] != task.matrix_weights:
-                raise RuntimeError(
-                    f"{model.name} has {found['matrix_weights']} weights in matrices, the checkpoint "
-                    f"{task.matrix_weights}; convert_gguf.py lost or doubled a tensor"
-                )
-            scored = task.score(np.load(output, mmap_mode="r"))
-            yield Measured(f"llama.cpp {scheme}{suffix}", phase, found["bits_per_weight"], found["detail"], scored)
+            said = json.loads(run_script(python, "llamacpp_logits.py", *work))
+            logits = np.load(output, mmap_mode="r")
+            found = task.measured(f"llama.cpp {scheme}", phase, said["bits_per_weight"], logits)
+            same = said["matrix_weights"] == task.matrix_weights
+            if not same or (scheme == "f16" and not found.quality.mean_kl <= CONVERTED_KL):
+                raise RuntimeError(f"{model.name} computes another model than the checkpoint; nothing can be compared")
+            yield found
 
 
-def check(name: str, found: Score, highest: float) -> float:
-    """The mean KL of something that must agree with the reference.
+def ratio(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[float, float]:
+    """Mean KL of ``ours`` over that of ``theirs``, and the standard error of that ratio, from means of windows.
 
-    Raises:
-        RuntimeError: it does not.
+    Both saw the same windows, so the error is that of paired means, whose positions are not independent (the ratio
+    estimator of survey sampling: Cochran, Sampling Techniques, 1977, section 6.4).
     """
-    mean_kl = float(found.kl.mean())
-    if not mean_kl <= highest:
-        raise RuntimeError(
-            f"{name} has a mean KL of {mean_kl:.2e} to transformers, expected at most {highest:.0e}: "
-            "it computes another model, so nothing can be compared"
-        )
-    return mean_kl
+    value = ours.mean() / theirs.mean()
+    error = np.std(ours - value * theirs, ddof=1) / np.sqrt(len(ours)) / theirs.mean() if len(ours) > 1 else np.nan
+    return float(value), float(error)
 
 
-def own_reference(checkpoint: Path, task: Task) -> float:
-    """Mean KL of llmc's layer-by-layer reference, which builds are judged by."""
-    exported = export(checkpoint, task.folder / "export").output
-    logits = Reference(exported).logits([tokens.tolist() for tokens in task.windows])
-    return check("llmc's reference", task.score(logits), SAME_KL)
-
-
-def peers(args: argparse.Namespace, unquantized: Unquantized, task: Task, checks: dict[str, float]) -> list[Measured]:
-    """llama.cpp's schemes, its float16 file checked first; with a calibration text once more with importances."""
-    if args.llamacpp_python is None:
-        return []
-    peer = args.llamacpp_python, args.checkpoint
-    for found in llamacpp(*peer, ["f16"], task):
-        name = f"llama.cpp f16, {found.phase.value}"
-        checks[name] = check(name, found.score, CONVERTED_KL)
-    measured = list(llamacpp(*peer, args.schemes, task))
-    if args.calibration:
-        tokenizer = Tokenizer.from_folder(args.checkpoint)
-        windows = read_windows(tokenizer, args.calibration, args.calibration_windows, args.length)
-        path = task.folder / "importance.npz"
-        np.savez(path, **unquantized.importance(windows))
-        measured += llamacpp(*peer, (scheme for scheme in args.schemes if scheme not in UNWEIGHED), task, path)
-    return measured
-
-
-def rows(measured: Sequence[Measured], baseline: str) -> list[dict[str, Any]]:
-    """Figures of each system and path for the JSON file.
-
-    ``ratio`` is the mean KL over the baseline's on the same path, ``ratio_error`` its standard error.
-    """
-    base = {found.phase: found.score for found in measured if found.system == baseline}
-    rows = []
+def lines(measured: Sequence[Measured]) -> Iterator[tuple[str, ...]]:
+    """Cells of the table, below its head."""
+    base = {found.phase: found.kl for found in measured if found.system == BASELINE}
+    yield "system", "path", "bits per weight", "mean KL", "p99 KL", "top-1", "perplexity", f"KL / {BASELINE}"
     for found in measured:
-        share = ratio(found.score, base[found.phase]) if found.phase in base else (None, None)
-        names = {"system": found.system, "phase": found.phase.value, "bits": round(found.bits, 3)}
-        figures = {**asdict(found.score.quality), "ratio": share[0], "ratio_error": share[1]}
-        rows.append({**names, "detail": found.detail, **figures})
-    return rows
+        quality = found.quality
+        kl = (f"{found.bits:.3f}", f"{quality.mean_kl:.5f}", f"{quality.p99_kl:.4f}")
+        share = "{:.3f} ± {:.3f}".format(*ratio(found.kl, base[found.phase])) if base else ""
+        yield found.system, found.phase.value, *kl, f"{quality.top1_agreement:.1%}", f"{quality.perplexity:.3f}", share
 
 
-def table(results: dict[str, Any], baseline: str) -> str:
-    """Markdown."""
-    head = (
-        "system",
-        "path",
-        "bits per weight",
-        "mean KL",
-        "p99 KL",
-        "top-1",
-        "perplexity",
-        f"KL / {baseline}",
-        "weights",
-    )
-    lines = []
-    for row in results["rows"]:
-        share = "" if row["ratio"] is None else f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}"
-        kl = (f"{row['bits']:.3f}", f"{row['mean_kl']:.5f}", f"{row['p99_kl']:.4f}")
-        others = (f"{row['top1_agreement']:.1%}", f"{row['perplexity']:.3f}", share, row["detail"])
-        lines.append((row["system"], row["phase"], *kl, *others))
-    checks = ", ".join(f"{name} {kl:.1e}" for name, kl in results["checks"].items())
-    windows, length = results["windows"], results["length"]
-    return markdown(head, *lines) + (
-        f"\n\n{windows * (length - 1)} positions ({windows} windows of {length} tokens), KL in nats. "
-        f"Perplexity of the reference: {results['reference_perplexity']:.3f}. "
-        f"Mean KL of what must agree with it: {checks}."
-    )
-
-
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run everything; what is written to the JSON file. ``checks``: mean KL of what must agree with the reference.
-
-    Raises:
-        ValueError: the text is too short.
-        RuntimeError: a system failed, or computes another model.
-    """
-    tokenizer = Tokenizer.from_folder(args.checkpoint)
-    windows = read_windows(tokenizer, args.text, args.windows, args.length)
-    np.save(folder / "windows.npy", windows)
-    unquantized = Unquantized(args.checkpoint)
-    reference = unquantized.logits(windows, folder / "reference.npy")
-    task = Task(windows, reference, unquantized.matrix_weights, folder)
-    checks = {"llmc's reference": own_reference(args.checkpoint, task)}
-    measured = [*peers(args, unquantized, task, checks), *bundles(args.bundles, task)]
-    packages = ("llmc-deploy", "onnxruntime", "transformers", "torch")
-    return {
-        **provenance(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "windows": args.windows,
-        "length": args.length,
-        "tokens_sha256": hashlib.sha256(windows.tobytes()).hexdigest(),
-        "reference_perplexity": task.score(reference).quality.perplexity,
-        "checks": checks,
-        "rows": rows(measured, f"llama.cpp {BASELINE}"),
-    }
-
-
-def _parse() -> argparse.Namespace:
+def main() -> int:
+    """Measure, write the JSON file and print the table; 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", type=Path, nargs="*", help="bundles built from the checkpoint")
     parser.add_argument("--checkpoint", type=Path, required=True, help="what everything was made from")
@@ -306,30 +179,19 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=24, help="number of windows")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--llamacpp-python", type=Path, help="interpreter that has llama-cpp-python")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES, help="default: all")
-    parser.add_argument("--calibration", type=Path, help="text to weigh llama.cpp's rounding by, as llama-imatrix does")
-    parser.add_argument("--calibration-windows", type=int, default=128, help="number of windows of that text")
     parser.add_argument("--json", type=Path, help="where the figures go, as JSON")
     args = parser.parse_args()
-    if min(args.windows, args.calibration_windows) < 1 or args.length < 2:
-        parser.error("windows must be at least 1, their length at least 2")
-    if not args.bundles and args.llamacpp_python is None:
-        parser.error("nothing to measure; name bundles, or llama.cpp's interpreter with --llamacpp-python")
-    return args
-
-
-def main() -> int:
-    """Measure, write the JSON file and print the table; 1 if something failed."""
-    args = _parse()
+    disturbance = Disturbance()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            results = measure(args, Path(folder))
+            task = make_task(args, Path(folder))
+            measured = list(llamacpp(args.llamacpp_python, args.checkpoint, task)) if args.llamacpp_python else []
+            measured += bundles(args.bundles, task)
     except (LlmcError, OSError, RuntimeError, ValueError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 1
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(table(results, BASELINE))
+    head, *rows = lines(measured)
+    publish(args.json, disturbance.cpus(), [table(head, *rows)], windows=args.windows, length=args.length, rows=rows)
     return 0
 
 

@@ -9,16 +9,12 @@ Runs in the interpreter that has the system and need not have llmc, so what a sy
 
 import argparse
 import importlib
-import importlib.metadata
 import json
-import platform
 import resource
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 WARM_UP_TOKENS = 4  # new tokens of the untimed call before each timed one: pages in, allocates, builds kernels
 HIGHEST_RESIDENT_UNIT = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux, bytes on macOS
@@ -28,9 +24,6 @@ MICRO_BATCH = 512  # llama.cpp's own default
 # the seconds until the first new token, and from the first new token to the last.
 Generate = Callable[[list[int], int], tuple[float, float]]
 
-
-# A system that was opened, and what helps to interpret its figures.
-System = tuple[Generate, dict[str, str]]
 # Answers all prompts at once with so many new tokens each, greedily and whatever the end token says. Gives the seconds
 # from the first prompt handed in to the last token.
 Together = Callable[[list[list[int]], int], float]
@@ -52,7 +45,7 @@ def check_count(generated: int, expected: int) -> None:
         raise SystemExit(f"{generated} tokens generated, {expected} expected")
 
 
-def llmc(args: argparse.Namespace) -> System:
+def llmc(args: argparse.Namespace) -> Generate:
     """A bundle; ``load`` and ``generate`` as a user calls them, and the result's own timings as the stopwatch."""
     from llmc.runtime import load
 
@@ -62,14 +55,10 @@ def llmc(args: argparse.Namespace) -> System:
         timings = model.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True).timings
         return timings.ttft_s, timings.decode_s
 
-    recipe, quality = model.manifest.recipe, model.manifest.quality
-    measured = quality.phases.values() if quality else ()
-    kl = " / ".join(f"{phase.mean_kl:.4f}" for phase in measured if phase.mean_kl is not None) or "not measured"
-    built = f"{recipe.precision}, blocks of {recipe.block_size}, {recipe.phases} phases"
-    return generate, {"recipe": built, "mean KL, prefill / decode": kl}
+    return generate
 
 
-def llmc_together(args: argparse.Namespace) -> tuple[Together, dict[str, str]]:
+def llmc_together(args: argparse.Namespace) -> Together:
     """A bundle; all requests are submitted before the first one is waited for."""
     from llmc.runtime import load
 
@@ -84,14 +73,13 @@ def llmc_together(args: argparse.Namespace) -> tuple[Together, dict[str, str]]:
             check_count(len(result.token_ids), new_tokens)
         return seconds
 
-    return generate, {"rows": str(model.manifest.limits.max_batch)}
+    return generate
 
 
-def llamacpp(args: argparse.Namespace) -> System:
+def llamacpp(args: argparse.Namespace) -> Generate:
     """A GGUF file, by the C interface directly: nothing of the high-level Python class is in the measured loop.
 
-    Greedy: the arg max is numpy's, over llama.cpp's own buffer of logits. ``system_info`` lists the CPU features that
-    are compiled in: a build without AVX512_VNNI = 1 on such a machine is not a fair peer.
+    Greedy: the arg max is numpy's, over llama.cpp's own buffer of logits.
     """
     import llama_cpp
     import numpy as np
@@ -114,10 +102,10 @@ def llamacpp(args: argparse.Namespace) -> System:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
         return time_steps(lambda: feed(prompt), lambda: feed(latest), new_tokens)
 
-    return generate, {"system_info": llama_cpp.llama_print_system_info().decode()}
+    return generate
 
 
-def llamacpp_together(args: argparse.Namespace) -> tuple[Together, dict[str, str]]:
+def llamacpp_together(args: argparse.Namespace) -> Together:
     """A GGUF file: prompts in batches of ``n_batch`` tokens, then a token of every sequence in each call."""
     import llama_cpp
     import numpy as np
@@ -158,10 +146,10 @@ def llamacpp_together(args: argparse.Namespace) -> tuple[Together, dict[str, str
         check_count(len(latest), len(prompts))
         return time.perf_counter() - started
 
-    return generate, {"system_info": llama_cpp.llama_print_system_info().decode()}
+    return generate
 
 
-def openvino(args: argparse.Namespace) -> System:
+def openvino(args: argparse.Namespace) -> Generate:
     """A folder of ``optimum-cli export openvino``: a pipeline as users write it, its own metrics as stopwatch."""
     import numpy as np
     import openvino
@@ -180,10 +168,10 @@ def openvino(args: argparse.Namespace) -> System:
         check_count(metrics.get_num_generated_tokens(), new_tokens)
         return metrics.get_ttft().mean / 1e3, metrics.get_tpot().mean * (new_tokens - 1) / 1e3
 
-    return generate, {"plugin": str(openvino.get_version())}
+    return generate
 
 
-def openvino_together(args: argparse.Namespace) -> tuple[Together, dict[str, str]]:
+def openvino_together(args: argparse.Namespace) -> Together:
     """A folder of ``optimum-cli export openvino``, by the continuous batching pipeline with its own defaults."""
     import numpy as np
     import openvino
@@ -207,10 +195,10 @@ def openvino_together(args: argparse.Namespace) -> tuple[Together, dict[str, str
             check_count(len(answer.m_generation_ids[0]), new_tokens)
         return seconds
 
-    return generate, {"plugin": str(openvino.get_version())}
+    return generate
 
 
-def genai(args: argparse.Namespace) -> System:
+def genai(args: argparse.Namespace) -> Generate:
     """A folder of onnxruntime-genai's model builder, in the token loop of its examples."""
     import numpy as np
     import onnxruntime_genai
@@ -235,15 +223,15 @@ def genai(args: argparse.Namespace) -> System:
         check_count(len(generator.get_sequence(0)) - len(prompt), new_tokens)
         return seconds
 
-    return generate, {}
+    return generate
 
 
-# Of each system how it is opened, and the distributions whose versions matter.
-RUNNERS: dict[str, tuple[Callable[[argparse.Namespace], System], tuple[str, ...]]] = {
-    "llmc": (llmc, ("llmc-deploy", "onnxruntime")),
-    "llamacpp": (llamacpp, ("llama-cpp-python",)),
-    "openvino": (openvino, ("openvino-genai", "openvino")),
-    "genai": (genai, ("onnxruntime-genai", "onnxruntime")),
+# How each system is opened.
+RUNNERS: dict[str, Callable[[argparse.Namespace], Generate]] = {
+    "llmc": llmc,
+    "llamacpp": llamacpp,
+    "openvino": openvino,
+    "genai": genai,
 }
 # What is imported before the time of opening a system begins.
 MODULES = {
@@ -253,7 +241,7 @@ MODULES = {
     "genai": ("onnxruntime_genai",),
 }
 
-TOGETHER: dict[str, Callable[[argparse.Namespace], tuple[Together, dict[str, str]]]] = {
+TOGETHER: dict[str, Callable[[argparse.Namespace], Together]] = {
     "llmc": llmc_together,
     "llamacpp": llamacpp_together,
     "openvino": openvino_together,
@@ -268,79 +256,53 @@ def prompt_ids(length: int, salt: int) -> list[int]:
     return [i % 10_000 + 10 + salt for i in range(length)]
 
 
-def measured(
-    generate: Generate, length: int, salt: int, new_tokens: int, warm_up: int | None = None
-) -> dict[str, float]:
-    """Tokens per second, after an untimed call with a prompt as long, or of at most ``warm_up`` tokens; decode leaves
-    out the first new token."""
-    generate(prompt_ids(min(length, warm_up or length), salt), WARM_UP_TOKENS)
-    ttft_s, decode_s = generate(prompt_ids(length, salt + 1), new_tokens)
-    rates = {"prefill_tok_s": length / ttft_s, "decode_tok_s": (new_tokens - 1) / decode_s}
-    return {"prompt": length, **{phase: round(rate, 2) for phase, rate in rates.items()}}
-
-
-def measured_together(generate: Together, requests: int, length: int, salt: int, new_tokens: int) -> dict[str, float]:
-    """New tokens of all requests per second of all the time, after an untimed call with as many prompts as long."""
-    prompts = [prompt_ids(length, 2 * (salt + i)) for i in range(requests)]
-    generate(prompts, WARM_UP_TOKENS)
-    seconds = generate([prompt_ids(length, 2 * (salt + i) + 1) for i in range(requests)], new_tokens)
-    return {"requests": requests, "prompt": length, "tok_s": round(requests * new_tokens / seconds, 2)}
-
-
 def lengths(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what is generated; the same for one system and for all."""
-    parser.add_argument("--prompts", type=positive, nargs="+", default=[128, 512, 2048], help="lengths in tokens")
-    several = partial(positive, least=2)  # for the first one belongs to the prefill
-    parser.add_argument("--new-tokens", type=several, default=64, help="tokens to generate after each prompt")
-    parser.add_argument("--warm-up", type=positive, help="longest untimed prompt, in tokens; default: as the timed one")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="lengths in tokens")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens to generate after each prompt, at least 2")
+    parser.add_argument("--warm-up", type=int, help="longest untimed prompt, in tokens; default: as the timed one")
+    parser.add_argument("--together", type=int, nargs="+", help="requests at once, instead of one after another")
 
 
-def positive(text: str, least: int = 1) -> int:
-    """A number of at least so many, for argparse."""
-    if (number := int(text)) < least:
-        raise argparse.ArgumentTypeError(f"{number} is too few, expected at least {least}")
-    return number
+def one_by_one(generate: Generate, args: argparse.Namespace) -> dict[str, float]:
+    """Tokens per second of every prompt length, each after an untimed call; decode leaves out the first new token."""
+    found: dict[str, dict[str, float]] = {"prefill": {}, "decode after": {}}
+    for i, length in enumerate(args.prompts):
+        generate(prompt_ids(min(length, args.warm_up or length), 2 * i), WARM_UP_TOKENS)
+        ttft_s, decode_s = generate(prompt_ids(length, 2 * i + 1), args.new_tokens)
+        found["prefill"][f"{length}"] = length / ttft_s
+        found["decode after"][f"{length}"] = (args.new_tokens - 1) / decode_s
+    return {f"{phase} {length}": rate for phase, rates in found.items() for length, rate in rates.items()}
 
 
-def first_token(open_system: Callable[[argparse.Namespace], System], args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of opening the system and of both, opening it and the first token after a prompt; the processor's
-    seconds of both; and, on Linux, 10^6 bytes that the process has asked the disk for."""
-    started, busy, read = time.perf_counter(), time.process_time(), Path("/proc/self/io")
-    generate, _ = open_system(args)
-    open_s = time.perf_counter() - started
-    generate(prompt_ids(args.prompts[0], 0), 1)
-    seconds, cpu_s = time.perf_counter() - started, time.process_time() - busy
-    found = {"open_s": round(open_s, 3), "seconds": round(seconds, 3), "cpu_s": round(cpu_s, 2)}
-    if read.exists():
-        found["read_mb"] = int(read.read_text(encoding="ascii").split("\nread_bytes:")[1].split()[0]) // 10**6
+def all_together(generate: Together, args: argparse.Namespace) -> dict[str, float]:
+    """New tokens of all requests per second, by how many there are, after an untimed call with as many."""
+    length, found = args.prompts[0], {}
+    for i, count in enumerate(args.together):
+        salts = [2 * (1000 * i + number) for number in range(count)]
+        generate([prompt_ids(length, salt) for salt in salts], WARM_UP_TOKENS)
+        seconds = generate([prompt_ids(length, salt + 1) for salt in salts], args.new_tokens)
+        found[f"{count} at once"] = count * args.new_tokens / seconds
     return found
 
 
-def report(args: argparse.Namespace) -> dict[str, Any]:
-    """Open the system and measure every prompt length; memory in 10^6 bytes, mapped weights included."""
-    open_system, packages = RUNNERS[args.system]
-    started = time.perf_counter()
-    if args.together:
-        together, details = TOGETHER[args.system](args)
-    else:
-        generate, details = open_system(args)
-    load_s = time.perf_counter() - started
-    if args.together:
-        results = [
-            measured_together(together, count, args.prompts[0], 1000 * i, args.new_tokens)
-            for i, count in enumerate(args.together)
-        ]
-    else:
-        results = [measured(generate, n, 2 * i, args.new_tokens, args.warm_up) for i, n in enumerate(args.prompts)]
-    files = [args.model] if args.model.is_file() else [file for file in args.model.rglob("*") if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    return {
-        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in packages}},
-        "details": {"threads": str(args.threads), "files_mb": str(size // 10**6), **details},
-        "load_s": round(load_s, 2),
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * HIGHEST_RESIDENT_UNIT // 10**6,
-        "results": results,
-    }
+def first_token(open_system: Callable[[argparse.Namespace], Generate], args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of opening the system and of the first token after a prompt; on Linux, 10^6 bytes read from the disk."""
+    for module in MODULES[args.system]:
+        importlib.import_module(module)
+    started, read = time.perf_counter(), Path("/proc/self/io")
+    open_system(args)(prompt_ids(args.prompts[0], 0), 1)
+    found = {"s": time.perf_counter() - started}
+    if read.exists():
+        found["MB read"] = int(read.read_text(encoding="ascii").split("\nread_bytes:")[1].split()[0]) // 10**6
+    return found
+
+
+def sizes(model: Path) -> dict[str, float]:
+    """10^6 bytes: of the model's files, and of the process's resident peak, mapped weights included."""
+    files = [model] if model.is_file() else [file for file in model.rglob("*") if file.is_file()]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * HIGHEST_RESIDENT_UNIT
+    return {"MB on disk": sum(file.stat().st_size for file in files) // 10**6, "MB at the peak": peak // 10**6}
 
 
 def main() -> None:
@@ -348,20 +310,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("system", choices=RUNNERS)
     parser.add_argument("model", type=Path, help="what the system loads: a bundle, an exported folder, a GGUF file")
-    parser.add_argument("--threads", type=positive, required=True, help="CPUs the process may use")
-    parser.add_argument("--together", type=positive, nargs="+", help="requests at once, instead of one after another")
-    parser.add_argument(
-        "--first", action="store_true", help="instead: the time until the first token, opening included"
-    )
+    parser.add_argument("--threads", type=int, required=True, help="CPUs the process may use")
+    parser.add_argument("--first", action="store_true", help="the time until the first token, opening included")
     lengths(parser)
     args = parser.parse_args()
     if args.first:
-        for module in MODULES[args.system]:
-            importlib.import_module(module)
-        found: dict[str, Any] = first_token(RUNNERS[args.system][0], args)
+        found = first_token(RUNNERS[args.system], args)
+    elif args.together:
+        found = all_together(TOGETHER[args.system](args), args)
     else:
-        found = report(args)
-    print(json.dumps(found), flush=True)
+        found = {**one_by_one(RUNNERS[args.system](args), args), **sizes(args.model)}
+    print(json.dumps({name: float(f"{figure:.5g}") for name, figure in found.items()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python service.py peers BUNDLE GGUF --python venvs/llamacpp/bin/python   # the interpreter that has xllamacpp
 
 Clients of a server are `llmc bench serve` in a process of its own. In the process, threads call `Model.stream_chat` and
-note each token on the engine's thread, which is the least that a client can cost. What is compared takes turns; one that
-is not asked computes nothing. Answers are greedy, and no two prompts share more than the template's beginning.
+note each token on the engine's thread, which is the least that a client can cost. What is compared takes turns. Answers
+are greedy, and no two prompts share more than the template's beginning.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -129,13 +130,18 @@ def in_process(args: argparse.Namespace, model: Model, concurrency: int, number:
     def ask(messages: list[dict[str, Any]]) -> Exchange:
         exchange = Exchange(time.perf_counter())
         exchange.sent = exchange.due
+        last = threading.Event()  # whoever waits for a result is woken by each piece, which is not free
 
         def note(delta: Delta) -> None:
             exchange.chunks.append(time.perf_counter())
+            exchange.completion_tokens = (exchange.completion_tokens or 0) + len(delta.token_ids)
+            if exchange.completion_tokens >= args.new_tokens:
+                last.set()
 
         options = {"max_tokens": args.new_tokens, "temperature": 0, "ignore_eos": True}
-        answer = model.stream_chat(messages, on_delta=note, **options).result()
-        exchange.completion_tokens = answer.usage.completion_tokens
+        answer = model.stream_chat(messages, on_delta=note, **options)
+        last.wait(LIMIT_S)
+        answer.result()
         exchange.ended = time.perf_counter()
         return exchange
 

@@ -1,0 +1,183 @@
+"""Benchmark scripts: each runs with tiny sizes and prints its table; what they divide, convert and refuse is right."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+# float64 sums of the same products in another order.
+CLOSE = 1e-12
+# Half a step of the inner width, in 2 gated MLPs, is 1.2 % of the model.
+SIZE_TOLERANCE = 0.02
+
+
+@pytest.fixture
+def run(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Run a script as from the command line; what it wrote."""
+
+    def run_script(name: str, *arguments: object) -> Any:
+        out = tmp_path / "out.json"
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments), "--json", str(out)])
+        assert not script(name).main()
+        return json.loads(out.read_text(encoding="utf-8"))
+
+    return run_script
+
+
+# ------------------------------------------------------------------------------------------------------------ harness
+
+
+def test_ways_take_turns_after_a_round_that_does_not_count(script):
+    order: list[str] = []
+    ways = {name: (lambda number, name=name: order.append(name) or number) for name in "ab"}
+    assert script("machine").in_turns(ways, 2) == {"a": [1, 2], "b": [1, 2]}
+    assert "".join(order) == "baabba"
+
+
+def test_ratios_are_taken_within_rounds(script):
+    assert script("machine").ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0]) == "3.00x; 2.00 to 4.00"
+
+
+def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch, tmp_path: Path, capsys):
+    machine = script("machine")
+    clock, seconds = iter((0.0, 10.0)), iter((1.0, 6.0))
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(machine, "_cpu_seconds", lambda whose: 0.0)
+    monkeypatch.setattr(machine, "_process_seconds", lambda number: next(seconds))
+    monkeypatch.setattr(machine, "STAT", tmp_path / "stat")
+    (tmp_path / "stat").write_text("cpu 1000 0 0 5000 0 0 0 0 0 0\n")
+    disturbance = machine.Disturbance([17])
+    (tmp_path / "stat").write_text("cpu 1620 0 0 9000 0 0 0 0 0 0\n")  # 6.2 s busy at 100 ticks a second, 5 s our own
+    assert disturbance.cpus() == pytest.approx(0.12)
+    machine.publish(None, 0.12, ["table"])
+    assert "DISTURBED: 0.12 CPUs" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------------ scripts
+
+
+@pytest.mark.parametrize("measurement", ["concurrency", "overhead", "prefixes", "speculation"])
+def test_engine_runs_on_the_small_model(run, tiny_bundle: Path, measurement: str):
+    sizes = ("--prompt", 16, "--new-tokens", 8, "--long-prompt", 64, "--prefix", 200)
+    found = run("engine", measurement, tiny_bundle, "--threads", 1, "--rounds", 1, *sizes)
+    assert len(found["rows"]) >= 3 and all("x; " in row[-1] for row in found["rows"][1:])
+
+
+def test_service_runs_on_the_small_model(run, tiny_bundle: Path):
+    pytest.importorskip("uvicorn")
+    sizes = ("--rounds", 1, "--requests", 1, "--new-tokens", 3, "--concurrency", 2, "--threads", 1)
+    found = run("service", "overhead", tiny_bundle, *sizes)["rounds"]["2 clients"]
+    inside, outside = (found[way][0] for way in ("in the process", "llmc serve"))
+    assert inside["completed"] == outside["completed"] == 2
+    assert inside["output_tokens"]["mean"] == outside["output_tokens"]["mean"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        ((), {"prefill 8", "decode after 8", "MB on disk", "MB at the peak"}),
+        (("--together", 1, 2), {"1 at once", "2 at once"}),
+        (("--first",), {"cold, s", "again, s", "cold, MB read", "again, MB read"}),
+    ],
+    ids=["one", "together", "first"],
+)
+def test_peers_run_on_the_small_model(run, tiny_bundle: Path, tmp_path: Path, options, columns: set[str]):
+    systems = tmp_path / "systems.toml"
+    systems.write_text(
+        f'[[system]]\nname = "ours"\ngroup = "g"\nrunner = "llmc"\nmodel = "{tiny_bundle}"\n'
+        '[[system]]\nname = "other"\ngroup = "g"\nrunner = "openvino"\nmodel = "none"\n'
+    )
+    ours, other = run("peers", systems, "--rounds", 1, "--prompts", 8, "--new-tokens", 4, *options)["rows"]
+    assert set(ours["rounds"][0]) == columns
+    assert other["trouble"].startswith("not run")
+
+
+def test_quality_per_bit_compares_and_refuses_another_model(
+    script, run, tiny_bundle: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """llama.cpp is played by the reference itself, with a planted error."""
+    pytest.importorskip("transformers")
+    module, scale, tasks = script("quality_per_bit"), {"f16": 1.0}, []
+    make_task = module.make_task
+
+    def llamacpp(python: Path, name: str, *arguments: Any) -> str:
+        if name == "llamacpp_logits.py":
+            np.save(arguments[2], tasks[-1].reference * np.float32(scale.get(arguments[0].stem[6:], 0.9)))
+        return json.dumps({"matrix_weights": tasks[-1].matrix_weights, "bits_per_weight": 4.5})
+
+    monkeypatch.setattr(module, "run_script", llamacpp)
+    monkeypatch.setattr(module, "make_task", lambda *given: tasks.append(make_task(*given)) or tasks[-1])
+    texts = ("--checkpoint", tiny_checkpoint, "--text", tiny_checkpoint.parent / "validation.txt")
+    given = (tiny_bundle, *texts, "--windows", 2, "--length", 16, "--llamacpp-python", "python")
+    kl = {(row[0], row[1]): float(row[3]) for row in run("quality_per_bit", *given)["rows"]}
+    ours = kl[f"llmc {tiny_bundle.name}", "decode"]
+    assert kl["llama.cpp f16", "decode"] == 0 < ours < kl["llama.cpp q4_0", "decode"]
+    scale["f16"] = 0.9
+    assert module.main() == 1 and "computes another model" in capsys.readouterr().err
+
+
+def test_families_have_about_as_many_weights_as_llama(script):
+    families = script("families")
+    goal = families.count(families.geometry("llama", None))
+    for family in ("gpt2", "gemma2", "granitemoehybrid", "phi", "hunyuan_v1_dense"):
+        assert families.count(families.geometry(family, goal)) == pytest.approx(goal, rel=SIZE_TOLERANCE), family
+
+
+# ---------------------------------------------------------------------------------------------------------- converted
+
+
+@pytest.fixture
+def convert(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for absent in ("gguf", "llama_cpp"):
+        monkeypatch.setitem(sys.modules, absent, ModuleType(absent))
+    return script("convert_gguf")
+
+
+def test_names_follow_llama_cpp_and_unknown_tensors_are_refused(convert):
+    assert convert.gguf_name("model.layers.11.self_attn.q_proj.bias") == "blk.11.attn_q.bias"
+    assert convert.gguf_name("lm_head.weight") == "output.weight"
+    with pytest.raises(SystemExit, match="is unknown"):
+        convert.gguf_name("model.layers.0.mlp.router.weight")
+
+
+def scores_of(q: np.ndarray, k: np.ndarray, x: np.ndarray, heads: int, pairs: tuple[Any, Any]) -> np.ndarray:
+    """Attention scores per head between two positions, for projections [heads x D, H] and hidden vectors [2, H]."""
+    first, second = pairs
+    angles = 10000.0 ** -np.linspace(0, 1, len(first), endpoint=False)
+
+    def rotate(rows: np.ndarray, position: int) -> np.ndarray:
+        turned, (cos, sin) = rows.copy(), (np.cos(position * angles), np.sin(position * angles))
+        turned[:, first] = rows[:, first] * cos - rows[:, second] * sin
+        turned[:, second] = rows[:, first] * sin + rows[:, second] * cos
+        return turned
+
+    queries, keys = rotate((q @ x[1]).reshape(heads, -1), 5), rotate((k @ x[0]).reshape(heads, -1), 2)
+    return (queries * keys).sum(axis=1)
+
+
+def test_interleaved_rows_rotated_in_pairs_equal_the_checkpoint_rotated_in_halves(convert):
+    heads, size = 3, 8
+    q, k, x = (np.random.default_rng(0).normal(size=shape) for shape in ((24, 16), (24, 16), (2, 16)))
+    halves = np.arange(size // 2), np.arange(size // 2) + size // 2
+    pairs = np.arange(0, size, 2), np.arange(1, size, 2)
+    expected = scores_of(q, k, x, heads, halves)
+    found = scores_of(convert.interleave(q, heads), convert.interleave(k, heads), x, heads, pairs)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
+    assert np.abs(scores_of(q, k, x, heads, pairs) - expected).max() > 1e6 * CLOSE  # left as it is, it is wrong
+
+
+def test_a_filled_vocabulary_has_a_text_for_each_id_and_encodes_as_before(script, tiny_checkpoint: Path, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("torch")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes((tiny_checkpoint / "tokenizer.json").read_bytes())
+    script("make_model").fill_vocabulary(path, 5000)
+    before, after = (tokenizers.Tokenizer.from_file(str(each)) for each in (tiny_checkpoint / "tokenizer.json", path))
+    text = "def add(a, b):\n    return AAAB + QXYZ  # the sum"
+    assert after.encode(text).ids == before.encode(text).ids
+    assert (after.get_vocab_size(), after.decode([4999]).strip().isalpha()) == (5000, True)
