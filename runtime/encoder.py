@@ -28,14 +28,8 @@ MOST_CUTS = 8
 
 
 class TextEncoder:
-    """A loaded bundle that embeds or ranks. Any thread may call it; calls take turns.
-
-    Args:
-        folder, manifest: of the bundle.
-        session: the opened graph.
-        tokenizer: of the bundle.
-        max_context: tokens of the longest text.
-    """
+    """A loaded bundle that embeds or ranks texts of up to ``max_context`` tokens. Any thread may call it; calls take
+    turns."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, session: EncoderSession, tokenizer: Tokenizer, max_context: int

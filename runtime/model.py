@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -26,7 +26,7 @@ from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.encoder import TextEncoder
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.engine.input_processor import text_tokens, token_ids
+from llmc.runtime.engine.input_processor import text_tokens
 from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.kv.budget import check_load, plan_load
@@ -112,8 +112,7 @@ def _load(
 ) -> "Model":
     manifest = emulated(read_bundle(folder)) if emulate else read_bundle(folder)
     limits = manifest.limits
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 1):
-        raise UsageError(f"memory is {written(memory)}, expected bytes, an integer above 0, or None")
+    _in_range("memory", memory, 0, 1 << 50)
     fitting = limits.max_context if memory is None else _fitting_context(folder, manifest, memory, max_context)
     context = _in_range("max_context", max_context, fitting, limits.max_context)
     chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
@@ -546,10 +545,8 @@ class Model:
             encode = partial(encoded, add_special_tokens=own.pop("add_special_tokens", True))
             overflow = arguments.get("on_overflow")
             prompt = text_tokens(self.tokenizer, prompt, encode, self.engine.max_context, overflow)
-        else:
-            prompt = token_ids(prompt)
         if arguments.get("max_tokens") is None:  # nobody asked for more than fits
-            room = self.engine.max_context - len(prompt)
+            room = self.engine.max_context - (len(prompt) if isinstance(prompt, Sized) else 0)
             arguments["max_tokens"] = max(1, min(self._options.default_max_tokens, room))
         return Request(prompt, SamplingParams.from_defaults(self.manifest.generation, **arguments), **own)
 

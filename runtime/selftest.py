@@ -121,11 +121,8 @@ def replay(
     limit: int | None = None,
     prompts: int | None = None,
 ) -> VerifyReport:
-    """Run the golden prompts on a loaded bundle.
-
-    Args:
-        limit: tokens that are generated after each of them at most; default: as many as were recorded.
-        prompts: how many of them, the shortest; default: all.
+    """Run the golden prompts on a loaded bundle: the ``prompts`` shortest, with up to ``limit`` tokens after each; all
+    of them by default.
 
     Raises:
         BundleError: the results differ beyond the manifest's tolerance, or there are none to compare with.

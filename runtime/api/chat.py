@@ -86,16 +86,9 @@ class ChatResult(GenerationResult):
         return self.message.content
 
 
-class CallIds:
-    """Ids of calls, nine letters and digits: the same ones whenever they are asked for."""
-
-    def __init__(self) -> None:
-        self._ids: dict[tuple[int, int], str] = {}
-
-    def __call__(self, output: int, call: int) -> str:
-        """The id of a call of an output, by their indices."""
-        new = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
-        return self._ids.setdefault((output, call), new)
+def new_id() -> str:
+    """The id of a call: nine letters and digits."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
 
 
 class ChatHandle(Handle):
@@ -120,7 +113,7 @@ class ChatHandle(Handle):
         self._new_parser = parser
         self._parsers: dict[int, ChatParser] = {}
         self._parsed: dict[int, Parsed] = {}
-        self._ids = CallIds()
+        self._ids: dict[tuple[int, int], str] = {}  # by output and call, the same ones for deltas and messages
         self._chat_result: ChatResult | None = None
 
     def deltas(self, timeout: float | None = None) -> Iterator[MessageDelta]:
@@ -184,7 +177,7 @@ class ChatHandle(Handle):
                 yield MessageDelta(index, parsed.content, parsed.reasoning, parsed.calls)
 
     def _parser(self, index: int) -> ChatParser:
-        return self._new_parser(lambda call: self._ids(index, call))
+        return self._new_parser(lambda call: self._ids.setdefault((index, call), new_id()))
 
     def _chat(self, result: GenerationResult) -> ChatResult:
         if self._chat_result is None:

@@ -401,7 +401,7 @@ class Engine:
         return False
 
     def _receive(self) -> None:
-        """Take in requests and cancellations; without anything to do, wait for one."""
+        """Take in messages; without anything to do, wait for one."""
         while not (self._busy and self._inbox.empty()):
             with suppress(queue.Empty):
                 self._inbox.get(timeout=self._patience())()

@@ -39,13 +39,7 @@ SINK_CHARACTERS = 1024
 
 
 class InputProcessor:
-    """Prepare requests for a model, on any thread.
-
-    Args:
-        max_context: longest sequence.
-        max_rows: rows that one request may hold at once.
-        speculate: makes a sample's speculator by key and scope; None without drafts.
-    """
+    """Prepare requests for a model, on any thread; ``speculate`` makes a sample's speculator by key and scope."""
 
     def __init__(
         self,

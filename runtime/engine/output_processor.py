@@ -21,12 +21,8 @@ log = logging.getLogger(__name__)
 class OutputProcessor:
     """Draw tokens, hand them to their requests, and end these.
 
-    Args:
-        scheduler: takes sequences that ended off their rows.
-        model: its name, for spans.
-        threads: that choose tokens; with one, the engine's own does.
-        guarded: a context in which an error ends one request alone.
-        ended: told the number of a request that is done, from any thread.
+    ``guarded`` is a context in which an error ends one request alone; ``ended`` is told the number of a request that is
+    done, from any thread. With one of ``threads`` the engine's own chooses tokens.
     """
 
     def __init__(

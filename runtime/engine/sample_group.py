@@ -178,12 +178,7 @@ class Sample(Sequence):
 
 
 class SampleGroup(SequenceGroup[Sample]):
-    """The samples of one request: the first is fed the prompt, the others fork from whoever still holds it.
-
-    Args:
-        request: to be answered.
-        make: makes the sample of an index.
-    """
+    """The samples of one request: the first is fed the prompt, the others fork from whoever still holds it."""
 
     def __init__(self, request: RequestState, make: Callable[["SampleGroup", int], Sample]) -> None:
         super().__init__(request)

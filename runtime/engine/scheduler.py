@@ -93,17 +93,8 @@ class ChunkedPrefill:
 class Scheduler:
     """Decides who gets a row, which prompt is fed next and who decodes; it sees no logits.
 
-    Rows are packed: sequences that decode first, then those whose prompt is being fed.
-
-    Args:
-        runner: makes room in the cache.
-        rows: of the cache.
-        max_rows, max_context: rows that may be held, and the longest sequence.
-        budget: bounds the cache.
-        options: of the engine.
-        plan: of the memory that the cache lies in.
-        guarded: a context in which an error ends one request alone.
-        prefixes: the prefix cache, or None.
+    Rows are packed: sequences that decode first, then those whose prompt is being fed. ``plan`` is of the memory that
+    the cache lies in, and ``guarded`` a context in which an error ends one request alone.
     """
 
     def __init__(

@@ -22,14 +22,7 @@ class SearchSequence(Sequence):
 
 
 class SearchGroup(SequenceGroup[SearchSequence]):
-    """Carries a search's branches out on cache rows, copying only the positions in which two branches differ.
-
-    Args:
-        request: to be answered.
-        search: of this request.
-        width: rows that it may come to hold.
-        finish: makes an output of a hypothesis and its index.
-    """
+    """Carries a search out on up to ``width`` rows, copying only the positions in which two branches differ."""
 
     def __init__(
         self, request: RequestState, search: BeamSearch, width: int, finish: Callable[[int, Hypothesis], Output]

@@ -78,14 +78,7 @@ def _precision(manifest: Manifest) -> str:
 class ModelRunner:
     """Turns scheduled steps into calls of the session, learns what they cost, and makes room in the cache.
 
-    Args:
-        session: the loaded graphs and their cache.
-        manifest: of the bundle.
-        rows: says who holds which row.
-        level: of determinism.
-        max_context, max_rows: positions and rows that the cache may come to have.
-        prefill_chunk: prompt tokens per call.
-        metrics: told of every call.
+    ``rows`` says who holds which row; ``max_context`` and ``max_rows`` bound the cache; ``prefill_chunk`` is in tokens.
     """
 
     def __init__(

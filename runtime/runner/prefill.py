@@ -62,13 +62,7 @@ def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], outputs: Se
 
 
 class SingleRunner:
-    """Runs one sequence at a time on a session, for evaluation and measurements. Not thread-safe.
-
-    Args:
-        session: the loaded graphs and their cache; no engine may use it meanwhile.
-        max_context: longest sequence, prompt and new tokens together.
-        prefill_chunk: prompt tokens per call.
-    """
+    """Runs one sequence at a time on a session of its own, for evaluation and measurements. Not thread-safe."""
 
     def __init__(self, session: Session, max_context: int, prefill_chunk: int) -> None:
         self.session = session
@@ -80,10 +74,8 @@ class SingleRunner:
     def prefill(self, prompt: Sequence[int], *, chunk: int | None = None, graph: Phase = Phase.PREFILL) -> Floats:
         """Feed the prompt in chunks from an empty cache and return the logits after its last token [1, 1, V].
 
-        Args:
-            prompt: its tokens.
-            chunk: tokens per call; default: :attr:`prefill_chunk`.
-            graph: which one computes: decode's where that stands in for prefill's.
+        ``chunk`` tokens per call, by default :attr:`prefill_chunk`, on ``graph``: decode's where that stands in for
+        prefill's.
         """
         self.reserve(len(prompt))
         size = chunk or self.prefill_chunk

@@ -20,12 +20,8 @@ _S = TypeVar("_S", bound=Slot)
 
 
 def sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
-    """The first of the waiting sequences and those after it that are fed whole in the same call.
-
-    Args:
-        waiting: sequences in rows side by side, of which nothing was fed yet.
-        chunk: tokens that a call may have, padding included.
-        capacity: positions of a row; padding needs some, too.
+    """The waiting sequences, of which nothing was fed yet, from the first on that are fed whole in the same call:
+    within ``chunk`` tokens, padding included, and within the ``capacity`` of a row.
     """
     lengths = [len(sequence.context) - sequence.cached for sequence in waiting]
     tokens, widths = list(accumulate(lengths)), list(accumulate(lengths, max))

@@ -41,13 +41,7 @@ class Hypothesis:
 
 
 class Ending:
-    """The ways in which an output ends.
-
-    Args:
-        max_tokens: new tokens at most, from 1.
-        eos_token_ids: tokens that end an output.
-        stops: asked about the new tokens of an output that goes on otherwise.
-    """
+    """The ways in which an output ends; ``stops`` is asked about the new tokens of an output that goes on otherwise."""
 
     def __init__(self, max_tokens: int, eos_token_ids: Collection[int], stops: StopCriterion | None) -> None:
         self.max_tokens = max_tokens
@@ -80,11 +74,7 @@ def guarded(what: str, function: Callable[..., Result], *arguments: object) -> R
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """Logarithms of the probabilities of each row, a new array of the shape of ``logits`` [rows, V].
-
-    Raises:
-        RequestError: a row holds NaN or +inf, or nothing but -inf.
-    """
+    """Log-probabilities of the rows of ``logits`` [rows, V], a new array; RequestError if they are not finite."""
     peaks = logits.max(axis=-1, keepdims=True)
     if not np.isfinite(peaks).all():
         raise RequestError("the model's logits are not finite numbers; check the bundle with: llmc verify BUNDLE")

@@ -48,10 +48,6 @@ class AnswerLookup:
     """Prompt lookup for the sequences of one scope; where the scope's answers match longer, these.
 
     Nothing of one scope is ever proposed in another, nor to a sequence without one.
-
-    Args:
-        lookup: in the sequence's own tokens.
-        answers: of the scope.
     """
 
     costs_by_token = False

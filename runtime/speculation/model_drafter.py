@@ -126,34 +126,23 @@ class _Sequence(Slot):
 
 def check_same_tokenizer(draft: Any, target: Any) -> None:
     """Refuse a draft model whose token ids mean something else, with the first difference; padding is none."""
+    theirs, ours = draft.tokenizer.special_tokens, target.tokenizer.special_tokens
     files = [loaded.manifest.files.get(TOKENIZER_FILE) for loaded in (draft, target)]
     if files[0] is None or files[1] is None or files[0].sha256 != files[1].sha256:
-        theirs, ours = (_vocabulary(loaded.folder) for loaded in (draft, target))
-        for token in sorted(theirs.keys() | ours.keys()):
-            if theirs.get(token) != ours.get(token):
-                _refuse(draft, target, f"token {token} is {_shown(theirs, token)}, there {_shown(ours, token)}")
-    special = [loaded.tokenizer.special_tokens for loaded in (draft, target)]
-    for name in sorted(special[0].keys() | special[1].keys()):
-        if special[0].get(name) != special[1].get(name):
-            _refuse(draft, target, f"{name} is {special[0].get(name)!r}, there {special[1].get(name)!r}")
+        theirs, ours = _vocabulary(draft.folder) | theirs, _vocabulary(target.folder) | ours
+    for token in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(token) != ours.get(token):
+            raise DraftError(
+                f"{draft.folder} has another tokenizer than {target.folder}, expected the same one: {token} is "
+                f"{theirs.get(token)!r}, there {ours.get(token)!r}; draft with a model of the same family"
+            )
 
 
-def _refuse(draft: Any, target: Any, difference: str) -> None:
-    raise DraftError(
-        f"{draft.folder} has another tokenizer than {target.folder}, expected the same one: {difference}; "
-        "draft with a model of the same family"
-    )
-
-
-def _shown(vocabulary: dict[int, str], token: int) -> str:
-    return repr(vocabulary[token]) if token in vocabulary else "missing"
-
-
-def _vocabulary(folder: Path) -> dict[int, str]:
-    """Text of each token id of a tokenizer.json, added ones included."""
+def _vocabulary(folder: Path) -> dict[str, str]:
+    """Text of each token of a tokenizer.json, added ones included."""
     content: dict[str, Any] = read_json(folder / TOKENIZER_FILE)
     listed = content["model"].get("vocab", {})
     # A unigram model lists [text, score] pairs in the order of their ids, the others map text to id.
     pairs = ((text, i) for i, (text, _) in enumerate(listed)) if isinstance(listed, list) else listed.items()
-    vocabulary = {token: text for text, token in pairs}
-    return vocabulary | {token["id"]: token["content"] for token in content.get("added_tokens") or []}
+    added = ((token["content"], token["id"]) for token in content.get("added_tokens") or [])
+    return {f"token {number}": text for text, number in (*pairs, *added)}

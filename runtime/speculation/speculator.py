@@ -21,11 +21,6 @@ class Speculator:
 
     Drafts that are not worth a call are compared with the tokens that come anyway, so text that begins to repeat itself
     is noticed. After a look that found nothing worth a call there is none until it took 0.5 % of the time.
-
-    Args:
-        key: names the sequence to the drafter.
-        costs: seconds of the session's calls; the drafter's are kept there too, under the name that ``control`` has.
-        control: chooses their number.
     """
 
     def __init__(self, key: int, drafter: Drafter, costs: StepCosts, control: DraftLength) -> None:

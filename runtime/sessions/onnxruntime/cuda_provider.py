@@ -147,14 +147,9 @@ Caches = tuple[Sequence[tuple[CacheTensor, int, tuple[int, ...]]], np.dtype[Any]
 
 
 class Binding:
-    """A call bound to its memory: inputs and outputs in blocks, the cache in place.
+    """A call of ``graph`` bound to its memory: inputs and outputs at ``places`` in ``blocks``, the cache in place.
 
-    Args:
-        graph: what is called.
-        blocks: of inputs and of outputs, large enough.
-        places: where inputs and outputs lie in their blocks.
-        caches: what is read and updated.
-        recorder: hands out the number of a new recording; None where the call is not worth one.
+    ``recorder`` hands out the number of a new recording; None where the call is not worth one.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from llmc.optimize.recipe import Request as Recipe
 from llmc.runtime import GenerationResult, Model, load
 
 LENGTH = 40
-SETTINGS = ({"temperature": 0}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.0, "top_k": 20, "seed": 6})
+SETTINGS = ({"temperature": 0}, {"temperature": 0.9, "top_k": 20, "seed": 5})
 # Text that repeats itself, and text that does not.
 PROMPTS = ("import os\n" * 6, "def area(width, height):\n    return ", "class Stack:\n    def push(self, item):\n")
 
@@ -83,7 +83,7 @@ def bundle(
 LONG = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        print(name)\n" * 8
 
 
-@pytest.mark.parametrize("level", ["fast", "batch", "strict"])
+@pytest.mark.parametrize("level", ["fast", "strict"])
 def test_a_prefix_comes_back_after_a_restart_and_changes_no_token(bundle: Path, tmp_path: Path, level: str):
     how = {"max_tokens": 12, "temperature": 0}
     with load(bundle, determinism=level, prefix_cache_folder=tmp_path, self_test=False) as model:

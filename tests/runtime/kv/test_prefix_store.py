@@ -205,6 +205,31 @@ def test_a_disk_that_refuses_leaves_memory_at_work(
     assert found(opened()[0], PROMPT) == WHOLE
 
 
+def test_use_in_memory_keeps_a_file(opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefix_store, "TOUCH_S", 0.0)
+    cache, store = opened(max_bytes=11 * BLOCK_BYTES)
+    for first in range(2):
+        writer(cache)([first] * 16)
+        flush(store)
+    assert found(cache, [0] * 16) == WHOLE
+    assert cache.counters.disk_hits == 0
+    writer(cache)([2] * 16)
+    flush(store)
+    later, _ = opened()
+    assert [found(later, [first] * 16) for first in range(3)] == [WHOLE, 0, WHOLE]
+
+
+def test_a_failed_disk_is_left_alone_for_a_while(opened: Opened, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.fsync", fail_with(errno.ENOSPC))
+    cache, store = opened()
+    writer(cache)(PROMPT)
+    assert flush(store, PATIENCE)
+    monkeypatch.undo()
+    writer(cache)(PROMPT)
+    assert flush(store, PATIENCE)
+    assert found(opened()[0], PROMPT) == 0
+
+
 def test_another_process_sees_what_this_one_writes_and_removes(opened: Opened, folder: Path):
     reader, _ = opened()
     assert found(reader, PROMPT) == 0

@@ -1,7 +1,4 @@
-"""Prefill in chunks, steps, and a cache that grows: none of it shows in the tokens.
-
-Most tests run on a double whose logits depend on every token fed, so a lost, doubled or misplaced one shows.
-"""
+"""Prefill in chunks and steps on the real engine: where a prompt is cut does not show in the logits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -169,6 +169,15 @@ def test_recordings_go_when_the_cache_moves(fp16_bundle, opened):
     assert session._runtime.runs[-2:] == [-1, 2]
 
 
+def test_a_library_that_cannot_record_is_used_without(fp16_bundle, opened, caplog):
+    session = opened(fp16_bundle, records=False)
+    for _ in range(3):
+        decode(session, [5], [0])
+    assert session._runtime.runs == [-1, -1, -1]
+    assert session._runtime.options["enable_cuda_graph"] == "0"
+    assert "ONNX Runtime cannot record decoder.onnx as a CUDA graph" in caplog.text
+
+
 @pytest.mark.parametrize(("precision", "wanted"), [("fp16", ("1", "1")), ("fp32", ("0", "0"))])
 def test_float32_is_not_recorded_and_not_rounded_to_tf32(built, opened, precision, wanted):
     options = opened(built(precision))._runtime.options
