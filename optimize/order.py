@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Order:
-    """The model, the target and the choices of a build. ``fallback`` and ``wide_scales`` say which step of TensorRT's ladder this is."""
+    """The model, the target and the choices of a build; ``fallback`` and ``wide_scales`` are of TensorRT's ladder."""
 
     source: Path
     export: ExportManifest
