@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Order:
-    """What to build, of what, and how."""
+    """The model, the target and the choices of a build."""
 
     source: Path
     export: ExportManifest

@@ -76,15 +76,12 @@ def _draw_layers(axes: Any, errors: Sequence[LayerError]) -> None:
         places = [names.index(error.name) for error in of_phase]
         axes.plot(places, [error.decibels for error in of_phase], marker="o", markersize=4, color=colour, label=phase)
     step = max(1, len(names) // 16)
-    axes.set_xticks(range(0, len(names), step), [short(name) for name in names[::step]], rotation=60, fontsize=8)
+    axes.set_xticks(
+        range(0, len(names), step), [name.rpartition(".")[2] for name in names[::step]], rotation=60, fontsize=8
+    )
     axes.set(title="each layer on its own", ylabel="signal to noise, dB (higher is better)")
     axes.grid(alpha=0.3)
     axes.legend()
-
-
-def short(name: str) -> str:
-    """A layer's name on an axis: model.layers.3 -> 3."""
-    return name.removeprefix("model.layers.").removeprefix("model.")
 
 
 def _draw_histogram(axes: Any, divergences: Mapping[str, Double]) -> None:

@@ -217,7 +217,8 @@ class _Layer:
         if isinstance(config, WeightOnly):
             # With what is pruned still there, so that GPTQ can make up for it.
             quantized = quantize(parameter, config.grid, self.recipe.scheme, statistics, mask)
-            self._keep(f"{self.prefix}{name}.weight", quantized)
+            if self.recipe.scheme != "rtn":  # rounding to nearest again is quicker than reading
+                self.arrays |= _arrays_of(f"{self.prefix}{name}.weight", quantized)
             parameter.data = torch.from_numpy(quantized.dequantize()).to(self.source.device)
         elif mask is not None:
             parameter.data = parameter * mask
@@ -226,10 +227,6 @@ class _Layer:
         if self.recipe.sparsity == "none":
             return None
         return sparsity.mask(weight, statistics.mean_square.sqrt() if self.recipe.sparsity == "wanda" else None)
-
-    def _keep(self, tensor: str, quantized: Quantized) -> None:
-        if self.recipe.scheme != "rtn":  # rounding to nearest again is quicker than reading
-            self.arrays |= _arrays_of(tensor, quantized)
 
     def _advance(self, hidden: Tensor) -> Tensor:
         """Activations after the layer as it is now, in the place of those before it; keys and values give ranges."""

@@ -129,32 +129,21 @@ def _read(path: Path) -> tuple[str, str]:
     text = _decode(data, path, cut)
     if cut:
         log.warning("%s is large: only its first %d bytes are used", path, READ_AT_MOST)
-        text = _whole_lines(text, path) if _is_jsonl(path) else text
+        text = text[: text.rfind("\n") + 1] if _is_jsonl(path) else text  # whole lines
+    if not text.strip():
+        raise UsageError(f"{path} is empty, expected text; {_REMEDY}")
     return text, digest.hexdigest()
 
 
 def _decode(data: bytes, path: Path, cut: bool) -> str:
     """Decode UTF-8; where the file was cut, the last character may be incomplete and is dropped."""
-    end = len(data.partition(b"\0")[0])  # NUL is valid UTF-8, but text holds none
     try:
-        text, _ = codecs.utf_8_decode(data[:end], "strict", not cut)
+        text, _ = codecs.utf_8_decode(data, "strict", not cut)
     except UnicodeDecodeError as error:
-        end = error.start
-    if end < len(data):
-        raise UsageError(
-            f"{path} is not UTF-8 text: byte {end} is 0x{data[end]:02X}; convert it to UTF-8 if it is text at all"
-        )
-    text = text.removeprefix("\ufeff")  # the mark that some editors put first
-    if not text.strip():
-        raise UsageError(f"{path} is empty, expected text; {_REMEDY}")
-    return text
-
-
-def _whole_lines(text: str, path: Path) -> str:
-    end = text.rfind("\n")
-    if end < 0:
-        raise UsageError(f"{path}: line 1 is longer than {READ_AT_MOST} bytes, expected one conversation per line")
-    return text[:end]
+        raise UsageError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+    if "\0" in text:
+        raise UsageError(f"{path} is not UTF-8 text (it holds zero bytes); convert it if it is text at all")
+    return text.removeprefix("\ufeff")  # the mark that some editors put first
 
 
 # ------------------------------------------------------------------------------------------------------- conversations
@@ -191,17 +180,11 @@ def _text_of(entry: Any, where: str, template: Callable[[], ChatTemplate]) -> st
             return str(entry["text"])
         messages, tools = entry.get("messages"), entry.get("tools")
     if not messages:
-        raise UsageError(f"{where} holds {_described(entry)}, expected {_EXPECTED}")
+        raise UsageError(f"{where} holds {entry!r:.60}, expected {_EXPECTED}")
     try:
         return template().render(messages, add_generation_prompt=False, tools=tools, date_string=DATE)
     except (RequestError, UsageError) as error:
         raise UsageError(f"{where}: {error}") from error
-
-
-def _described(entry: Any) -> str:
-    if entry and isinstance(entry, dict):
-        return f"an object with the keys {', '.join(map(repr, list(entry)[:5]))} and no messages"
-    return f"{entry!r:.40}"
 
 
 # -------------------------------------------------------------------------------------------------------------- tokens

@@ -237,19 +237,15 @@ def _more_bits(breakdown: KLBreakdown) -> str:
 
 def _impossible(phase: str, precision: str, breakdown: KLBreakdown, target: float, split: bool) -> str:
     left = breakdown.after([Override("*", precision, 0.0, 0)]).kl
+    shared = 'phases = "shared" gives prefill the decode graph, whose activations stay in floats'
+    remedy = shared if split and phase == "prefill" else "give a larger budget, or a higher precision"
     needed = f"a mean KL of about {left:.2g} ({phase}), where about {target:.2g} is needed"
-    if split and phase == "prefill":
-        return f'Activations in 8 bits leave {needed}: phases = "shared" gives prefill the decode graph'
-    if not breakdown.parts:
-        return f"No quantized weights are left to override, and {needed}: give a larger budget"
-    higher = "fp16" if precision == "int8" else "fp32"
-    return f'Even {precision} everywhere leaves {needed}: give a larger budget, or precision = "{higher}"'
+    return f"Even {precision} everywhere leaves {needed}: {remedy}"
 
 
 def cheapest(breakdown: KLBreakdown, target: float, precision: str) -> list[Override]:
     """Overrides that remove most KL per byte, one after another until ``target`` is left; none if all is too few."""
-    chosen: list[Override] = []
-    left = breakdown
+    chosen, left = list[Override](), breakdown
     while left.kl > target:
         options = [_override(pattern, precision, left.parts) for pattern in _patterns(left.parts, precision)]
         if not options:

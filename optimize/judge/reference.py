@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zipfile import BadZipFile
 
 import numpy as np
@@ -210,13 +210,18 @@ def kept_states(
     reference: Reference, windows: Ids, folder: Path | None, progress: Progress = silent
 ) -> NDArray[np.float32]:
     """:meth:`Reference.normed` of windows [n, W] as [n, W, H], from ``folder`` if they are there, else put into it."""
-    if folder is None:
-        return np.stack(reference.normed(windows.tolist(), progress))
-    path = folder / f"states-{_key(reference, windows)}.npy"
-    found = _read(path, (*windows.shape, reference.manifest.geometry.hidden_size))
-    if found is None:
-        found = np.stack(reference.normed(windows.tolist(), progress))
-        _write(path, found)
+    path = folder / f"states-{_key(reference, windows)}.npy" if folder is not None else None
+    # Missing or torn states are computed; numpy leaves a broken file open that it opened itself.
+    with suppress(OSError, ValueError, EOFError, BadZipFile):
+        if path is not None:
+            with path.open("rb") as file:
+                return cast("Float", np.load(file, allow_pickle=False))
+    found: Float = np.stack(reference.normed(windows.tolist(), progress))
+    with suppress(OSError):  # where the cache cannot be written they are computed again the next time
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with disk_cache.written(path) as staging:
+                np.save(staging, found)
     return found
 
 
@@ -228,22 +233,3 @@ def _key(reference: Reference, windows: Ids) -> str:
     digest = hashlib.sha256(f"{__version__} {reference.manifest.source.fingerprint} {times} {windows.shape}".encode())
     digest.update(np.ascontiguousarray(windows).tobytes())
     return digest.hexdigest()[:32]
-
-
-def _read(path: Path, shape: tuple[int, ...]) -> Float | None:
-    """The states that were kept; None if they are missing, torn or of something else."""
-    try:
-        with path.open("rb") as file:  # numpy leaves a broken file open that it opened itself
-            found = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError, BadZipFile):
-        return None
-    whole = isinstance(found, np.ndarray) and found.shape == shape and found.dtype == np.float32
-    return found if whole and np.isfinite(found).all() else None
-
-
-def _write(path: Path, states: Float) -> None:
-    """Put states into the cache; where it cannot be written they are computed again the next time."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with disk_cache.written(path) as staging:
-            np.save(staging, states)

@@ -1,7 +1,6 @@
-"""Weights rounded without any search, and integers as a graph stores them unpacked again."""
+"""Weights rounded without any search."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmc.optimize.quantize.grid import SMALLEST_SCALE, Grid, Quantized
 
@@ -28,20 +27,3 @@ def plain(weights: np.ndarray, grid: Grid) -> Quantized:
                 np.rint(part / scale) + zero, grid.low, grid.high
             )
     return Quantized(values, scales, grid, None if grid.symmetric else zeros)
-
-
-def unpack_blocks(packed: NDArray[np.uint8], grid: Grid, inputs: int) -> NDArray[np.int8]:
-    """The inverse of :func:`llmc.optimize.quantize.grid.pack_blocks`: int8 [N, ``inputs``]."""
-    return _unpack(packed.reshape(packed.shape[0], -1), grid, inputs)
-
-
-def unpack_zero_points(packed: NDArray[np.uint8], grid: Grid, groups: int) -> NDArray[np.int8]:
-    """The inverse of :func:`llmc.optimize.quantize.grid.pack_zero_points`: int8 [N, ``groups``]."""
-    return _unpack(packed, grid, groups)
-
-
-def _unpack(packed: NDArray[np.uint8], grid: Grid, width: int) -> NDArray[np.int8]:
-    """uint8 [N, bytes] -> int8 [N, ``width``]."""
-    if grid.bits == 4:
-        packed = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-    return (packed[:, :width].astype(np.int16) + grid.low).astype(np.int8)

@@ -144,13 +144,13 @@ def lowering(tmp_path: Path) -> Iterator[Callable[..., CpuLowering]]:
 class Decoder:
     """A decoder graph in ONNX Runtime, fed as a runtime would, and a cache for it."""
 
-    def __init__(self, folder: Path, geometry: Geometry) -> None:
-        self.geometry = geometry
+    def __init__(self, folder: Path, geometry: Geometry, compute: str = "float32") -> None:
+        self.geometry, self.compute = geometry, compute
         self.session = open_session(folder / DECODER_FILE)
 
     def empty_cache(self) -> Cache:
         """A cache of one row that holds nothing yet."""
-        return empty_caches(self.geometry.caches, 1, CAPACITY, "float32")
+        return empty_caches(self.geometry.caches, 1, CAPACITY, self.compute)
 
     def run(self, ids: Sequence[Sequence[int]], past: Sequence[int], cache: Cache) -> tuple[np.ndarray, Cache]:
         """Logits [B, S, V] after every one of the new tokens [B, S], and the cache with them in it."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.bundle import Budget, Calibration, read_export, sha256_file
+from llmc.bundle import Budget, read_export
 from llmc.errors import MissingExtraError, UsageError
 from llmc.optimize.calibrate import layers
 from llmc.optimize.calibrate.request import CalibrationRequest, calibrated_weights
@@ -97,11 +97,6 @@ def test_without_torch_the_extra_is_named(start, calls, monkeypatch):
     with pytest.raises(MissingExtraError, match=r"pip install 'onnx>="):
         start(CalibrationRequest(decoder), scheme="gptq")
     assert calls.folders == []
-
-
-def test_a_text_is_recorded_with_its_hash(start, calls, text):
-    _, used = start(CalibrationRequest(decoder, text, 4, 16), scheme="gptq")
-    assert used == Calibration("validation.txt", sha256_file(text), False, 4, 16)
 
 
 @pytest.mark.parametrize(

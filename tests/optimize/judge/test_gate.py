@@ -111,13 +111,6 @@ def test_overrides_go_by_kl_per_byte_until_the_target_is_met():
     assert shares.after(several).kl <= 0.005
 
 
-def test_what_another_override_made_needless_is_left_out():
-    small = Part("model.layers.1.self_attn.o_proj", "int4", 1_000, 0.001)
-    large = Part("lm_head", "int4", 4_000_000, 0.02)
-    [only] = cheapest(KLBreakdown((small, large), 0.0), 0.0014, "int8")
-    assert only.pattern == "lm_head"
-
-
 @pytest.mark.parametrize("precision", ["fp8", "int4"])
 def test_where_int8_is_no_way_up_floats_are_suggested(precision):
     """Of fp8, and of whatever is mixed with it."""
@@ -168,3 +161,10 @@ def test_a_build_beyond_its_budget_publishes_nothing_and_its_advice_mends_it(tin
     quality = build(tiny_export, output, recipe=mended, budget=budget, text=text).manifest.quality
     assert 1 / ESTIMATE < float(estimate) / quality.mean_kl < ESTIMATE
     assert (quality.text, quality.window) == ("short.txt", CONTEXT)
+
+
+def test_what_another_override_made_needless_is_left_out():
+    small = Part("model.layers.1.self_attn.o_proj", "int4", 1_000, 0.001)
+    large = Part("lm_head", "int4", 4_000_000, 0.02)
+    [only] = cheapest(KLBreakdown((small, large), 0.0), 0.0014, "int8")
+    assert only.pattern == "lm_head"

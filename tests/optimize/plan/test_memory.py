@@ -106,17 +106,6 @@ def test_a_build_takes_its_largest_step():
     assert found.parts["compiling the largest graph"] == pytest.approx(2.6 * 431_364_608, abs=1)
 
 
-def test_calibration_counts_moments_and_activations():
-    small = replace(Q05, vocab_size=1000)  # so that no other step is larger
-    chosen = replace(recipe(precision="int4"), scheme="gptq")
-    found = plan_build(small, chosen, LIMITS, 0, samples=128, length=2048)
-    assert found.parts["activations"] == 2 * 4 * 128 * 2048 * 896
-    # q, o and gate read 896 channels, down 4,864; GPTQ inverts the widest
-    assert found.parts["second moments"] == 4 * (3 * 896**2 + 4864**2) + 5 * 4 * 4864**2
-    rounded = plan_build(small, replace(chosen, scheme="rtn", smoothing=0.5), LIMITS, 0, samples=128, length=2048)
-    assert rounded.parts["second moments"] == 0
-
-
 def test_a_build_that_does_not_fit_leaves_nothing(tiny_export: Path, tmp_path: Path):
     with pytest.raises(ResourceError, match=r"to build it needs .* 10 MB are available, .* MB are missing"):
         build(tiny_export, tmp_path / "out" / "bundle", memory=10_000_000)

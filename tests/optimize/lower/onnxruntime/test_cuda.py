@@ -3,19 +3,18 @@
 Nothing here runs on a GPU: that every operator has a CUDA kernel is read from ONNX Runtime's documentation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from doubles.lowerings import Lowering, difference, open_session, portable, relative_difference
+from doubles.lowerings import Lowering, difference, portable, relative_difference
 
-from llmc.bundle import DECODER_FILE, Geometry, Limits
+from llmc.bundle import Limits
 from llmc.errors import BuildError
 from llmc.optimize import passes
-from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.context import (
     Computed,
     Float16,
@@ -54,13 +53,11 @@ FLOAT16_FORMS = [
 class Lowered(Lowering):
     """An export on its way through the passes of the CUDA target."""
 
-    def __init__(
-        self, export: Path, folder: Path, form: QuantConfig, compute: str, layers: dict[str, QuantConfig]
-    ) -> None:
+    def __init__(self, export: Path, folder: Path, form: QuantConfig, compute: str) -> None:
         folder.mkdir()
         opsets = {"": OLD[0], "com.microsoft": 1}
         super().__init__(export, folder, passes.PASSES["cuda"], opsets, OLD[1])
-        forms = QuantConfigs(form, form, tuple(layers.items()))
+        forms = QuantConfigs(form, form)
         limits = Limits(CAPACITY, 4, CAPACITY)
         self.context = LoweringContext(
             "shared", self.geometry, limits, forms, self.weights, Calibrated(), compute, compute
@@ -71,51 +68,13 @@ class Lowered(Lowering):
         self.weights.close()  # so that what was written can be read
         return self
 
-    def decoder(self) -> "Decoder":
-        return Decoder(self.write(), self.geometry, self.context.compute)
-
-
-class Decoder:
-    """A decoder graph in ONNX Runtime on the CPU, with a cache of the type that it computes in."""
-
-    def __init__(self, folder: Path, geometry: Geometry, compute: str = "float32") -> None:
-        self.session = open_session(folder / DECODER_FILE)
-        self.geometry, self.dtype = geometry, np.dtype(compute)
-
-    def empty_cache(self, rows: int = 1, capacity: int = CAPACITY) -> list[np.ndarray]:
-        return list(empty_caches(self.geometry.caches, rows, capacity, self.dtype.name).values())
-
-    def run(
-        self, ids: np.ndarray, past: Sequence[int], cache: list[np.ndarray], indices: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Logits [B, O, V] of a call; the cache is updated."""
-        everywhere = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
-        feeds = {
-            "input_ids": ids.astype(np.int64),
-            "past_lengths": np.array(past, np.int64),
-            "logit_indices": everywhere if indices is None else indices.astype(np.int64),
-        }
-        names = [f"past_key_values.{i}.{part}" for i in range(self.geometry.layers) for part in ("key", "value")]
-        logits, *presents = self.session.run(None, feeds | dict(zip(names, cache, strict=True)))
-        cache[:] = presents
-        return logits
-
-    def __call__(self, ids: Sequence[int], pieces: Sequence[int] = (20,), capacity: int = CAPACITY) -> np.ndarray:
-        """Logits [S, V] after every token of one row."""
-        cache, found, position = self.empty_cache(capacity=capacity), [], 0
-        for size in pieces:
-            logits = self.run(np.array([ids[position : position + size]]), [position], cache)
-            found.append(logits[0])
-            position += size
-        return np.concatenate(found)
-
 
 @pytest.fixture
 def lowered(tmp_path: Path) -> Callable[..., Lowered]:
     started: list[Lowered] = []
 
-    def start(export: Path, form: QuantConfig, compute: str, layers: dict[str, QuantConfig] | None = None) -> Lowered:
-        started.append(Lowered(export, tmp_path / f"lowered-{len(started)}", form, compute, layers or {}))
+    def start(export: Path, form: QuantConfig, compute: str) -> Lowered:
+        started.append(Lowered(export, tmp_path / f"lowered-{len(started)}", form, compute))
         return started[-1]
 
     yield start
@@ -123,24 +82,14 @@ def lowered(tmp_path: Path) -> Callable[..., Lowered]:
         each.weights.close()
 
 
-def portable_on(lowering: Lowered, folder: Path) -> Decoder:
-    """The portable decoder with the weights that the plan's forms stand for."""
-    return Decoder(portable(lowering, folder), lowering.geometry)
-
-
 # ------------------------------------------------------------------------------------------------------------ float32
 
 
-@pytest.fixture(scope="module")
-def float32(case, tmp_path_factory) -> Decoder:
-    """Each case, lowered in float32."""
-    lowering = Lowered(case.export, tmp_path_factory.mktemp(case.name) / "lowered", Float32(), "float32", {})
-    return lowering.lower().decoder()
-
-
-def test_float32_equals_the_portable_graph(case, float32, portable_logits, ids):
+def test_float32_equals_the_portable_graph(case, lowered, decoder, portable_logits, ids):
+    lowering = lowered(case.export, Float32(), "float32").lower()
+    run = decoder(lowering.write(), lowering.geometry)
     for pieces in PIECES.values():
-        assert difference(float32(ids, pieces), portable_logits(case)) <= FLOAT32_TOLERANCE
+        assert difference(run(ids, pieces), portable_logits(case)) <= FLOAT32_TOLERANCE
 
 
 # ----------------------------------------------------------------------------------------- float16, integer weights
@@ -148,29 +97,24 @@ def test_float32_equals_the_portable_graph(case, float32, portable_logits, ids):
 
 @pytest.mark.parametrize("form", FLOAT16_FORMS, ids=str)
 @pytest.mark.parametrize("name", [BIASES, QK_NORM])
-def test_float16_equals_the_portable_graph_up_to_its_rounding(exported, lowered, ids, tmp_path, name, form):
+def test_float16_equals_the_portable_graph_up_to_its_rounding(exported, lowered, decoder, ids, tmp_path, name, form):
     lowering = lowered(exported(name).export, form, "float16").lower()
-    wanted = portable_on(lowering, tmp_path / "portable")(ids)
-    decoder = lowering.decoder()
+    wanted = decoder(portable(lowering, tmp_path / "portable"), lowering.geometry)(ids)
+    run = decoder(lowering.write(), lowering.geometry, "float16")
     for pieces in PIECES.values():
-        assert relative_difference(decoder(ids, pieces), wanted) <= FLOAT16_TOLERANCE
+        assert relative_difference(run(ids, pieces), wanted) <= FLOAT16_TOLERANCE
 
 
 @pytest.mark.parametrize("compute", ["float16", "float32"])
-def test_rows_of_different_lengths_decode_together(case, lowered, ids, compute):
-    """Each row is prefilled alone, as the session does it; then all take steps of one token in one call."""
-    decoder = lowered(case.export, Computed(), compute).lower().decoder()
-    lengths, rows = [9, 4, 1], []
-    for length in lengths:
-        rows.append(decoder.empty_cache())
-        decoder.run(np.array([ids[:length]]), [0], rows[-1])
-    together = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
-    for step in range(3):
-        past = [length + step for length in lengths]
-        fed = np.array([[ids[position]] for position in past])
-        logits = decoder.run(fed, past, together)
-        alone = [decoder.run(fed[r : r + 1], past[r : r + 1], row)[0] for r, row in enumerate(rows)]
-        assert relative_difference(logits, np.stack(alone)) <= FLOAT16_TOLERANCE
+def test_rows_of_different_lengths_decode_together(case, lowered, decoder, ids, compute):
+    """Each row is prefilled alone, as the session does it; then all take a step of one token in one call."""
+    lowering = lowered(case.export, Computed(), compute).lower()
+    decode, lengths = decoder(lowering.write(), lowering.geometry, compute), [9, 4, 1]
+    rows = [decode.run([ids[:length]], [0], decode.empty_cache())[1] for length in lengths]
+    together = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    logits, _ = decode.run([[ids[length]] for length in lengths], lengths, together)
+    alone = [decode.run([[ids[n]]], [n], row)[0][0] for n, row in zip(lengths, rows, strict=True)]
+    assert relative_difference(logits, np.stack(alone)) <= FLOAT16_TOLERANCE
 
 
 # ----------------------------------------------------------------------------------------------------- planted errors
@@ -218,11 +162,11 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("form", "compute", "plant"), PLANTED)
-def test_a_planted_error_exceeds_the_tolerances(exported, lowered, ids, tmp_path, form, compute, plant):
+def test_a_planted_error_exceeds_the_tolerances(exported, lowered, decoder, ids, tmp_path, form, compute, plant):
     lowering = lowered(exported(WINDOW).export, form, compute).lower()
-    wanted = portable_on(lowering, tmp_path / "portable")(ids)
+    wanted = decoder(portable(lowering, tmp_path / "portable"), lowering.geometry)(ids)
     plant(lowering)
-    found = lowering.decoder()(ids)
+    found = decoder(lowering.write(), lowering.geometry, compute)(ids)
     assert difference(found, wanted) > FLOAT32_TOLERANCE
     assert relative_difference(found, wanted) > FLOAT16_TOLERANCE
 

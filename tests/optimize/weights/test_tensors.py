@@ -1,6 +1,5 @@
 """Weights are read by rows in any precision, refused when broken, and written once, page by page."""
 
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from llmc.errors import CheckpointError
 from llmc.optimize.weights import tensors as weights
 from llmc.optimize.weights.file import ALIGNMENT, WeightFile, round_to_bfloat16
-from llmc.optimize.weights.tensors import in_parallel, pieces, rows_of
+from llmc.optimize.weights.tensors import pieces, rows_of
 
 DTYPES = {
     "float32": (ir.DataType.FLOAT, np.float32),
@@ -80,17 +79,6 @@ def test_pieces_cover_every_row_once_and_stay_small(shape):
     assert [row for start, stop in spans for row in range(start, stop)] == list(range(shape[0]))
     width = shape[1] if len(shape) > 1 else 1
     assert all((stop - start) * width <= max(weights.PIECE, width) for start, stop in spans)
-
-
-def test_parallel_work_comes_back_in_order():
-    late = threading.Event()
-
-    def work(number: int) -> int:
-        if number == 0:
-            late.wait(0.05)
-        return number * number
-
-    assert list(in_parallel(work, range(100))) == [number * number for number in range(100)]
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
