@@ -1,0 +1,164 @@
+"""The builder's calls against the recorded interface of TensorRT 10.16, which cannot be installed here.
+
+The recorded library raises at every name and argument that it does not have, so a build that ends has proven its calls;
+what they compute, only a GPU can tell.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doubles.engines import build_decoder, spec_of
+from doubles.recorded import PLAN, RecordedLibrary
+
+from llmc.bundle import EngineConfig
+from llmc.errors import BuildError, GpuError, ResourceError
+from llmc.optimize.tensorrt.messages import remarks
+from llmc.optimize.tensorrt.select import build_select
+
+
+def test_it_takes_our_calls(decoder: Path, config: EngineConfig):
+    library = RecordedLibrary()
+    report = build_decoder(library, decoder, config)
+    assert decoder.with_name("engine.plan").read_bytes() == PLAN
+    assert report.aliases["present.0.key"] == "past_key_values.0.key"
+    assert library.arguments("IAttention", "decomposable=") == [(True,)]
+    strongly_typed = 1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    assert library.arguments("Builder", "create_network") == [(strongly_typed,)]
+    assert library.arguments("IBuilderConfig", "clear_flag") == [(library.BuilderFlag.TF32,)]
+
+
+def test_every_option_is_one_that_it_has(decoder: Path, config: EngineConfig):
+    asked = replace(
+        config,
+        workspace=1 << 20,
+        optimization_level=5,
+        version_compatible=True,
+        hardware_compatibility="ampere",
+        compute_capabilities=("8.7",),  # TensorRT cannot be told its GPU; that is only recorded
+        stripped=True,
+    )
+    library = RecordedLibrary()
+    build_decoder(library, decoder, asked)
+    flags = [flag.name for (flag,) in library.arguments("IBuilderConfig", "set_flag")]
+    assert flags == ["VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL"]
+    assert library.arguments("IBuilderConfig", "set_memory_pool_limit") == [(library.MemoryPoolType.WORKSPACE, 1 << 20)]
+    assert library.arguments("IBuilderConfig", "builder_optimization_level=") == [(5,)]
+    ((level,),) = library.arguments("IBuilderConfig", "hardware_compatibility_level=")
+    assert level.name == "AMPERE_PLUS"
+
+
+def test_the_engine_that_selects_is_never_stripped(config: EngineConfig, tmp_path: Path):
+    library = RecordedLibrary()
+    asked = spec_of(library, replace(config, stripped=True))
+    build_select(asked, tmp_path / "select.plan", vocab_size=96, candidates=8)
+    assert library.arguments("IBuilderConfig", "set_flag") == [], "it has no graph to be refitted from"
+    assert library.arguments("IOptimizationProfile", "set_shape") == [("logits", (1, 96), (1, 96), (4, 96))]
+    assert [path.name for path in tmp_path.iterdir()] == ["select.plan"]
+
+
+def test_decode_is_the_first_profile_and_prefill_the_second(decoder: Path, config: EngineConfig):
+    library = RecordedLibrary()
+    build_decoder(library, decoder, config)
+    shapes = library.arguments("IOptimizationProfile", "set_shape")
+    half = len(shapes) // 2
+    assert shapes[0] == ("input_ids", (1, 1), (1, 1), (4, 1))
+    assert shapes[half] == ("input_ids", (1, 1), (1, 8), (1, 8))
+    assert ("cache_slots", (8,), (16,), (32,)) in shapes[:half]
+    assert ("past_key_values.0.key", (1, 2, 32, 16), (1, 2, 32, 16), (4, 2, 32, 16)) in shapes[:half]
+
+
+def test_a_parser_that_passes_over_an_input_is_found_out(decoder: Path, config: EngineConfig):
+    library = RecordedLibrary(drops=(("Attention", 3),))
+    with pytest.raises(BuildError, match=r"left out part of the graph.*: Attention n.mixed does not get mask"):
+        build_decoder(library, decoder, config)
+
+
+@pytest.mark.parametrize("text", ["Unused Input: lengths", "node mixed: attribute softcap is ignored"])
+def test_a_parser_that_says_that_something_was_left_out_fails_the_build(text: str, decoder: Path, config: EngineConfig):
+    library = RecordedLibrary(parser_log=(("WARNING", text),))
+    with pytest.raises(BuildError, match=r"the parser left out part of the graph, so that results would be wrong: "):
+        build_decoder(library, decoder, config)
+    assert not decoder.with_name("engine.plan").exists()
+
+
+def test_what_the_builder_says_ends_no_build_and_harmless_warnings_are_no_remarks(decoder: Path, config: EngineConfig):
+    """It may have worked for an hour, and means kernels, formats and platforms."""
+    said = (
+        ("WARNING", "Unused Input: x"),
+        ("WARNING", "Unused Input: x"),
+        ("WARNING", "Skipping tactic 0x2: unsupported by this layer"),
+    )
+    report = build_decoder(RecordedLibrary(log=said), decoder, config)
+    assert [(message.severity, message.text) for message in report.messages] == list(said)
+    assert remarks(report.messages) == ("Unused Input: x",)
+
+
+@pytest.mark.parametrize(
+    ("severity", "text", "error", "message"),
+    [
+        ("ERROR", "no kernel for n.mixed", BuildError, "building engine.plan failed: no kernel for n.mixed; try"),
+        ("ERROR", "GPU memory: out of memory", ResourceError, "ask for a smaller context, chunk or batch"),
+        ("ERROR", "cudaError 35: no driver", GpuError, "needs a GPU and its driver"),
+        ("INTERNAL_ERROR", "assertion failed", BuildError, "assertion failed"),
+    ],
+)
+def test_a_build_that_is_given_up_says_why(
+    severity: str, text: str, error: type[Exception], message: str, decoder: Path, config: EngineConfig
+):
+    """Of an internal error the builder says that it built."""
+    library = RecordedLibrary(builds=severity == "INTERNAL_ERROR", log=((severity, text), (severity, text)))
+    with pytest.raises(error, match=message):
+        build_decoder(library, decoder, config)
+    assert not decoder.with_name("engine.plan").exists()
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(decoder: Path, config: EngineConfig):
+    if not Path("/dev/full").exists():
+        pytest.skip("no device that is always full")
+    staged = decoder.with_name(".engine.plan.part")
+    staged.symlink_to("/dev/full")
+    with pytest.raises(ResourceError, match=r"engine.plan cannot be written \(No space left"):
+        build_decoder(RecordedLibrary(), decoder, config)
+    assert not decoder.with_name("engine.plan").exists()
+    assert not staged.is_symlink()
+
+
+@pytest.fixture
+def kept_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+    """Lets builds keep their times in a file."""
+
+    def place(path: Path) -> Path:
+        monkeypatch.setattr("llmc.optimize.tensorrt.timing_cache.place", lambda spec: path)
+        return path
+
+    return place
+
+
+def test_measured_times_are_kept_and_read_again(
+    decoder: Path, config: EngineConfig, tmp_path: Path, kept_at: Callable[[Path], Path]
+):
+    kept = kept_at(tmp_path / "times" / "l4")
+    build_decoder(RecordedLibrary(), decoder, config)
+    assert kept.read_bytes() == b"times"
+    again = RecordedLibrary()
+    build_decoder(again, decoder, config)
+    assert again.arguments("IBuilderConfig", "create_timing_cache") == [(b"times",)]
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_damaged_times_are_replaced_with_a_warning(
+    decoder: Path,
+    config: EngineConfig,
+    tmp_path: Path,
+    kept_at: Callable[[Path], Path],
+    caplog: pytest.LogCaptureFixture,
+):
+    kept = kept_at(tmp_path / "times")
+    kept.write_bytes(b"damaged")
+    with caplog.at_level(logging.WARNING):
+        build_decoder(RecordedLibrary(), decoder, config)
+    assert "times: the timing cache is not used (it was written by another version" in caplog.text
+    assert kept.read_bytes() == b"times"
