@@ -17,7 +17,7 @@ from llmc.cli.build import build_command
 from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.optimize.build import BuildReport
 from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime.host.machine import Available
 from llmc.runtime.selftest import VerifyReport
@@ -61,7 +61,7 @@ class FakeLibrary:
 def library(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> FakeLibrary:
     fake = FakeLibrary(manifest)
     monkeypatch.setattr("llmc.optimize.build.build", fake.build)
-    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.rebuild", fake.rebuild)
+    monkeypatch.setattr("llmc.optimize.rebuild.rebuild", fake.rebuild)
     monkeypatch.setattr("llmc.runtime.model.verify", fake.verify)
     return fake
 

@@ -18,9 +18,6 @@ def spec_of(library: Any, config: EngineConfig) -> EngineSpec:
 def build_decoder(
     library: Any, graph: Path, config: EngineConfig, progress: Progress = silent, *, output: Path | None = None
 ) -> EngineReport:
-    """Build ``engine.plan`` with the profiles of ``config``, and its ``engine.json``."""
+    """Build ``engine.plan`` with the profiles of ``config``."""
     output = graph.with_name("engine.plan") if output is None else output
-    inspector = graph.with_name("engine.json")
-    return build_engine(
-        spec_of(library, config), graph, output, profiles_of(config), inspector=inspector, progress=progress
-    )
+    return build_engine(spec_of(library, config), graph, output, profiles_of(config), progress=progress)

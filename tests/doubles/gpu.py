@@ -9,14 +9,13 @@ from typing import Any
 import onnx
 from doubles.cuda import SERVER, FakeDriver
 from doubles.onnxruntime_cuda import FakeOnnxRuntime
-from doubles.recorded import RTX_VERSION
 from doubles.replays import in_this_process
 from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 
 from llmc.bundle import FileEntry, read_bundle, write_manifest
 from llmc.optimize import build
 from llmc.optimize.judge import replay
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.tensorrt.select import select_graph
 from llmc.runtime.host import cuda
 from llmc.runtime.sessions.onnxruntime import cuda as cuda_session
@@ -36,7 +35,7 @@ def install(put: Replace = setattr) -> list[FakeDriver]:
     runtime = FakeOnnxRuntime(FakeDriver())
     libraries = {
         "tensorrt": FakeTensorRT(FakeDriver(), VERSION),
-        "tensorrt-rtx": FakeTensorRT(FakeDriver(), RTX_VERSION, compiles=True),
+        "tensorrt-rtx": FakeTensorRT(FakeDriver(), "1.7.1.116", compiles=True),
     }
     real = build.build
 
@@ -50,7 +49,7 @@ def install(put: Replace = setattr) -> list[FakeDriver]:
         if options["target"] != "tensorrt":
             real(source, folder, **options)
             return
-        real(source, folder, engine=EngineRequest(deferred=True, form="native"), **options)
+        real(source, folder, engine=EngineRequest(deferred=True), **options)
         compile_on_double(folder)
 
     for module in (cuda, cuda_session, tensorrt_session):
@@ -72,7 +71,7 @@ def compile_on_double(folder: Path) -> None:
     onnx.save(select_graph(vocab, CANDIDATES), folder / "select.onnx")
     graph = folder / manifest.graphs["decode"].file
     contents = {
-        "engine.plan": make_plan(graph, plan.decode, plan.prefill, plan.buckets, plan.capacity, aliased=True),
+        "engine.plan": make_plan(graph, plan.decode, plan.prefill, plan.buckets),
         "select.plan": make_select_plan(folder / "select.onnx", manifest.limits.max_batch, vocab),
     }
     for name, content in contents.items():

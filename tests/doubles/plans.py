@@ -6,9 +6,7 @@ from llmc.bundle import EngineConfig, Profile
 
 PLAN = EngineConfig(
     file="engine.plan",
-    form="native",
     compute="float16",
-    capacity=512,
     buckets=(256, 512),
     decode=Profile(1, 1, 1),
     prefill=Profile(1, 128, 32),
@@ -20,7 +18,6 @@ PLAN = EngineConfig(
     hardware_compatibility="none",
     stripped=False,
     verified="cpu",
-    inspector="",
 )
 # With everything that an engine can have, for another machine.
 FULL = replace(
@@ -31,5 +28,4 @@ FULL = replace(
     compute_capabilities=("8.7",),
     version_compatible=True,
     stripped=True,
-    inspector="engine.json",
 )

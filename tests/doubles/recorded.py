@@ -1,6 +1,6 @@
-"""TensorRT's Python interface as it was recorded, version by version: what is not in a recording does not exist.
+"""TensorRT's Python interface as it was recorded: what is not in the recording does not exist.
 
-``RecordedLibrary("10.3")`` stands in for the module ``tensorrt``, ``recorded_rtx()`` for ``tensorrt_rtx``. Its classes
+``RecordedLibrary()`` stands in for the module ``tensorrt``. Its classes
 have the recorded members and no others, its methods take the recorded arguments and no others, and every call is
 written down. What methods do is the little that a builder's caller notices: a parsed graph has layers, a built engine
 has bytes.
@@ -9,47 +9,27 @@ has bytes.
 import enum
 import json
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx
-from onnx import TensorProto, helper
+from onnx import helper
 
-FOLDER = Path(__file__).parents[1] / "data" / "tensorrt_api"
-VERSIONS = ("10.3", "10.13", "10.16", "11.4")
+# Classes and their members, see ``tests/data/tensorrt_api/record.py``; of the version that JetPack 7.2 has.
+SURFACE: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "tensorrt_api" / "10.16.json").read_text())
 PLAN = b"a serialized engine"
-NO_WORKSPACE = "due to insufficient workspace. See verbose log for requested sizes."
 TYPES = {"float32": "FLOAT", "float16": "HALF", "int64": "INT64", "int32": "INT32", "bool": "BOOL", "int8": "INT8"}
 COUNTED = {"num_layers": "_layers", "num_inputs": "_inputs", "num_outputs": "_outputs", "num_errors": "_errors"}
-# Operators that became layers of their own, and the method that says whether a version has it.
 LAYERS = {
-    "TensorScatter": ("add_kv_cache_update", "KV_CACHE_UPDATE"),
-    "Attention": ("add_attention", "ATTENTION_INPUT"),
-    "RotaryEmbedding": ("add_rotary_embedding", "ROTARY_EMBEDDING"),
-    "RMSNormalization": ("add_normalization_v2", "NORMALIZATION"),
+    "TensorScatter": "KV_CACHE_UPDATE",
+    "Attention": "ATTENTION_INPUT",
+    "RotaryEmbedding": "ROTARY_EMBEDDING",
+    "RMSNormalization": "NORMALIZATION",
 }
-# What attention takes to work in, unless a test says otherwise: more than the 1 GiB that older versions allowed.
-SCRATCH = (1 << 30) + 1
 RTX_VERSION = "1.7.1.116"
-RTX_GPUS = (75, 80, 86, 89, 120, 121)
-# Types that a GPU has no kernels for, after the vendors' support matrices; of int8 and int4 as types of weights.
-FP8 = {"FLOAT8E4M3FN"}
-AMPERE = {"8.0": FP8, "8.6": FP8, "8.7": FP8}
-LACKING = {
-    "tensorrt": {"7.5": {"BFLOAT16", "INT4"} | FP8, **AMPERE},
-    "tensorrt_rtx": {"7.5": {"BFLOAT16", "INT8", "INT4"} | FP8, **AMPERE},
-}
-
-
-@lru_cache
-def surface(version: str) -> dict[str, Any]:
-    """Classes and their members, see ``tests/data/tensorrt_api/record.py``."""
-    found: dict[str, Any] = json.loads((FOLDER / f"{version}.json").read_text())
-    return found
 
 
 @dataclass(frozen=True)
@@ -62,42 +42,32 @@ class Call:
 
 
 class RecordedLibrary:
-    """A module ``tensorrt`` of one recorded version.
+    """A module ``tensorrt``.
 
     Args:
         log: what the builder logs while it builds, as (severity, text).
         builds: whether the builder succeeds.
         drops: inputs of operators that the parser passes over, as ("Attention", 6).
         parser_log: what the parser logs.
-        gpu: compute capability of the GPU that it builds on; on Thor it merges products wrongly, unless it is told not
-            to.
-        fuses: whether there is a fused kernel for attention; without one it must be allowed to take it apart.
-        refuses: what the builder says of a graph that it finds no kernels for; nothing of others.
-        scratch: bytes of workspace that attention needs; a lower limit leaves it without a kernel.
+        gpu: compute capability of the GPU that it builds on; on Thor the compiler wants its flags.
     """
 
     def __init__(
         self,
-        version: str,
         *,
         log: tuple[tuple[str, str], ...] = (),
         builds: bool = True,
         drops: tuple[tuple[str, int], ...] = (),
         parser_log: tuple[tuple[str, str], ...] = (),
         gpu: str = "",
-        fuses: bool = True,
-        refuses: Callable[[Any], str] = lambda graph: "",
-        scratch: int = SCRATCH,
     ) -> None:
-        described = surface(version)
         self.__name__ = "tensorrt"
-        self.__version__ = described["__version__"]
-        self.scratch = scratch
+        self.__version__ = SURFACE["__version__"]
         self.log, self.builds, self.drops = log, builds, drops
-        self.parser_log, self.gpu, self.fuses, self.refuses = parser_log, gpu, fuses, refuses
+        self.parser_log, self.gpu = parser_log, gpu
         self.calls: list[Call] = []
         self.native_logger: Any = None
-        for name, spec in described.items():
+        for name, spec in SURFACE.items():
             if name != "__version__":
                 setattr(self, name, self._class(name, spec))
 
@@ -128,19 +98,6 @@ class RecordedLibrary:
             for member, kind in spec["members"].items()
         }
         return type(name, (_Strict,), {**members, "__module__": "tensorrt"})
-
-
-def recorded_rtx(**options: Any) -> RecordedLibrary:
-    """TensorRT-RTX: TensorRT's newest interface, and GPUs that can be named, as its own bindings have them."""
-    library = RecordedLibrary(VERSIONS[-1], **options)
-    library.__name__, library.__version__ = "tensorrt_rtx", RTX_VERSION
-    members = {"NONE": 0, "CURRENT": 1, **{f"SM{gpu}": gpu for gpu in RTX_GPUS}}
-    library.ComputeCapability = enum.IntEnum("ComputeCapability", members)
-    named = {"num_compute_capabilities": None, "set_compute_capability": [["compute_capability", "index"]]}
-    described = surface(VERSIONS[-1])["IBuilderConfig"]
-    whole = {**described, "members": {**described["members"], **named}}
-    library.IBuilderConfig = library._class("IBuilderConfig", whole)
-    return library
 
 
 class _Strict:
@@ -206,8 +163,7 @@ def new(name: str, **values: Any) -> Callable[..., Any]:
 def start(library: RecordedLibrary, self: Any, native_logger: Any) -> None:
     library.native_logger = native_logger
     told = os.environ.get("__LUNOWUD", "")
-    since = tuple(map(int, library.__version__.split(".")[:2]))
-    if library.gpu == "11.0" and since >= (10, 13):
+    if library.gpu == "11.0":
         assert "-peep:fc_h_fusion=off" in told, "products of one row that share an input would be merged wrongly"
 
 
@@ -217,19 +173,6 @@ def create_network(library: RecordedLibrary, self: Any, flags: int = 0) -> Any:
 
 def create_parser(library: RecordedLibrary, self: Any, network: Any, native_logger: Any) -> None:
     self.__dict__.update(_network=network, _errors=[])
-
-
-def parse(library: RecordedLibrary, self: Any, model: bytes, path: str | None = None) -> bool:
-    graph = onnx.load_from_string(bytes(model)).graph
-    for severity, text in library.parser_log:
-        library.native_logger.log(library.ILogger.Severity[severity], text)
-    for node in graph.node:
-        needed = LAYERS.get(node.op_type, ("add_cast", ""))[0]
-        if not hasattr(library.INetworkDefinition, needed):
-            self._errors.append((node.name, node.op_type, "no importer registered"))
-    if not self._errors:
-        _import(library, self._network, graph)
-    return not self._errors
 
 
 def load_model(library: RecordedLibrary, self: Any, model: bytes, path: str | None = None) -> bool:
@@ -242,7 +185,10 @@ def load_initializer(library: RecordedLibrary, self: Any, name: str, data: int, 
 
 
 def parse_loaded(library: RecordedLibrary, self: Any) -> bool:
-    return parse(library, self, self._model)
+    for severity, text in library.parser_log:
+        library.native_logger.log(library.ILogger.Severity[severity], text)
+    _import(library, self._network, onnx.load_from_string(self._model).graph)
+    return True
 
 
 def get_error(library: RecordedLibrary, self: Any, index: int) -> Any:
@@ -258,12 +204,11 @@ def _import(library: RecordedLibrary, network: Any, graph: Any) -> None:
     def tensor(name: str) -> Any:
         return tensors.setdefault(name, _tensor(library, name))
 
-    network.__dict__["_graph"] = graph
     network._inputs.extend(tensors[value.name] for value in graph.input)
     network._outputs.extend(tensors[value.name] for value in graph.output)
     for node in graph.node:
         read = [name for i, name in enumerate(node.input) if name and (node.op_type, i) not in library.drops]
-        kind = LAYERS.get(node.op_type, ("", "ELEMENTWISE"))[1]
+        kind = LAYERS.get(node.op_type, "ELEMENTWISE")
         between = [tensor(f"{node.name}.attention")] if kind == "ATTENTION_INPUT" else None
         made = [tensor(name) for name in node.output]
         given = list(map(tensor, read))
@@ -300,73 +245,16 @@ def _layer(library: RecordedLibrary, name: str, kind: str, inputs: list[Any], ou
     )
 
 
-def set_pool(library: RecordedLibrary, self: Any, pool: Any, size: int) -> None:
-    if pool.name == "WORKSPACE":
-        self.__dict__["_workspace"] = size
-
-
-def set_gpu(library: RecordedLibrary, self: Any, capability: Any, index: int) -> None:
-    self.__dict__.setdefault("_gpus", {})[index] = int(capability)
-
-
 def set_input(library: RecordedLibrary, self: Any, index: int, tensor: Any) -> None:
     self._inputs[index] = tensor  # the list is its layer's, too
 
 
-def log_and(result: Callable[..., Any]) -> Callable[..., Any]:
-    """A behaviour that logs what the library was told to log, and then succeeds or not."""
-
-    def behaviour(library: RecordedLibrary, self: Any, network: Any, config: Any, *args: Any) -> Any:
-        log = list(library.log)
-        attentions = [layer for layer in network._layers if layer.type.name == "ATTENTION_INPUT"]
-        for layer in attentions:
+def build_in_pieces(library: RecordedLibrary, self: Any, network: Any, config: Any, writer: Any) -> bool:
+    for layer in network._layers:
+        if layer.type.name == "ATTENTION_INPUT":
             assert ".scaled." not in layer._inputs[1].name, "all keys are multiplied by a scale at every step"
-            if not library.fuses and not layer.attention.decomposable:
-                log.append(("ERROR", "Attention operation was not supported by a dedicated kernel."))
-            if config.__dict__.get("_workspace", library.scratch) < library.scratch:
-                log.append(("ERROR", f"Could not find any implementation for node {layer.name} {NO_WORKSPACE}"))
-        log += [("ERROR", text) for text in _lacking(library, config, network._graph)]
-        if refused := library.refuses(network._graph):
-            log.append(("ERROR", refused))
-        if library.gpu == "11.0":
-            _check_shared(network._graph)
-        for severity, text in log:
-            library.native_logger.log(library.ILogger.Severity[severity], text)
-        if len(log) > len(library.log):
-            return None
-        return result(library, network, config, *args)
-
-    return behaviour
-
-
-def _lacking(library: RecordedLibrary, config: Any, graph: Any) -> list[str]:
-    """What is said of the types of a graph that a GPU to build for does not have."""
-    gpus = (
-        {library.gpu} if library.gpu else {f"{sm // 10}.{sm % 10}" for sm in config.__dict__.get("_gpus", {}).values()}
-    )
-    kinds = {TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer}
-    kinds |= {TensorProto.DataType.Name(value.type.tensor_type.elem_type) for value in graph.input}
-    lacking = LACKING[library.__name__]
-    return [
-        f"{kind} is not supported on compute capability {gpu}"
-        for gpu in sorted(gpus)
-        for kind in sorted(kinds & lacking.get(gpu, set()))
-    ]
-
-
-def _check_shared(graph: Any) -> None:
-    """Products of float weights that share an input are merged, and on Thor wrongly."""
-    weights = {tensor.name for tensor in graph.initializer}
-    readers = Counter(node.input[0] for node in graph.node if node.op_type == "MatMul" and node.input[1] in weights)
-    shared = [name for name, count in readers.items() if count > 1]
-    assert not shared, f"several products read {shared[0]}: they would be merged wrongly"
-
-
-def whole(library: RecordedLibrary, network: Any, config: Any) -> bytes | None:
-    return PLAN if _steps(config) and library.builds else None
-
-
-def in_pieces(library: RecordedLibrary, network: Any, config: Any, writer: Any) -> bool:
+    for severity, text in library.log:
+        library.native_logger.log(library.ILogger.Severity[severity], text)
     if not _steps(config) or not library.builds:
         return True  # as the real one does
     return all(writer.write(PLAN[i : i + 4]) == len(PLAN[i : i + 4]) for i in range(0, len(PLAN), 4))
@@ -405,10 +293,8 @@ BEHAVIOURS: dict[tuple[str, str], Callable[..., Any]] = {
     ("Builder", "create_network"): create_network,
     ("Builder", "create_builder_config"): new("IBuilderConfig"),
     ("Builder", "create_optimization_profile"): new("IOptimizationProfile"),
-    ("Builder", "build_serialized_network"): log_and(whole),
-    ("Builder", "build_serialized_network_to_stream"): log_and(in_pieces),
+    ("Builder", "build_serialized_network_to_stream"): build_in_pieces,
     ("OnnxParser", "__init__"): create_parser,
-    ("OnnxParser", "parse"): parse,
     ("OnnxParser", "load_model_proto"): load_model,
     ("OnnxParser", "load_initializer"): load_initializer,
     ("OnnxParser", "parse_model_proto"): parse_loaded,
@@ -422,8 +308,6 @@ BEHAVIOURS: dict[tuple[str, str], Callable[..., Any]] = {
     ("IAttention", "set_input"): set_input,
     ("", "get_input"): item("_inputs"),
     ("", "get_output"): item("_outputs"),
-    ("IBuilderConfig", "set_memory_pool_limit"): set_pool,
-    ("IBuilderConfig", "set_compute_capability"): set_gpu,
     ("IBuilderConfig", "add_optimization_profile"): lambda library, self, profile: 0,
     ("IBuilderConfig", "create_timing_cache"): lambda library, self, data: library.make("ITimingCache", _data=data),
     ("IBuilderConfig", "set_timing_cache"): lambda library, self, cache, ignore: (

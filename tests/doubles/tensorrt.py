@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 from doubles.cuda import ALIGNMENT, FakeDriver, RuleBrokenError, array_at
 
@@ -38,22 +37,18 @@ def make_plan(
     decode: Profile,
     prefill: Profile,
     buckets: tuple[int, ...],
-    capacity: int | None,
-    aliased: bool,
 ) -> bytes:
     """An engine of a decoder.
 
     Args:
         onnx_path: the lowered graph.
         decode, prefill: the largest calls of both profiles.
-        buckets: numbers of positions that attention may look at.
-        capacity: positions of the cache; None where it has as many as the bucket.
-        aliased: whether the cache is updated in place.
+        buckets: numbers of positions that attention may look at; the last one is the cache's capacity.
     """
     inputs, outputs = interface(onnx_path)
-    profiles = [_ranges(inputs, profile, buckets, capacity) for profile in (decode, prefill)]
+    profiles = [_ranges(inputs, profile, buckets) for profile in (decode, prefill)]
     presents = [name for name in outputs if name.startswith("present")]
-    aliases = {name: name.replace("present", "past_key_values", 1) for name in presents} if aliased else {}
+    aliases = {name: name.replace("present", "past_key_values", 1) for name in presents}
     content = {"magic": MAGIC, "onnx": str(onnx_path), "profiles": profiles, "aliases": aliases}
     return json.dumps(content).encode()
 
@@ -80,9 +75,7 @@ def open_graph(path: Path) -> ort.InferenceSession:
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def _ranges(
-    inputs: dict[str, list[Any]], most: Profile, buckets: tuple[int, ...], capacity: int | None
-) -> dict[str, list[list[int]]]:
+def _ranges(inputs: dict[str, list[Any]], most: Profile, buckets: tuple[int, ...]) -> dict[str, list[list[int]]]:
     """Least, best and largest shape of every input."""
     sizes = {
         "input_ids": ([1, 1], [most.batch, most.sequence]),
@@ -93,8 +86,8 @@ def _ranges(
     found = {}
     for name, shape in inputs.items():
         low, high = sizes.get(name) or (
-            [1, shape[1], capacity or buckets[0], shape[3]],
-            [most.batch, shape[1], capacity or buckets[-1], shape[3]],
+            [1, shape[1], buckets[-1], shape[3]],
+            [most.batch, shape[1], buckets[-1], shape[3]],
         )
         found[name] = [low, low, high]
     return found
@@ -137,7 +130,6 @@ class FakeTensorRT:
 
     Attributes:
         compiled: kernels that were compiled, of all engines, and not found among those that were kept.
-        asks_aliases: False for versions before 10.15, which cannot be asked.
         capturable: what contexts answer when asked whether they can be recorded; None where they cannot be asked.
         refuses: with which error no engine is loaded; empty loads them.
         fails_at: number of the run that fails, the first is 1; 0 for none.
@@ -158,12 +150,6 @@ class FakeTensorRT:
             """Overridden by whoever listens."""
             raise NotImplementedError
 
-    class LayerInformationFormat(enum.Enum):
-        """How an inspector answers."""
-
-        ONELINE = 0
-        JSON = 1
-
     class ExecutionContextAllocationStrategy(enum.Enum):
         """Who allocates what contexts work in."""
 
@@ -179,7 +165,6 @@ class FakeTensorRT:
             self.DynamicShapesKernelSpecializationStrategy = KernelStrategy
             self.ComputeCapability = ComputeCapability
         self.driver = driver
-        self.asks_aliases = True
         self.capturable: bool | None = None
         self.refuses = ""
         self.fails_at = 0
@@ -243,8 +228,7 @@ class Engine:
         self.num_io_tensors = len(self.inputs) + len(self.outputs)
         self.num_optimization_profiles = len(self.profiles)
         self.device_memory_size_v2 = max(WORKSPACE[: len(self.profiles)])
-        if library.asks_aliases:
-            self.get_aliased_input_tensor = self.aliases.get
+        self.get_aliased_input_tensor = self.aliases.get
         if hasattr(library, "CudaGraphStrategy"):
             self.create_runtime_config = lambda: RuntimeConfig(library)
 
@@ -273,25 +257,10 @@ class Engine:
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[Shape]:
         return [tuple(shape) for shape in self.profiles[profile][name]]
 
-    def create_engine_inspector(self) -> "Inspector":
-        return Inspector(onnx.load(self.path, load_external_data=False).graph)
-
     def create_execution_context(self, settings: Any) -> "Context":
         context = Context(self, settings)
         self.library.contexts.append(context)
         return context
-
-
-class Inspector:
-    """``IEngineInspector``: a layer for each node of the graph."""
-
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self._graph = graph
-
-    def get_engine_information(self, form: FakeTensorRT.LayerInformationFormat) -> str:
-        assert form is FakeTensorRT.LayerInformationFormat.JSON
-        layers = [{"Name": node.name, "LayerType": node.op_type} for node in self._graph.node]
-        return json.dumps({"Layers": layers, "Bindings": []})
 
 
 class CudaGraphStrategy(enum.Enum):
@@ -501,14 +470,6 @@ class Context:
             raise RuleBrokenError(f"{size} bytes to work in are too few, {WORKSPACE[self._profile or 0]} are needed")
         if self._user_managed:
             self._driver.check_device(address, size)
-        self._check_swapped()
-
-    def _check_swapped(self) -> None:
-        for present in self._engine.outputs:
-            past = present.replace("present", "past_key_values", 1)
-            swapped = past in self._engine.inputs and present not in self._engine.aliases
-            if swapped and self._addresses[present] == self._addresses[past]:
-                raise RuleBrokenError(f"{present} overwrites {past} while it is read")
 
     def _work(
         self, shapes: dict[str, Shape], addresses: dict[str, int], memory: tuple[int, int], factor: float

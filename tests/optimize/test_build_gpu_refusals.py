@@ -9,7 +9,7 @@ import pytest
 from llmc.errors import UsageError
 from llmc.optimize.build import build
 from llmc.optimize.recipe import Request
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.recipe.engine import EngineRequest
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
 DEFERRED = EngineRequest(deferred=True)
@@ -30,7 +30,7 @@ def test_static_activations_without_a_decoder_are_refused(exported: Callable[[st
 @pytest.mark.parametrize(
     ("target", "order", "message"),
     [
-        ("cuda", {"engine": EngineRequest(form="native")}, "engine: is for TensorRT, the target is cuda"),
+        ("cuda", {"engine": EngineRequest(stripped=True)}, "engine: is for TensorRT, the target is cuda"),
         ("cpu", {"engine": DEFERRED}, "engine: is for TensorRT, the target is cpu"),
         ("cuda", {"precision": "bf16"}, "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
         ("cpu", {"precision": "fp8"}, "precision is 'fp8', expected one of fp32, fp16, int8, int4"),

@@ -21,8 +21,8 @@ from llmc.optimize.lower.context import (
 )
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import MOST_RECIPE, Expected, Request, needs_calibration, read_recipe, resolve
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
-from llmc.optimize.tensorrt.request import EngineRequest
 
 CPU = capabilities("cpu")
 

@@ -12,9 +12,9 @@ from llmc.bundle import EngineConfig
 from llmc.cli.build import build_command
 from llmc.errors import UsageError
 from llmc.optimize.recipe import read_recipe, resolve
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import TARGETS
 from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE, LOG_FILE
-from llmc.optimize.tensorrt.request import EngineRequest
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = {str: "text", bool: "true or false", int: "whole number"}

@@ -39,7 +39,7 @@ def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     """Bundles of the small model in float32: each form for TensorRT, without an engine, and the one for CUDA."""
     from llmc.optimize.build import build
     from llmc.optimize.recipe import Request
-    from llmc.optimize.tensorrt.request import EngineRequest
+    from llmc.optimize.recipe.engine import EngineRequest
 
     made: dict[str, Path] = {}
 

@@ -14,7 +14,7 @@ from llmc.export import export
 from llmc.optimize.build import BuildReport, build
 from llmc.optimize.judge import overflow
 from llmc.optimize.recipe import Request
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.recipe.engine import EngineRequest
 
 SMALL = {"max_context": 64, "max_batch": 2}
 # The outputs of up_proj are about 2 before they are scaled, and 65,504 is the largest float16.

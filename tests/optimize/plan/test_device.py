@@ -15,8 +15,8 @@ from llmc.bundle import Limits, Profile, Recipe
 from llmc.optimize.build import build
 from llmc.optimize.plan.device import device_plan, with_engine
 from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
-from llmc.optimize.tensorrt.request import EngineRequest
 
 GEOMETRY = uniform("llama", 4, 256, 512, 8, 2, 32, 1000, 4096, False, (0,) * 4)
 LIMITS = Limits(max_context=1024, max_batch=4, prefill_chunk=128)

@@ -1,4 +1,4 @@
-"""A decoder of one layer in the native form, written by hand, and the real TensorRT-RTX to build it with."""
+"""A decoder of one layer written by hand, and the real TensorRT-RTX to build it with."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -138,18 +138,11 @@ def config() -> EngineConfig:
     """What to build of it."""
     return replace(
         PLAN,
-        capacity=CAPACITY,
         buckets=(8, 16, CAPACITY),
         decode=Profile(4, 1, 1),
         prefill=Profile(1, 8, 2),
         compute_capabilities=(),
     )
-
-
-@pytest.fixture
-def primitive(config: EngineConfig) -> EngineConfig:
-    """The same in the form of basic operators, with a cache as long as the bucket."""
-    return replace(config, form="primitives", capacity=0)
 
 
 @pytest.fixture(scope="session")

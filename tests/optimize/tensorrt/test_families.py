@@ -18,19 +18,16 @@ from llmc.bundle import DECODER_FILE, Geometry, Limits, Profile, read_export
 from llmc.optimize.lower.context import Computed, LoweringContext, QuantConfig, QuantConfigs, Static, WeightOnly
 from llmc.optimize.passes import lower
 from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.targets import NATIVE
 from llmc.optimize.tensorrt.builder import EngineReport
+from llmc.optimize.tensorrt.messages import remarks
+from llmc.optimize.tensorrt.network import Network
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
 
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
-CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)
-# One of each family, for what does not depend on the small differences between checkpoints.
-FAMILIES = (
-    "llama-biases",
-    "mistral-window-wide-heads",
-    "qwen2-tied-bf16",
-    "qwen3-biases-window-in-first-layer",
-)
+# The first checkpoint of each family: what differs between those of one is in the lowered graph's own tests.
+CASES = tuple({case["model_type"]: name for name, case in reversed(random_checkpoints.CASES.items())}.values())
 INNER = 96  # divides into blocks of int4
 CAPACITY = 64
 BUCKETS = (16, 32, CAPACITY)
@@ -40,10 +37,6 @@ WEIGHTS: dict[str, QuantConfig] = {
     "int8": WeightOnly(Grid(8, positive=True)),
     "int4": WeightOnly(Grid(4, 32, positive=True)),
 }
-# Quantized ones are packed: query, key and value, output, gate and up, down.
-PASSES = {"native": "tensorrt-rtx", "primitives": "tensorrt-rtx-primitives"}
-# Opset and IR version that the build declares for each form.
-DECLARED = {"native": (24, 11), "primitives": (21, 10)}
 
 
 class Ranges(Calibrated):
@@ -71,29 +64,38 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 class Built:
-    """A lowered graph and the engine that was built of it."""
+    """A lowered graph, the network that was parsed of it, and its engine."""
 
-    def __init__(self, folder: Path, geometry: Geometry, report: EngineReport) -> None:
+    def __init__(self, folder: Path, geometry: Geometry, report: EngineReport, network: Network) -> None:
         self.graph = ir.load(folder / DECODER_FILE).graph
         self.geometry = geometry
         self.report = report
         self.size = (folder / "engine.plan").stat().st_size
-        self.layers = Counter(layer.type for layer in report.layers)
+        self.layers = Counter(layer.type.name for layer in network.layers())
+        updates = [layer for layer in network.layers() if layer.type.name == "KV_CACHE_UPDATE"]
+        self.caches = {(tuple(made.shape), made.dtype.name) for made in (layer.get_output(0) for layer in updates)}
 
 
 @pytest.fixture
-def built(rtx: Any, exports: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[..., Built]]:
+def built(
+    rtx: Any, exports: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Built]]:
     """Lowers an export and builds it."""
+    networks: list[Network] = []
+
+    def parse(*given: Any) -> Network:
+        networks.append(Network(*given))
+        return networks[-1]
+
+    monkeypatch.setattr("llmc.optimize.tensorrt.builder.Network", parse)
     with ExitStack() as opened:
 
         def build(
             name: str,
             body: QuantConfig,
             *,
-            form: str = "native",
             compute: str = "float16",
             gpus: tuple[str, ...] = (),
-            wide: bool = False,
         ) -> Built:
             export = exports(name)
             geometry, model = read_export(export).geometry, ir.load(export / DECODER_FILE)
@@ -109,24 +111,15 @@ def built(rtx: Any, exports: Callable[[str], Path], tmp_path: Path) -> Iterator[
                 Ranges(),
                 compute,
                 compute,
-                wide_scales=wide,
             )
-            lower(model, PASSES[form], plan)
+            lower(model, "tensorrt-rtx", plan)
             weights.close()
             model.functions.clear()
             model.opset_imports.clear()
-            model.opset_imports[""], model.ir_version = DECLARED[form]
+            model.opset_imports[""], model.ir_version = NATIVE
             ir.save(model, tmp_path / DECODER_FILE)
-            config = replace(
-                PLAN,
-                form=form,
-                capacity=0 if form == "primitives" else CAPACITY,
-                buckets=BUCKETS,
-                decode=DECODE,
-                prefill=PREFILL,
-                compute_capabilities=gpus,
-            )
-            return Built(tmp_path, geometry, build_decoder(rtx, tmp_path / DECODER_FILE, config))
+            config = replace(PLAN, buckets=BUCKETS, decode=DECODE, prefill=PREFILL, compute_capabilities=gpus)
+            return Built(tmp_path, geometry, build_decoder(rtx, tmp_path / DECODER_FILE, config), networks[-1])
 
         yield build
 
@@ -140,14 +133,13 @@ def check_native(built: Built) -> None:
     whole = [node for node in built.graph if node.op_type == "Attention"]
     assert built.layers["ATTENTION_INPUT"] == built.layers["ATTENTION_OUTPUT"] == len(whole)
     assert len(whole) == (0 if built.geometry.model_type == "gemma2" else layers)  # softcaps are in basic operators
-    updates = [layer for layer in built.report.layers if layer.type == "KV_CACHE_UPDATE"]
     heads = {cache.shape for cache in built.geometry.caches}
-    assert {layer.shape for layer in updates} == {(-1, kv_heads, CAPACITY, head_dim) for kv_heads, head_dim in heads}
-    assert built.report.warnings == ()
+    assert {shape for shape, _ in built.caches} == {(-1, kv_heads, CAPACITY, head_dim) for kv_heads, head_dim in heads}
+    assert remarks(built.report.messages) == ()
 
 
 def cache_types(built: Built) -> set[str]:
-    return {layer.dtype for layer in built.report.layers if layer.type == "KV_CACHE_UPDATE"}
+    return {kind for _, kind in built.caches}
 
 
 @pytest.mark.parametrize(
@@ -169,36 +161,17 @@ def test_every_checkpoint_is_built(name: str, weights: str, built: Callable[...,
     assert cache_types(engine) == {"HALF"}
 
 
-@pytest.mark.parametrize("form", DECLARED)
-def test_layers_may_differ(form: str, built: Callable[..., Built]):
-    engine = built("invented", WEIGHTS["int4"], form=form)
+def test_layers_may_differ(built: Callable[..., Built]):
+    engine = built("invented", WEIGHTS["int4"])
     linears = {tuple(len(group) for group in engine.geometry.readers if group[0].layer == i) for i in range(4)}
     assert len(linears) == 3
-    if form == "native":
-        check_native(engine)
+    check_native(engine)
 
 
-@pytest.mark.parametrize("name", FAMILIES[:2])
-def test_engines_are_cross_compiled(name: str, built: Callable[..., Built]):
-    engine = built(name, WEIGHTS["int4"], gpus=("8.6", "8.9"))
+def test_engines_are_cross_compiled(built: Callable[..., Built]):
+    engine = built("llama-biases", WEIGHTS["int4"], gpus=("8.6", "8.9"))
     check_native(engine)
     assert engine.size > 10_000
-
-
-@pytest.mark.parametrize(("name", "weights"), [*zip(FAMILIES, cycle(WEIGHTS), strict=False)])
-def test_the_primitive_form_is_built_of_basic_layers(name: str, weights: str, built: Callable[..., Built]):
-    engine = built(name, WEIGHTS[weights], form="primitives")
-    assert engine.report.aliases == {}
-    assert not {"ATTENTION_INPUT", "KV_CACHE_UPDATE", "ROTARY_EMBEDDING"} & set(engine.layers)
-    assert engine.report.warnings == ()
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_scales_in_float32_are_built(weights: str, built: Callable[..., Built]):
-    engine = built("llama-biases", WEIGHTS[weights], wide=True)
-    check_native(engine)
-    scaled = [layer.dtype for layer in engine.report.layers if layer.type == "DEQUANTIZE"]
-    assert set(scaled) == {"FLOAT"}
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])

@@ -26,10 +26,5 @@ def test_the_graph_finds_the_largest_in_order():
 
 def test_tensorrt_builds_it_and_leaves_only_the_engine(rtx: Any, config: EngineConfig, tmp_path: Path):
     spec = spec_of(rtx, config)
-    report = build_select(spec, tmp_path / "select.plan", vocab_size=VOCAB, candidates=CANDIDATES)
-    assert [layer.type for layer in report.layers] == ["TOPK"]
+    build_select(spec, tmp_path / "select.plan", vocab_size=VOCAB, candidates=CANDIDATES)
     assert [path.name for path in tmp_path.iterdir()] == ["select.plan"]
-
-
-def test_as_many_candidates_as_may_be_are_built(rtx: Any, config: EngineConfig, tmp_path: Path):
-    build_select(spec_of(rtx, config), tmp_path / "select.plan", vocab_size=4000, candidates=3840)

@@ -3,28 +3,26 @@
 import dataclasses
 import json
 import os
-import platform
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles.machines import H200, NO_GPU, ORIN, RTX_4090, THOR
 from doubles.plans import FULL
-from doubles.recorded import VERSIONS, RecordedLibrary, replaced
+from doubles.recorded import RecordedLibrary, replaced
 
 from llmc.bundle import Limits, Manifest, Profile, read_bundle, write_manifest
-from llmc.errors import BuildError, BundleError, GpuError, MissingExtraError, UsageError
+from llmc.errors import BuildError, BundleError, GpuError, UsageError
 from llmc.optimize.progress import silent
 from llmc.optimize.recipe import Request
 from llmc.optimize.recipe import resolve as resolve_recipe
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt import flags, timing_cache
 from llmc.optimize.tensorrt.builder import EngineReport
 from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE, compile_engine, profiles_of
 from llmc.optimize.tensorrt.network import Ranges
-from llmc.optimize.tensorrt.request import EngineRequest
 from llmc.optimize.tensorrt.spec import (
     FIRST_BUCKET,
     PREFILL_OUTPUTS,
@@ -35,20 +33,18 @@ from llmc.optimize.tensorrt.spec import (
 from llmc.publish import file_entries
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.probe import Probe
-from llmc.runtime.sessions.tensorrt.engine import platform_name
-from llmc.runtime.sessions.tensorrt.library import Message, nameable_gpus
+from llmc.runtime.sessions.tensorrt.library import Message
 
 LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)
-NATIVE = {"10.3": False, "10.13": False, "10.16": True, "11.4": True}
 RTX_GPUS = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Make this a machine with a library (a version of TensorRT's, or a module) and what a probe finds."""
+    """Make this a machine with a library, TensorRT unless it is given, and what a probe finds."""
 
-    def become(library: Any, probe: Probe = NO_GPU) -> Any:
-        found = RecordedLibrary(library) if isinstance(library, str) else library
+    def become(library: Any = None, probe: Probe = NO_GPU) -> Any:
+        found = RecordedLibrary() if library is None else library
         monkeypatch.setattr("llmc.optimize.tensorrt.spec.load_library", lambda engine: found)
         monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: probe.driver)
         return found
@@ -74,18 +70,8 @@ def resolve(
 # ------------------------------------------------------------------------------------------------------------ defaults
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_form_is_the_best_that_the_library_has(here: Callable[..., Any], version: str):
-    library = here(version)
-    spec = resolve()
-    config = spec.config
-    assert config.form == ("native" if NATIVE[version] else "primitives")
-    assert config.capacity == (1024 if NATIVE[version] else 0), "only primitives go without a capacity of their own"
-    assert (spec.library, spec.version) == (library, library.__version__)
-
-
 def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
-    here("11.4")
+    here()
     spec = resolve()
     config = spec.config
     assert (config.decode, config.prefill) == (Profile(4, 1, 1), Profile(1, 128, PREFILL_OUTPUTS))
@@ -94,15 +80,9 @@ def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
     assert (config.compute_capabilities, spec.gpu) == ((), None)
 
 
-def test_a_short_chunk_has_no_more_logits_than_tokens(here: Callable[..., Any]):
-    here("11.4")
-    assert resolve(limits=Limits(1000, 1, 5)).config.prefill == Profile(1, 5, 5)
-
-
 def test_what_is_asked_for_is_taken(here: Callable[..., Any]):
-    here("11.4")
+    here()
     asked = {
-        "form": "primitives",
         "hardware_compatibility": "same",
         "version_compatible": True,
         "stripped": True,
@@ -111,7 +91,6 @@ def test_what_is_asked_for_is_taken(here: Callable[..., Any]):
     }
     spec = resolve(**asked)
     assert asked.items() <= vars(spec.config).items()
-    assert spec.config.capacity == 0
 
 
 @pytest.mark.parametrize(
@@ -129,18 +108,7 @@ def test_buckets_double_and_end_with_the_longest_context_in_whole_blocks(longest
     assert bucket_sizes(longest) == buckets
 
 
-def test_the_platform_is_this_machines():
-    assert platform_name() == f"{platform.system().lower()}-{platform.machine()}"
-
-
 # ------------------------------------------------------------------------------------------------------------- the GPU
-
-
-def test_an_engine_of_tensorrt_is_for_the_gpu_that_it_is_built_on(here: Callable[..., Any]):
-    here("10.3", ORIN)
-    spec = resolve()
-    assert spec.config.compute_capabilities == ("8.7",)
-    assert spec.gpu == ORIN.driver.devices[0]
 
 
 def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here: Callable[..., Any], rtx: Any):
@@ -171,12 +139,12 @@ def test_an_engine_for_other_gpus_says_that_it_does_not_run_here(
     assert "8.6, NVIDIA GeForce RTX 4090 has 8.9: the engine does not run here" in caplog.text
 
 
-def test_what_the_gpu_here_lacks_is_not_compiled_again_for_it(here: Callable[..., Any], rtx: Any, tmp_path: Path):
+def test_what_the_gpu_here_lacks_is_not_compiled_again_for_it(here: Callable[..., Any], rtx: Any):
     """Else the engine would be for other GPUs, and loading it would ask for another rebuild."""
     here(rtx, OLD_SERVER)
     recipe, _ = resolve_recipe(Request(precision="int8"), capabilities("tensorrt-rtx"), 1000, "test")
     with pytest.raises(UsageError, match=r"tensorrt-rtx has int8 from compute capability 8\.0 on, Tesla T4 has 7\.5"):
-        resolve_engine(capabilities("tensorrt-rtx"), recipe, LIMITS, EngineRequest(), lowered=tmp_path)
+        resolve_engine(capabilities("tensorrt-rtx"), recipe, LIMITS, EngineRequest(), here=True)
 
 
 FLOAT8_GPUS = ("8.9", "12.0", "12.1")
@@ -189,28 +157,12 @@ def test_an_engine_in_float8_is_for_gpus_that_multiply_it(rtx: Any):
         resolve("tensorrt-rtx", float8=True, compute_capabilities="8.9,8.6")
 
 
-def test_an_engine_in_float8_cannot_be_for_every_gpu_since_ampere(rtx: Any):
-    with pytest.raises(UsageError, match=r"hardware_compatibility is 'ampere', but GPUs before 8\.9 know no fp8"):
-        resolve("tensorrt-rtx", float8=True, hardware_compatibility="ampere")
-
-
-def test_gpus_are_not_both_named_and_left_open(rtx: Any):
-    with pytest.raises(UsageError, match="hardware_compatibility is 'ampere' and GPUs are named; give one of them"):
-        resolve("tensorrt-rtx", hardware_compatibility="ampere", compute_capabilities="8.9")
-    assert resolve("tensorrt-rtx", hardware_compatibility="none", compute_capabilities="8.9").gpu is None
-
-
 def test_weights_are_left_out_of_tensorrt_rtx_only_beside_a_gpu(here: Callable[..., Any], rtx: Any):
     with pytest.raises(GpuError, match="leaves weights out of engines only beside a GPU; leave --stripped out"):
         resolve("tensorrt-rtx", stripped=True)
     assert resolve("tensorrt-rtx", stripped=True, deferred=True).config.stripped
     here(rtx, RTX_4090)
     assert resolve("tensorrt-rtx", stripped=True).config.stripped
-
-
-def test_gpus_are_named_by_their_compute_capability(rtx: Any):
-    assert nameable_gpus(rtx) == RTX_GPUS
-    assert nameable_gpus(RecordedLibrary("11.4")) == ()
 
 
 # ---------------------------------------------------------------------------------------------- precisions, workspace
@@ -230,26 +182,9 @@ OLD_SERVER = dataclasses.replace(RTX_4090, driver=dataclasses.replace(RTX_4090.d
 def test_a_precision_that_the_gpu_here_lacks_is_refused(
     here: Callable[..., Any], precision: str, probe: Probe, message: str
 ):
-    here("11.4", probe)
+    here(probe=probe)
     with pytest.raises(UsageError, match=message):
         resolve(precision=precision)
-
-
-def test_the_precisions_that_a_gpu_has_are_taken(here: Callable[..., Any]):
-    here("11.4", OLD_SERVER)
-    assert resolve(precision="int8").config.compute_capabilities == ("7.5",)
-    here("11.4", RTX_4090)
-    assert resolve(precision="fp8").config.compute_capabilities == ("8.9",)
-
-
-@pytest.mark.parametrize(("bits", "lacks"), [(8, False), (4, True), (3, True)])
-def test_of_a_checkpoints_own_integers_their_bits_count(here: Callable[..., Any], bits: int, lacks: bool):
-    here("11.4", OLD_SERVER)
-    abilities = capabilities("tensorrt")
-    asked = Request(precision="source", head="int8")
-    recipe, _ = resolve_recipe(asked, abilities, LIMITS.max_context, "test", coded=True)
-    with pytest.raises(UsageError, match="has int4 from") if lacks else nullcontext():
-        resolve_engine(abilities, recipe, LIMITS, EngineRequest(), own_bits={bits})
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
@@ -263,28 +198,28 @@ def test_turing_has_floats_alone_in_tensorrt_rtx(rtx: Any, precision: str):
 def test_scratch_memory_is_the_librarys_choice_on_a_card_and_what_attention_needs_on_a_board(
     here: Callable[..., Any], builder: Callable[[int], Any], manifest: Manifest, tmp_path: Path
 ):
-    def given(version: str, probe: Probe, **asked: Any) -> tuple[int | None, int | None]:
-        here(version, probe)
-        made = builder(2 * manifest.geometry.layers if NATIVE[version] else 0)
+    def given(probe: Probe, **asked: Any) -> tuple[int | None, int | None]:
+        here(probe=probe)
+        made = builder(2 * manifest.geometry.layers)
         plan = compile_engine(resolve(**asked), tmp_path / "decoder.onnx", manifest.geometry, silent)
         return made.engines[0][0].config.workspace, plan.workspace
 
-    assert given("11.4", H200) == (None, None)
-    assert given("10.3", ORIN) == (LEAST_WORKSPACE, None), "the manifest says what was asked for: nothing"
+    assert given(H200) == (None, None)
+    assert given(ORIN) == (LEAST_WORKSPACE, None), "the manifest says what was asked for: nothing"
     long = Limits(max_context=1 << 21, max_batch=1, prefill_chunk=128)
     # Scores in float32 and their softmax, for each of 4 heads.
-    assert given("10.3", ORIN, limits=long) == (2 * 4 * 4 * 128 * (1 << 21), None)
-    assert given("10.3", ORIN, workspace=1 << 29) == (1 << 29, 1 << 29)
+    assert given(ORIN, limits=long) == (2 * 4 * 4 * 128 * (1 << 21), None)
+    assert given(ORIN, workspace=1 << 29) == (1 << 29, 1 << 29)
 
 
 def test_flags_for_thor_are_set_before_any_builder_is_made_and_are_recorded(
     here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv(flags.VARIABLE, raising=False)
-    here(RecordedLibrary("10.13", gpu="11.0"), THOR)
+    here(RecordedLibrary(gpu="11.0"), THOR)
     assert "-peep:fc_h_fusion=off" in resolve().config.flags
     assert flags.VARIABLE not in os.environ
-    here(RecordedLibrary("10.13", gpu="8.7"), ORIN)
+    here(RecordedLibrary(gpu="8.7"), ORIN)
     assert resolve().config.flags == ""
 
 
@@ -292,29 +227,24 @@ def test_flags_for_thor_are_set_before_any_builder_is_made_and_are_recorded(
 
 
 @pytest.mark.parametrize(
-    ("version", "asked", "message"),
+    ("asked", "message"),
     [
-        ("10.3", {"form": "native"}, "form is 'native', expected one of primitives for tensorrt here"),
-        ("11.4", {"form": "best"}, "form is 'best', expected one of native, primitives for tensorrt here"),
-        ("11.4", {"compute_capabilities": "8.9"}, "is '8.9', but tensorrt builds for the GPU it runs on"),
-        ("11.4", {"hardware_compatibility": "all"}, "is 'all', expected one of none, ampere, same for tensorrt here"),
-        ("10.3", {"hardware_compatibility": "same"}, "is 'same', expected one of none, ampere for tensorrt here"),
-        ("11.4", {"workspace": 1000}, "workspace is 1000, expected 1048576 ... "),
-        ("11.4", {"workspace": 1 << 51}, "workspace is 2251799813685248, expected"),
-        ("11.4", {"optimization_level": 6}, "optimization_level is 6, expected 0 ... 5"),
-        ("11.4", {"optimization_level": -1}, "optimization_level is -1, expected 0 ... 5"),
+        ({"compute_capabilities": "8.9"}, "is '8.9', but tensorrt builds for the GPU it runs on"),
+        ({"hardware_compatibility": "all"}, "is 'all', expected one of none, ampere, same for tensorrt here"),
+        ({"workspace": 1000}, "workspace is 1000, expected 1048576 ... "),
+        ({"workspace": 1 << 51}, "workspace is 2251799813685248, expected"),
+        ({"optimization_level": 6}, "optimization_level is 6, expected 0 ... 5"),
+        ({"optimization_level": -1}, "optimization_level is -1, expected 0 ... 5"),
     ],
 )
-def test_what_the_library_cannot_do_is_refused(
-    here: Callable[..., Any], version: str, asked: dict[str, Any], message: str
-):
-    here(version)
+def test_what_the_library_cannot_do_is_refused(here: Callable[..., Any], asked: dict[str, Any], message: str):
+    here()
     with pytest.raises(UsageError) as refused:
         resolve(**asked)
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("asked", ["9.0", "8.6,9.9", "sm86", "8.6,,8.9", ""])
+@pytest.mark.parametrize("asked", ["9.0", "sm86", "8.6,,8.9"])
 def test_a_gpu_that_tensorrt_rtx_does_not_know_is_refused(rtx: Any, asked: str):
     with pytest.raises(
         UsageError, match=r"compute_capabilities has .*, tensorrt-rtx builds fp16 for 7\.5, 8"
@@ -323,22 +253,16 @@ def test_a_gpu_that_tensorrt_rtx_does_not_know_is_refused(rtx: Any, asked: str):
     assert all(gpu in str(refused.value) for gpu in RTX_GPUS)
 
 
-def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
-    with pytest.raises(MissingExtraError, match="tensorrt is not installed: on a Jetson it comes with JetPack"):
-        resolve()
-
-
 def test_tensorrt_without_a_gpu_is_refused_before_any_work(here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     def fail(library: RecordedLibrary, self: Any, native_logger: Any) -> None:
         native_logger.log(library.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
         raise TypeError("pybind11::init(): factory function returned nullptr")
 
     replaced(monkeypatch, "Builder", "__init__", fail)
-    here("11.4")
-    with pytest.raises(GpuError, match="tensorrt 11.4.* cannot use a GPU here .CUDA initialization failure"):  # noqa: RUF043
+    here()
+    with pytest.raises(GpuError, match="tensorrt 10.16.* cannot use a GPU here .CUDA initialization failure"):  # noqa: RUF043
         resolve()
-    assert resolve(deferred=True).config.form == "native"
+    assert resolve(deferred=True).version == "none"
 
 
 # ------------------------------------------------------------------------------------------------------------ deferred
@@ -354,11 +278,9 @@ def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("untouchable")
-@pytest.mark.parametrize("form", [None, "native", "primitives"])
-def test_a_deferred_engine_may_have_any_form_and_touches_no_library(form: str | None):
-    spec = resolve(deferred=True, form=form, hardware_compatibility="same")
+def test_a_deferred_engine_touches_no_library():
+    spec = resolve(deferred=True, hardware_compatibility="same")
     assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
-    assert spec.config.form == (form or "native")
     assert spec.config.hardware_compatibility == "same"
 
 
@@ -366,7 +288,6 @@ def test_a_deferred_engine_may_have_any_form_and_touches_no_library(form: str | 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"form": "best"}, "form is 'best', expected one of native, primitives"),
         ({"hardware_compatibility": "all"}, "hardware_compatibility is 'all', expected one of none, ampere, same"),
         ({"compute_capabilities": "8.6"}, "a deferred engine is for the GPU where it is built"),
         ({"workspace": 1}, "workspace is 1, expected"),
@@ -385,8 +306,8 @@ def test_measured_times_are_kept_apart_by_library_version_gpu_and_named_gpus(her
         return dataclasses.replace(spec, config=dataclasses.replace(spec.config, compute_capabilities=gpus))
 
     found = []
-    for version, probe in (("10.3", ORIN), ("10.16", ORIN), ("10.16", H200), ("10.16", NO_GPU)):
-        here(version, probe)
+    for probe in (ORIN, H200, NO_GPU):
+        here(probe=probe)
         found.append(resolve())
     found += [named(found[-1], "8.6"), named(found[-1], "8.6", "8.9")]
     paths = [timing_cache.place(each) for each in found]
@@ -396,18 +317,7 @@ def test_measured_times_are_kept_apart_by_library_version_gpu_and_named_gpus(her
     assert timing_cache.place(found[1]) == paths[1], "the same engine finds its times again"
 
 
-def test_a_name_of_a_gpu_cannot_lead_out_of_the_cache(here: Callable[..., Any]):
-    device = dataclasses.replace(H200.driver.devices[0], name="../../Graphics Device/1")
-    here("11.4", dataclasses.replace(H200, driver=dataclasses.replace(H200.driver, devices=(device,))))
-    path = timing_cache.place(resolve())
-    assert path.parents[2] == disk_cache.cache_root()
-    assert ".." not in path.parts
-
-
 # ----------------------------------------------------------------------------------------------------------- compiling
-
-
-INSPECTION = ("engine.json", "build-log.json")
 
 
 class Builder:
@@ -423,13 +333,12 @@ class Builder:
     ) -> EngineReport:
         self.engines.append((spec, profiles))
         output.write_bytes(b"engine")
-        given["inspector"].write_text("{}")
-        return EngineReport((), self.aliases, (Message("WARNING", "the first engine's"),))
+        return EngineReport(self.aliases, (Message("WARNING", "the first engine's"),))
 
     def select(self, spec: EngineSpec, output: Path, **options: Any) -> EngineReport:
         self.selects.append({"spec": spec, **options})
         output.write_bytes(b"select")
-        return EngineReport((), {}, (Message("WARNING", "the second engine's"),))
+        return EngineReport({}, (Message("WARNING", "the second engine's"),))
 
 
 @pytest.fixture
@@ -449,7 +358,7 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
     manifest: Manifest,
     tmp_path: Path,
 ):
-    here("11.4", H200)
+    here(probe=H200)
     made = builder(2 * manifest.geometry.layers)
     spec = resolve(stripped=True, optimization_level=2, hardware_compatibility="ampere", version_compatible=True)
     plan = compile_engine(spec, tmp_path / "decoder.onnx", manifest.geometry, silent)
@@ -457,11 +366,10 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
     assert given is select["spec"] is spec
     assert profiles == profiles_of(spec.config)
     config = spec.config
-    assert (config.capacity, config.form) == (1024, "native")
     assert (config.stripped, config.optimization_level, config.version_compatible) == (True, 2, True)
     assert (config.hardware_compatibility, config.workspace) == ("ampere", None)
     assert (select["vocab_size"], select["candidates"]) == (320, 64)
-    assert (plan.file, plan.select, plan.inspector, plan.log) == ("engine.plan", "select.plan", *INSPECTION)
+    assert (plan.file, plan.select, plan.log) == ("engine.plan", "select.plan", "build-log.json")
     said = json.loads((tmp_path / plan.log).read_text())
     assert said == [["WARNING", "the first engine's"], ["WARNING", "the second engine's"]]
     assert (plan.compute, plan.compute_capabilities, plan.verified) == ("float16", ("9.0",), "no")
@@ -469,25 +377,24 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
     assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
 
 
-@pytest.mark.parametrize(("version", "aliases"), [("11.4", 3), ("11.4", 0), ("10.3", 4)])
-def test_caches_that_are_not_updated_as_the_form_says_fail_the_build(
+@pytest.mark.parametrize("aliases", [3, 0])
+def test_caches_that_are_not_updated_in_place_fail_the_build(
     here: Callable[..., Any],
     builder: Callable[[int], Builder],
     manifest: Manifest,
     tmp_path: Path,
-    version: str,
     aliases: int,
 ):
-    here(version)
+    here()
     builder(aliases)
-    with pytest.raises(BuildError, match=f"made {aliases} in-place cache updates of the graph, [04] are expected"):
+    with pytest.raises(BuildError, match=f"made {aliases} in-place cache updates of the graph, 4 are expected"):
         compile_engine(resolve(), tmp_path / "decoder.onnx", manifest.geometry, silent)
 
 
 @pytest.mark.usefixtures("untouchable")
 def test_a_deferred_engine_writes_no_file(manifest: Manifest, tmp_path: Path):
     plan = compile_engine(resolve(deferred=True), tmp_path / "decoder.onnx", manifest.geometry, silent)
-    assert (plan.file, plan.select, plan.inspector, plan.candidates) == ("", "", "", 0)
+    assert (plan.file, plan.select, plan.candidates) == ("", "", 0)
     assert list(tmp_path.iterdir()) == []
     assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
 
@@ -495,7 +402,7 @@ def test_a_deferred_engine_writes_no_file(manifest: Manifest, tmp_path: Path):
 # --------------------------------------------------------------------------------------------------------- the manifest
 
 PLAN = FULL
-ENGINE_FILES = ("engine.plan", "select.plan", "engine.json")
+ENGINE_FILES = ("engine.plan", "select.plan")
 
 
 @pytest.fixture
@@ -513,10 +420,6 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
     return write
 
 
-def test_a_plan_is_read_as_it_was_written(save: Callable[..., Path]):
-    assert read_bundle(save()).engine == PLAN
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -524,12 +427,7 @@ def test_a_plan_is_read_as_it_was_written(save: Callable[..., Path]):
         {"buckets": (256, 256, 512)},
         {"buckets": ()},
         {"buckets": (0, 512)},
-        {"buckets": (256, 511), "capacity": 511},
-        {"capacity": 0},
-        {"capacity": 256},
-        {"capacity": 1024},
-        {"form": "primitives"},
-        {"form": "best"},
+        {"buckets": (256, 511)},
         {"decode": Profile(1, 2, 1)},
         {"decode": Profile(0, 1, 1)},
         {"decode": Profile(4, 1, 1)},
@@ -549,14 +447,6 @@ def test_a_plan_that_no_build_writes_is_refused(save: Callable[..., Path], chang
         read_bundle(save(**changes))
 
 
-@pytest.mark.parametrize("name", ENGINE_FILES)
-def test_a_file_of_the_engine_that_is_missing_is_named_with_what_makes_it(save: Callable[..., Path], name: str):
-    folder = save()
-    (folder / name).unlink()
-    with pytest.raises(BundleError, match=f"{name} is missing, 1 expected; llmc build --rebuild {folder}"):
-        read_bundle(folder)
-
-
 def test_files_of_an_engine_may_be_broken_where_it_is_made_anew_and_no_others(save: Callable[..., Path]):
     folder = save()
     (folder / "engine.plan").unlink()
@@ -565,17 +455,3 @@ def test_files_of_an_engine_may_be_broken_where_it_is_made_anew_and_no_others(sa
     (folder / "decode.onnx").unlink()
     with pytest.raises(BundleError, match=r"decode\.onnx is missing, 1 expected; copy or build the bundle again"):
         read_bundle(folder, engine_matters=False)
-
-
-def test_a_file_of_the_engine_that_is_not_listed_is_refused(save: Callable[..., Path]):
-    with pytest.raises(BundleError, match=r"names '\.\./engine\.plan', which is unlisted or lies outside; refused"):
-        read_bundle(save(file="../engine.plan"))
-
-
-def test_a_manifest_from_before_engines_says_how_to_make_it_again(save: Callable[..., Path]):
-    folder = save()
-    text = json.loads((folder / "llmc.json").read_text())
-    text["schema_version"] -= 1
-    (folder / "llmc.json").write_text(json.dumps(text))
-    with pytest.raises(BundleError, match="of an older llmc .* make it again with: llmc build"):  # noqa: RUF043
-        read_bundle(folder)

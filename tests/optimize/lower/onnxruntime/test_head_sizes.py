@@ -9,7 +9,7 @@ from doubles.lowerings import difference
 
 from llmc.errors import BuildError
 from llmc.optimize.build import build
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.recipe.engine import EngineRequest
 
 # As in test_lowering.py.
 FLOAT_TOLERANCE = 1e-4

@@ -26,6 +26,7 @@ from llmc.optimize.lower.context import (
 from llmc.optimize.lower.tensorrt.weights import LARGEST_FLOAT8, as_stored
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize import rtn
+from llmc.optimize.targets import NATIVE
 from llmc.optimize.weights.store import Calibrated
 from llmc.optimize.weights.tensors import rows_of
 
@@ -39,9 +40,6 @@ CAPACITY = 48
 BUCKETS = (24, 32, CAPACITY)
 # What cache slots hold that nothing has written: attention must not look at it.
 STALE = 5.0
-PASS_LISTS = {"native": "tensorrt", "primitives": "tensorrt-primitives"}
-# Opset and IR version that the build declares for each.
-VERSIONS = {"native": (24, 11), "primitives": (21, 10)}
 EMBEDDING = "model.embed_tokens"
 Cache = dict[str, np.ndarray]
 
@@ -72,12 +70,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export
 def case(request: pytest.FixtureRequest, exported: Callable[[str], Export]) -> Export:
     """Each of the random checkpoints in turn."""
     return exported(request.param)
-
-
-@pytest.fixture(params=PASS_LISTS)
-def form(request: pytest.FixtureRequest) -> str:
-    """Each form of the lowered graph."""
-    return str(request.param)
 
 
 class Ranges(Calibrated):
@@ -116,11 +108,9 @@ def ranges(ids: list[int], tmp_path: Path) -> Callable[[Path], Ranges]:
 class TensorRTLowering(Lowering):
     """One export on its way through the passes of TensorRT."""
 
-    def __init__(
-        self, export: Path, folder: Path, form: str, forms: QuantConfigs, compute: str, calibrated: Calibrated
-    ):
-        opset, ir_version = VERSIONS[form]
-        super().__init__(export, folder, PASSES[PASS_LISTS[form]], {"": opset}, ir_version)
+    def __init__(self, export: Path, folder: Path, forms: QuantConfigs, compute: str, calibrated: Calibrated):
+        opset, ir_version = NATIVE
+        super().__init__(export, folder, PASSES["tensorrt"], {"": opset}, ir_version)
         limits = Limits(max_context=CAPACITY, max_batch=2, prefill_chunk=TOKENS)
         self.context = LoweringContext(
             "single", self.geometry, limits, forms, self.weights, calibrated, compute, compute
@@ -134,7 +124,6 @@ def lowering(tmp_path: Path) -> Iterator[Callable[..., TensorRTLowering]]:
 
     def start(
         export: Path,
-        form: str,
         body: QuantConfig | None = None,
         head: QuantConfig | None = None,
         *,
@@ -146,7 +135,7 @@ def lowering(tmp_path: Path) -> Iterator[Callable[..., TensorRTLowering]]:
         folder = tmp_path / f"lowering-{len(started)}"
         folder.mkdir()
         forms = QuantConfigs(body, head or body, tuple((layers or {}).items()))
-        started.append(TensorRTLowering(export, folder, form, forms, compute, calibrated or Calibrated()))
+        started.append(TensorRTLowering(export, folder, forms, compute, calibrated or Calibrated()))
         return started[-1]
 
     yield start
@@ -174,11 +163,6 @@ class Decoder:
         self._caches = {name: value for name, value in inputs.items() if name.startswith("past_key_values.")}
         self.type = np.float16 if next(iter(self._caches.values())).type == "tensor(float16)" else np.float32
 
-    @property
-    def grows(self) -> bool:
-        """Whether the cache holds just as many positions as attention looks at."""
-        return self._slots is not None and self._slots.shape == ["capacity"]
-
     def empty_cache(self, rows: int = 1) -> Cache:
         """A cache that holds nothing of use yet."""
         shapes = {name: (rows, value.shape[1], CAPACITY, value.shape[3]) for name, value in self._caches.items()}
@@ -199,17 +183,11 @@ class Decoder:
             "past_lengths": np.array(past, np.int64),
             "logit_indices": indices.astype(np.int64),
             **({} if self._slots is None else {"cache_slots": np.arange(bucket)}),
-            **{name: value[:, :, :bucket] if self.grows else value for name, value in cache.items()},
+            **cache,
         }
         logits, *presents = self.session.run(None, feeds)
         assert logits.dtype == np.float32
-        return logits, {name: self._kept(value) for name, value in zip(cache, presents, strict=True)}
-
-    def _kept(self, present: np.ndarray) -> np.ndarray:
-        """A cache of full size again: a larger bucket's further slots hold nothing of use."""
-        assert present.dtype == self.type
-        missing = CAPACITY - present.shape[2]
-        return np.pad(present, ((0, 0), (0, 0), (0, missing), (0, 0)), constant_values=STALE)
+        return logits, dict(zip(cache, presents, strict=True))
 
     def __call__(
         self, ids: Sequence[int], pieces: Sequence[int] | None = None, bucket: int | None = None

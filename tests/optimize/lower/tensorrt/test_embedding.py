@@ -53,15 +53,6 @@ def test_every_pattern_of_every_field_comes_back(session, bits, floors):
     np.testing.assert_array_equal(found, values)
 
 
-@pytest.mark.parametrize("word", [0, 1, -1, 65535, 65536, -65535, -65536, -65537, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_words_at_the_edges_of_their_halves_come_back(session, bits, word):
-    words = np.array([[word]], np.int32)
-    for floors in (False, True):
-        values = session(unpacking(bits, floors)).run(None, {"words": words})[0]
-        np.testing.assert_array_equal(pack_words(values.astype(np.int8), bits), words)
-
-
 @pytest.mark.parametrize("width", [1, 3, 8, 13, 64])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_columns_keep_their_order_in_rows_of_any_width(session, bits, width):
@@ -74,33 +65,21 @@ def test_columns_keep_their_order_in_rows_of_any_width(session, bits, width):
     assert not found[:, width:].any()
 
 
-def test_a_field_in_another_place_is_noticed(session):
-    values = np.arange(32, dtype=np.int8).reshape(4, 8)
-    words = pack_words(values, 8).view(np.uint32)
-    turned = (words << 8 | words >> 24).view(np.int32)
-    assert (session(unpacking(8, False)).run(None, {"words": turned})[0] != values).any()
-
-
 @pytest.mark.parametrize("compute", ["float32", "float16"])
 @pytest.mark.parametrize(
     "grid",
     [
-        Grid(8),
-        Grid(8, 32),
         Grid(8, 128),
         Grid(4, 32),
-        Grid(4, 128),
         Grid(8, positive=True),
         Grid(4, 128, positive=True),
     ],
 )
-def test_rows_of_the_embedding_are_exactly_what_the_integers_stand_for(
-    exported, form, lowering, decoder, grid, compute
-):
+def test_rows_of_the_embedding_are_exactly_what_the_integers_stand_for(exported, lowering, decoder, grid, compute):
     """In float32 to the last bit; a narrower type rounds once."""
     case = exported("qwen3-tied-sharded")
     head = WeightOnly(grid if grid.positive else Grid(8, positive=True))
-    lowered = lowering(case.export, form, Computed(), head)
+    lowered = lowering(case.export, Computed(), head)
     lowered.before("lower embedding")
     object.__setattr__(lowered.context, "compute", compute)
     object.__setattr__(lowered.context.quant, "head", WeightOnly(grid))

@@ -5,7 +5,6 @@ import onnx_ir as ir
 import pytest
 from doubles.lowerings import difference, relative_difference
 
-from llmc.bundle import DECODER_FILE
 from llmc.optimize.lower.context import Computed, Float8, QuantConfig, WeightOnly
 from llmc.optimize.quantize.grid import Grid
 
@@ -41,33 +40,25 @@ def check_every_call(decode, wanted: np.ndarray, ids: list[int]) -> None:
         assert difference(decode(ids, PIECES["chunks"], bucket), wanted) <= FLOAT_TOLERANCE
 
 
-def test_floats_equal_the_portable_graph_in_every_bucket(case, form, lowering, decoder, portable_logits, ids):
-    lowered = lowering(case.export, form).finish()
+def test_floats_equal_the_portable_graph_in_every_bucket(case, lowering, decoder, portable_logits, ids):
+    lowered = lowering(case.export).finish()
     check_every_call(decoder(lowered.write()), portable_logits(case.export), ids)
 
 
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("weights", QUANTIZED)
 def test_quantized_weights_equal_the_portable_graph_on_what_they_stand_for(
-    exported, form, lowering, decoder, portable, ids, name, weights
+    exported, lowering, decoder, portable, ids, name, weights
 ):
     case = exported(name)
-    lowered = lowering(case.export, form, WEIGHTS[weights]).finish()
+    lowered = lowering(case.export, WEIGHTS[weights]).finish()
     check_every_call(decoder(lowered.write()), decoder(portable(lowered))(ids), ids)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_head_on_another_grid_equals_the_portable_graph(exported, form, lowering, decoder, portable, ids, weights):
-    case = exported("qwen3-tied-sharded")
-    lowered = lowering(case.export, form, Computed(), WEIGHTS[weights]).finish()
-    wanted = decoder(portable(lowered))(ids)
-    assert difference(decoder(lowered.write())(ids), wanted) <= FLOAT_TOLERANCE
-
-
 @pytest.mark.parametrize("name", SOME)
-def test_a_padded_ragged_batch_is_as_its_rows_alone(exported, form, lowering, decoder, portable_logits, ids, name):
+def test_a_padded_ragged_batch_is_as_its_rows_alone(exported, lowering, decoder, portable_logits, ids, name):
     case = exported(name)
-    decode = decoder(lowering(case.export, form).finish().write())
+    decode = decoder(lowering(case.export).finish().write())
     rows = [ids[:9], ids[:4] + [0] * 5]
     for bucket in BUCKETS:
         logits, cache = decode.run(rows, [0, 0], decode.empty_cache(2), bucket)
@@ -79,25 +70,16 @@ def test_a_padded_ragged_batch_is_as_its_rows_alone(exported, form, lowering, de
 
 
 def test_drafts_are_verified_in_one_call_for_rows_of_different_length(
-    exported, form, lowering, decoder, portable_logits, ids
+    exported, lowering, decoder, portable_logits, ids
 ):
     case = exported("mistral-window-wide-heads")
-    decode, wanted = decoder(lowering(case.export, form).finish().write()), portable_logits(case.export)
+    decode, wanted = decoder(lowering(case.export).finish().write()), portable_logits(case.export)
     _, cache = decode.run([ids[:9], ids[:4] + [0] * 5], [0, 0], decode.empty_cache(2))
     drafts = [ids[9:14], ids[4:9]]
     for bucket in BUCKETS:
         logits, _ = decode.run(drafts, [9, 4], cache, bucket, outputs=[[1, 2, 4], [0, 3, 4]])
         assert difference(logits[0], wanted[[10, 11, 13]]) <= FLOAT_TOLERANCE
         assert difference(logits[1], wanted[[4, 7, 8]]) <= FLOAT_TOLERANCE
-
-
-def test_rejected_drafts_are_overwritten(exported, form, lowering, decoder, portable_logits, ids):
-    case = exported("llama-biases")
-    decode = decoder(lowering(case.export, form).finish().write())
-    _, cache = decode.run([ids[:9]], [0], decode.empty_cache())
-    _, cache = decode.run([[ids[9], 3, 3, 3]], [9], cache, 24)
-    logits, _ = decode.run([ids[10:12]], [10], cache, 32)
-    assert difference(logits[0], portable_logits(case.export)[10:12]) <= FLOAT_TOLERANCE
 
 
 # ----------------------------------------------------------------------------------------------------- planted errors
@@ -141,20 +123,13 @@ def tables_swapped(lowered) -> None:
 
 
 def scale_off_by_a_hundredth(lowered) -> None:
-    attentions = lowered.nodes("Attention")
-    for node in attentions:
+    for node in lowered.nodes("Attention"):
         node.attributes["scale"] = ir.AttrFloat32("scale", node.attributes["scale"].as_float() * 1.01)
-    if not attentions:
-        name = next(name for name in lowered.graph.initializers if name.startswith("const.float32.0.1767"))
-        value = lowered.graph.initializers[name]
-        value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.01), name=name)
 
 
 def epsilon_off(lowered) -> None:
     for node in lowered.nodes("RMSNormalization"):
         node.attributes["epsilon"] = ir.AttrFloat32("epsilon", 1e-3)
-    for node in lowered.nodes("Sqrt"):
-        set_constant(lowered, node.inputs[0].producer().name, lambda epsilon: epsilon + np.float32(1e-3))
 
 
 def queries_of_heads_mixed_up(lowered) -> None:
@@ -174,9 +149,9 @@ FLOAT_ERRORS = [
 
 
 @pytest.mark.parametrize("plant", FLOAT_ERRORS)
-def test_a_planted_error_exceeds_the_float_tolerance(exported, form, lowering, decoder, portable_logits, ids, plant):
+def test_a_planted_error_exceeds_the_float_tolerance(exported, lowering, decoder, portable_logits, ids, plant):
     case = exported("mistral-window-wide-heads")
-    lowered = lowering(case.export, form).finish()
+    lowered = lowering(case.export).finish()
     plant(lowered)
     found = difference(decoder(lowered.write())(ids, PIECES["chunks"]), portable_logits(case.export))
     assert found > FLOAT_TOLERANCE
@@ -184,7 +159,7 @@ def test_a_planted_error_exceeds_the_float_tolerance(exported, form, lowering, d
 
 def test_looking_at_too_few_positions_exceeds_the_float_tolerance(exported, lowering, decoder, portable_logits, ids):
     case = exported("llama-biases")
-    decode = decoder(lowering(case.export, "native").finish().write())
+    decode = decoder(lowering(case.export).finish().write())
     assert difference(decode(ids, [TOKENS], bucket=TOKENS - 1), portable_logits(case.export)) > FLOAT_TOLERANCE
 
 
@@ -209,10 +184,10 @@ def embedding_rows_mixed_up(lowered) -> None:
 @pytest.mark.parametrize("plant", [scales_flipped, scales_rolled, embedding_rows_mixed_up])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_planted_error_in_quantized_weights_exceeds_the_float_tolerance(
-    exported, form, lowering, decoder, portable, ids, weights, plant
+    exported, lowering, decoder, portable, ids, weights, plant
 ):
     case = exported("qwen3-tied-sharded")
-    lowered = lowering(case.export, form, WEIGHTS[weights]).finish()
+    lowered = lowering(case.export, WEIGHTS[weights]).finish()
     plant(lowered)
     wanted = decoder(portable(lowered))(ids)
     assert difference(decoder(lowered.write())(ids), wanted) > FLOAT_TOLERANCE
@@ -221,56 +196,28 @@ def test_a_planted_error_in_quantized_weights_exceeds_the_float_tolerance(
 # ------------------------------------------------------------------------------------------------------------ float16
 
 
-def check_half(case, form, weights, lowering, decoder, portable, ids) -> None:
-    lowered = lowering(case.export, form, WEIGHTS[weights], compute="float16").finish()
+def check_half(case, weights, lowering, decoder, portable, ids) -> None:
+    lowered = lowering(case.export, WEIGHTS[weights], compute="float16").finish()
     wanted = decoder(portable(lowered))(ids)
     assert relative_difference(decoder(lowered.write())(ids, PIECES["chunks"]), wanted) <= HALF_TOLERANCE
 
 
-def test_float16_equals_the_portable_graph_up_to_rounding(case, form, lowering, decoder, portable, ids):
-    check_half(case, form, "float", lowering, decoder, portable, ids)
+def test_float16_equals_the_portable_graph_up_to_rounding(case, lowering, decoder, portable, ids):
+    check_half(case, "float", lowering, decoder, portable, ids)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", SOME[:1])
 @pytest.mark.parametrize("weights", QUANTIZED)
 def test_quantized_weights_in_float16_equal_the_portable_graph_up_to_rounding(
-    exported, form, lowering, decoder, portable, ids, name, weights
+    exported, lowering, decoder, portable, ids, name, weights
 ):
-    check_half(exported(name), form, weights, lowering, decoder, portable, ids)
+    check_half(exported(name), weights, lowering, decoder, portable, ids)
 
 
 @pytest.mark.parametrize("plant", [plant for plant in FLOAT_ERRORS if plant is not scale_off_by_a_hundredth])
-def test_a_planted_error_exceeds_the_float16_tolerance(exported, form, lowering, decoder, portable_logits, ids, plant):
+def test_a_planted_error_exceeds_the_float16_tolerance(exported, lowering, decoder, portable_logits, ids, plant):
     case = exported("mistral-window-wide-heads")
-    lowered = lowering(case.export, form, compute="float16").finish()
+    lowered = lowering(case.export, compute="float16").finish()
     plant(lowered)
     found = relative_difference(decoder(lowered.write())(ids, PIECES["chunks"]), portable_logits(case.export))
     assert found > HALF_TOLERANCE
-
-
-@pytest.mark.parametrize("plant", [scales_flipped, scales_rolled, embedding_rows_mixed_up])
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_planted_error_in_quantized_weights_exceeds_the_float16_tolerance(
-    exported, lowering, decoder, portable, ids, weights, plant
-):
-    case = exported("qwen3-tied-sharded")
-    lowered = lowering(case.export, "native", WEIGHTS[weights], compute="float16").finish()
-    plant(lowered)
-    wanted = decoder(portable(lowered))(ids)
-    assert relative_difference(decoder(lowered.write())(ids), wanted) > HALF_TOLERANCE
-
-
-# ------------------------------------------------------------------------------------------------------ what is stored
-
-
-def test_the_graph_that_the_builder_reads_loads_its_weights_from_one_file(exported, form, lowering):
-    lowered = lowering(exported("qwen3-tied-sharded").export, form, WEIGHTS["int4"]).finish()
-    model = ir.load(lowered.write() / DECODER_FILE)
-    files = {
-        value.const_value.location
-        for value in model.graph.initializers.values()
-        if isinstance(value.const_value, ir.ExternalTensor)
-    }
-    assert files == {"weights.bin"}
-    inline = [v for v in model.graph.initializers.values() if not isinstance(v.const_value, ir.ExternalTensor)]
-    assert max(value.const_value.nbytes for value in inline) <= 1024

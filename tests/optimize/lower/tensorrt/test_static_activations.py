@@ -62,10 +62,10 @@ def _rounded(node: ir.Node, x: ir.Value, largest: float, form: QuantConfig) -> i
 def lowered_and_wanted(exported, lowering, ranges, decoder, portable, ids):
     """A case lowered with static scales, and the logits of the portable graph with the same weights and roundings."""
 
-    def start(name: str, form: str, weights: str, compute: str = "float32"):
+    def start(name: str, weights: str, compute: str = "float32"):
         case = exported(name)
         body, head = WEIGHTS[weights]
-        lowered = lowering(case.export, form, body, head, compute=compute, calibrated=ranges(case.export)).finish()
+        lowered = lowering(case.export, body, head, compute=compute, calibrated=ranges(case.export)).finish()
         folder = portable(lowered)
         rounding_activations(folder, lowered)
         return lowered, decoder(folder)(ids)
@@ -77,17 +77,17 @@ def lowered_and_wanted(exported, lowering, ranges, decoder, portable, ids):
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("compute", ["float32", "float16"])
 def test_static_scales_equal_the_portable_graph_that_rounds_so(
-    lowered_and_wanted, decoder, ids, form, name, weights, compute
+    lowered_and_wanted, decoder, ids, name, weights, compute
 ):
-    lowered, wanted = lowered_and_wanted(name, form, weights, compute)
+    lowered, wanted = lowered_and_wanted(name, weights, compute)
     assert relative_difference(decoder(lowered.write())(ids, [7, 1, 12]), wanted) <= TOLERANCES[compute]
 
 
 @pytest.mark.parametrize("factor", [0.1, 8.0])
 @pytest.mark.parametrize("weights", ["int8", "float8"])
-def test_wrong_scales_exceed_the_tolerance(lowered_and_wanted, decoder, ids, form, weights, factor):
+def test_wrong_scales_exceed_the_tolerance(lowered_and_wanted, decoder, ids, weights, factor):
     """Too small a scale clips; too large a one has too few steps, or none but the smallest of float8's."""
-    lowered, wanted = lowered_and_wanted("llama-biases", form, weights)
+    lowered, wanted = lowered_and_wanted("llama-biases", weights)
     for name, value in lowered.graph.initializers.items():
         if name.endswith(".input.scale"):
             factors = np.float32(factor if weights == "int8" or factor < 1 else factor * 1000)
@@ -96,10 +96,10 @@ def test_wrong_scales_exceed_the_tolerance(lowered_and_wanted, decoder, ids, for
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_an_activation_is_rounded_once_for_all_linears_that_read_it(exported, lowering, ranges, form, weights):
+def test_an_activation_is_rounded_once_for_all_linears_that_read_it(exported, lowering, ranges, weights):
     case = exported("qwen3-tied-sharded")
     body, head = WEIGHTS[weights]
-    lowered = lowering(case.export, form, body, head, calibrated=ranges(case.export)).finish()
+    lowered = lowering(case.export, body, head, calibrated=ranges(case.export)).finish()
     # q, k and v together, o, gate and up together, down, and the head if it has static scales too.
     assert len(lowered.nodes("QuantizeLinear")) == 4 * 2 + (head == STATIC)
     for node in lowered.nodes("QuantizeLinear"):
@@ -107,14 +107,14 @@ def test_an_activation_is_rounded_once_for_all_linears_that_read_it(exported, lo
         assert scale.shape == zero.shape == () and scale > 0 and float(zero) == 0
 
 
-def test_an_activation_that_was_only_seen_as_zero_has_a_scale_that_float16_holds(exported, lowering, form):
-    lowered = lowering(exported("llama-biases").export, form, STATIC, HEAD, compute="float16")
+def test_an_activation_that_was_only_seen_as_zero_has_a_scale_that_float16_holds(exported, lowering):
+    lowered = lowering(exported("llama-biases").export, STATIC, HEAD, compute="float16")
     lowered.context.calibrated.activation = lambda module: 0.0
     scales = [node.inputs[1].const_value.numpy() for node in lowered.finish().nodes("QuantizeLinear")]
     assert {scale.dtype for scale in scales} == {np.dtype(np.float16)}
     assert min(scales) > 0
 
 
-def test_a_range_that_calibration_did_not_see_is_refused_by_name(exported, lowering, form):
+def test_a_range_that_calibration_did_not_see_is_refused_by_name(exported, lowering):
     with pytest.raises(BuildError, match=rf"{LAYER}.self_attn.q_proj: calibration holds no input:{LAYER}"):
-        lowering(exported("llama-biases").export, form, STATIC, HEAD).finish()
+        lowering(exported("llama-biases").export, STATIC, HEAD).finish()

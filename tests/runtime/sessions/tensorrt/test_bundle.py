@@ -27,7 +27,7 @@ FORMS = ("native", "primitives")
 def folder(request: pytest.FixtureRequest, tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model lowered in a form, with an engine of the double's."""
     from llmc.optimize.build import build
-    from llmc.optimize.tensorrt.request import EngineRequest
+    from llmc.optimize.recipe.engine import EngineRequest
 
     output = tmp_path_factory.mktemp("lowered") / request.param
     asked = EngineRequest(deferred=True, form=request.param)

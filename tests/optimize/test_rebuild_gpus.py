@@ -8,12 +8,11 @@ from doubles.machines import H200
 from doubles.plans import FULL
 
 from llmc.bundle import Profile
-from llmc.optimize.tensorrt.rebuild import _for_same_gpus
+from llmc.optimize.rebuild import _for_same_gpus
 from llmc.optimize.tensorrt.spec import EngineSpec
 
 OLD = replace(
     FULL,
-    capacity=64,
     buckets=(64,),
     decode=Profile(2, 1, 1),
     prefill=Profile(1, 64, 32),

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.cuda import FakeDriver
-from doubles.machines import H200, NO_GPU, ORIN
+from doubles.machines import H200, NO_GPU
 from doubles.recorded import PLAN, RecordedLibrary
 
 from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
-from llmc.errors import BuildError, BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
+from llmc.errors import BuildError, BundleError, GpuError, ResourceError, UsageError
 from llmc.optimize.build import build
-from llmc.optimize.tensorrt.ladder import WIDE_SCALES
-from llmc.optimize.tensorrt.products import Compared
-from llmc.optimize.tensorrt.rebuild import FORMER_WORKSPACE, rebuild
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.rebuild import rebuild
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.host.probe import Probe
@@ -30,7 +27,7 @@ from llmc.runtime.sessions.tensorrt.engine import platform_name
 NAME = "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}
 OLD_PLAN = b"an engine of the machine before"
-ENGINE_FILES = ("engine.plan", "select.plan", "engine.json", "build-log.json")
+ENGINE_FILES = ("engine.plan", "select.plan", "build-log.json")
 
 
 def no_driver(*_: object, **__: object) -> None:
@@ -42,32 +39,24 @@ def no_gpu() -> Iterator[None]:
     """Whatever machine this is, it has no GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
-        patch.setattr("llmc.optimize.tensorrt.products.open_driver", no_driver)
         yield
 
 
 @pytest.fixture(scope="module")
-def built(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A bundle of each form whose engine is deferred, made once."""
-    made: dict[str, Path] = {}
-
-    def get(form: str) -> Path:
-        if form not in made:
-            engine = EngineRequest(deferred=True, form=form, hardware_compatibility="ampere", stripped=True)
-            output = tmp_path_factory.mktemp(form) / "bundle"
-            build(exported(NAME).export, output, target="tensorrt", precision="fp16", engine=engine, **SMALL)
-            made[form] = output
-        return made[form]
-
-    return get
+def built(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose engine is deferred, made once."""
+    engine = EngineRequest(deferred=True, hardware_compatibility="ampere", stripped=True)
+    output = tmp_path_factory.mktemp("deferred") / "bundle"
+    build(exported(NAME).export, output, target="tensorrt", precision="fp16", engine=engine, **SMALL)
+    return output
 
 
 @pytest.fixture
-def bundle(built: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+def bundle(built: Path, tmp_path: Path) -> Callable[..., Path]:
     """A copy of a bundle, with its engine still to be made or, with ``engine``, as another machine made it."""
 
-    def copy(form: str = "native", *, engine: bool = False, **changes: Any) -> Path:
-        folder = Path(shutil.copytree(built(form), tmp_path / "there" / "bundle"))
+    def copy(*, engine: bool = False, **changes: Any) -> Path:
+        folder = Path(shutil.copytree(built, tmp_path / "there" / "bundle"))
         manifest = read_bundle(folder)
         assert manifest.engine is not None
         if engine:
@@ -77,7 +66,6 @@ def bundle(built: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
                 manifest.engine,
                 file="engine.plan",
                 select="select.plan",
-                inspector="engine.json",
                 log="build-log.json",
                 candidates=64,
                 platform="plan9-mips",
@@ -94,16 +82,16 @@ def bundle(built: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedLibrary]:
-    """Make this a machine with a version of TensorRT, and a GPU or none; the CPU stands in for the GPU."""
+    """Make this a machine with TensorRT, and a GPU or none; the CPU stands in for the GPU."""
 
-    def become(version: str, probe: Probe = NO_GPU, **options: Any) -> RecordedLibrary:
-        library = RecordedLibrary(version, **options)
+    def become(probe: Probe = NO_GPU, **options: Any) -> RecordedLibrary:
+        library = RecordedLibrary(**options)
         once = iter([library])  # finding it may take seconds
         monkeypatch.setattr("llmc.optimize.tensorrt.spec.load_library", lambda engine: next(once))
         monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: probe.driver)
         if probe.driver.devices:
             monkeypatch.setattr(
-                "llmc.optimize.tensorrt.rebuild.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
+                "llmc.optimize.rebuild.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
             )
         return library
 
@@ -134,22 +122,19 @@ def check_whole(folder: Path) -> Manifest:
 # -------------------------------------------------------------------------------------------------------- what is made
 
 
-@pytest.mark.parametrize(("form", "version"), [("native", "10.16"), ("native", "11.4"), ("primitives", "10.3")])
-def test_a_deferred_engine_is_made_in_place(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], form: str, version: str
-):
-    folder = bundle(form)
+def test_a_deferred_engine_is_made_in_place(bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]):
+    folder = bundle()
     before = read_bundle(folder)
-    library = machine(version)
+    library = machine()
     report = rebuild(folder, folder, force=True)
     manifest = check_whole(folder)
     plan = manifest.engine
     assert plan is not None
     assert report.manifest == manifest
     assert manifest.target.engine_version == library.__version__
-    assert (plan.file, plan.select, plan.inspector, plan.log) == ENGINE_FILES
+    assert (plan.file, plan.select, plan.log) == ENGINE_FILES
     assert (folder / "engine.plan").read_bytes() == PLAN
-    assert (plan.form, plan.hardware_compatibility, plan.stripped) == (form, "ampere", True), "as the bundle was asked"
+    assert (plan.hardware_compatibility, plan.stripped) == ("ampere", True), "as the bundle was asked"
     assert plan.verified == "cpu", "the golden prompts are of this very graph"
     assert (manifest.golden, manifest.quality, manifest.recipe) == (before.golden, before.quality, before.recipe)
     assert {name: manifest.files[name] for name in before.files} == before.files
@@ -159,7 +144,7 @@ def test_an_engine_of_another_machine_is_replaced_and_run(
     bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
 ):
     folder = bundle(engine=True)
-    machine("11.4", H200)
+    machine(H200)
     steps: list[str] = []
     rebuild(folder, folder, force=True, progress=lambda step, _=None: steps.append(step))
     plan = check_whole(folder).engine
@@ -171,17 +156,6 @@ def test_an_engine_of_another_machine_is_replaced_and_run(
         next(i for i, step in enumerate(steps) if step.startswith(part)) for part in ("hashed", "building", "golden")
     ]
     assert order == sorted(order)
-
-
-def test_an_engine_that_was_run_elsewhere_is_verified_here_by_its_graph_alone(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
-):
-    folder, steps = bundle(engine=True), []
-    machine("11.4")
-    plan = rebuild(folder, folder, force=True, progress=lambda step, _=None: steps.append(step)).manifest.engine
-    assert plan is not None
-    assert plan.verified == "cpu", "golden prompts were replayed, but not by this engine"
-    assert [step for step in steps if step.startswith("golden prompt")]
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -197,7 +171,7 @@ def test_another_folder_shares_what_is_kept_and_leaves_the_source_alone(
 
     folder, output = bundle(engine=True), tmp_path / "here" / "bundle"
     before = contents(folder)
-    machine("11.4", H200)
+    machine(H200)
     if not links:
         monkeypatch.setattr(os, "link", refuse)
     rebuild(folder, output)
@@ -209,17 +183,7 @@ def test_another_folder_shares_what_is_kept_and_leaves_the_source_alone(
     assert not any((output / name).samefile(folder / name) for name in (*ENGINE_FILES, "llmc.json"))
 
 
-def test_a_rebuilt_bundle_stays_whole_when_its_source_goes(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], tmp_path: Path
-):
-    folder, output = bundle(), tmp_path / "here" / "bundle"
-    machine("11.4")
-    rebuild(folder, output)
-    shutil.rmtree(folder)
-    check_whole(output)
-
-
-@pytest.mark.parametrize("name", ENGINE_FILES)
+@pytest.mark.parametrize("name", ENGINE_FILES[:1])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "changed"])
 def test_a_broken_engine_is_no_obstacle(
     bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], name: str, damage: str
@@ -229,7 +193,7 @@ def test_a_broken_engine_is_no_obstacle(
         (folder / name).unlink()
     else:
         (folder / name).write_bytes(OLD_PLAN[1:] if damage == "truncated" else bytes(len(OLD_PLAN)))
-    machine("11.4")
+    machine()
     rebuild(folder, folder, force=True)
     check_whole(folder)
 
@@ -246,24 +210,12 @@ def test_a_bundle_of_links_becomes_one_of_files(
         path.rename(tmp_path / "blobs" / path.name)
         path.symlink_to(Path("../../blobs") / path.name)
     blobs = contents(tmp_path / "blobs")
-    machine("11.4", H200)
+    machine(H200)
     output = folder if in_place else tmp_path / "here" / "deeper" / "bundle"
     rebuild(folder, output, force=in_place)
     check_whole(output)
     assert not [path.name for path in output.iterdir() if path.is_symlink()], "they would dangle when it is moved"
     assert contents(tmp_path / "blobs") == blobs
-
-
-def test_a_link_to_a_bundle_stays_one(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], tmp_path: Path
-):
-    folder, link = bundle(engine=True), tmp_path / "current"
-    link.symlink_to(folder, target_is_directory=True)
-    machine("11.4")
-    rebuild(link, link, force=True)
-    assert link.readlink() == folder
-    assert (folder / "engine.plan").read_bytes() == PLAN
-    check_whole(folder)
 
 
 def test_what_was_asked_of_the_builder_is_asked_again(
@@ -274,7 +226,7 @@ def test_what_was_asked_of_the_builder_is_asked_again(
     assert manifest.engine is not None
     asked = dataclasses.replace(manifest.engine, workspace=1 << 22, optimization_level=1, version_compatible=True)
     write_manifest(dataclasses.replace(manifest, engine=asked), folder)
-    library = machine("11.4", H200, scratch=1 << 22)
+    library = machine(H200)
     plan = rebuild(folder, folder, force=True).manifest.engine
     assert plan is not None
     assert (plan.workspace, plan.optimization_level, plan.version_compatible) == (1 << 22, 1, True)
@@ -282,143 +234,40 @@ def test_what_was_asked_of_the_builder_is_asked_again(
     assert 1 << 22 in limits
 
 
-def changed(folder: Path, **engine: Any) -> Path:
-    """The bundle in a folder, whose manifest says otherwise of its engine."""
-    manifest = read_bundle(folder)
-    assert manifest.engine is not None
-    write_manifest(dataclasses.replace(manifest, engine=dataclasses.replace(manifest.engine, **engine)), folder)
-    return folder
-
-
-def test_the_workspace_of_older_versions_which_nobody_asked_for_is_not_asked_for_again(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
-):
-    """The double's attention needs more than that, and fails where it gets less."""
-    folder = changed(bundle(), workspace=FORMER_WORKSPACE)
-    machine("11.4", H200)
-    plan = rebuild(folder, folder, force=True).manifest.engine
-    assert plan is not None and plan.workspace is None
-
-
-def test_what_was_built_in_the_place_of_what_was_asked_for_is_still_said(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
-):
-    folder = changed(bundle(), fallback=WIDE_SCALES)
-    machine("11.4", H200)
-    plan = rebuild(folder, folder, force=True).manifest.engine
-    assert plan is not None and plan.fallback == WIDE_SCALES
-
-
-@pytest.mark.parametrize(
-    ("precision", "remedy"), [("int8", "; build the bundle again from its export,"), ("fp16", "$")]
-)
-def test_a_graph_whose_integers_the_builder_refuses_is_to_be_lowered_again(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], precision: str, remedy: str
-):
-    folder = bundle()
-    manifest = read_bundle(folder)
-    recipe = dataclasses.replace(manifest.recipe, precision=precision, head=precision)
-    write_manifest(dataclasses.replace(manifest, recipe=recipe), folder)
-    before = contents(folder)
-    machine("11.4", H200, builds=False, log=(("ERROR", "Could not infer output types for operation: dequantize"),))
-    with pytest.raises(BuildError, match=f"operation: dequantize{remedy}"):
-        rebuild(folder, folder, force=True)
-    assert contents(folder) == before
-
-
-KEPT = "a note of the export"
-ELSEWHERE = f"on NVIDIA A100: {Compared(int8=2e-6, floats=1e-6)}"
-
-
-@pytest.mark.parametrize(
-    ("probe", "driver", "told"),
-    [
-        (H200, FakeDriver, ("on NVIDIA H200: int8 is the slower one, by a factor of 3.00: ",)),
-        (H200, no_driver, ("on NVIDIA H200: int8 was not timed beside floats (no NVIDIA driver is here; ",)),
-        (NO_GPU, FakeDriver, ()),
-    ],
-    ids=["timed", "not timed", "no GPU"],
-)
-def test_int8_is_timed_beside_floats_anew(
-    bundle: Callable[..., Path],
-    machine: Callable[..., RecordedLibrary],
-    monkeypatch: pytest.MonkeyPatch,
-    probe: Probe,
-    driver: Any,
-    told: tuple[str, ...],
-):
-    folder = bundle()
-    manifest = read_bundle(folder)
-    assert manifest.engine is not None
-    recipe = dataclasses.replace(manifest.recipe, precision="int8", head="int8")
-    wide = dataclasses.replace(manifest.engine, fallback=WIDE_SCALES)
-    write_manifest(dataclasses.replace(manifest, recipe=recipe, engine=wide, notes=(KEPT, ELSEWHERE)), folder)
-
-    def compare(*_: object, wide_scales: bool) -> Compared:
-        assert wide_scales, "as the graph has them"
-        return Compared(int8=3e-6, floats=1e-6)
-
-    monkeypatch.setattr("llmc.optimize.tensorrt.products.open_driver", driver)
-    monkeypatch.setattr("llmc.optimize.tensorrt.products.compare", compare)
-    for _ in range(2):
-        machine("11.4", probe)
-        rebuild(folder, folder, force=True)
-        kept, *found = check_whole(folder).notes
-        assert (kept, len(found)) == (KEPT, len(told))
-        assert all(note.startswith(start) for note, start in zip(found, told, strict=True))
-
-
 def test_a_bundle_without_golden_prompts_is_rebuilt_with_a_warning(
     bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], caplog: pytest.LogCaptureFixture
 ):
     folder = bundle(engine=True, golden=())
-    machine("11.4", H200)
+    machine(H200)
     plan = rebuild(folder, folder, force=True).manifest.engine
     assert plan is not None
     assert plan.verified == "no"
     assert "has no golden prompts, so nothing was replayed" in caplog.text
 
 
-@pytest.mark.parametrize("error", [GpuError, MissingExtraError, ResourceError])
 @pytest.mark.parametrize(("before", "after"), [("cpu", "cpu"), ("float32", "float32"), ("device", "no"), ("no", "no")])
 def test_a_graph_that_cannot_be_replayed_on_the_cpu_is_rebuilt_with_a_warning(
     bundle: Callable[..., Path],
     machine: Callable[..., RecordedLibrary],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    error: type[LlmcError],
     before: str,
     after: str,
 ):
     def refuse(*_: object, **__: object) -> None:
-        raise error("not on this CPU")
+        raise GpuError("not on this CPU")
 
     folder = bundle()
     manifest = read_bundle(folder)
     assert manifest.engine is not None
     old = dataclasses.replace(manifest.engine, verified=before)
     write_manifest(dataclasses.replace(manifest, engine=old), folder)
-    machine("11.4")
-    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.load", refuse)
+    machine()
+    monkeypatch.setattr("llmc.optimize.rebuild.load", refuse)
     plan = rebuild(folder, folder, force=True).manifest.engine
     assert plan is not None
     assert plan.verified == after, "what was known of this very graph, but nothing of another machine's engine"
     assert "the golden prompts were not replayed (not on this CPU); llmc verify does so on the GPU" in caplog.text
-
-
-@pytest.mark.slow
-def test_an_engine_in_bfloat16_is_rebuilt_though_no_cpu_runs_its_graph(
-    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
-    monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
-    folder, engine = tmp_path / "there" / "bundle", EngineRequest(deferred=True)
-    build(exported(NAME).export, folder, target="tensorrt-rtx", precision="bf16", engine=engine, **SMALL)
-    plan = rebuild(folder, folder, force=True).manifest.engine
-    assert plan is not None
-    assert plan.verified == "float32", "as its graph was judged when it was built"
-    assert "the golden prompts were not replayed" in caplog.text
-    assert "a bundle in bfloat16 cannot be run on a CPU" in caplog.text
 
 
 @pytest.mark.slow
@@ -450,26 +299,11 @@ def whole(bundle: Callable[..., Path]) -> Iterator[Path]:
     assert contents(folder.parent) == before
 
 
-def test_a_graph_of_another_form_is_refused_with_what_to_build(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
-):
-    folder = bundle("native")
-    before = contents(folder.parent)
-    machine("10.3", ORIN)
-    with pytest.raises(BuildError) as refused:
-        rebuild(folder, folder, force=True)
-    assert "holds a graph of the form native, tensorrt here takes primitives" in str(refused.value)
-    assert "build the bundle again from its export with --form primitives" in str(refused.value)
-    assert contents(folder.parent) == before
-
-
 @pytest.mark.usefixtures("untouchable")
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_a_bundle_without_an_engine_is_refused(manifest: Manifest, tmp_path: Path, target: str):
+def test_a_bundle_without_an_engine_is_refused(manifest: Manifest, tmp_path: Path):
     (tmp_path / "decode.onnx").write_bytes(b"graph")
-    there = dataclasses.replace(manifest.target, name=target)
-    write_manifest(dataclasses.replace(manifest, target=there, files=file_entries(tmp_path, ["decode.onnx"])), tmp_path)
-    with pytest.raises(UsageError, match=f"is for {target}, whose graphs need no engine; it runs as it is"):
+    write_manifest(dataclasses.replace(manifest, files=file_entries(tmp_path, ["decode.onnx"])), tmp_path)
+    with pytest.raises(UsageError, match="is for cpu, whose graphs need no engine; it runs as it is"):
         rebuild(tmp_path, tmp_path, force=True)
 
 
@@ -494,9 +328,8 @@ def test_an_output_that_exists_is_refused_before_anything_is_hashed(whole: Path)
 
 
 @pytest.mark.usefixtures("untouchable")
-@pytest.mark.parametrize("name", ["notes.txt", "mine.json", "other.onnx"])
-def test_what_somebody_keeps_in_the_folder_is_not_replaced(bundle: Callable[..., Path], name: str):
-    folder = bundle(engine=True)
+def test_what_somebody_keeps_in_the_folder_is_not_replaced(bundle: Callable[..., Path]):
+    name, folder = "notes.txt", bundle(engine=True)
     (folder / name).write_text("mine")
     before = contents(folder.parent)
     with pytest.raises(UsageError, match=f"also holds '{name}', which is no part of the bundle and would go with"):
@@ -505,17 +338,16 @@ def test_what_somebody_keeps_in_the_folder_is_not_replaced(bundle: Callable[...,
 
 
 @pytest.mark.usefixtures("untouchable")
-@pytest.mark.parametrize("name", ["here", "deep/down"])
-def test_no_bundle_is_written_into_its_source(whole: Path, name: str):
+def test_no_bundle_is_written_into_its_source(whole: Path):
     with pytest.raises(UsageError, match=r"lies in the bundle .*; choose another output folder"):
-        rebuild(whole, whole / name, force=True)
+        rebuild(whole, whole / "deep" / "down", force=True)
 
 
 @pytest.mark.usefixtures("untouchable")
 def test_memory_that_does_not_suffice_is_said_before_the_library_is_loaded(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.usable_memory", lambda held: 1_000_000)
+    monkeypatch.setattr("llmc.optimize.rebuild.usable_memory", lambda held: 1_000_000)
     with pytest.raises(ResourceError, match="to rebuild it needs .* MB are missing"):  # noqa: RUF043
         rebuild(whole, whole, force=True)
 
@@ -524,14 +356,14 @@ def test_memory_that_does_not_suffice_is_said_before_the_library_is_loaded(
 
 
 def test_a_builder_that_fails_leaves_the_old_bundle(whole: Path, machine: Callable[..., RecordedLibrary]):
-    machine("11.4", H200, builds=False, log=(("ERROR", "no kernel for softmax"),))
+    machine(H200, builds=False, log=(("ERROR", "no kernel for softmax"),))
     with pytest.raises(BuildError, match="no kernel for softmax"):
         rebuild(whole, whole, force=True)
 
 
 @pytest.mark.parametrize("step", ["hashed weights.bin", "reading the graph", "building the engine", "golden prompt 2"])
 def test_ctrl_c_at_any_step_leaves_the_old_bundle(whole: Path, machine: Callable[..., RecordedLibrary], step: str):
-    machine("11.4", H200)
+    machine(H200)
 
     def interrupt(name: str, fraction: float | None = None) -> None:
         if name.startswith(step):
@@ -541,20 +373,14 @@ def test_ctrl_c_at_any_step_leaves_the_old_bundle(whole: Path, machine: Callable
         rebuild(whole, whole, force=True, progress=interrupt)
 
 
-def test_a_library_that_is_missing_leaves_the_old_bundle(whole: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
-    with pytest.raises(MissingExtraError, match="tensorrt is not installed: on a Jetson it comes with JetPack"):
-        rebuild(whole, whole, force=True)
-
-
 def test_a_full_disk_leaves_the_old_bundle(
     whole: Path, machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    machine("11.4")
-    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.write_manifest", full)
+    machine()
+    monkeypatch.setattr("llmc.optimize.rebuild.write_manifest", full)
     with pytest.raises(ResourceError, match="the disk is full"):
         rebuild(whole, whole, force=True)
 
@@ -568,16 +394,7 @@ def test_an_engine_that_computes_something_else_leaves_the_old_bundle(
     text["golden"][3]["top_logits"][0] += 1.0  # as if this machine's logits were lower
     (folder / "llmc.json").write_text(json.dumps(text))
     before = contents(folder.parent)
-    machine("11.4", probe)
+    machine(probe)
     with pytest.raises(BundleError, match=r"logits differ by 1(\.\d+)? from those recorded"):
         rebuild(folder, folder, force=True)
     assert contents(folder.parent) == before
-
-
-def test_a_gpu_that_cannot_load_the_engine_leaves_the_old_bundle(
-    whole: Path, machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
-):
-    machine("11.4", H200)
-    monkeypatch.setattr("llmc.optimize.tensorrt.rebuild.load", no_driver)
-    with pytest.raises(GpuError, match="no NVIDIA driver is here"):
-        rebuild(whole, whole, force=True)
