@@ -148,9 +148,7 @@ def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch, manifes
 ON_GPU = DeviceMemory(context=500 * MB, weights=100 * MB, workspace=50 * MB, cache_per_token=10_000, logits=1 * MB)
 ENGINE = EngineConfig(
     file="engine.plan",
-    form="native",
     compute="float16",
-    capacity=4096,
     buckets=(256, 1024, 4096),
     decode=Profile(8, 1, 1),
     prefill=Profile(1, 256, 8),
@@ -162,7 +160,6 @@ ENGINE = EngineConfig(
     hardware_compatibility="none",
     stripped=False,
     verified="cpu",
-    inspector="engine.json",
 )
 
 
