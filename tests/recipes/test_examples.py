@@ -41,12 +41,9 @@ def test_every_example_is_tried_here():
     assert {path.stem for path in EXAMPLES.glob("*.py")} <= tried
 
 
-@pytest.mark.parametrize("given", [[], ["one", "two"]], ids=len)
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_without_its_bundle_says_how_it_is_run(
-    path: Path, given: list[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("sys.argv", [str(path), *given])
+def test_an_example_without_its_bundle_says_how_it_is_run(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", [str(path)])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(path), run_name="__main__")
     assert stopped.value.code == f"usage: python {path} {'ADDRESS' if path.stem in CLIENTS else 'BUNDLE'}"

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,45 +118,3 @@ def test_compose_gives_what_the_settings_name_and_no_more():
     context = (FOLDER / service["build"]["context"]).resolve()
     assert (context / service["build"]["dockerfile"]).is_file()
     assert int(service["stop_grace_period"].removesuffix("s")) > settings.drain_s + 15
-
-
-# ------------------------------------------------------------------------------------------------------------- soak
-
-
-class Stub:
-    """A server whose answers are what a test says."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
-        return self._answer
-
-
-def test_the_soak_notices_planted_mistakes(script: Any):
-    soak = script("serve_soak")
-    path, body = soak.cases()[0]
-    expected = {soak.key(path, body): "right"}
-
-    def mistakes(way: Any, status: int, answer: str) -> int:
-        clients = soak.Clients(Stub((status, answer.encode())), expected, 0)
-        clients._ask(way, path, body)
-        return len(clients.wrong)
-
-    pieces = 'data: {"choices": [{"text": "ri"}]}\n\ndata: {"choices": [{"text": "ght"}]}\n\n'
-    assert mistakes(soak.whole, 200, '{"choices": [{"text": "right"}]}') == 0
-    assert mistakes(soak.streamed, 200, f"{pieces}data: [DONE]\n\n") == 0
-    assert mistakes(soak.whole, 429, "{}") == 0
-    assert mistakes(soak.whole, 200, '{"choices": [{"text": "wrong"}]}') == 1
-    assert mistakes(soak.whole, 500, "{}") == 1
-    assert mistakes(soak.streamed, 200, pieces) == 1  # without the end
-    assert mistakes(soak.streamed, 200, f'{pieces}data: {{"error": {{}}}}\n\n') == 1
-    assert soak.growth([100] * 30 + [110] * 10) == pytest.approx(0.1)
-
-
-def test_the_soak_comes_to_its_end_on_the_small_model(script: Any, tiny_bundle: Path):
-    """Too short to tell anything of memory."""
-    arguments = SimpleNamespace(bundle=tiny_bundle, threads=1, determinism="batch", seconds=2.5, clients=4, seed=1)
-    found = script("serve_soak").soak(arguments)
-    missed = {check.name: check.figure for check in found.checks if not check.met}
-    assert missed.keys() <= {"growth of the resident set"}, missed
