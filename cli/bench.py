@@ -112,7 +112,7 @@ def bench_command(
     if as_json:
         show.print_json(report)
     else:
-        show.print_rows([*head_rows(report), *rows, *energy_rows(report)])
+        show.print_rows([*head_rows(report), *rows])
 
 
 def head_rows(report: BenchmarkReport | LoadReport) -> list[tuple[str, str]]:
@@ -184,14 +184,6 @@ def measured_rows(report: LoadReport) -> list[tuple[str, str]]:
     if report.rejected:
         rows.append(("rejected", "requests wait until the engine takes them up between two steps, even for a free row"))
     return rows
-
-
-def energy_rows(report: BenchmarkReport | LoadReport) -> list[tuple[str, str]]:
-    """Joules, where the machine told."""
-    if report.energy_joules is None or report.joules_per_token is None:
-        return []
-    per_token = f"{report.joules_per_token:.3g} J per new token"
-    return [("energy", f"{per_token}, prefill included ({report.energy_joules:.1f} J, {report.energy_source})")]
 
 
 def percentiles(seconds: Percentiles) -> str:

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import read_bundle
 from llmc.errors import UsageError
-from llmc.runtime.bench.client import Report, common, draw_prompt, energy, visit
-from llmc.runtime.host.energy import EnergyMeter
+from llmc.runtime.bench.client import Report, common, draw_prompt, visit
 from llmc.runtime.host.machine import available_memory, resident_bytes
 from llmc.runtime.model import Model, load
 
@@ -65,8 +64,7 @@ def benchmark(
         load_s = time.perf_counter() - start
         rss = resident_bytes()[0]
         _time_request(model, prompt_length, 2, 0)  # the first calls allocate; they are not counted
-        with EnergyMeter() as meter:
-            runs = [_time_request(model, prompt_length, new_tokens, index + 1) for index in range(repeats)]
+        runs = [_time_request(model, prompt_length, new_tokens, index + 1) for index in range(repeats)]
         known = common(model)  # before the bandwidth loop takes its own buffers
         ttft, steps = np.array([first for first, _ in runs]), np.concatenate([rest for _, rest in runs])
         step, step_bytes = float(np.median(steps)), model.manifest.graphs["decode"].step_weight_bytes
@@ -87,7 +85,6 @@ def benchmark(
             read_bandwidth=bandwidth,
             roofline_fraction=step_bytes / step / bandwidth,
             **known,
-            **energy(meter.joules, repeats * new_tokens),
         )
 
 

@@ -13,7 +13,6 @@ from llmc.errors import LlmcError
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta
-from llmc.runtime.host.energy import Joules
 from llmc.runtime.host.machine import cpu_model, resident_bytes
 from llmc.runtime.model import Model
 from llmc.runtime.observe.metrics import RequestMetrics
@@ -26,9 +25,6 @@ class Report:
 
     Attributes:
         rss_peak_bytes: resident memory of this process at its peak.
-        energy_joules: of the timed requests; None where the machine exposes none (:mod:`llmc.runtime.host.energy`).
-        joules_per_token: that, prefill included, by generated token.
-        energy_source: what it was read from, as ``rapl`` or ``rapl+nvml``.
     """
 
     bundle: str
@@ -39,9 +35,6 @@ class Report:
     threads: int
     load_s: float
     rss_peak_bytes: int
-    energy_joules: float | None
-    joules_per_token: float | None
-    energy_source: str | None
     llmc_version: str
     engine: str
     engine_version: str
@@ -63,15 +56,6 @@ def common(model: Model) -> dict[str, Any]:
         "engine_version": model.engine_version,
         "python_version": platform.python_version(),
         "cpu": cpu_model(),
-    }
-
-
-def energy(joules: Joules | None, new_tokens: int) -> dict[str, Any]:
-    """The fields of a report about energy, None where there is nothing to report."""
-    return {
-        "energy_joules": None if joules is None else joules.total,
-        "joules_per_token": None if joules is None or not new_tokens else joules.total / new_tokens,
-        "energy_source": None if joules is None else "+".join(joules.sources),
     }
 
 

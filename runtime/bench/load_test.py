@@ -22,8 +22,7 @@ import numpy as np
 from llmc.bundle import Limits, read_bundle
 from llmc.errors import QueueFullError, UsageError
 from llmc.runtime.api.options import Determinism, row_limit
-from llmc.runtime.bench.client import Report, Visit, common, draw_prompt, due_times, energy, visit
-from llmc.runtime.host.energy import EnergyMeter, Joules
+from llmc.runtime.bench.client import Report, Visit, common, draw_prompt, due_times, visit
 from llmc.runtime.model import load
 
 PERCENTILES = (50, 95, 99)
@@ -133,9 +132,8 @@ def load_test(
         prompt = partial(draw_prompt, model.manifest.geometry.vocab_size, prompt_length, seed)
         # The first calls allocate; they are not counted. A queue shorter than the rows may turn some of them away.
         visit(model, lambda index: prompt(requests + index), [0.0] * rows, 2)
-        with EnergyMeter() as meter:
-            offsets = [0.0] * requests if rate is None else list(islice(due_times(rate, seed), requests))
-            visits = visit(model, prompt, offsets, new_tokens)
+        offsets = [0.0] * requests if rate is None else list(islice(due_times(rate, seed), requests))
+        visits = visit(model, prompt, offsets, new_tokens)
         engine = model.engine.options
         return LoadReport(
             concurrency=row_limit(model.manifest, engine),
@@ -149,7 +147,7 @@ def load_test(
             draft=None if engine.draft is None else str(engine.draft),
             load_s=load_s,
             **common(model),
-            **figures(visits, prompt_length, meter.joules),
+            **figures(visits, prompt_length),
         )
 
 
@@ -176,7 +174,7 @@ def _check(given: dict[str, int], rate: float | None, limits: Limits, room: int)
         )
 
 
-def figures(visits: Sequence[Visit], prompt_length: int, joules: Joules | None) -> dict[str, Any]:
+def figures(visits: Sequence[Visit], prompt_length: int) -> dict[str, Any]:
     """The fields of a report that follow from what the clients saw.
 
     Raises:
@@ -211,7 +209,6 @@ def figures(visits: Sequence[Visit], prompt_length: int, joules: Joules | None) 
             [visit.sent - visit.due + (own.queue_s or 0.0) for visit, own in zip(done, metrics, strict=True)]
         ),
         "draft_acceptance": sum(own.accepted for own in metrics) / drafted if drafted else None,
-        **energy(joules, tokens),
     }
 
 

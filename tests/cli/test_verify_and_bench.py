@@ -33,9 +33,6 @@ BENCHMARK = BenchmarkReport(
     weight_bytes_per_token=3_100_000,
     read_bandwidth=33.45e9,
     roofline_fraction=0.29,
-    energy_joules=None,
-    joules_per_token=None,
-    energy_source=None,
     llmc_version="0.1.0",
     engine="onnxruntime",
     engine_version="1.31.1",
@@ -75,9 +72,6 @@ LOAD = LoadReport(
     queue=Percentiles(0.013, 0.014, 0.015),
     draft_acceptance=0.75,
     rss_peak_bytes=144_300_000,
-    energy_joules=12.0,
-    joules_per_token=0.005,
-    energy_source="rapl",
     llmc_version="0.1.0",
     engine="onnxruntime",
     engine_version="1.31.1",
@@ -144,15 +138,6 @@ def test_bench_as_json_is_the_whole_report(llmc, benchmarks: list[dict[str, Any]
     assert json.loads(llmc("bench", tmp_path, "--json").out) == vars(BENCHMARK)
 
 
-def test_bench_shows_energy_where_there_is_some(
-    llmc, benchmarks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    assert "energy" not in llmc("bench", tmp_path).out
-    measured = dataclasses.replace(BENCHMARK, energy_joules=9.0, joules_per_token=0.046875, energy_source="rapl")
-    monkeypatch.setattr("llmc.runtime.bench.benchmark.benchmark", lambda bundle, **options: measured)
-    assert "0.0469 J per new token, prefill included (9.0 J, rapl)" in llmc("bench", tmp_path).out
-
-
 def test_bench_under_load_passes_on_what_was_given(llmc, loads: list[dict[str, Any]], tmp_path: Path):
     llmc("bench", tmp_path, "--rate", 2.5)
     options = (
@@ -195,7 +180,6 @@ def test_bench_under_load_shows_every_latency_the_outcome_and_the_throughput(
         "11.38 per second, for 3.2 s",
         "8 rows, a queue of 256, determinism fast, draft lookup",
         "75%",
-        "0.005 J per new token",
     ):
         assert text in out
 

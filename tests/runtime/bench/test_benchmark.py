@@ -12,7 +12,6 @@ from llmc.runtime.bench import benchmark as module
 from llmc.runtime.bench import client
 from llmc.runtime.bench.benchmark import BenchmarkReport, benchmark
 from llmc.runtime.bench.client import Visit
-from llmc.runtime.host.energy import Joules
 
 
 @pytest.fixture(autouse=True)
@@ -85,30 +84,6 @@ def test_the_engine_answers_and_no_prompt_comes_from_the_prefix_cache(
         (200, 0, 4),
         (200, 0, 4),
     ]
-
-
-class FakeMeter:
-    """Has measured 12 joules of a package and a GPU, or nothing."""
-
-    joules: Joules | None = Joules(12.0, {"rapl": 8.0, "nvml": 4.0})
-
-    def __enter__(self) -> "FakeMeter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("joules", "expected"), [(FakeMeter.joules, (12.0, 12 / (2 * 4), "rapl+nvml")), (None, (None, None, None))]
-)
-def test_energy_is_per_generated_token_of_the_timed_runs_and_absent_where_none_is_exposed(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, joules: Joules | None, expected: tuple[object, ...]
-):
-    monkeypatch.setattr(FakeMeter, "joules", joules)
-    monkeypatch.setattr(module, "EnergyMeter", FakeMeter)
-    report = benchmark(tiny_bundle, prompt_length=10, new_tokens=4, repeats=2, threads=1)
-    assert (report.energy_joules, report.joules_per_token, report.energy_source) == expected
 
 
 def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, tmp_path: Path):
