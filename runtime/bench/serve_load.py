@@ -316,7 +316,8 @@ def serve_load(
     """
     settings.check()
     slo = read_slo(settings.slo)
-    tests = [(rate, None) for rate in settings.rate] or [(None, number) for number in settings.concurrency or (1,)]
+    clients = () if settings.rate else settings.concurrency or (1,)
+    tests = [*((rate, None) for rate in settings.rate), *((None, number) for number in clients)]
     points = []
     with closing(Client(settings.url, key, settings.timeout)) as client:
         model = settings.model or first_model(client)
