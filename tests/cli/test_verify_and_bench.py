@@ -13,14 +13,22 @@ from llmc.runtime.bench.benchmark import BenchmarkReport
 from llmc.runtime.bench.load_test import LoadReport, Percentiles
 from llmc.runtime.selftest import VerifyReport
 
+COMMON: dict[str, Any] = {
+    "bundle": "b",
+    "model": "tiny",
+    "precision": "int4",
+    "prompt_length": 128,
+    "new_tokens": 64,
+    "threads": 2,
+    "llmc_version": "0.1.0",
+    "engine": "onnxruntime",
+    "engine_version": "1.31.1",
+    "python_version": "3.11.7",
+    "cpu": "a processor",
+}
 BENCHMARK = BenchmarkReport(
-    bundle="b",
-    model="tiny",
-    precision="int4",
-    prompt_length=128,
-    new_tokens=64,
+    **COMMON,
     repeats=3,
-    threads=2,
     load_s=0.16,
     ttft_p50_s=0.01795,
     ttft_p95_s=0.01945,
@@ -33,26 +41,14 @@ BENCHMARK = BenchmarkReport(
     weight_bytes_per_token=3_100_000,
     read_bandwidth=33.45e9,
     roofline_fraction=0.29,
-    llmc_version="0.1.0",
-    engine="onnxruntime",
-    engine_version="1.31.1",
-    python_version="3.11.7",
-    cpu="a processor",
 )
-
-
 LOAD = LoadReport(
-    bundle="b",
-    model="tiny",
-    precision="int4",
+    **COMMON,
     concurrency=8,
     max_queue=256,
     rate=20.0,
     arrival_seed=0,
     requests=40,
-    prompt_length=128,
-    new_tokens=64,
-    threads=2,
     determinism="fast",
     draft="lookup",
     load_s=0.25,
@@ -72,11 +68,6 @@ LOAD = LoadReport(
     queue=Percentiles(0.013, 0.014, 0.015),
     draft_acceptance=0.75,
     rss_peak_bytes=144_300_000,
-    llmc_version="0.1.0",
-    engine="onnxruntime",
-    engine_version="1.31.1",
-    python_version="3.11.7",
-    cpu="a processor",
 )
 
 

@@ -34,16 +34,9 @@ def test_the_report_says_what_was_run_and_where(tiny_bundle: Path, report: Bench
     assert (report.llmc_version, report.engine) == (__version__, "onnxruntime")
     assert all((report.engine_version, report.python_version, report.cpu))
     assert report.weight_bytes_per_token == manifest.graphs["decode"].step_weight_bytes
-
-
-def test_the_figures_are_plausible(report: BenchmarkReport):
     assert 0 < report.load_s < 60
     assert 0 < report.ttft_p50_s <= report.ttft_p95_s
-    assert 0 < report.tpot_p50_s <= report.tpot_p95_s
-    assert report.prefill_tokens_per_s == pytest.approx(20 / report.ttft_p50_s)
-    assert report.decode_tokens_per_s > 0
     assert 1 << 20 < report.rss_after_load_bytes <= report.rss_peak_bytes
-    assert report.read_bandwidth > 0
     assert 0 < report.roofline_fraction <= 1
 
 
