@@ -154,9 +154,10 @@ def openvino_greedy(new_tokens: int) -> Any:
     """The configuration of answers of exactly so many tokens."""
     import openvino_genai
 
-    return openvino_genai.GenerationConfig(
-        max_new_tokens=new_tokens, min_new_tokens=new_tokens, ignore_eos=True, do_sample=False
-    )
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens = config.min_new_tokens = new_tokens
+    config.ignore_eos, config.do_sample = True, False
+    return config
 
 
 def openvino(args: argparse.Namespace) -> Generate:
