@@ -43,12 +43,8 @@ concurrency_help = "Clients that wait for their answers; one number or several. 
 @click.argument("url")
 @click.option("--rate", metavar="N,...", callback=numbers(float, 1_000_000), help=rate_help)
 @click.option("--concurrency", metavar="N,...", callback=numbers(int, 1024), help=concurrency_help)
-@click.option(
-    "--requests", type=REQUESTS, help="Of each test.  [default: 64, or what comes in the duration]"
-)
-@click.option(
-    "--duration", type=SECONDS, help="Seconds of each test in which requests are sent."
-)
+@click.option("--requests", type=REQUESTS, help="Of each test.  [default: 64, or what comes in the duration]")
+@click.option("--duration", type=SECONDS, help="Seconds of each test in which requests are sent.")
 @click.option("--warm-up", type=click.IntRange(0), help="Requests before, which do not count.  [default: 2]")
 @click.option("--seed", type=click.IntRange(0), help="Of arrivals and prompts.  [default: 0]")
 @click.option("--slo", help="Goodput: seconds, as ttft=0.5,tpot=0.05,e2e=10.")
