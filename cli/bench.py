@@ -159,7 +159,7 @@ def load_rows(report: LoadReport) -> list[tuple[str, str]]:
         ("outcome", ended if report.failure is None else f"{ended}: {report.failure}"),
         ("throughput", f"{report.output_tokens_per_s:.1f} new tok/s, {report.total_tokens_per_s:.1f} with prompts"),
         ("achieved rate", f"{report.achieved_rate:.2f} per second, for {report.duration_s:.1f} s"),
-        *measured_rows(report),
+        *([("latencies", f"of the {report.completed} that completed")] if report.completed < report.requests else []),
         ("time to first token", percentiles(report.ttft)),
         ("time per token", percentiles(report.tpot)),
         ("inter-token latency", percentiles(report.itl)),
@@ -169,20 +169,6 @@ def load_rows(report: LoadReport) -> list[tuple[str, str]]:
     ]
     if report.draft_acceptance is not None:
         rows.append(("drafts accepted", f"{report.draft_acceptance:.0%}"))
-    return rows
-
-
-def measured_rows(report: LoadReport) -> list[tuple[str, str]]:
-    """The requests that latencies rest on, where these are not all.
-
-    A queue also holds, until the engine has finished a step, those for whom a row is free; so at moments when many
-    arrive it turns away more than rows and queue together could not hold.
-    """
-    if report.completed == report.requests:
-        return []
-    rows = [("latencies", f"of the {report.completed} that completed, out of {report.requests}")]
-    if report.rejected:
-        rows.append(("rejected", "requests wait until the engine takes them up between two steps, even for a free row"))
     return rows
 
 

@@ -16,17 +16,21 @@ from llmc.errors import UsageError, printable
 
 prompt_option = partial(click.option, cls=SectionOption, section="Prompts and answers")
 server_option = partial(click.option, cls=SectionOption, section="The server")
+SECONDS, REQUESTS = click.FloatRange(0.001), click.IntRange(1, 1_000_000)
 QUANTITIES = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
-def numbers(kind: type[int] | type[float]) -> Callable[..., tuple[float, ...]]:
-    """The callback that reads numbers with commas between them."""
+def numbers(kind: type[int] | type[float], most: float) -> Callable[..., tuple[float, ...]]:
+    """The callback that reads numbers above 0 with commas between them."""
 
     def read(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[float, ...]:
         try:
-            return tuple(kind(part) for part in text.split(",")) if text is not None else ()
-        except ValueError as error:
-            raise click.BadParameter(f"{text!r} is no list of numbers, expected for example 1,4,8") from error
+            found = tuple(kind(part) for part in text.split(",")) if text is not None else ()
+        except ValueError:
+            found = (0,)
+        if not all(0 < number <= most for number in found):
+            raise click.BadParameter(f"{text!r} is no list of numbers from above 0 to {most:,}, as 1,4,8")
+        return found
 
     return read
 
@@ -37,12 +41,12 @@ concurrency_help = "Clients that wait for their answers; one number or several. 
 
 @click.command("serve", cls=SectionCommand)
 @click.argument("url")
-@click.option("--rate", metavar="N,...", callback=numbers(float), help=rate_help)
-@click.option("--concurrency", metavar="N,...", callback=numbers(int), help=concurrency_help)
-@click.option("--requests", type=int, help="Of each test.  [default: 64, or what comes in the duration]")
-@click.option("--duration", type=float, help="Seconds of each test in which requests are sent.")
-@click.option("--warm-up", type=int, help="Requests before, which do not count.  [default: 2]")
-@click.option("--seed", type=int, help="Of arrivals and prompts.  [default: 0]")
+@click.option("--rate", metavar="N,...", callback=numbers(float, 1_000_000), help=rate_help)
+@click.option("--concurrency", metavar="N,...", callback=numbers(int, 1024), help=concurrency_help)
+@click.option("--requests", type=REQUESTS, help="Of each test.  [default: 64, or what comes in the duration]")
+@click.option("--duration", type=SECONDS, help="Seconds of each test in which requests are sent.")
+@click.option("--warm-up", type=click.IntRange(0), help="Requests before, which do not count.  [default: 2]")
+@click.option("--seed", type=click.IntRange(0), help="Of arrivals and prompts.  [default: 0]")
 @click.option("--slo", help="Goodput: seconds, as ttft=0.5,tpot=0.05,e2e=10.")
 @json_option
 @debug_option
@@ -52,7 +56,7 @@ concurrency_help = "Clients that wait for their answers; one number or several. 
 @prompt_option("--extra-body", default="{}", help="More fields of the request, as JSON.")
 @server_option("--model", help="Name of the model.  [default: the first that the server lists]")
 @server_option("--api-key-env", metavar="NAME", help="Environment variable with the API key.")
-@server_option("--timeout", type=float, help="Seconds for a request.  [default: 600]")
+@server_option("--timeout", type=SECONDS, help="Seconds for a request.  [default: 600]")
 def bench_serve_command(url: str, as_json: bool, api_key_env: str | None, extra_body: str, **options: Any) -> None:
     """Send requests to the OpenAI-compatible server at URL, and time its streams.
 

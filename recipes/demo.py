@@ -6,10 +6,7 @@ The model is SmolLM2-135M-Instruct from the package index; where that cannot be 
 writes Python. The bundles stay in build/demo, to play with.
 """
 
-import importlib.util
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -84,7 +81,7 @@ def main() -> None:
     print(f"{show.size(exported.new_bytes)} new on disk in {exported.seconds:.1f} s")
     for note in exported.notes:
         print(f"note: {note}")
-    rows = [*(bundle_row(demo, precision, started) for precision in ("int8", "int4")), *peer_rows(demo)]
+    rows = [bundle_row(demo, precision, started) for precision in ("int8", "int4")]
     print()
     columns = ("", "size", "perplexity", "mean KL", "same choice", "prefill", "decode")
     show.print_table(columns, rows, numbers=True)
@@ -131,24 +128,6 @@ def bundle_row(demo: Demo, precision: str, started: float) -> tuple[str, ...]:
         f"{speed.prefill_tokens_per_s:.0f} tok/s",
         f"{speed.decode_tokens_per_s:.0f} tok/s",
     )
-
-
-def peer_rows(demo: Demo) -> list[tuple[str, ...]]:
-    """llama.cpp's speed with the same file, where llama-cpp-python is installed beside llmc."""
-    if not demo.talks or importlib.util.find_spec("llama_cpp") is None:
-        return []
-    runner = RECIPES / "benchmarks" / "runners.py"
-    sizes = ["--prompts", str(PROMPT_LENGTH), "--new-tokens", str(MEASURED_TOKENS), "--threads", str(usable_threads())]
-    done = subprocess.run(
-        [sys.executable, runner, "llamacpp", demo.checkpoint, *sizes], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        print(f"llama.cpp cannot be measured: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}")
-        return []
-    found = json.loads(done.stdout.splitlines()[-1])
-    size = show.size(demo.checkpoint.stat().st_size)
-    speeds = [f"{found[f'{phase} {PROMPT_LENGTH}']:.0f} tok/s" for phase in ("prefill", "decode after")]
-    return [("llama.cpp Q4_1", size, "", "", "", *speeds)]
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
     python families.py FOLDER [--precisions int8 int4] [--rounds 3] [--only gemma2 phi] [--threads 2]
 
 Writes random bfloat16 checkpoints with the same number of weights into FOLDER, exports and builds them, and times each
-bundle in every round. A bundle that is there is not built again, and with no rounds nothing is timed. Speeds are tokens
-per second: on one thread of processor time, which other work on the machine changes less than what a clock shows; on
-more threads, which wait for each other, by the clock. Ratios are per weight that a token is multiplied with: tokens per
-second times weights, over the same of llama in the same round. Medians count, with the least and the most.
+bundle in every round. A bundle that is there is not built again. Speeds are tokens per second: on one thread of
+processor time, which other work on the machine changes less than what a clock shows; on more threads, which wait for
+each other, by the clock. Ratios are per weight that a token is multiplied with: tokens per second times weights, over
+the same of llama in the same round.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
-from machine import provenance, table
+from machine import Disturbance, in_turns, positive, publish, ratio, table
 from make_model import write_checkpoint
 from transformers import AutoConfig
 
@@ -70,7 +69,6 @@ ASKED: dict[str, dict[str, Any]] = {
 PHASES = ("prefill", "decode")
 REPEATS = 10
 SHORT = 16  # tokens of the prompts before decode
-SLOWEST = 0.9  # of llama's speed per weight
 
 
 def geometry(family: str, weights: int | None) -> dict[str, Any]:
@@ -137,22 +135,16 @@ def seconds(model: Model, prompt: list[int], new_tokens: int, clock: Callable[[]
     return clock() - start
 
 
-def rows(rounds: list[dict[str, dict[str, float]]], weights: dict[str, int]) -> list[tuple[str, ...]]:
-    """Of each family its weights, its rates, and per weight the ratio to llama's; a slow one is marked.
-
-    Both are medians over the rounds, each of which holds the rates of every family by phase; the least and the largest
-    ratio follow.
-    """
-    found = []
-    for family in rounds[0]:
+def rows(found: dict[str, list[dict[str, float]]], weights: dict[str, int]) -> list[tuple[str, ...]]:
+    """Of each family its weights, and by phase its median rate and, per weight, its ratio to llama's rounds."""
+    lines = []
+    for family, rounds in found.items():
         scale, cells = weights[family] / weights["llama"], []
         for phase in PHASES:
-            ratios = [speeds[family][phase] * scale / speeds["llama"][phase] for speeds in rounds]
-            rate, ratio = (statistics.median(of) for of in ([speeds[family][phase] for speeds in rounds], ratios))
-            mark = "!" * (ratio < SLOWEST)
-            cells.append(f"{rate:.0f} ({ratio:.2f}{mark}; {min(ratios):.2f} to {max(ratios):.2f})")
-        found.append((f"`{family}`", f"{weights[family] / 1e6:.1f}", *cells))
-    return found
+            own, llama = ([rates[phase] for rates in each] for each in (rounds, found["llama"]))
+            cells.append(f"{statistics.median(own):.0f} ({ratio([rate * scale for rate in own], llama)})")
+        lines.append((f"`{family}`", f"{weights[family] / 1e6:.1f}", *cells))
+    return lines
 
 
 def main() -> None:
@@ -161,10 +153,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--precisions", nargs="+", default=["int8", "int4"])
     parser.add_argument("--only", nargs="+", choices=FAMILIES, help="these families, and llama")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--prompt", type=positive, default=128)
+    parser.add_argument("--threads", type=positive, default=1)
+    parser.add_argument("--new-tokens", type=positive, default=16)
     parser.add_argument("--json", type=Path, help="where to write every round")
     args = parser.parse_args()
     geometries = {"llama": geometry("llama", None)}
@@ -172,20 +164,17 @@ def main() -> None:
     wanted = [family for family in args.only or FAMILIES if family != "llama" and is_text(family)]
     geometries |= {family: geometry(family, goal) for family in wanted}
     weights = {family: count(keys) for family, keys in geometries.items()}
-    bundles = {
-        precision: {family: prepare(family, keys, precision, args.folder) for family, keys in geometries.items()}
-        for precision in args.precisions
-    }
-    rounds = [
-        {precision: {family: rates(path, args.prompt, args.new_tokens, args.threads) for family, path in made.items()}
-         for precision, made in bundles.items()}
-        for _ in range(args.rounds)
-    ]  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps({**provenance(), "weights": weights, "rounds": rounds}))
-    for precision in args.precisions if rounds else ():
-        made = rows([found[precision] for found in rounds], weights)
-        print(table((precision, "10^6 weights", f"prefill {args.prompt}", "decode"), *made))
+    found, tables, disturbance = {}, [], Disturbance()
+    for precision in args.precisions:
+        bundles = {family: prepare(family, keys, precision, args.folder) for family, keys in geometries.items()}
+        ways = {
+            family: (lambda number, path=path: rates(path, args.prompt, args.new_tokens, args.threads))
+            for family, path in bundles.items()
+        }
+        found[precision] = in_turns(ways, args.rounds)
+        head = (precision, "10^6 weights", f"prefill {args.prompt}", "decode")
+        tables.append(table(head, *rows(found[precision], weights)))
+    publish(args.json, disturbance.cpus(), tables, weights=weights, rounds=found)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@
 
 MODEL is a GGUF file, WINDOWS a .npy file of token ids [windows, length], OUTPUT a .npy file to write, float32
 [windows, length, V]; PHASE is prefill (a window at once) or decode (token by token). One line of JSON on standard
-output says what the file really holds: bits per weight, and the types of its matrices.
+output says what the file really holds: the weights of its matrices, and their bits.
 """
 
-import collections
 import ctypes
 import json
 import sys
@@ -53,21 +52,13 @@ def window_logits(context: Any, vocabulary: int, tokens: list[int], step: int) -
 
 
 def description(path: Path) -> dict[str, Any]:
-    """Contents of the matrices: bits per weight with scales, their types, those of embedding and head by name."""
+    """The number of weights in matrices, and their bits per weight with scales."""
     import gguf
 
     matrices = [tensor for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1]
     weights = sum(int(tensor.n_elements) for tensor in matrices)
-    types = collections.Counter(tensor.tensor_type.name for tensor in matrices)
-    tables = [tensor for tensor in matrices if not tensor.name.startswith("blk.")]
-    return {
-        "matrix_weights": weights,
-        "bits_per_weight": 8 * sum(int(tensor.n_bytes) for tensor in matrices) / weights,
-        "detail": ", ".join(
-            [f"{count} x {name}" for name, count in types.items()]
-            + [f"{tensor.name} {tensor.tensor_type.name}" for tensor in tables]
-        ),
-    }
+    bits = 8 * sum(int(tensor.n_bytes) for tensor in matrices) / weights
+    return {"matrix_weights": weights, "bits_per_weight": bits}
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Task:
-    """The text and its reference, which all systems share; ``reference`` is float32 [windows, length, V], files go to ``folder``."""
+    """The text and its reference logits, float32 [windows, length, V]; files go to ``folder``."""
 
     windows: NDArray[np.int64]
     reference: NDArray[np.float32]

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 WARM_UP_TOKENS = 4  # new tokens of the untimed call before each timed one: pages in, allocates, builds kernels
 HIGHEST_RESIDENT_UNIT = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux, bytes on macOS
@@ -149,6 +150,16 @@ def llamacpp_together(args: argparse.Namespace) -> Together:
     return generate
 
 
+def openvino_greedy(new_tokens: int) -> Any:
+    """The configuration of answers of exactly so many tokens."""
+    import openvino_genai
+
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens = config.min_new_tokens = new_tokens
+    config.ignore_eos, config.do_sample = True, False
+    return config
+
+
 def openvino(args: argparse.Namespace) -> Generate:
     """A folder of ``optimum-cli export openvino``: a pipeline as users write it, its own metrics as stopwatch."""
     import numpy as np
@@ -159,12 +170,9 @@ def openvino(args: argparse.Namespace) -> Generate:
     pipeline = openvino_genai.LLMPipeline(str(args.model), "CPU", INFERENCE_NUM_THREADS=args.threads)
 
     def generate(prompt: list[int], new_tokens: int) -> tuple[float, float]:
-        config = openvino_genai.GenerationConfig()
-        config.max_new_tokens = config.min_new_tokens = new_tokens
-        config.ignore_eos, config.do_sample = True, False
         ids = openvino.Tensor(np.array([prompt], np.int64))  # (1, P)
         mask = openvino.Tensor(np.ones((1, len(prompt)), np.int64))
-        metrics = pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), config).perf_metrics
+        metrics = pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), openvino_greedy(new_tokens)).perf_metrics
         check_count(metrics.get_num_generated_tokens(), new_tokens)
         return metrics.get_ttft().mean / 1e3, metrics.get_tpot().mean * (new_tokens - 1) / 1e3
 
@@ -184,12 +192,9 @@ def openvino_together(args: argparse.Namespace) -> Together:
     )
 
     def generate(prompts: list[list[int]], new_tokens: int) -> float:
-        config = openvino_genai.GenerationConfig()
-        config.max_new_tokens = config.min_new_tokens = new_tokens
-        config.ignore_eos, config.do_sample = True, False
         started = time.perf_counter()
         ids = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
-        answers = pipeline.generate(ids, [config] * len(ids))
+        answers = pipeline.generate(ids, [openvino_greedy(new_tokens)] * len(ids))
         seconds = time.perf_counter() - started
         for answer in answers:
             check_count(len(answer.m_generation_ids[0]), new_tokens)

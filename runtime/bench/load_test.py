@@ -1,10 +1,9 @@
 """An engine under requests that come whether or not it keeps pace: an open-loop benchmark.
 
-Requests arrive as a Poisson process: the gaps between them are drawn from an exponential distribution with a fixed
-seed, and no arrival waits for an answer. Latencies are measured from the moment at which a request was due, so a client
-that falls behind hides nothing (Tene, How NOT to Measure Latency,
-https://www.infoq.com/presentations/latency-response-time/). A closed loop, where the next request waits for the last
-answer, would slow down together with the engine and never see a queue
+Requests arrive as a Poisson process, and none waits for another's answer. Latencies count from the moment at which a
+request was due, so a client that falls behind hides nothing (Tene, How NOT to Measure Latency,
+https://www.infoq.com/presentations/latency-response-time/). A closed loop would slow down together with the engine
+and never see a queue
 (Schroeder et al., Open Versus Closed: A Cautionary Tale, NSDI 2006,
 https://www.usenix.org/legacy/event/nsdi06/tech/schroeder/schroeder.pdf).
 """
@@ -49,11 +48,9 @@ class LoadReport(Report):
         max_queue: requests that could wait; one more was rejected.
         rate: requests per second that were meant to arrive; None if all arrived at once.
         arrival_seed: what the gaps between arrivals, and the prompts, were drawn from.
-        arrived_rate: requests per second that did arrive, by the moments at which they were due; None for one request
-            or when all arrived at once.
-        completed: requests that were answered in full.
-        rejected: requests that were turned away because the queue was full.
-        failed: requests that ended with another error; ``failure`` is the first of them.
+        arrived_rate: requests per second that were due; None for one request or when all arrived at once.
+        completed, rejected, failed: requests that were answered in full, met a full queue, ended with another error, of
+            which ``failure`` is the first.
         duration_s: from the first arrival to the last answer.
         achieved_rate: completed requests per second of it.
         output_tokens_per_s, total_tokens_per_s: of completed requests, without and with their prompts.
@@ -154,10 +151,8 @@ def load_test(
 def _check(given: dict[str, int], rate: float | None, limits: Limits, room: int) -> None:
     for name, value in given.items():
         low = LOWEST.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise UsageError(f"{name} is {value!r}, expected an integer of at least {low}")
-    if (requests := given["requests"]) > MAX_REQUESTS:
-        raise UsageError(f"requests is {requests}, expected at most {MAX_REQUESTS:,}: the time of every token is kept")
+        if not low <= value <= MAX_REQUESTS:
+            raise UsageError(f"{name} is {value!r}, expected an integer from {low} to {MAX_REQUESTS:,}")
     if rate is not None and not MIN_RATE <= rate < float("inf"):
         raise UsageError(
             f"rate is {rate!r}, expected requests per second from {MIN_RATE:g}; leave it out, and all arrive at once"

@@ -43,6 +43,10 @@ def test_failures_are_notes_and_a_test_without_an_answer_fails(llmc):
     ("arguments", "said"),
     [
         (["--rate", "fast"], "'fast' is no list of numbers"),
+        (["--rate", "nan"], "'nan' is no list of numbers"),
+        (["--concurrency", "0"], "'0' is no list of numbers"),
+        (["--requests", "0"], "'--requests'"),
+        (["--duration", "-1"], "'--duration'"),
         (["--rate", "1", "--concurrency", "1"], "--rate is 1.0 and --concurrency is 1: give one"),
         (["--extra-body", "{"], "--extra-body is '{', expected a JSON object"),
         (["--api-key-env", "NOT_THERE"], "NOT_THERE is not set"),

@@ -12,7 +12,6 @@ from llmc.runtime.bench import benchmark as module
 from llmc.runtime.bench import client
 from llmc.runtime.bench.benchmark import BenchmarkReport, benchmark
 from llmc.runtime.bench.client import Visit
-from llmc.runtime.host.energy import Joules
 
 
 @pytest.fixture(autouse=True)
@@ -35,16 +34,9 @@ def test_the_report_says_what_was_run_and_where(tiny_bundle: Path, report: Bench
     assert (report.llmc_version, report.engine) == (__version__, "onnxruntime")
     assert all((report.engine_version, report.python_version, report.cpu))
     assert report.weight_bytes_per_token == manifest.graphs["decode"].step_weight_bytes
-
-
-def test_the_figures_are_plausible(report: BenchmarkReport):
     assert 0 < report.load_s < 60
     assert 0 < report.ttft_p50_s <= report.ttft_p95_s
-    assert 0 < report.tpot_p50_s <= report.tpot_p95_s
-    assert report.prefill_tokens_per_s == pytest.approx(20 / report.ttft_p50_s)
-    assert report.decode_tokens_per_s > 0
     assert 1 << 20 < report.rss_after_load_bytes <= report.rss_peak_bytes
-    assert report.read_bandwidth > 0
     assert 0 < report.roofline_fraction <= 1
 
 
@@ -85,30 +77,6 @@ def test_the_engine_answers_and_no_prompt_comes_from_the_prefix_cache(
         (200, 0, 4),
         (200, 0, 4),
     ]
-
-
-class FakeMeter:
-    """Has measured 12 joules of a package and a GPU, or nothing."""
-
-    joules: Joules | None = Joules(12.0, {"rapl": 8.0, "nvml": 4.0})
-
-    def __enter__(self) -> "FakeMeter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("joules", "expected"), [(FakeMeter.joules, (12.0, 12 / (2 * 4), "rapl+nvml")), (None, (None, None, None))]
-)
-def test_energy_is_per_generated_token_of_the_timed_runs_and_absent_where_none_is_exposed(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, joules: Joules | None, expected: tuple[object, ...]
-):
-    monkeypatch.setattr(FakeMeter, "joules", joules)
-    monkeypatch.setattr(module, "EnergyMeter", FakeMeter)
-    report = benchmark(tiny_bundle, prompt_length=10, new_tokens=4, repeats=2, threads=1)
-    assert (report.energy_joules, report.joules_per_token, report.energy_source) == expected
 
 
 def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, tmp_path: Path):
