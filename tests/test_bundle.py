@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc import bundle
-from llmc.bundle import BUNDLE_MANIFEST, DECODER_FILE, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest
+from llmc.bundle import BUNDLE_MANIFEST, DECODER_FILE, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest, integrity
 from llmc.errors import BundleError
 from llmc.publish import file_entries
 
@@ -247,7 +247,7 @@ def test_numbers_that_no_build_writes_are_refused(folder: Path, change: Any, par
 
 def test_another_graph_contract_is_refused(folder: Path):
     edit(folder, put(bundle.GRAPH_CONTRACT_VERSION + 1, "graph_contract"))
-    with pytest.raises(BundleError, match="graph contract 4, not 3; make it again with: llmc build"):
+    with pytest.raises(BundleError, match="graph contract 5, not 4; make it again with: llmc build"):
         bundle.read_bundle(folder)
 
 
@@ -300,7 +300,7 @@ SMALL = {"CHUNK": 28, "SAMPLED_CHUNKS": 10}
 def sampled(folder: Path, whole: Manifest, monkeypatch: pytest.MonkeyPatch) -> Manifest:
     """The bundle with one file so large that only samples of it are hashed."""
     for name, value in SMALL.items():
-        monkeypatch.setattr(bundle, name, value)
+        monkeypatch.setattr(integrity, name, value)
     for name in FILES[:2]:
         (folder / name).write_bytes(CONTENT[:100])
     bundle.write_chunks(folder, FILES)

@@ -37,38 +37,26 @@ def driver() -> FakeDriver:
 def made(driver: FakeDriver, manifest: Manifest) -> Made:
     """Makes caches of a type, for a geometry."""
 
-    def make(buffers: int = 1, kind: str = "float16", geometry: Geometry = GEOMETRY, **options: Any) -> DeviceCache:
+    def make(kind: str = "float16", geometry: Geometry = GEOMETRY, **options: Any) -> DeviceCache:
         small = replace(manifest, geometry=geometry, limits=LIMITS, cache=kind, engine=None, device=None)
-        return DeviceCache(small, driver, driver.stream(), buffers, **options)
+        return DeviceCache(small, driver, driver.stream(), **options)
 
     return make
 
 
-@pytest.fixture(params=[1, 2], ids=["in place", "two buffers"])
-def cache(request: pytest.FixtureRequest, driver: FakeDriver, made: Made) -> Iterator[DeviceCache]:
+@pytest.fixture
+def cache(driver: FakeDriver, made: Made) -> Iterator[DeviceCache]:
     """Three rows of 32 positions."""
-    cache = made(request.param)
+    cache = made()
     cache.reserve(3, 32)
     yield cache
     cache.close()
     assert driver.allocated == 0
 
 
-def run(cache: DeviceCache, first_row: int, rows: int, ends: list[int]) -> int:
-    """What an engine does: copy its rows to where they shall go. Says which buffer it read from."""
-    side = cache.side(first_row, rows)
-    size = HEADS * cache.capacity * WIDTH * cache.dtype.itemsize
-    for tensor in range(TENSORS):
-        here, there = cache.address(tensor, first_row), cache.other_address(tensor, first_row)
-        if here != there:
-            cache._driver.copy(there, here, rows * size, cache._stream)
-    cache.computed(first_row, ends)
-    return side
-
-
 def size(cache: DeviceCache) -> int:
     """Bytes on the device."""
-    return len(cache._blocks) * cache._places(cache.rows, cache.capacity)[-1]
+    return cache._places(cache.rows, cache.capacity)[-1]
 
 
 @pytest.mark.parametrize(("kind", "itemsize"), [("int8", 1), ("float16", 2), ("float32", 4)])
@@ -106,8 +94,7 @@ def test_fresh_memory_is_zero_where_the_engine_may_look(cache: DeviceCache, driv
         if block.kind == "device":
             cache._driver.synchronize(cache._stream)
     assert all(not cache.read(row, 0, 48).any() for row in range(4))
-    sides = [array_at(block, (size(cache) // len(cache._blocks),)) for block in cache._blocks]
-    assert not any(side.any() for side in sides)
+    assert not array_at(cache._block, (size(cache),)).any()
 
 
 def test_a_copied_range_reaches_its_row_and_no_other(cache: DeviceCache):
@@ -153,14 +140,13 @@ def test_reserving_less_does_nothing(cache: DeviceCache, driver: FakeDriver):
     assert (cache.rows, cache.capacity) == (3, 32)
 
 
-@pytest.mark.parametrize("buffers", [1, 2])
-def test_too_little_memory_changes_nothing(driver: FakeDriver, made: Made, buffers: int):
-    cache = made(buffers)
+def test_too_little_memory_changes_nothing(driver: FakeDriver, made: Made):
+    cache = made()
     cache.reserve(3, 32)
     given = values(32)
     write(cache, 1, 0, given)
     before = driver.allocated
-    driver.fail_alloc = driver._allocations + buffers  # the last of the new blocks
+    driver.fail_alloc = driver._allocations + 1
     with pytest.raises(ResourceError):
         cache.reserve(3, 64)
     assert driver.allocated == before
@@ -211,68 +197,12 @@ def test_contents_of_another_bundle_are_refused(cache: DeviceCache):
 # ----------------------------------------------------------------------------------------------------- two buffers
 
 
-@pytest.fixture
-def swapped(made: Made) -> Iterator[tuple[DeviceCache, list[np.ndarray]]]:
-    """A cache of two buffers whose three rows are full."""
-    cache = made(2)
-    cache.reserve(3, 32)
-    contents = [values(32) for _ in range(3)]
-    for row, content in enumerate(contents):
-        write(cache, row, 0, content)
-    yield cache, contents
-    cache.close()
-
-
-def whole(cache: DeviceCache, contents: list[np.ndarray]) -> bool:
-    return all(np.array_equal(read(cache, row, 0, 32), content) for row, content in enumerate(contents))
-
-
-def test_rows_follow_their_calls_from_buffer_to_buffer(swapped: tuple[DeviceCache, list[np.ndarray]]):
-    cache, contents = swapped
-    assert [run(cache, 1, 1, [32]) for _ in range(3)] == [0, 1, 0]
-    assert cache._side == [0, 1, 0]
-    assert whole(cache, contents)
-    cache.copy(1, 0, 3, 9)
-    contents[0][:, :, 3:9] = contents[1][:, :, 3:9]
-    write(cache, 1, 4, contents[2][:, :, :6])
-    contents[1][:, :, 4:10] = contents[2][:, :, :6]
-    assert whole(cache, contents)
-    cache.reserve(3, 64)
-    assert cache._side == [0, 0, 0]
-    assert whole(cache, contents)
-
-
-@pytest.mark.parametrize(("moved", "side", "copies"), [([0], 0, 1), ([0, 2], 1, 1), ([0, 1, 2], 1, 0), ([], 0, 0)])
-def test_a_call_finds_its_rows_in_one_buffer_and_the_fewer_were_moved(
-    swapped: tuple[DeviceCache, list[np.ndarray]], driver: FakeDriver, moved: list[int], side: int, copies: int
-):
-    cache, contents = swapped
-    for row in moved:
-        run(cache, row, 1, [32])
-    before = driver.calls["copy"]
-    assert cache.side(0, 3) == side
-    assert driver.calls["copy"] - before == copies * TENSORS
-    assert whole(cache, contents)
-    run(cache, 0, 3, [32, 32, 32])
-    assert cache._side == [1 - side] * 3
-    assert whole(cache, contents)
-
-
-def test_in_place_there_is_only_one_buffer(made: Made):
-    cache = made(1)
-    cache.reserve(2, 32)
-    assert run(cache, 0, 2, [3, 9]) == 0
-    assert tuple(cache._written) == (3, 9)
-    assert cache.address(3, 1) == cache.other_address(3, 1)
-
-
 LAYERS = ((2, 16), (1, 10), (4, 8))
 
 
-@pytest.mark.parametrize("buffers", [1, 2])
-def test_each_layer_has_its_own_shape(made: Made, monkeypatch: pytest.MonkeyPatch, buffers: int):
+def test_each_layer_has_its_own_shape(made: Made, monkeypatch: pytest.MonkeyPatch):
     caches = tuple(Cache(str(i), "kv", shape, 0) for i, shape in enumerate(LAYERS))
-    cache = made(buffers, geometry=replace(GEOMETRY, caches=caches))
+    cache = made(geometry=replace(GEOMETRY, caches=caches))
     position = sum(2 * heads * width for heads, width in LAYERS)
     monkeypatch.setattr(module, "STAGING_BYTES", 5 * position * 2)
     cache.reserve(2, 7)
@@ -297,9 +227,7 @@ def test_each_layer_has_its_own_shape(made: Made, monkeypatch: pytest.MonkeyPatc
 def test_growth_that_the_gpu_has_no_room_for_is_refused(driver: FakeDriver, manifest: Manifest):
     """The bytes are those of the whole bundle, in a cache of one capacity."""
     memory = DeviceMemory(context=1000, weights=2000, workspace=500, cache_per_token=10, logits=40)
-    bundle = replace(
-        manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=replace(PLAN, capacity=512), device=memory
-    )
+    bundle = replace(manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=PLAN, device=memory)
     cache = DeviceCache(bundle, driver, driver.stream(), device_memory=memory.total(512, 4))
     cache.reserve(4, 1)
     with pytest.raises(ResourceError, match=r"for 512 tokens in 5 row\(s\) the model takes .* of the GPU's memory"):

@@ -42,7 +42,7 @@ class Idle(DeviceSession):
             self._block(100)
             if failure is not None:
                 raise failure
-            self._make_cache(buffers=1)
+            self._make_cache()
 
     def call(self, ids: np.ndarray, past: list[int], first_row: int = 0) -> list[int]:
         return self.cache.begin(first_row, past, ids.shape[1])
