@@ -14,7 +14,7 @@ from llmc.errors import BuildError
 from llmc.optimize.auto.search import AutoReport, Trial
 from llmc.optimize.build import BuildReport
 from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.recipe.engine import EngineRequest
 
 TRIAL = Trial("int4", 2, 1000.0, 50.5, 400_000_000, 300_000_000, 0.0123, 0.961, 0.012)
 OUT = dataclasses.replace(TRIAL, name="int8", prefill_tokens_per_s=2000.0, reason="400 MB")

@@ -24,7 +24,7 @@ from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 # Largest difference of logits in float32: the same sums in another order. Found: 2e-5. A length that is off by one is
 # noticed, see below.
 TOLERANCE = 2e-4
-KINDS = ("native", "primitives", "cuda")
+KINDS = ("tensorrt", "cuda")
 CONTEXT, ROWS, CHUNK = 600, 4, 64
 IDS = np.random.default_rng(3).integers(3, 4096, 300).tolist()
 PROMPTS = (
@@ -40,21 +40,21 @@ Logits = np.ndarray
 
 @pytest.fixture(scope="module")
 def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Bundles of the small model in float32: each form for TensorRT, without an engine, and the one for CUDA."""
+    """Bundles of the small model in float32: for TensorRT, without an engine, and for CUDA."""
     from llmc.optimize.build import build
     from llmc.optimize.recipe import Request
-    from llmc.optimize.tensorrt.request import EngineRequest
+    from llmc.optimize.recipe.engine import EngineRequest
 
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
         if kind not in made:
-            target, engine = ("cuda", None) if kind == "cuda" else ("tensorrt", EngineRequest(deferred=True, form=kind))
+            engine = None if kind == "cuda" else EngineRequest(deferred=True)
             recipe = Request(precision="fp32", prefill_chunk=CHUNK, max_context=CONTEXT, max_batch=ROWS)
             output = tmp_path_factory.mktemp(kind) / "bundle"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
-                made[kind] = build(tiny_export, output, target=target, recipe=recipe, engine=engine).output
+                made[kind] = build(tiny_export, output, target=kind, recipe=recipe, engine=engine).output
         return made[kind]
 
     return get
@@ -209,7 +209,7 @@ def test_candidates_of_the_engine_make_no_difference(
     bundles: Callable[[str], Path], wanted: list[tuple[int, ...]], tmp_path: Path
 ):
     """A session may give all logits to a caller that asks for the largest."""
-    folder = Path(shutil.copytree(bundles("native"), tmp_path / "bundle"))
+    folder = Path(shutil.copytree(bundles("tensorrt"), tmp_path / "bundle"))
     manifest = read_bundle(folder)
     assert manifest.engine is not None
     (folder / "select.plan").write_bytes(b"not looked at")
@@ -247,7 +247,7 @@ def test_memory_that_does_not_suffice_is_said(bundle: Path):
 
 
 def test_the_golden_prompts_are_replayed(bundles: Callable[[str], Path], tmp_path: Path):
-    folder = Path(shutil.copytree(bundles("native"), tmp_path / "bundle"))
+    folder = Path(shutil.copytree(bundles("tensorrt"), tmp_path / "bundle"))
     load(folder, emulate=True, self_test=True).close()
     text = json.loads((folder / "llmc.json").read_text())
     text["golden"][0]["top_logits"][0] += 1.0
@@ -257,7 +257,7 @@ def test_the_golden_prompts_are_replayed(bundles: Callable[[str], Path], tmp_pat
 
 
 def test_bfloat16_is_refused(bundles: Callable[[str], Path], tmp_path: Path):
-    folder = Path(shutil.copytree(bundles("native"), tmp_path / "bundle"))
+    folder = Path(shutil.copytree(bundles("tensorrt"), tmp_path / "bundle"))
     manifest = read_bundle(folder)
     write_manifest(dataclasses.replace(manifest, cache="bfloat16"), folder)
     with pytest.raises(GpuError, match="a bundle in bfloat16 cannot be run on a CPU; run it on its GPU"):

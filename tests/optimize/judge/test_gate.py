@@ -12,7 +12,7 @@ from llmc.optimize.build import build
 from llmc.optimize.judge.gate import INT8_LEAVES, Advice, KLBreakdown, Override, Part, cheapest, check, violations
 from llmc.optimize.judge.layers import LayerError
 from llmc.optimize.recipe import Request
-from llmc.optimize.tensorrt.request import EngineRequest
+from llmc.optimize.recipe.engine import EngineRequest
 
 QUALITY = Quality(
     text="notes.txt",

@@ -19,8 +19,8 @@ from llmc.optimize.plan.device import CONTEXT, HOST, device_bytes, device_plan, 
 from llmc.optimize.plan.memory import INTERPRETER
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
-from llmc.optimize.tensorrt.request import EngineRequest
 
 GEOMETRY = uniform("llama", 4, 256, 512, 8, 2, 32, 1000, 4096, False, (0,) * 4)
 LIMITS = Limits(max_context=1024, max_batch=4, prefill_chunk=128)
@@ -63,11 +63,6 @@ def test_the_cache_has_keys_and_values_in_the_type_that_is_computed_in():
     assert device_plan(GEOMETRY, LIMITS, recipe("cuda", precision="int8")).cache_per_token == values * 2
 
 
-def test_where_the_cache_is_swapped_it_is_planned_twice():
-    once, twice = (device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"), form) for form in ("native", "primitives"))
-    assert twice == replace(once, cache_per_token=2 * once.cache_per_token)
-
-
 def test_weights_are_those_of_linears_head_and_embedding():
     plan = device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"))
     assert plan.weights == 2 * (LINEARS + 2 * TABLE)
@@ -100,7 +95,7 @@ def test_blocks_of_integers_are_expanded_one_matrix_at_a_time_for_cuda():
 def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path: Path):
     plan = device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"))
     (tmp_path / "engine.plan").write_bytes(b"x" * 1234)
-    engine = replace(PLAN, capacity=1024, buckets=(1024,), decode=Profile(4, 1, 1), compute_capabilities=())
+    engine = replace(PLAN, buckets=(1024,), decode=Profile(4, 1, 1), compute_capabilities=())
     assert with_engine(plan, tmp_path, engine) == replace(plan, weights=1234)
     for other in (None, replace(engine, file=""), replace(engine, stripped=True)):
         assert with_engine(plan, tmp_path, other) == plan

@@ -26,9 +26,7 @@ PROMPT = [5, 17, 300, 41]
 OTHERS = [[9, 8, 7], [100, 200, 300, 400, 500]]
 ENGINE = EngineConfig(
     file="engine.plan",
-    form="native",
     compute="float16",
-    capacity=512,
     buckets=(256, 512),
     decode=Profile(8, 1, 1),
     prefill=Profile(1, 128, 8),
@@ -40,7 +38,6 @@ ENGINE = EngineConfig(
     hardware_compatibility="none",
     stripped=False,
     verified="cpu",
-    inspector="engine.json",
 )
 
 

@@ -176,9 +176,7 @@ def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch, manifes
 ON_GPU = DeviceMemory(context=500 * MB, weights=100 * MB, workspace=50 * MB, cache_per_token=10_000, logits=1 * MB)
 ENGINE = EngineConfig(
     file="engine.plan",
-    form="native",
     compute="float16",
-    capacity=4096,
     buckets=(256, 1024, 4096),
     decode=Profile(8, 1, 1),
     prefill=Profile(1, 256, 8),
@@ -190,7 +188,6 @@ ENGINE = EngineConfig(
     hardware_compatibility="none",
     stripped=False,
     verified="cpu",
-    inspector="engine.json",
 )
 
 
@@ -205,9 +202,6 @@ def on_gpu(manifest: Manifest) -> Manifest:
     [
         (None, 300, 300),
         (ENGINE, 300, 4096),
-        (replace(ENGINE, capacity=0), 300, 1024),
-        (replace(ENGINE, capacity=0), 1024, 1024),
-        (replace(ENGINE, capacity=0), 5000, 5000),  # which the session refuses
     ],
 )
 def test_the_gpu_holds_as_many_positions_as_the_engine_makes_room_for(

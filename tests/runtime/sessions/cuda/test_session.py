@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from doubles.cuda import FakeDriver
 from doubles.geometries import uniform
-from doubles.plans import PLAN
 
 from llmc.bundle import Limits, Manifest
 from llmc.errors import BundleError, GpuError, RequestError, ResourceError, UsageError
@@ -21,7 +20,7 @@ LIMITS = Limits(max_context=40, max_batch=3, prefill_chunk=8)
 
 
 class Idle(DeviceSession):
-    """Its caches have whole blocks of 16 positions."""
+    """A session that runs nothing."""
 
     engine_version = "0"
 
@@ -29,10 +28,9 @@ class Idle(DeviceSession):
         raise NotImplementedError
 
     def __init__(self, manifest: Manifest, driver: FakeDriver, failure: Exception | None = None) -> None:
-        blocks = replace(PLAN, capacity=0, buckets=(16, 32, 48))
         super().__init__(
             Path("bundle"),
-            replace(manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=blocks, device=None),
+            replace(manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=None, device=None),
             driver,
         )
         self.seen: list[tuple[int, int]] = []  # sizes of the cache when its addresses were forgotten

@@ -139,7 +139,7 @@ def test_a_library_has_one_logger():
 
 
 def test_warnings_and_errors_are_collected_until_the_block_ends():
-    library = RecordedLibrary("11.4")
+    library = RecordedLibrary()
     severity, native = library.ILogger.Severity, logger(library)
     native.native.log(severity.ERROR, "before")
     with native.collected() as outer:
@@ -176,7 +176,7 @@ def test_without_a_driver_the_library_says_why(owner: str, monkeypatch: pytest.M
         raise TypeError("pybind11::init(): factory function returned nullptr")
 
     replaced(monkeypatch, owner, "__init__", fail)
-    with pytest.raises(GpuError, match=r"tensorrt 10.3\S* cannot use a GPU here \(CUDA .* error: 35\); install"):
+    with pytest.raises(GpuError, match=r"tensorrt 10.16\S* cannot use a GPU here \(CUDA .* error: 35\); install"):
         library = RecordedLibrary()
         made(library, getattr(library, owner))
 
