@@ -1,10 +1,9 @@
-"""Contents of engines: kernels of ONNX Runtime by operator, layers of TensorRT's engines, and what RTX refuses."""
+"""Contents of engines: kernels of ONNX Runtime by operator, and what TensorRT-RTX refuses."""
 
 import contextlib
 import gc
 import json
 import os
-import re
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ import numpy as np
 
 from gpu_check import models
 from gpu_check.measure import seconds_of, spread, without_graphs
-from gpu_check.steps import NotHereError, Options
+from gpu_check.steps import Options
 from llmc.bundle import read_bundle
 from llmc.errors import LlmcError, MissingExtraError
 from llmc.runtime.host import cuda as driver
@@ -25,13 +24,6 @@ from llmc.runtime.sessions.onnxruntime import cuda, cuda_provider
 from llmc.runtime.sessions.tensorrt import engine, library
 
 POSITION, STEPS = 2000, 16
-# How layers are called that compute attention in one kernel, products of matrices, and those that only move data.
-LAYERS = {
-    "fused attention": re.compile(r"mha|flash|fused_?att", re.IGNORECASE),
-    "products": re.compile(r"gemm|matmul|matrix_multiply|_fc_|xmma|cask", re.IGNORECASE),
-    "slices and copies": re.compile(r"slice|copy|move|reformat|concat|shuffle", re.IGNORECASE),
-}
-NAMES = 12  # of each kind of layers that are listed
 
 
 def kernels(target: str, geometry: str, precision: str, options: Options) -> dict[str, Any]:

@@ -50,7 +50,6 @@ STEPS = [
     *(Step(f"determinism/{name}", "correctness:determinism", 100) for name in BUNDLES),
     *(Step(f"buckets/{name}", "measure:buckets", 100) for name in BUNDLES),
     *(Step(f"kernels/{name}", "kernels:kernels", 100) for name in BUNDLES if name.startswith("cuda/")),
-    *(Step(f"layers/{name}", "kernels:layers", 100) for name in BUNDLES if name.startswith("tensorrt")),
     Step(REFUSAL, "kernels:refusal", 150),
 ]
 

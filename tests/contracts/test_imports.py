@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("cli", "export", "optimize", "runtime")
+ROOMS = ("bundle", "cli", "export", "optimize", "runtime")
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 
 # module that breaks a contract, the line it gets, the contract that must notice

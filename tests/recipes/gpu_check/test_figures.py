@@ -131,14 +131,6 @@ def test_what_is_wrong_or_unverified_is_said_beside_the_speed(part, document):
     assert "| cuda/1b/int8 | build crashed | not run |" in part("report").markdown(document)
 
 
-def test_what_was_built_instead_is_said_beside_the_speed(part, document):
-    engine = {"fallback": "scales in float32"}
-    document["steps"][f"build/{NAME}"] = {"state": "done", "message": "", "result": {"engine": engine}}
-    assert part("report").verified(document, NAME) == "yes; built with scales in float32"
-    document["steps"][f"build/{NAME}"]["result"] = {"engine": None}
-    assert part("report").verified(document, NAME) == "yes"
-
-
 @pytest.mark.parametrize(
     ("listed", "accepted", "line"),
     [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from doubles import gpu
 from doubles.cuda import SERVER, FakeDriver
-from doubles.tensorrt import ComputeCapability, Inspector
+from doubles.tensorrt import ComputeCapability
 
 from llmc.bundle import read_bundle
 
@@ -106,28 +106,6 @@ def test_an_engine_is_timed_by_bucket(part: Part, asked: tuple[Any, ...], made: 
     assert [step["positions"] for step in found["steps"]] == list(engine.buckets)
     low, high = (step["p50_s"] for step in (found["steps"][0], found["steps"][-1]))
     assert found["s_per_position"] == pytest.approx((high - low) / (engine.buckets[-1] - engine.buckets[0]))
-
-
-LAYERS = [
-    {"Name": "__myl_Fc_1", "LayerType": "gemm", "TacticName": "sm90_xmma_gemm_f16"},
-    {"Name": "_gemm_mha_v2", "LayerType": "kgen", "TacticName": ""},
-    "Reformatting CopyNode for Input Tensor 0",
-    {"Name": "norm", "LayerType": "kgen", "Weights": "copy"},
-]
-
-
-def test_layers_of_an_engine_are_counted_by_kind(part: Part, asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
-    from llmc.runtime.sessions.tensorrt import library as tensorrt
-
-    assert part("kernels").layers(*asked)["types"]["Attention"] == read_bundle(asked[-1].work / BUNDLE).geometry.layers
-    monkeypatch.setattr(Inspector, "get_engine_information", lambda self, form: json.dumps({"Layers": LAYERS}))
-    found = part("kernels").layers(*asked)
-    assert found["layers"] == 4 and found["types"] == {"gemm": 1, "kgen": 2, "": 1}
-    assert found["fused attention"] == {"count": 1, "names": ["_gemm_mha_v2 kgen"]}
-    assert [found[kind]["count"] for kind in ("products", "slices and copies")] == [2, 1]
-    monkeypatch.setattr(tensorrt.load_library("tensorrt"), "refuses", "another version")
-    with pytest.raises(part("steps").NotHereError, match="cannot be loaded"):
-        part("kernels").layers(*asked)
 
 
 def test_a_gpu_that_is_accepted_and_one_that_is_refused_are_both_a_result(

@@ -44,7 +44,7 @@ def with_library(probe: Probe, name: str, library: Library) -> Probe:
         (RTX_4090, "ready", "ready", "ready", "ready"),
         (RTX_5090, "ready", "ready", "ready", "ready"),
         (GB10, "ready", "can build, not run", "ready", "ready"),
-        (ORIN, "can run, not build", "not possible", "can run and rebuild", "not possible"),
+        (ORIN, "can run, not build", "not possible", "not possible", "not possible"),
         (THOR, "ready", "can build, not run", "ready", "can build with --deferred"),
     ],
     ids=["no GPU", "H200", "RTX 4090", "RTX 5090", "GB10", "Orin", "Thor"],
