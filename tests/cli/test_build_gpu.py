@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from doubles.machines import NO_GPU, RTX_4090
 from doubles.plans import FULL
 
-from llmc.bundle import DeviceMemory, EngineConfig, FileEntry, Manifest, Profile, Target, read_bundle, write_manifest
+from llmc.bundle import DeviceMemory, EngineConfig, FileEntry, Manifest, Profile, Target, write_manifest
 from llmc.cli.build import build_command
 from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.optimize.build import BuildReport
@@ -203,12 +202,6 @@ def test_choices_that_a_rebuild_does_not_look_at_are_refused(
     assert f"{flag} means nothing to --rebuild, whose graph and options are the bundle's" in ran.err
 
 
-def test_without_rebuild_an_output_is_needed(llmc: Any, library: FakeLibrary, export_folder: Path):
-    ran = llmc("build", export_folder, "--target", "tensorrt")
-    assert (ran.code, library.built) == (2, [])
-    assert "Missing option '-o' / '--output'" in ran.err
-
-
 def test_a_bundle_for_the_cpu_cannot_be_rebuilt(llmc: Any, tiny_bundle: Path):
     ran = llmc("build", "--rebuild", tiny_bundle)
     assert (ran.code, ran.out) == (2, "")
@@ -285,21 +278,6 @@ def test_a_plan_for_a_gpu_has_a_stage_on_it(llmc: Any, tiny_export: Path, probed
     parts = gpu_stage(ran.out)["parts"]
     assert parts["cache"] == 2 * 6 * 4 * 32 * 1024 * 2, "keys and values of 16 bits"
     assert parts["context"] == 500 * MB
-
-
-def test_precisions_change_the_weights_on_the_gpu(llmc: Any, tiny_export: Path, probed: Callable[[Any], None]):
-    probed(NO_GPU)
-    weights = {
-        precision: gpu_stage(llmc("plan", tiny_export, "--target", "tensorrt", f"--{precision}", "--json").out)[
-            "parts"
-        ]["weights"]
-        for precision in ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
-    }
-    assert weights["fp32"] == 2 * weights["fp16"] == 2 * weights["bf16"]
-    # A tied table of floats lies there once, one of integers by columns and by rows.
-    assert weights["fp16"] > 1.5 * weights["int8"]
-    assert weights["int8"] > 1.5 * weights["int4"]
-    assert weights["int8"] <= weights["fp8"] < weights["fp16"]
 
 
 def test_without_a_gpu_the_plan_says_so_and_fits(llmc: Any, tiny_export: Path, probed: Callable[[Any], None]):
@@ -406,20 +384,6 @@ def test_inspect_says_what_is_different(
     llmc: Any, save: Callable[..., Path], changes: dict[str, Any], name: str, words: str
 ):
     assert rows(llmc("inspect", save(**changes)).out)[name] == words
-
-
-def test_inspect_names_no_version_and_no_part_that_is_not_there(llmc: Any, save: Callable[..., Path]):
-    folder = save(**NOT_BUILT)
-    manifest = read_bundle(folder)
-    deferred = dataclasses.replace(manifest.target, engine_version="none")
-    host = dataclasses.replace(manifest.memory, weights=0, embedding=0)
-    write_manifest(dataclasses.replace(manifest, target=deferred, memory=host), folder)
-    shown = rows(llmc("inspect", folder).out)
-    assert shown["target"] == "tensorrt, tensorrt 10.15 or newer"
-    assert not re.search(r"\b0 B", "".join(shown.values()))
-    assert "weights" not in shown["memory at 512 tokens x 1"]
-    table = llmc("plan", folder, "--gpu-memory", "8GB", "--memory", "64GB").out.partition("run 512 tokens")[2]
-    assert "tokenizer" in table and "embedding" not in table
 
 
 def test_inspect_as_json_has_the_plan_and_the_memory(llmc: Any, save: Callable[..., Path]):

@@ -20,7 +20,6 @@ from llmc.runtime.host.probe import (
     probe_driver,
     run_steps,
     step_commands,
-    try_import,
 )
 from llmc.runtime.host.probe_steps import Device, Driver, Library
 
@@ -126,28 +125,6 @@ def test_a_library_that_hangs_when_imported_is_found_by_its_own_step(modules: Ca
     modules(onnxruntime="import time; time.sleep(600)")
     found = probe(SHORT_S, tmp_path, {**commands(), "onnxruntime": step_commands()["onnxruntime"]}).libraries
     assert found["onnxruntime"] == Library("hung", "no answer within 0.5 s")
-
-
-def test_a_module_is_tried_apart(modules: Callable[..., Path]):
-    modules(
-        crashing="import os; os.abort()",
-        failing="raise RuntimeError('broken')",
-        printing="import sys; print('banner'); sys.stdout.flush()",
-        hanging="import time; time.sleep(600)",
-    )
-    found = {name: try_import(name, PATIENCE_S) for name in ("crashing", "failing", "printing")}
-    assert found == {
-        "crashing": Library("crashed", "ended by SIGABRT"),
-        "failing": Library("failed", "RuntimeError: broken"),
-        "printing": Library("ok", ""),
-    }
-    assert try_import("hanging", SHORT_S) == Library("hung", "no answer within 0.5 s")
-    assert not {*found, "hanging"} & set(sys.modules)
-
-
-def test_where_no_process_starts_nothing_is_tried(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    assert try_import("json").state == "failed"
 
 
 def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch):
