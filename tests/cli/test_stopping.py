@@ -135,7 +135,7 @@ def test_build_says_that_it_was_terminated_and_clears_the_export_away(
 
 
 def test_rebuild_says_that_it_was_terminated(llmc: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    stopped_in("llmc.optimize.tensorrt.rebuild.rebuild", monkeypatch)
+    stopped_in("llmc.optimize.rebuild.rebuild", monkeypatch)
     ran = llmc("build", "--rebuild", folder(tmp_path / "bundle", "llmc.json"))
     assert (ran.code, ran.err) == (TERMINATED, "terminated\n")
 

@@ -301,9 +301,7 @@ def on_gpu(served: Manifest, tiny_tokenizer: Any) -> Iterator[Callable[..., Engi
     """Makes engines for a bundle whose cache lies on a GPU."""
     plan = EngineConfig(
         file="engine.plan",
-        form="native",
         compute="float16",
-        capacity=FIXED,
         buckets=(256, FIXED),
         decode=Profile(8, 1, 1),
         prefill=Profile(1, 128, 8),
@@ -315,7 +313,6 @@ def on_gpu(served: Manifest, tiny_tokenizer: Any) -> Iterator[Callable[..., Engi
         hardware_compatibility="none",
         stripped=False,
         verified="cpu",
-        inspector="engine.json",
     )
     memory = replace(served.memory, cache_per_token=0, workspace_per_token=0)
     manifest = replace(served, engine=plan, device=BYTES, memory=memory)
