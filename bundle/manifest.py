@@ -47,9 +47,9 @@ CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Invariance:
-    """Calls of a graph that compute the same bits for a token, whatever is computed beside it; found by measuring.
+    """Calls of a graph that compute the same bits for a token, whatever is computed beside it; measured.
 
-    Each number is 1 if calls of any size do, 2 if those of an even size do, and 0 if nothing is known to.
+    Each number is 1 if calls of any size do, 2 if those of an even size do, 0 if none is known to.
 
     Attributes:
         rows: of calls with one new token in each of several rows, how many rows.
@@ -349,10 +349,9 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class GoldenPrompt:
-    """One self-test case. Logits belong to the position after the prompt, by the calls that replaying makes:
-    ``top_logits`` on the graph of prefill, empty where the machine that built the bundle could not run it, and
-    ``decode_logits`` of the same ids on that of decode, which stands in for the other there. ``margins`` are gaps in
-    logits between the first and second choice at each generated token (a tie may fall the other way elsewhere)."""
+    """One self-test case. Logits are those after the prompt: ``top_logits`` by the graph of prefill, empty where the
+    building machine could not run it, ``decode_logits`` of the same ids by that of decode. ``margins`` are gaps between
+    the first and second choice at each generated token (a tie may fall the other way elsewhere)."""
 
     prompt: TokenIds
     tokens: TokenIds

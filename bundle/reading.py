@@ -129,9 +129,9 @@ def of_same(folder: Path, known: tuple[int, ...] | None, work: Callable[[Path], 
 
 
 def standing(folder: Path) -> tuple[int, ...] | None:
-    """Identity of what is published in ``folder`` for as long as it stands there: of a folder that is moved away and
-    comes back, too, another one. A change in the same tick of the file system's clock would be missed, so this waits
-    until a change is older."""
+    """Identity of what is published in ``folder``, another one also of a folder that was moved away and came back.
+
+    A change in the same tick of the file system's clock would be missed, so this waits until a change is older."""
     try:
         found = folder.stat()
         if 0 <= time.time_ns() - found.st_ctime_ns < TICK_S * 1e9:

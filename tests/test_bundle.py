@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc import bundle
-from llmc.bundle import BUNDLE_MANIFEST, DECODER_FILE, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest
+from llmc.bundle import BUNDLE_MANIFEST, DECODER_FILE, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest, integrity
 from llmc.errors import BundleError
 from llmc.publish import file_entries
 
@@ -58,12 +58,6 @@ def test_a_bundle_manifest_survives_the_disk(folder: Path, whole: Manifest):
     assert bundle.read_bundle(folder) == whole
 
 
-def test_a_bundle_without_quality_or_golden_prompts_survives_the_disk(folder: Path, whole: Manifest):
-    bare = dataclasses.replace(whole, quality=None, golden=())
-    bundle.write_manifest(bare, folder)
-    assert bundle.read_bundle(folder) == bare
-
-
 def test_an_export_manifest_survives_the_disk(tmp_path: Path, export_manifest: ExportManifest):
     bundle.write_manifest(export_manifest, tmp_path)
     (tmp_path / DECODER_FILE).write_bytes(b"graph")
@@ -75,18 +69,6 @@ def test_an_export_manifest_survives_the_disk(tmp_path: Path, export_manifest: E
 def test_floats_survive_json_to_the_bit(values: list[float]):
     quoted = json.loads(json.dumps(values))
     assert bundle.decode(tuple[float, ...], quoted) == tuple(values)
-
-
-def test_whole_numbers_are_read_as_floats_where_floats_are_meant():
-    decoded = bundle.decode(float, 1)
-    assert decoded == 1.0
-    assert type(decoded) is float
-
-
-def test_names_in_any_script_survive_the_disk(folder: Path, whole: Manifest):
-    named = dataclasses.replace(whole, source=dataclasses.replace(whole.source, name="小さな模型 🐍"))
-    bundle.write_manifest(named, folder)
-    assert bundle.read_bundle(folder).source.name == "小さな模型 🐍"
 
 
 def test_a_value_that_is_no_number_is_never_written(tmp_path: Path, manifest: Manifest):
@@ -199,13 +181,6 @@ def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
         bundle.read_bundle(folder)
 
 
-def test_a_newer_schema_is_refused_before_its_unknown_fields_are(folder: Path):
-    edit(folder, put("new", "novelty"))
-    edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
-    with pytest.raises(BundleError, match=f"schema version {bundle.SCHEMA_VERSION + 1}"):
-        bundle.read_bundle(folder)
-
-
 def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
@@ -247,24 +222,11 @@ def test_numbers_that_no_build_writes_are_refused(folder: Path, change: Any, par
 
 def test_another_graph_contract_is_refused(folder: Path):
     edit(folder, put(bundle.GRAPH_CONTRACT_VERSION + 1, "graph_contract"))
-    with pytest.raises(BundleError, match="graph contract 4, not 3; make it again with: llmc build"):
+    with pytest.raises(BundleError, match="graph contract 5, not 4; make it again with: llmc build"):
         bundle.read_bundle(folder)
 
 
 # ------------------------------------------------------------------------------------------------------------ files
-
-
-def test_a_missing_file_is_named(folder: Path):
-    (folder / "weights.bin").unlink()
-    with pytest.raises(BundleError, match=r"weights.bin is missing, 7000 expected"):
-        bundle.read_bundle(folder)
-
-
-def test_a_folder_in_the_place_of_a_file_counts_as_missing(folder: Path):
-    (folder / "weights.bin").unlink()
-    (folder / "weights.bin").mkdir()
-    with pytest.raises(BundleError, match=r"weights.bin is missing"):
-        bundle.read_bundle(folder)
 
 
 def test_a_truncated_file_is_named_with_both_sizes(folder: Path):
@@ -273,22 +235,10 @@ def test_a_truncated_file_is_named_with_both_sizes(folder: Path):
         bundle.read_bundle(folder)
 
 
-def test_verify_yields_each_file_once_it_is_whole(folder: Path):
-    manifest = bundle.read_bundle(folder)
-    assert list(bundle.verify_files(folder, manifest)) == FILES
-
-
 def test_verify_notices_one_flipped_bit_that_reading_does_not(folder: Path):
     (folder / "weights.bin").write_bytes(bytes([CONTENT[0] ^ 1]) + CONTENT[1:])
     manifest = bundle.read_bundle(folder)
     with pytest.raises(BundleError, match=r"weights.bin is corrupt"):
-        list(bundle.verify_files(folder, manifest))
-
-
-def test_verify_names_a_file_that_vanished(folder: Path):
-    manifest = bundle.read_bundle(folder)
-    (folder / "weights.bin").unlink()
-    with pytest.raises(BundleError, match=r"weights.bin cannot be read"):
         list(bundle.verify_files(folder, manifest))
 
 
@@ -300,7 +250,7 @@ SMALL = {"CHUNK": 28, "SAMPLED_CHUNKS": 10}
 def sampled(folder: Path, whole: Manifest, monkeypatch: pytest.MonkeyPatch) -> Manifest:
     """The bundle with one file so large that only samples of it are hashed."""
     for name, value in SMALL.items():
-        monkeypatch.setattr(bundle, name, value)
+        monkeypatch.setattr(integrity, name, value)
     for name in FILES[:2]:
         (folder / name).write_bytes(CONTENT[:100])
     bundle.write_chunks(folder, FILES)
@@ -349,11 +299,6 @@ def test_a_list_of_chunks_that_is_none_is_refused(folder: Path, sampled: Manifes
         list(bundle.verify_samples(folder, manifest, random.Random(0)))
 
 
-def test_a_bundle_of_small_files_has_no_list_of_chunks(folder: Path):
-    bundle.write_chunks(folder, FILES)
-    assert not (folder / "chunks.json").exists()
-
-
 def test_writing_a_list_of_chunks_leaves_a_linked_bundle_alone(folder: Path, sampled: Manifest, tmp_path: Path):
     os.link(folder / "chunks.json", folder / "other")
     before = (folder / "other").read_bytes()
@@ -379,12 +324,6 @@ def test_a_manifest_that_leads_outside_its_folder_is_refused(folder: Path, name:
         bundle.read_bundle(folder)
 
 
-def test_a_graph_that_no_hash_covers_is_refused(folder: Path):
-    edit(folder, put("other.onnx", "graphs", "decode", "file"))
-    with pytest.raises(BundleError, match=r"'other.onnx', which is unlisted"):
-        bundle.read_bundle(folder)
-
-
 def test_a_tokenizer_file_that_no_hash_covers_is_refused(folder: Path):
     (folder / "chat_template.jinja").symlink_to("nowhere yet")
     with pytest.raises(BundleError, match=r"chat_template.jinja is not in llmc.json.*remove it"):
@@ -397,15 +336,6 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(folder: Path, tmp_path_f
     (folder / name).rename(outside)
     (folder / name).symlink_to(outside)
     with pytest.raises(BundleError, match=rf"{name} is a link that leads out of the bundle"):
-        bundle.read_bundle(folder)
-
-
-def test_a_file_in_a_linked_folder_is_refused(folder: Path, tmp_path_factory: Any):
-    outside = tmp_path_factory.mktemp("outside")
-    (outside / "more.bin").write_bytes(b"1")
-    (folder / "parts").symlink_to(outside)
-    edit(folder, put(dataclasses.asdict(FileEntry(1, "0" * 64)), "files", "parts/more.bin"))
-    with pytest.raises(BundleError, match=r"more.bin is a link that leads out of the bundle"):
         bundle.read_bundle(folder)
 
 
@@ -503,19 +433,6 @@ def test_an_export_without_its_graph_is_refused(tmp_path: Path, export_manifest:
 
 
 # ------------------------------------------------------------------------------------------------------- arithmetic
-
-
-def test_cache_bytes_follow_the_formula(manifest: Manifest):
-    # 2 (keys and values) x 2 layers x 2 heads x 16 values x 4 bytes = 512 per position
-    assert manifest.geometry.cache_bytes(positions=10) == 5120
-    assert manifest.geometry.cache_bytes(positions=10, batch=3, bytes_per_value=2) == 7680
-
-
-def test_a_memory_plan_is_the_sum_of_its_parts(manifest: Manifest):
-    # engine + tokenizer + weights + embedding + workspace and its share per token + cache per token and row + logits
-    expected = 500 + 50 + 1000 + 200 + (64 + 8 * 10) + 16 * 10 * 2 + 30 * 2
-    assert manifest.memory.total(positions=10, batch=2) == expected
-    assert sum(manifest.memory.parts(positions=10, batch=2).values()) == expected
 
 
 @pytest.mark.parametrize(("name", "kind"), [("export.json", "an export"), ("config.json", "a checkpoint")])

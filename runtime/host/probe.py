@@ -103,18 +103,6 @@ def probe_driver(timeout_s: float = TIMEOUT_S) -> Driver:
     return _finding(Driver, run_steps({"driver": step_commands()["driver"]}, timeout_s)["driver"])
 
 
-def try_import(module: str, timeout_s: float = TIMEOUT_S) -> Library:
-    """Import a module in a process of its own, with this one's ``sys.path``, and say what became of it.
-
-    Takes about as long as the import. ``state`` is failed too where no process can be started.
-    """
-    command = [*_step_start(), "import", module]
-    try:
-        return _finding(Library, run_steps({module: command}, timeout_s)[module])
-    except OSError as error:
-        return Library("failed", f"no process could be started: {error}")
-
-
 def _finding(kind: type[Found], answer: dict[str, Any]) -> Found:
     defaults = json.loads(json.dumps(asdict(kind("", ""))))
     try:

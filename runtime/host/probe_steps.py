@@ -1,6 +1,6 @@
 """The steps of a probe, each in a process of its own that may crash or hang without harm to whoever asked.
 
-Runs as a script, ``python probe_steps.py STEP`` or ``python probe_steps.py import MODULE``, and writes one JSON object:
+Runs as a script, ``python probe_steps.py STEP``, and writes one JSON object:
 the fields of a :class:`Driver` or a :class:`Library`. It imports only the standard library and what it examines, so it
 starts fast, and nothing but the examined library can go wrong.
 """
@@ -241,12 +241,6 @@ STEPS: dict[str, Callable[[], Driver | Library]] = {
 }
 
 
-def imported(name: str) -> Library:
-    """Import a module, and nothing else."""
-    importlib.import_module(name)
-    return Library("ok", "")
-
-
 def take(step: Callable[[], Driver | Library]) -> dict[str, Any]:
     """Take a step; an exception is a finding too."""
     try:
@@ -262,11 +256,11 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def main(name: str, module: str = "") -> None:
-    """Take the step ``name``, or import ``module``, and write what it finds; what libraries print goes to stderr."""
+def main(name: str) -> None:
+    """Take the step ``name`` and write what it finds; what libraries print goes to stderr."""
     result = os.dup(1)
     os.dup2(2, 1)
-    text = json.dumps(take(STEPS.get(name, partial(imported, module))))
+    text = json.dumps(take(STEPS[name]))
     with os.fdopen(result, "w", encoding="utf-8") as file:
         file.write(text)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from doubles.machines import NO_GPU, RTX_4090
 from doubles.plans import FULL
 
-from llmc.bundle import DeviceMemory, EngineConfig, FileEntry, Manifest, Profile, Target, read_bundle, write_manifest
+from llmc.bundle import DeviceMemory, EngineConfig, FileEntry, Manifest, Profile, Target, write_manifest
 from llmc.cli.build import build_command
 from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.optimize.build import BuildReport
@@ -23,7 +22,7 @@ from llmc.runtime.host.machine import Available
 from llmc.runtime.selftest import VerifyReport
 
 MB = 1_000_000
-NOT_BUILT = {"file": "", "select": "", "candidates": 0, "inspector": ""}
+NOT_BUILT = {"file": "", "select": "", "candidates": 0}
 MEMORY = DeviceMemory(context=400 * MB, weights=50 * MB, workspace=30 * MB, cache_per_token=1 * MB, logits=2 * MB)
 PLAN = dataclasses.replace(FULL, decode=Profile(4, 1, 1))
 
@@ -83,10 +82,10 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
         folder.mkdir()
         plan = dataclasses.replace(engine, **changes) if engine is not None else None
         names = ["decode.onnx"]
-        names += [name for name in (plan.file, plan.select, plan.inspector) if name] if plan else []
+        names += [name for name in (plan.file, plan.select) if name] if plan else []
         for name in names:
             (folder / name).write_bytes(b"x" * 1000)
-        there = Target(target, target, "10.3.0", "10.3")
+        there = Target(target, target, "10.16.1", "10.15")
         made = dataclasses.replace(
             manifest,
             target=there,
@@ -105,8 +104,7 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-@pytest.mark.parametrize("target", ["cuda", "tensorrt", "tensorrt-rtx"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4", "fp8", "fp32"])
+@pytest.mark.parametrize(("target", "precision"), [("cuda", "fp16"), ("tensorrt", "bf16"), ("tensorrt-rtx", "fp8")])
 def test_target_and_precision_reach_the_library(
     llmc: Any, library: FakeLibrary, export_folder: Path, target: str, precision: str
 ):
@@ -116,22 +114,16 @@ def test_target_and_precision_reach_the_library(
 
 
 def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: FakeLibrary, export_folder: Path):
-    options = ["--form", "native", "--compute-capabilities", "8.6,8.9", "--hardware-compatibility", "ampere"]
+    options = ["--compute-capabilities", "8.6,8.9", "--hardware-compatibility", "ampere"]
     options += ["--version-compatible", "--stripped", "--deferred"]
     assert llmc("build", export_folder, "-o", "out", "--target", "tensorrt-rtx", *options).code == 0
     assert library.built[0]["engine"] == EngineRequest(
-        form="native",
         compute_capabilities="8.6,8.9",
         hardware_compatibility="ampere",
         version_compatible=True,
         stripped=True,
         deferred=True,
     )
-
-
-def test_a_flag_that_is_not_given_leaves_the_choice_to_the_recipe(llmc: Any, library: FakeLibrary, export_folder: Path):
-    llmc("build", export_folder, "-o", "out", "--target", "tensorrt", "--stripped")
-    assert library.built[0]["engine"] == EngineRequest(stripped=True)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +136,6 @@ def test_a_flag_that_is_not_given_leaves_the_choice_to_the_recipe(llmc: Any, lib
         (["--target", "gpu"], "target 'gpu' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
         (["--target", "cuda", "--stripped"], "engine: is for TensorRT, the target is cuda"),
         (["--target", "cuda", "--bf16"], "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
-        (["--form", "native"], "engine: is for TensorRT, the target is cpu"),
         (
             ["--target", "tensorrt-rtx", "--deferred", "--compute-capabilities", "8.9"],
             "a deferred engine is for the GPU",
@@ -153,7 +144,6 @@ def test_a_flag_that_is_not_given_leaves_the_choice_to_the_recipe(llmc: Any, lib
             ["--target", "tensorrt", "--deferred", "--hardware-compatibility", "any"],
             "expected one of none, ampere, same",
         ),
-        (["--target", "tensorrt", "--deferred", "--form", "fast"], "expected one of native, primitives"),
     ],
 )
 def test_contradictions_exit_with_2_and_one_sentence(
@@ -196,11 +186,6 @@ def test_a_rebuild_is_in_place_unless_it_is_told_where(
     assert f"wrote {there}" in ran.out
 
 
-def test_a_rebuild_reports_as_json(llmc: Any, library: FakeLibrary, export_folder: Path):
-    report = json.loads(llmc("build", "--rebuild", export_folder, "--json").out)
-    assert (report["output"], report["size"]) == (str(export_folder), 5 * MB)
-
-
 VALUES = {"text": "notes.txt", "calibration": "notes.txt", "plot": "plot.png"}
 LOOKED_AT = {"source", "output", "rebuild", "force", "as_json", "debug", "help"}
 
@@ -215,19 +200,6 @@ def test_choices_that_a_rebuild_does_not_look_at_are_refused(
     ran = llmc("build", "--rebuild", export_folder, flag, *([] if option.is_flag else [value]))
     assert (ran.code, library.rebuilt) == (2, [])
     assert f"{flag} means nothing to --rebuild, whose graph and options are the bundle's" in ran.err
-
-
-def test_the_default_target_may_be_said_of_a_build_but_not_of_a_rebuild(
-    llmc: Any, library: FakeLibrary, export_folder: Path
-):
-    assert llmc("build", export_folder, "-o", "out", "--target", "cpu").code == 0
-    assert llmc("build", export_folder, "--rebuild", "--target", "cpu").code == 2
-
-
-def test_without_rebuild_an_output_is_needed(llmc: Any, library: FakeLibrary, export_folder: Path):
-    ran = llmc("build", export_folder, "--target", "tensorrt")
-    assert (ran.code, library.built) == (2, [])
-    assert "Missing option '-o' / '--output'" in ran.err
 
 
 def test_a_bundle_for_the_cpu_cannot_be_rebuilt(llmc: Any, tiny_bundle: Path):
@@ -248,12 +220,6 @@ def test_verify_says_what_it_was_verified_on(
     assert library.verified == [{"bundle": folder, "threads": None, "emulate": bool(flags)}]
     assert ran.code == 0
     assert ("as far as the CPU can tell: the GPU was not used" in ran.out) == bool(flags)
-
-
-def test_verify_of_a_bundle_for_the_cpu_speaks_of_no_gpu(llmc: Any, library: FakeLibrary, tiny_bundle: Path):
-    assert llmc("verify", tiny_bundle, "--emulate").out.endswith(
-        f"{tiny_bundle} is sound; it is for the CPU, so --emulate changed nothing\n"
-    )
 
 
 @pytest.mark.parametrize("command", [["run", "-p", "Hello"], ["eval"]], ids=lambda c: c[0])
@@ -314,21 +280,6 @@ def test_a_plan_for_a_gpu_has_a_stage_on_it(llmc: Any, tiny_export: Path, probed
     assert parts["context"] == 500 * MB
 
 
-def test_precisions_change_the_weights_on_the_gpu(llmc: Any, tiny_export: Path, probed: Callable[[Any], None]):
-    probed(NO_GPU)
-    weights = {
-        precision: gpu_stage(llmc("plan", tiny_export, "--target", "tensorrt", f"--{precision}", "--json").out)[
-            "parts"
-        ]["weights"]
-        for precision in ("fp32", "fp16", "bf16", "int8", "int4", "fp8")
-    }
-    assert weights["fp32"] == 2 * weights["fp16"] == 2 * weights["bf16"]
-    # A tied table of floats lies there once, one of integers by columns and by rows.
-    assert weights["fp16"] > 1.5 * weights["int8"]
-    assert weights["int8"] > 1.5 * weights["int4"]
-    assert weights["int8"] <= weights["fp8"] < weights["fp16"]
-
-
 def test_without_a_gpu_the_plan_says_so_and_fits(llmc: Any, tiny_export: Path, probed: Callable[[Any], None]):
     probed(NO_GPU)
     ran = llmc("plan", tiny_export, "--target", "tensorrt")
@@ -352,20 +303,6 @@ def test_a_gpu_that_is_too_small_exits_with_1_and_numbers(llmc: Any, tiny_export
     assert f"GPU: {(needed - 1) / MB:.1f} MB (--gpu-memory)" in llmc(*order, "--gpu-memory", needed - 1).out
 
 
-def test_the_machines_memory_is_not_the_gpus(llmc: Any, tiny_export: Path, probed: Callable[[Any], None]):
-    probed(RTX_4090)
-    ran = llmc("plan", tiny_export, "--target", "tensorrt", "--memory", "100MB", "--json")
-    fits = {stage["stage"]: stage["fits"] for stage in json.loads(ran.out)["stages"]}
-    assert (ran.code, fits) == (1, {"build": False, "run": False, "run on the GPU": True})
-
-
-def test_a_plan_for_the_cpu_asks_no_gpu(llmc: Any, tiny_export: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: pytest.fail("the GPU was looked for"))
-    ran = llmc("plan", tiny_export, "--memory", "64GB")
-    assert ran.code == 0
-    assert "GPU" not in ran.out
-
-
 def test_a_bundles_plan_has_the_cache_that_its_engine_takes(
     llmc: Any, save: Callable[..., Path], probed: Callable[[Any], None]
 ):
@@ -376,15 +313,6 @@ def test_a_bundles_plan_has_the_cache_that_its_engine_takes(
     assert stage["parts"] == MEMORY.parts(512, 2)
     short = gpu_stage(llmc("plan", folder, "--gpu-memory", "800MB", "--json").out)
     assert (short["fits"], short["largest_context"], short["largest_batch"]) == (False, 0, 0)
-
-
-def test_a_bundle_of_buckets_takes_the_one_that_holds_the_context(
-    llmc: Any, save: Callable[..., Path], probed: Callable[[Any], None]
-):
-    probed(NO_GPU)
-    folder = save(form="primitives", capacity=0)
-    assert gpu_stage(llmc("plan", folder, "--max-context", 100, "--json").out)["parts"]["cache"] == 256 * MB
-    assert gpu_stage(llmc("plan", folder, "--gpu-memory", "800MB", "--json").out)["largest_context"] == 256
 
 
 def test_an_engine_that_is_yet_to_be_made_is_a_stage_ahead(
@@ -413,10 +341,10 @@ def rows(out: str) -> dict[str, str]:
 
 def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path]):
     shown = rows(llmc("inspect", save()).out)
-    assert shown["target"] == "tensorrt, tensorrt 10.3.0 (needs 10.3 or newer)"
+    assert shown["target"] == "tensorrt, tensorrt 10.16.1 (needs 10.15 or newer)"
     assert shown["engine"] == "engine.plan, runs on newer libraries, without weights, which come from the graph's file"
     assert shown["engine runs on"] == "linux-aarch64, compute capability 8.7"
-    assert shown["form"] == "native, in float16"
+    assert shown["computes in"] == "float16"
     assert shown["buckets"] == "256, 512 positions"
     assert shown["calls"] == "decode of 4 rows, prefill of 128 tokens with logits of 32"
     assert shown["candidates"] == "the 64 largest logits"
@@ -424,7 +352,7 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
     assert shown["GPU memory at 512 tokens x 1"] == (
         "994.0 MB = 400.0 MB context + 50.0 MB weights + 30.0 MB workspace + 512.0 MB cache + 2.0 MB logits"
     )
-    assert not {"CPU features", "compiler flags", "built instead", "attention kernels"} & shown.keys()
+    assert not {"CPU features", "compiler flags"} & shown.keys()
 
 
 @pytest.mark.parametrize(
@@ -440,13 +368,6 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
         ({"compute_capabilities": ("8.6", "8.9")}, "engine runs on", "linux-aarch64, compute capability 8.6 or 8.9"),
         ({"select": "", "candidates": 0}, "candidates", "none, all logits are copied"),
         ({"flags": "-peep:fc_h_fusion=off"}, "compiler flags", "-peep:fc_h_fusion=off"),
-        ({"fallback": "scales in float32"}, "built instead", "scales in float32"),
-        ({"decomposed": ()}, "attention kernels", "fused"),
-        (
-            {"decomposed": ("decode", "prefill")},
-            "attention kernels",
-            "none of its own in decode and prefill, slow for long contexts",
-        ),
         (
             {**NOT_BUILT, "stripped": False, "version_compatible": False},
             "engine",
@@ -465,24 +386,10 @@ def test_inspect_says_what_is_different(
     assert rows(llmc("inspect", save(**changes)).out)[name] == words
 
 
-def test_inspect_names_no_version_and_no_part_that_is_not_there(llmc: Any, save: Callable[..., Path]):
-    folder = save(**NOT_BUILT)
-    manifest = read_bundle(folder)
-    deferred = dataclasses.replace(manifest.target, engine_version="none")
-    host = dataclasses.replace(manifest.memory, weights=0, embedding=0)
-    write_manifest(dataclasses.replace(manifest, target=deferred, memory=host), folder)
-    shown = rows(llmc("inspect", folder).out)
-    assert shown["target"] == "tensorrt, tensorrt 10.3 or newer"
-    assert not re.search(r"\b0 B", "".join(shown.values()))
-    assert "weights" not in shown["memory at 512 tokens x 1"]
-    table = llmc("plan", folder, "--gpu-memory", "8GB", "--memory", "64GB").out.partition("run 512 tokens")[2]
-    assert "tokenizer" in table and "embedding" not in table
-
-
 def test_inspect_as_json_has_the_plan_and_the_memory(llmc: Any, save: Callable[..., Path]):
     found = json.loads(llmc("inspect", save(), "--json").out)
     engine = found["bundle"]["engine"]
-    assert (engine["form"], engine["buckets"], engine["compute_capabilities"]) == ("native", [256, 512], ["8.7"])
+    assert (engine["buckets"], engine["compute_capabilities"]) == ([256, 512], ["8.7"])
     assert engine["verified"] == "cpu"
     assert found["device_memory"] == {
         "context": 512,
@@ -495,7 +402,7 @@ def test_inspect_as_json_has_the_plan_and_the_memory(llmc: Any, save: Callable[.
 def test_inspect_of_a_bundle_for_cuda_has_memory_and_no_engine(llmc: Any, save: Callable[..., Path]):
     shown = rows(llmc("inspect", save(None, "cuda")).out)
     assert "GPU memory at 512 tokens x 1" in shown
-    assert not {"engine", "buckets", "form", "CPU features"} & shown.keys()
+    assert not {"engine", "buckets", "computes in", "CPU features"} & shown.keys()
 
 
 def test_inspect_of_a_bundle_for_the_cpu_has_no_gpu(llmc: Any, tiny_bundle: Path):

@@ -43,7 +43,7 @@ def test_a_server_is_described_in_rows(llmc, machine: Callable[[Probe], None]):
     assert (ran.code, ran.err) == (0, "")
     assert shown["driver"] == "CUDA 13.0, kernel module 580.95.05"
     assert shown["GPU 0"] == "NVIDIA H200, compute capability 9.0, 150.00 GB memory, 149.00 GB free"
-    assert shown["tensorrt"] == "11.4.0.106 for CUDA 13: native, runtime, builder"
+    assert shown["tensorrt"] == "11.4.0.106 for CUDA 13: runtime, builder"
     assert shown["target tensorrt"] == "ready"
     assert shown["target tensorrt-rtx"] == "can build, not run"
     assert "tensorrt-rtx does not list compute capability 9.0 (NVIDIA H200): use the target tensorrt or cuda" in ran.out
@@ -82,8 +82,8 @@ def test_json_holds_the_probe_and_the_verdicts(llmc, machine: Callable[[Probe], 
     machine(ORIN)
     found = json.loads(llmc("doctor", "--json").out)
     assert found["probe"]["jetson"]["power_mode"] == {"number": 1, "name": "25W"}
-    assert found["targets"]["tensorrt"]["state"] == "can run and rebuild"
-    assert found["targets"]["tensorrt"]["runs"] is True
+    assert found["targets"]["tensorrt"]["state"] == "not possible"
+    assert found["targets"]["tensorrt"]["runs"] is False
     assert found["targets"]["cuda"]["obstacles"][0]["blocks"] == ["run"]
     assert found["bundle"] is None
 

@@ -12,7 +12,7 @@ PACKAGES = {"numpy": "2.4.6", "tokenizers": "0.23.3", "onnx": "1.23.2", "onnx-ir
 MISSING = Library("missing", "No module named this")
 CPU_RUNTIME = Library("ok", "", "1.31.1", "", ("CPUExecutionProvider",))
 GPU_RUNTIME = Library("ok", "", "1.31.1", "13", ("CUDAExecutionProvider", "CPUExecutionProvider", "cuda"))
-NATIVE = ("native", "runtime", "builder")
+WHOLE = ("runtime", "builder")
 
 NO_GPU = Probe(
     platform="linux-x86_64",
@@ -23,7 +23,7 @@ NO_GPU = Probe(
         "cuda-bindings": Library("ok", "no driver", "13.5.0", "13", ()),
         "onnxruntime": CPU_RUNTIME,
         "tensorrt": MISSING,
-        "tensorrt-rtx": Library("ok", "", "1.7.1.116", "13", NATIVE),
+        "tensorrt-rtx": Library("ok", "", "1.7.1.116", "13", WHOLE),
     },
     packages=PACKAGES,
     system_tensorrt=(),
@@ -42,8 +42,8 @@ def server(name: str, capability: str, memory: int, kernel: str = "580.95.05", c
         libraries={
             "cuda-bindings": Library("ok", "", "13.5.0", "13", ("initialised",)),
             "onnxruntime": GPU_RUNTIME,
-            "tensorrt": Library("ok", "", "11.4.0.106", "13", NATIVE),
-            "tensorrt-rtx": Library("ok", "", "1.7.1.116", "13", NATIVE),
+            "tensorrt": Library("ok", "", "11.4.0.106", "13", WHOLE),
+            "tensorrt-rtx": Library("ok", "", "1.7.1.116", "13", WHOLE),
         },
     )
 
@@ -94,7 +94,7 @@ THOR = replace(
     libraries={
         "cuda-bindings": Library("ok", "", "13.5.0", "13", ("initialised",)),
         "onnxruntime": CPU_RUNTIME,
-        "tensorrt": Library("ok", "", "10.16.2", "", NATIVE),
+        "tensorrt": Library("ok", "", "10.16.2", "", WHOLE),
         "tensorrt-rtx": MISSING,
     },
     system_tensorrt=("3.12",),

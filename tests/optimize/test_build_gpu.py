@@ -214,20 +214,6 @@ def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(
         verify(output, emulate=True)
 
 
-def test_overrides_and_the_head_keep_their_own_precision(exported: Callable[[str], Any], tmp_path: Path):
-    report = build(
-        exported(UNTIED).export, tmp_path / "bundle", target="tensorrt", recipe=INT4, engine=DEFERRED, **SMALL
-    )
-    graph = onnx.load(report.output / "decoder.onnx", load_external_data=False).graph
-    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    stored = {node.name: types[node.input[0]] for node in graph.node if node.op_type == "DequantizeLinear"}
-    wide = {name for name in stored if "down_proj" in name or "lm_head" in name}
-    assert len(wide) == 3
-    assert {stored[name] for name in wide} == {onnx.TensorProto.INT8}
-    assert {stored[name] for name in stored.keys() - wide} == {onnx.TensorProto.INT4}
-    assert len([name for name in stored if "o_proj" in name]) == 2
-
-
 def test_static_activations_are_calibrated(reads_text: Path, tmp_path: Path):
     recipe = Request(precision="int8", activations="static", smoothing=0.5)
     asked = CalibrationRequest(StreamedDecoder, samples=2, length=32)

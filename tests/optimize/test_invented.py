@@ -47,8 +47,6 @@ LOWERINGS: dict[str, tuple[str, QuantConfig, dict[str, int]]] = {
     "cuda int4": ("cuda", FOUR, {"": 21, "com.microsoft": 1}),
     "tensorrt": ("tensorrt", Computed(), {"": 24}),
     "tensorrt int8": ("tensorrt", WeightOnly(Grid(8, positive=True)), {"": 24}),
-    "tensorrt-primitives": ("tensorrt-primitives", Computed(), {"": 21}),
-    "tensorrt-primitives int4": ("tensorrt-primitives", WeightOnly(Grid(4, 32, positive=True)), {"": 21}),
 }
 
 
@@ -147,7 +145,7 @@ def test_the_reference_layer_by_layer_computes_it_too(family, expected):
 # ---------------------------------------------------------------------------------------------------------- planted
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "tensorrt", "tensorrt-primitives"])
+@pytest.mark.parametrize("name", ["cpu", "cuda", "tensorrt"])
 def test_swapped_tables_exceed_the_tolerance(lowering, geometry, expected, name):
     folder = lowered(lowering(name), name)
     model = ir.load(folder / DECODER_FILE)
@@ -160,7 +158,7 @@ def test_swapped_tables_exceed_the_tolerance(lowering, geometry, expected, name)
     assert difference(logits(folder, geometry), expected) > 100 * FLOAT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "tensorrt", "tensorrt-primitives"])
+@pytest.mark.parametrize("name", ["cpu", "cuda", "tensorrt"])
 @pytest.mark.parametrize("part", ["linears", "norms", "attentions", "mlps"])
 def test_a_part_that_the_manifest_does_not_list_is_noticed(lowering, geometry, part, name):
     if part == "mlps" and name.startswith("tensorrt"):

@@ -71,7 +71,6 @@ min_agreement = 0.9
 max_perplexity_increase = 1
 
 [engine]
-form = "primitives"
 compute_capabilities = "8.6"
 hardware_compatibility = "ampere"
 version_compatible = true
@@ -90,7 +89,7 @@ decode_top1_agreement = 0.99
     assert list(request.layers.items()) == [("*.mlp.down_proj", "int8"), ("model.layers.0.*", "fp32")]
     assert request.budget == Budget(0.1, 0.9, 1.0)
     assert request.expected == Expected(0.01, 0.0, 0.99)
-    assert request.engine == EngineRequest("primitives", "8.6", "ampere", True, False, False, 2_000_000, 3)
+    assert request.engine == EngineRequest("8.6", "ampere", True, False, False, 2_000_000, 3)
     assert replace(request, layers=None, budget=None, engine=None, expected=None) == Request(
         "all keys", "int4", "awq+gptq", 64, False, "int8", "split", "static", 0.5, "wanda", "int8-channel", "float32",
         None, False, 9, 2, 5,

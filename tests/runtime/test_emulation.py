@@ -20,7 +20,7 @@ from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 # Largest difference of logits in float32: the same sums in another order. Found: 2e-5. A length that is off by one is
 # noticed, see below.
 TOLERANCE = 2e-4
-KINDS = ("native", "primitives", "cuda")
+KINDS = ("tensorrt", "cuda")
 CONTEXT, ROWS, CHUNK = 600, 4, 64
 IDS = np.random.default_rng(3).integers(3, 4096, 300).tolist()
 PROMPTS = (
@@ -36,7 +36,7 @@ Logits = np.ndarray
 
 @pytest.fixture(scope="module")
 def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Bundles of the small model in float32: each form for TensorRT, without an engine, and the one for CUDA."""
+    """Bundles of the small model in float32: for TensorRT, without an engine, and for CUDA."""
     from llmc.optimize.build import build
     from llmc.optimize.recipe import Request
     from llmc.optimize.recipe.engine import EngineRequest
@@ -45,12 +45,12 @@ def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
     def get(kind: str) -> Path:
         if kind not in made:
-            target, engine = ("cuda", None) if kind == "cuda" else ("tensorrt", EngineRequest(deferred=True, form=kind))
+            engine = None if kind == "cuda" else EngineRequest(deferred=True)
             recipe = Request(precision="fp32", prefill_chunk=CHUNK, max_context=CONTEXT, max_batch=ROWS)
             output = tmp_path_factory.mktemp(kind) / "bundle"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
-                made[kind] = build(tiny_export, output, target=target, recipe=recipe, engine=engine).output
+                made[kind] = build(tiny_export, output, target=kind, recipe=recipe, engine=engine).output
         return made[kind]
 
     return get

@@ -4,21 +4,16 @@ Both have the same Python interface. TensorRT keeps one logger per process (a se
 one object whose listeners come and go.
 """
 
-import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from llmc.bundle import version
 from llmc.errors import GpuError, MissingExtraError, UsageError, install_command, require, text_of
-from llmc.runtime.host.disk_cache import entry, published
-from llmc.runtime.host.probe import TIMEOUT_S, try_import
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +33,6 @@ LIBRARIES = {
     "tensorrt": _Library("tensorrt", (10, 15), lambda: _INSTALL),  # the first with native caches and attention
     "tensorrt-rtx": _Library("tensorrt_rtx", (1, 7), partial(install_command, "tensorrt-rtx")),
 }
-# What every version has; the remains of a broken installation do not.
-NAMES = ("Builder", "Runtime", "OnnxParser", "ILogger", "Logger", "HardwareCompatibilityLevel", "DataType")
-IMPORTED = "imported"  # the cache's kind of libraries that were imported without harm
 _DRIVER = "install NVIDIA's driver, or free the GPU if it is out of memory; llmc doctor tells what is there"
 
 
@@ -122,7 +114,7 @@ def load_library(engine: str) -> Any:
     Raises:
         UsageError: the engine is none of those.
         MissingExtraError: the library is not installed.
-        GpuError: it is too old, its files are incomplete, or importing it ends or holds a process.
+        GpuError: it is too old, or cannot be imported.
     """
     if engine not in LIBRARIES:
         raise UsageError(f"engine {engine!r} has no library of TensorRT's kind; expected {' or '.join(LIBRARIES)}")
@@ -130,27 +122,23 @@ def load_library(engine: str) -> Any:
     library = _imported(wanted, engine)
     found = str(getattr(library, "__version__", ""))
     if not found:
-        raise _broken(wanted, f"{_place(library)} has no __version__")
+        raise _broken(wanted, "it has no __version__")
     if version(found)[:2] < wanted.minimum:
         needed = ".".join(map(str, wanted.minimum))
         raise GpuError(
             f"{wanted.module} {found} is installed, llmc needs {needed} or later: {wanted.install()}; or build for the "
             "target cuda or cpu"
         )
-    lacking = [name for name in NAMES if not hasattr(library, name)]
-    if lacking:
-        raise _broken(wanted, f"{_place(library)} has no {', '.join(lacking)}")
     return library
 
 
 def _imported(wanted: _Library, engine: str) -> Any:
-    _try_apart(wanted)
     try:
         return require(wanted.module, engine)
     except MissingExtraError as error:
         hollow = sys.modules.get(wanted.module)
         if hollow is not None and getattr(hollow, "__file__", None) is None:  # a folder, taken for a package
-            raise _broken(wanted, f"{_place(hollow)} holds no code") from error
+            raise _broken(wanted, "its folder holds no code") from error
         raise MissingExtraError(
             f"{wanted.module} is not installed: {wanted.install()}; without it llmc verify, run and eval --emulate "
             "compute on the CPU, and llmc build of an export --deferred leaves the engine to a machine that has it"
@@ -164,45 +152,6 @@ def _broken(wanted: _Library, why: str) -> GpuError:
         f"{wanted.module} is installed and cannot be loaded ({why}): uninstall all packages of that library, remove "
         f"the folder {wanted.module} if one is left, then install it: {wanted.install()}"
     )
-
-
-def _place(library: Any) -> str:
-    """The place of a module: its file, or its folders where it has no file."""
-    places = (getattr(library, "__file__", None), *getattr(library, "__path__", ()))
-    return next((str(place) for place in places if place), "it")
-
-
-def _try_apart(wanted: _Library) -> None:
-    """Import the library in a process of its own first, once per installed file, for it may end a process or hold it.
-
-    Raises:
-        GpuError: it did.
-    """
-    identity = _identity(wanted.module)
-    if wanted.module in sys.modules or not identity:
-        return
-    tried = entry(IMPORTED, identity)
-    if tried.is_dir():
-        return
-    found = try_import(wanted.module, TIMEOUT_S)
-    if found.state in ("crashed", "hung"):
-        raise _broken(wanted, f"importing it {found.state}: {found.problem}")
-    if found.state == "ok":
-        with suppress(OSError), published(tried):
-            pass
-
-
-def _identity(module: str) -> str:
-    """A name for the file that an import would begin with; empty where there is none."""
-    try:
-        spec = find_spec(module)
-        if spec is None or spec.origin is None:
-            return ""
-        file = Path(spec.origin).stat()
-    except (ImportError, OSError, ValueError):
-        return ""
-    facts = (sys.executable, spec.origin, file.st_size, file.st_mtime_ns)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
 def made(library: Any, make: Any) -> Any:

@@ -38,25 +38,24 @@ def scaled(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
     return export(checkpoint, folder / "export").output
 
 
-def make(source: Path, output: Path, target: str, form: str | None, **recipe: Any) -> BuildReport:
-    engine = None if target == "cuda" else EngineRequest(deferred=True, form=form)
+def make(source: Path, output: Path, target: str, **recipe: Any) -> BuildReport:
+    engine = None if target == "cuda" else EngineRequest(deferred=True)
     return build(source, output, target=target, recipe=Request(**recipe), engine=engine, **SMALL)
 
 
 @pytest.mark.parametrize(
-    ("target", "form", "precision", "remedy"),
+    ("target", "precision", "remedy"),
     [
-        ("tensorrt", "native", "fp16", "build with --bf16 or --fp32"),
-        ("tensorrt", "primitives", "fp16", "build with --bf16 or --fp32"),
-        ("tensorrt", "native", "int8", "or for integers with compute = 'bfloat16' in the recipe"),
-        ("cuda", None, "fp16", "build with --fp32, or for TensorRT with --bf16"),
+        ("tensorrt", "fp16", "build with --bf16 or --fp32"),
+        ("tensorrt", "int8", "or for integers with compute = 'bfloat16' in the recipe"),
+        ("cuda", "fp16", "build with --fp32, or for TensorRT with --bf16"),
     ],
 )
 def test_a_model_whose_values_leave_float16_is_refused_by_the_names_of_its_nodes(
-    scaled: Path, tmp_path: Path, target: str, form: str | None, precision: str, remedy: str
+    scaled: Path, tmp_path: Path, target: str, precision: str, remedy: str
 ):
     with pytest.raises(BuildError, match=r"float16 overflows in \d+ values of this model, beginning with ") as refused:
-        make(scaled, tmp_path / "out" / "bundle", target, form, precision=precision)
+        make(scaled, tmp_path / "out" / "bundle", target, precision=precision)
     assert "model.layers.0.mlp." in str(refused.value)
     assert remedy in str(refused.value)
     assert list(tmp_path.iterdir()) == [], "nothing is published"
@@ -67,7 +66,7 @@ def test_what_onnxruntime_computes_of_such_a_model_on_the_cpu_looks_right(
 ):
     """Why golden prompts do not suffice: without the check this is published, with a divergence like any other's."""
     monkeypatch.setattr("llmc.optimize.judge.finished.check_range", lambda *_: None)
-    report = make(scaled, tmp_path / "bundle", "tensorrt", "native", precision="fp16")
+    report = make(scaled, tmp_path / "bundle", "tensorrt", precision="fp16")
     assert report.manifest.quality is not None
     kl = report.manifest.quality.phases["prefill"].mean_kl
     assert kl is not None and kl < LARGEST_KL
@@ -94,11 +93,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(("form", "precision"), [("native", "int8"), ("primitives", "int8"), ("native", "fp16")])
+@pytest.mark.parametrize("precision", ["int8", "fp16"])
 def test_every_products_result_is_looked_at_and_no_weight(
-    exported: Callable[[str], Any], tmp_path: Path, asked: list[str], form: str, precision: str
+    exported: Callable[[str], Any], tmp_path: Path, asked: list[str], precision: str
 ):
-    make(exported("llama-biases").export, tmp_path / "bundle", "tensorrt", form, precision=precision)
+    make(exported("llama-biases").export, tmp_path / "bundle", "tensorrt", precision=precision)
     for part in ("self_attn", "o_proj", "up_proj", "down_proj"):
         assert any(name.startswith("model.layers.1.") and part in name for name in asked), part
     assert not [name for name in asked if ".weight." in name], "those of a whole model would not fit in memory"

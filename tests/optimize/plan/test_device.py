@@ -30,11 +30,6 @@ def recipe(target: str = "tensorrt", **request: Any) -> Recipe:
     return resolve(Request(**request), capabilities(target), GEOMETRY.max_positions, "test")[0]
 
 
-def test_where_the_cache_is_swapped_it_is_planned_twice():
-    once, twice = (device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"), form) for form in ("native", "primitives"))
-    assert twice == replace(once, cache_per_token=2 * once.cache_per_token)
-
-
 def test_activations_grow_with_the_chunk_and_scores_with_the_context():
     def workspace(chunk: int, context: int) -> int:
         return device_plan(GEOMETRY, Limits(context, 4, chunk), recipe(precision="fp16")).workspace
@@ -53,7 +48,7 @@ def test_blocks_of_integers_are_expanded_one_matrix_at_a_time_for_cuda():
 def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path: Path):
     plan = device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"))
     (tmp_path / "engine.plan").write_bytes(b"x" * 1234)
-    engine = replace(PLAN, capacity=1024, buckets=(1024,), decode=Profile(4, 1, 1), compute_capabilities=())
+    engine = replace(PLAN, buckets=(1024,), decode=Profile(4, 1, 1), compute_capabilities=())
     assert with_engine(plan, tmp_path, engine) == replace(plan, weights=1234)
     for other in (None, replace(engine, file=""), replace(engine, stripped=True)):
         assert with_engine(plan, tmp_path, other) == plan

@@ -187,14 +187,6 @@ def test_a_precision_that_the_gpu_here_lacks_is_refused(
         resolve(precision=precision)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
-def test_turing_has_floats_alone_in_tensorrt_rtx(rtx: Any, precision: str):
-    assert resolve("tensorrt-rtx", precision="fp16", compute_capabilities="7.5").config.compute_capabilities == ("7.5",)
-    with pytest.raises(UsageError, match=rf"has '7\.5', tensorrt-rtx builds .*{precision}.* for 8\.0, 8\.6, 8\.9"):
-        resolve("tensorrt-rtx", precision=precision, compute_capabilities="7.5")
-    assert resolve("tensorrt-rtx", precision=precision).config.compute_capabilities == ()
-
-
 def test_scratch_memory_is_the_librarys_choice_on_a_card_and_what_attention_needs_on_a_board(
     here: Callable[..., Any], builder: Callable[[int], Any], manifest: Manifest, tmp_path: Path
 ):
@@ -282,20 +274,6 @@ def test_a_deferred_engine_touches_no_library():
     spec = resolve(deferred=True, hardware_compatibility="same")
     assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
     assert spec.config.hardware_compatibility == "same"
-
-
-@pytest.mark.usefixtures("untouchable")
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"hardware_compatibility": "all"}, "hardware_compatibility is 'all', expected one of none, ampere, same"),
-        ({"compute_capabilities": "8.6"}, "a deferred engine is for the GPU where it is built"),
-        ({"workspace": 1}, "workspace is 1, expected"),
-    ],
-)
-def test_what_no_library_could_do_is_refused_of_a_deferred_engine(asked: dict[str, Any], message: str):
-    with pytest.raises(UsageError, match=message):
-        resolve("tensorrt-rtx", deferred=True, **asked)
 
 
 # -------------------------------------------------------------------------------------------------------- timing cache
@@ -445,13 +423,3 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
 def test_a_plan_that_no_build_writes_is_refused(save: Callable[..., Path], changes: dict[str, Any]):
     with pytest.raises(BundleError, match=r"the engine in llmc\.json cannot be right|llmc\.json is corrupt \(engine\."):
         read_bundle(save(**changes))
-
-
-def test_files_of_an_engine_may_be_broken_where_it_is_made_anew_and_no_others(save: Callable[..., Path]):
-    folder = save()
-    (folder / "engine.plan").unlink()
-    (folder / "select.plan").write_bytes(b"half of it")
-    assert read_bundle(folder, engine_matters=False).engine == PLAN
-    (folder / "decode.onnx").unlink()
-    with pytest.raises(BundleError, match=r"decode\.onnx is missing, 1 expected; copy or build the bundle again"):
-        read_bundle(folder, engine_matters=False)

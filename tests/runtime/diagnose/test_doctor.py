@@ -44,7 +44,7 @@ def with_library(probe: Probe, name: str, library: Library) -> Probe:
         (RTX_4090, "ready", "ready", "ready", "ready"),
         (RTX_5090, "ready", "ready", "ready", "ready"),
         (GB10, "ready", "can build, not run", "ready", "ready"),
-        (ORIN, "can run, not build", "not possible", "can run and rebuild", "not possible"),
+        (ORIN, "can run, not build", "not possible", "not possible", "not possible"),
         (THOR, "ready", "can build, not run", "ready", "can build with --deferred"),
     ],
     ids=["no GPU", "H200", "RTX 4090", "RTX 5090", "GB10", "Orin", "Thor"],
@@ -177,13 +177,13 @@ def test_a_broken_library_blocks_its_target_only(state: str):
 
 def test_a_library_that_is_too_old_is_told_with_the_oldest():
     old = with_library(H200, "tensorrt", Library("ok", "", "10.0.1", "12", ("runtime", "builder")))
-    assert "tensorrt is 10.0.1, 10.3 is the oldest for this target: pip install -U" in found(outlook("tensorrt", old))
+    assert "tensorrt is 10.0.1, 10.15 is the oldest for this target: pip install -U" in found(outlook("tensorrt", old))
     jetson = with_library(ORIN, "tensorrt", Library("ok", "", "8.6.2", "", ("runtime", "builder")))
-    assert "install JetPack 6.2 or newer" in found(outlook("tensorrt", jetson))
+    assert "install JetPack 7.2 or newer" in found(outlook("tensorrt", jetson))
 
 
 def test_a_library_that_can_make_nothing_here_is_an_obstacle():
-    broken = Library("ok", "Builder: factory function returned nullptr", "11.4.0.106", "13", ("native", "runtime"))
+    broken = Library("ok", "Builder: factory function returned nullptr", "11.4.0.106", "13", ("runtime",))
     given = outlook("tensorrt", with_library(H200, "tensorrt", broken))
     assert given.state == "can run, and build with --deferred"
     assert "tensorrt 11.4.0.106 cannot make a builder here: Builder: factory function returned nullptr" in found(given)
@@ -218,7 +218,7 @@ def test_without_what_judges_engines_are_still_rebuilt():
 
 
 def test_orin_has_no_fp8_and_thor_has():
-    notes = " ".join(outlook("tensorrt", ORIN).notes)
+    notes = " ".join(outlook("tensorrt", with_library(ORIN, "tensorrt", THOR.libraries["tensorrt"])).notes)
     assert "no fp8 (from 8.9 on): Orin has compute capability 8.7" in notes
     assert "fp8" not in " ".join(outlook("tensorrt", THOR).notes)
 
@@ -226,14 +226,14 @@ def test_orin_has_no_fp8_and_thor_has():
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({}, "python3.10 -m venv --system-site-packages"),
-        ({"python": "3.11.9"}, "TensorRT's module is for Python 3.10, this is 3.11"),
+        ({}, "python3.12 -m venv --system-site-packages"),
+        ({"python": "3.11.9"}, "TensorRT's module is for Python 3.12, this is 3.11"),
         ({"system_tensorrt": ()}, "sudo apt-get install python3-libnvinfer"),
-        ({"jetson": replace(ORIN.jetson, jetpack=THOR.jetson.jetpack), "system_tensorrt": ()}, "is for Python 3.12"),
+        ({"jetson": ORIN.jetson}, "JetPack 6.1 or 6.2 has TensorRT 10.3: install JetPack 7.2 or newer"),
     ],
 )
 def test_a_jetson_hears_how_its_systems_tensorrt_is_reached(changes: dict[str, object], remedy: str):
-    hidden = replace(with_library(ORIN, "tensorrt", MISSING), **changes)
+    hidden = replace(with_library(THOR, "tensorrt", MISSING), **changes)
     assert remedy in outlook("tensorrt", hidden).obstacles[0].remedy
 
 
@@ -241,7 +241,7 @@ def test_an_old_jetpack_is_to_be_replaced():
     from llmc.runtime.host.jetson import JETPACKS
 
     old = replace(with_library(ORIN, "tensorrt", MISSING), jetson=replace(ORIN.jetson, jetpack=JETPACKS[36, 2]))
-    assert "JetPack 6.0 has TensorRT 8.6: install JetPack 6.2" in outlook("tensorrt", old).obstacles[0].remedy
+    assert "JetPack 6.0 has TensorRT 8.6: install JetPack 7.2" in outlook("tensorrt", old).obstacles[0].remedy
 
 
 def test_a_slower_power_mode_is_told_with_the_command():
@@ -270,7 +270,7 @@ def write(folder: Path, manifest: bundle.Manifest, plan: EngineConfig | None = P
         manifest,
         files=file_entries(folder, ["engine.plan", "decode.onnx"]),
         compiled=None,
-        target=bundle.Target("tensorrt", "tensorrt", "11.4.0.106", "10.3"),
+        target=bundle.Target("tensorrt", "tensorrt", "11.4.0.106", "10.15"),
         engine=plan,
         device=MEMORY,
         cache="float16",

@@ -284,11 +284,10 @@ def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("buffers", [1, 2])
-def test_a_gpu_keeps_a_cache(gpu: cuda.Driver, manifest: Manifest, buffers: int):
+def test_a_gpu_keeps_a_cache(gpu: cuda.Driver, manifest: Manifest):
     stream = gpu.stream()
     geometry = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
-    cache = DeviceCache(replace(manifest, geometry=geometry, cache="float16", engine=None), gpu, stream, buffers)
+    cache = DeviceCache(replace(manifest, geometry=geometry, cache="float16", engine=None), gpu, stream)
     cache.reserve(2, 32)
     values = np.random.default_rng(0).random((4, 2, 20, 16)).astype(np.float16)
     write(cache, 1, 5, values)

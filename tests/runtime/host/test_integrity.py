@@ -8,6 +8,7 @@ import pytest
 
 from llmc import bundle
 from llmc.bundle import Manifest
+from llmc.bundle import integrity as hashes
 from llmc.errors import BundleError
 from llmc.publish import file_entries
 from llmc.runtime.host import integrity
@@ -22,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(integrity, "MACHINE_FILE", tmp_path / "machine-id")
     for name, value in {"CHUNK": 16, "SAMPLED_CHUNKS": 10}.items():
-        monkeypatch.setattr(bundle.integrity, name, value)
+        monkeypatch.setattr(hashes, name, value)
     folder = tmp_path / "bundle"
     folder.mkdir()
     (folder / "weights.bin").write_bytes(os.urandom(400 * 16))
@@ -44,9 +45,9 @@ def looked_at(folder: Path, listed: Manifest, monkeypatch: pytest.MonkeyPatch) -
         seen.append(content.index(chunk) // 16)
         return original(chunk)
 
-    original = bundle.integrity._chunk_hash
+    original = hashes._chunk_hash
     with monkeypatch.context() as patch:
-        patch.setattr(bundle.integrity, "_chunk_hash", watched)
+        patch.setattr(hashes, "_chunk_hash", watched)
         check_files(folder, listed, None)
     return seen
 

@@ -19,7 +19,6 @@ from llmc.runtime.host.probe import (
     probe,
     run_steps,
     step_commands,
-    try_import,
 )
 from llmc.runtime.host.probe_steps import Device, Driver, Library
 
@@ -99,23 +98,6 @@ def test_a_library_that_hangs_when_imported_is_found_by_its_own_step(modules: Ca
     modules(onnxruntime="import time; time.sleep(600)")
     found = probe(SHORT_S, tmp_path, {**commands(), "onnxruntime": step_commands()["onnxruntime"]}).libraries
     assert found["onnxruntime"] == Library("hung", "no answer within 0.5 s")
-
-
-def test_a_module_is_tried_apart(modules: Callable[..., Path]):
-    modules(
-        crashing="import os; os.abort()",
-        failing="raise RuntimeError('broken')",
-        printing="import sys; print('banner'); sys.stdout.flush()",
-        hanging="import time; time.sleep(600)",
-    )
-    found = {name: try_import(name, PATIENCE_S) for name in ("crashing", "failing", "printing")}
-    assert found == {
-        "crashing": Library("crashed", "ended by SIGABRT"),
-        "failing": Library("failed", "RuntimeError: broken"),
-        "printing": Library("ok", ""),
-    }
-    assert try_import("hanging", SHORT_S) == Library("hung", "no answer within 0.5 s")
-    assert not {*found, "hanging"} & set(sys.modules)
 
 
 def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch):
@@ -237,8 +219,6 @@ __version__ = "10.3.0"
 class Logger:
     ERROR = 2
     def __init__(self, severity): pass
-class INetworkDefinition:
-    def add_normalization(self): pass
 def Runtime(logger): return object()
 def Builder(logger): raise TypeError("pybind11::init(): factory function returned nullptr")
 """

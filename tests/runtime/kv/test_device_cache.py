@@ -36,38 +36,26 @@ def driver() -> FakeDriver:
 def made(driver: FakeDriver, manifest: Manifest) -> Made:
     """Makes caches of a type, for a geometry."""
 
-    def make(buffers: int = 1, kind: str = "float16", geometry: Geometry = GEOMETRY, **options: Any) -> DeviceCache:
+    def make(kind: str = "float16", geometry: Geometry = GEOMETRY, **options: Any) -> DeviceCache:
         small = replace(manifest, geometry=geometry, limits=LIMITS, cache=kind, engine=None, device=None)
-        return DeviceCache(small, driver, driver.stream(), buffers, **options)
+        return DeviceCache(small, driver, driver.stream(), **options)
 
     return make
 
 
-@pytest.fixture(params=[1, 2], ids=["in place", "two buffers"])
-def cache(request: pytest.FixtureRequest, driver: FakeDriver, made: Made) -> Iterator[DeviceCache]:
+@pytest.fixture
+def cache(driver: FakeDriver, made: Made) -> Iterator[DeviceCache]:
     """Three rows of 32 positions."""
-    cache = made(request.param)
+    cache = made()
     cache.reserve(3, 32)
     yield cache
     cache.close()
     assert driver.allocated == 0
 
 
-def run(cache: DeviceCache, first_row: int, rows: int, ends: list[int]) -> int:
-    """What an engine does: copy its rows to where they shall go. Says which buffer it read from."""
-    side = cache.side(first_row, rows)
-    size = HEADS * cache.capacity * WIDTH * cache.dtype.itemsize
-    for tensor in range(TENSORS):
-        here, there = cache.address(tensor, first_row), cache.other_address(tensor, first_row)
-        if here != there:
-            cache._driver.copy(there, here, rows * size, cache._stream)
-    cache.computed(first_row, ends)
-    return side
-
-
 def size(cache: DeviceCache) -> int:
     """Bytes on the device."""
-    return len(cache._blocks) * cache._places(cache.rows, cache.capacity)[-1]
+    return cache._places(cache.rows, cache.capacity)[-1]
 
 
 @pytest.mark.parametrize(("kind", "itemsize"), [("int8", 1), ("float16", 2), ("float32", 4)])
@@ -94,14 +82,13 @@ def test_growth_keeps_what_was_written(cache: DeviceCache):
     assert (cache.rows, cache.capacity, size(cache)) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("buffers", [1, 2])
-def test_too_little_memory_changes_nothing(driver: FakeDriver, made: Made, buffers: int):
-    cache = made(buffers)
+def test_too_little_memory_changes_nothing(driver: FakeDriver, made: Made):
+    cache = made()
     cache.reserve(3, 32)
     given = values(32)
     write(cache, 1, 0, given)
     before = driver.allocated
-    driver.fail_alloc = driver._allocations + buffers  # the last of the new blocks
+    driver.fail_alloc = driver._allocations + 1
     with pytest.raises(ResourceError):
         cache.reserve(3, 64)
     assert driver.allocated == before
@@ -114,60 +101,12 @@ def test_too_little_memory_changes_nothing(driver: FakeDriver, made: Made, buffe
 # ----------------------------------------------------------------------------------------------------- two buffers
 
 
-@pytest.fixture
-def swapped(made: Made) -> Iterator[tuple[DeviceCache, list[np.ndarray]]]:
-    """A cache of two buffers whose three rows are full."""
-    cache = made(2)
-    cache.reserve(3, 32)
-    contents = [values(32) for _ in range(3)]
-    for row, content in enumerate(contents):
-        write(cache, row, 0, content)
-    yield cache, contents
-    cache.close()
-
-
-def whole(cache: DeviceCache, contents: list[np.ndarray]) -> bool:
-    return all(np.array_equal(read(cache, row, 0, 32), content) for row, content in enumerate(contents))
-
-
-def test_rows_follow_their_calls_from_buffer_to_buffer(swapped: tuple[DeviceCache, list[np.ndarray]]):
-    cache, contents = swapped
-    assert [run(cache, 1, 1, [32]) for _ in range(3)] == [0, 1, 0]
-    assert cache._side == [0, 1, 0]
-    assert whole(cache, contents)
-    cache.copy(1, 0, 3, 9)
-    contents[0][:, :, 3:9] = contents[1][:, :, 3:9]
-    write(cache, 1, 4, contents[2][:, :, :6])
-    contents[1][:, :, 4:10] = contents[2][:, :, :6]
-    assert whole(cache, contents)
-    cache.reserve(3, 64)
-    assert cache._side == [0, 0, 0]
-    assert whole(cache, contents)
-
-
-@pytest.mark.parametrize(("moved", "side", "copies"), [([0], 0, 1), ([0, 2], 1, 1), ([0, 1, 2], 1, 0), ([], 0, 0)])
-def test_a_call_finds_its_rows_in_one_buffer_and_the_fewer_were_moved(
-    swapped: tuple[DeviceCache, list[np.ndarray]], driver: FakeDriver, moved: list[int], side: int, copies: int
-):
-    cache, contents = swapped
-    for row in moved:
-        run(cache, row, 1, [32])
-    before = driver.calls["copy"]
-    assert cache.side(0, 3) == side
-    assert driver.calls["copy"] - before == copies * TENSORS
-    assert whole(cache, contents)
-    run(cache, 0, 3, [32, 32, 32])
-    assert cache._side == [1 - side] * 3
-    assert whole(cache, contents)
-
-
 LAYERS = ((2, 16), (1, 10), (4, 8))
 
 
-@pytest.mark.parametrize("buffers", [1, 2])
-def test_each_layer_has_its_own_shape(made: Made, monkeypatch: pytest.MonkeyPatch, buffers: int):
+def test_each_layer_has_its_own_shape(made: Made, monkeypatch: pytest.MonkeyPatch):
     caches = tuple(Cache(str(i), "kv", shape, 0) for i, shape in enumerate(LAYERS))
-    cache = made(buffers, geometry=replace(GEOMETRY, caches=caches))
+    cache = made(geometry=replace(GEOMETRY, caches=caches))
     position = sum(2 * heads * width for heads, width in LAYERS)
     monkeypatch.setattr(module, "STAGING_BYTES", 5 * position * 2)
     cache.reserve(2, 7)

@@ -144,12 +144,11 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundle(graphs: Path, manifest: Manifest, tmp_path: Path) -> Callable[..., Setup]:
-    """Make a bundle: ``form`` native or primitives, ``compute`` float32 or float16."""
+    """Make a bundle: ``compute`` float32 or float16."""
 
-    def make(form: str = "native", compute: str = "float32", device: DeviceInfo = SERVER, select: bool = True) -> Setup:
+    def make(compute: str = "float32", device: DeviceInfo = SERVER, select: bool = True) -> Setup:
         graph = graphs / f"{compute}.onnx"
-        capacity = CAPACITY if form == "native" else 0
-        content = make_plan(graph, DECODE, PREFILL, BUCKETS, capacity or None, aliased=form == "native")
+        content = make_plan(graph, DECODE, PREFILL, BUCKETS)
         (tmp_path / "engine.plan").write_bytes(content)
         rows = max(DECODE.batch, PREFILL.outputs)
         (tmp_path / "select.plan").write_bytes(make_select_plan(graphs / "select.onnx", rows, VOCAB))
@@ -157,9 +156,7 @@ def bundle(graphs: Path, manifest: Manifest, tmp_path: Path) -> Callable[..., Se
         driver = FakeDriver(device)
         plan = EngineConfig(
             file="engine.plan",
-            form=form,
             compute=compute,
-            capacity=capacity,
             buckets=BUCKETS,
             decode=DECODE,
             prefill=PREFILL,
@@ -171,7 +168,6 @@ def bundle(graphs: Path, manifest: Manifest, tmp_path: Path) -> Callable[..., Se
             hardware_compatibility="none",
             stripped=False,
             verified="cpu",
-            inspector="",
         )
         return Setup(tmp_path, with_engine(manifest, plan, compute), driver, FakeTensorRT(driver))
 
@@ -184,7 +180,7 @@ def with_engine(manifest: Manifest, plan: EngineConfig, compute: str) -> Manifes
     return replace(
         manifest,
         geometry=geometry,
-        target=Target("tensorrt", "tensorrt", "10.16.1.11", "10.3"),
+        target=Target("tensorrt", "tensorrt", "10.16.1.11", "10.15"),
         recipe=replace(manifest.recipe, phases="single"),
         limits=Limits(CAPACITY, MAX_BATCH, PREFILL.sequence),
         cache=compute,
@@ -196,7 +192,7 @@ def with_engine(manifest: Manifest, plan: EngineConfig, compute: str) -> Manifes
 
 @pytest.fixture
 def session(bundle: Callable[..., Setup]) -> Iterator[TensorRTSession]:
-    """A session of the native form with room for three rows."""
+    """A session with room for three rows."""
     session = bundle().open()
     session.cache.reserve(3, 32)
     yield session

@@ -99,15 +99,6 @@ def test_no_dead_node_and_no_unread_initializer_is_left(case, lowering):
     assert all(value.uses() for value in lowered.graph.initializers.values())
 
 
-def test_names_tell_the_layer(exported, lowering):
-    lowered = finished(lowering, exported(NORMS), "int8", "float16")
-    names = [node.name for node in lowered.graph]
-    assert len(set(names)) == len(names)
-    known = ("model.", "lm_head", "logit_rows", "positions", "attended", "logits")
-    assert [name for name in names if not name.startswith(known)] == []
-    assert f"{LAYER}.self_attn.qkv_proj.MatMul" in names
-
-
 # --------------------------------------------------------------------------------------------------------------- packs
 
 
@@ -162,14 +153,6 @@ def test_layers_with_the_same_window_share_a_mask(exported, lowering, name, comp
     lowered = lowering(exported(name).export)
     lowered.apply("lower attention")
     assert len({node.inputs[3] for node in lowered.nodes("Attention")}) == comparisons
-
-
-def test_norms_of_each_head_are_not_merged_and_split_again(exported, lowering):
-    lowered = lowering(exported(NORMS).export)
-    lowered.apply("lower attention")
-    reshapes = [node.name for node in lowered.nodes("Reshape") if ".self_attn" in node.name]
-    # Per layer: query and key are split in front of their norm, the value on its own, heads are merged behind.
-    assert len(reshapes) == 2 * 4, reshapes
 
 
 # ------------------------------------------------------------------------------------------------------------- linears

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from doubles.cuda import FakeDriver
 from doubles.geometries import uniform
-from doubles.plans import PLAN
 
 from llmc.bundle import Limits, Manifest
 from llmc.errors import BundleError, GpuError, RequestError, ResourceError, UsageError
@@ -21,7 +20,7 @@ LIMITS = Limits(max_context=40, max_batch=3, prefill_chunk=8)
 
 
 class Idle(DeviceSession):
-    """Its caches have whole blocks of 16 positions."""
+    """A session that runs nothing."""
 
     engine_version = "0"
 
@@ -29,10 +28,9 @@ class Idle(DeviceSession):
         raise NotImplementedError
 
     def __init__(self, manifest: Manifest, driver: FakeDriver, failure: Exception | None = None) -> None:
-        blocks = replace(PLAN, capacity=0, buckets=(16, 32, 48))
         super().__init__(
             Path("bundle"),
-            replace(manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=blocks, device=None),
+            replace(manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=None, device=None),
             driver,
         )
         self.seen: list[tuple[int, int]] = []  # sizes of the cache when its addresses were forgotten
@@ -42,7 +40,7 @@ class Idle(DeviceSession):
             self._block(100)
             if failure is not None:
                 raise failure
-            self._make_cache(buffers=1)
+            self._make_cache()
 
     def call(self, ids: np.ndarray, past: list[int], first_row: int = 0) -> list[int]:
         return self.cache.begin(first_row, past, ids.shape[1])
@@ -88,11 +86,9 @@ def test_where_loading_fails_everything_is_freed(driver: FakeDriver, manifest: M
     assert driver.leaks == []
 
 
-def test_limits_are_for_what_is_asked_and_the_cache_may_be_larger(session: Idle):
+def test_more_than_the_bundle_was_built_for_is_refused(session: Idle):
     session.cache.reserve(3, 40)
-    assert (session.cache.rows, session.cache.capacity) == (3, 48)
-    session.cache.reserve(1, 33)
-    assert (session.cache.rows, session.cache.capacity) == (3, 48)
+    assert (session.cache.rows, session.cache.capacity) == (3, 40)
     with pytest.raises(RequestError, match=r"1 rows x 41 positions .* built for 3 x 40"):
         session.cache.reserve(1, 41)
     with pytest.raises(RequestError, match=r"4 rows x 1 positions"):

@@ -20,17 +20,16 @@ from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
 VERSION = "10.16.1.11"
 CANDIDATES = 16
-FORMS = ("native", "primitives")
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def folder(request: pytest.FixtureRequest, tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model lowered in a form, with an engine of the double's."""
+@pytest.fixture(scope="module")
+def folder(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model lowered, with an engine of the double's."""
     from llmc.optimize.build import build
     from llmc.optimize.recipe.engine import EngineRequest
 
-    output = tmp_path_factory.mktemp("lowered") / request.param
-    asked = EngineRequest(deferred=True, form=request.param)
+    output = tmp_path_factory.mktemp("lowered") / "bundle"
+    asked = EngineRequest(deferred=True)
     built = build(
         tiny_export, output, target="tensorrt", precision="fp32", max_context=512, max_batch=4, engine=asked
     ).output
@@ -43,8 +42,7 @@ def folder(request: pytest.FixtureRequest, tiny_export: Path, tmp_path_factory: 
 def with_engine(folder: Path, manifest: Manifest, plan: EngineConfig) -> Manifest:
     """As if the engine had been built here."""
     graph = folder / manifest.graphs["decode"].file
-    in_place = plan.form == "native"
-    content = make_plan(graph, plan.decode, plan.prefill, plan.buckets, plan.capacity or None, aliased=in_place)
+    content = make_plan(graph, plan.decode, plan.prefill, plan.buckets)
     vocab = manifest.geometry.vocab_size
     onnx.save(select_graph(vocab, CANDIDATES), folder / "select.onnx")
     contents = {"engine.plan": content, "select.plan": make_select_plan(folder / "select.onnx", 4, vocab)}

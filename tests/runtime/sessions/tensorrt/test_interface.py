@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.recorded import VERSIONS, surface
-from doubles.tensorrt import Context, CudaGraphStrategy, Engine, FakeTensorRT, Runtime, RuntimeCache, RuntimeConfig
+from doubles.recorded import SURFACE
+from doubles.tensorrt import Context, CudaGraphStrategy, Engine, Runtime, RuntimeCache, RuntimeConfig
 
 from llmc.errors import BundleError, GpuError
 from llmc.runtime.sessions.tensorrt.engine import Engine as LoadedEngine
@@ -22,8 +22,6 @@ ATTRIBUTES = {
     "ICudaEngine": {"num_io_tensors", "num_optimization_profiles", "device_memory_size_v2"},
     "IExecutionContext": set(),
 }
-# The session asks whether these exist.
-ASKED_FOR = {"get_aliased_input_tensor": ("10.16", "11.4"), "is_stream_capturable": ()}
 
 
 def methods(kind: type) -> dict[str, int]:
@@ -45,18 +43,9 @@ def missing(described: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_recorded_version_has_what_the_double_has(version: str):
-    assert missing(surface(version)) == []
-    members = {name for owner in CLASSES for name in surface(version)[owner]["members"]}
-    assert {name for name in ASKED_FOR if name in members} == {n for n, found in ASKED_FOR.items() if version in found}
-    assert "USER_MANAGED" in surface(version)["ExecutionContextAllocationStrategy"]["enum"]
-
-
-def test_a_method_that_no_version_has_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Engine, "get_everything", lambda self, name: None, raising=False)
-    monkeypatch.setattr(Context, "execute_async_v3", lambda self, stream, more: True)
-    assert missing(surface("10.16")) == ["ICudaEngine.get_everything", "IExecutionContext.execute_async_v3"]
+def test_tensorrt_has_what_the_double_has():
+    assert missing(SURFACE) == []
+    assert "USER_MANAGED" in SURFACE["ExecutionContextAllocationStrategy"]["enum"]
 
 
 def test_tensorrt_rtx_has_it_too():
@@ -88,8 +77,3 @@ def test_a_real_library_without_a_gpu_says_why_it_loads_nothing(bundle: Callable
     with pytest.raises((BundleError, GpuError), match="tensorrt_rtx"):
         setup.open()
     assert setup.driver.leaks == []
-
-
-def test_the_double_says_what_it_is(bundle: Callable[..., Any]):
-    assert isinstance(bundle().library, FakeTensorRT)
-    assert library_version(bundle().library) == "10.16.1.11"

@@ -11,11 +11,10 @@ import pytest
 from doubles.cuda import SERVER, FakeDriver
 from doubles.tensorrt import CudaGraphStrategy, Engine, FakeTensorRT, KernelStrategy
 
-from llmc.errors import BundleError, GpuError
+from llmc.errors import GpuError
 from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.tensorrt import kernels as module
-from llmc.runtime.sessions.tensorrt import steps
 
 
 @pytest.fixture(autouse=True)
@@ -62,21 +61,6 @@ def test_kernels_of_a_step_are_waited_for_and_those_of_a_prompt_are_not(bundle: 
     assert when == [KernelStrategy.EAGER, KernelStrategy.LAZY, *[KernelStrategy.EAGER] * 3]
 
 
-def test_steps_with_contexts_of_their_own_are_few(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(steps, "KEPT_CONTEXTS", 2)
-    setup, plain = compiling(bundle(select=False)), bundle(select=False)
-    session, reference = setup.open(), plain.open()
-    for each in (session, reference):
-        each.cache.reserve(3, 64)
-    for _ in range(3):
-        for rows, past in ((1, 3), (2, 20), (3, 40), (1, 3)):
-            call = Batch(Phase.DECODE, np.full((rows, 1), 7), np.full(rows, past), np.zeros((rows, 1), np.int64))
-            assert np.array_equal(session.run(call), reference.run(call))
-            assert sum(step.own is not None for step in session._steps._kept.values()) <= 2
-    session.close()
-    assert setup.driver.leaks == []
-
-
 def test_without_room_for_another_context_steps_share_theirs(
     bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -104,17 +88,6 @@ def test_a_gpu_that_the_library_does_not_list_is_refused_before_the_engine_is_re
     assert setup.library.runtimes == []
 
 
-def test_an_engine_on_a_gpu_that_the_library_does_not_list_would_be_refused_by_the_library(
-    bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-):
-    """So that code which does not look first fails here, too."""
-    setup = compiling(bundle())
-    setup.driver.device = replace(SERVER, name="NVIDIA H200", compute_capability="9.0")
-    monkeypatch.setattr("llmc.runtime.sessions.tensorrt.engine.lists_gpu", lambda *_: True)
-    with pytest.raises(BundleError, match=r"refuses engine\.plan .*has compute capability 9\.0"):
-        setup.plan(compute_capabilities=()).open()
-
-
 def test_kernels_are_kept_from_run_to_run(bundle: Callable[..., Any], kept: Path):
     setup = bundle(select=False)
     first, second = compiling(setup), compiling(setup)
@@ -139,26 +112,3 @@ def test_kernels_of_another_version_are_not_used(bundle: Callable[..., Any], kep
     later = compiling(setup, "10.17.0.1")
     used(later)
     assert len(later.library.compiled) == 1
-
-
-def test_what_tells_kernels_apart_is_in_their_name():
-    names = {module.kernels_file(*what) for what in (("a", "b"), ("ab", ""), ("a", "c"), ("a", "b", "c"))}
-    assert len(names) == 4
-    assert module.kernels_file("a", "b") in names
-
-
-def test_kernels_that_cannot_be_kept_cost_nothing_but_time(
-    bundle: Callable[..., Any], monkeypatch: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    caplog.set_level("INFO")
-    occupied = tmp_path / "occupied"
-    occupied.write_text("a file where a folder should be")
-    monkeypatch.setattr("llmc.runtime.sessions.tensorrt.session.kernels_file", lambda *what: occupied / "kernels.bin")
-    setup = bundle()
-    assert np.array_equal(used(compiling(setup)), used(bundle()))
-    assert "kernels cannot be kept" in caplog.text
-
-
-def test_a_library_that_compiles_nothing_is_not_asked(bundle: Callable[..., Any], kept: Path):
-    used(bundle())
-    assert not kept.exists()

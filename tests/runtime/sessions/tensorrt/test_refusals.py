@@ -2,18 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from doubles.cuda import FakeDriver, RuleBrokenError, small
-from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
+from doubles.cuda import FakeDriver, small
+from doubles.tensorrt import FakeTensorRT
 
-from llmc.bundle import DeviceMemory, Manifest, Profile
-from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, RequestError, ResourceError
+from llmc.bundle import DeviceMemory
+from llmc.errors import BundleError, GpuError, LlmcError, ResourceError
 from llmc.inventory import Cache
-from llmc.runtime.sessions import Batch, Phase, open_session
+from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
 MB = 1_000_000
@@ -44,7 +43,6 @@ def refused(setup: Any, error: type[LlmcError], match: str) -> None:
     [
         ({"platform": "linux-riscv64"}, "built for linux-riscv64, this is .*; llmc build --rebuild"),
         ({"compute_capabilities": ("8.7",)}, "compute capability 8.7, NVIDIA L4 has 8.9; llmc build --rebuild"),
-        ({"compute_capabilities": ("8.6", "9.0")}, "8.6 or 9.0, NVIDIA L4 has 8.9; llmc build --rebuild"),
         ({"file": ""}, "has not been built; build it on this machine: llmc build --rebuild"),
     ],
 )
@@ -55,19 +53,12 @@ def test_an_engine_for_another_machine_is_refused(bundle: Callable[..., Any], ch
     assert setup.driver.leaks == []
 
 
-def test_a_bundle_without_an_engine_is_refused(bundle: Callable[..., Any]):
-    setup = bundle()
-    with pytest.raises(BundleError, match="has not been built"):
-        replace(setup, manifest=replace(setup.manifest, engine=None)).open()
-
-
 @pytest.mark.parametrize(
     ("built", "found", "compatible", "opens"),
     [
         ("10.16.1.11", "10.16.1.11", False, True),
         ("10.16.1.11", "10.16.2.10", False, False),
         ("10.16.1.11", "10.16.2.10", True, True),
-        ("10.16.1.11", "10.3.0", True, False),
     ],
 )
 def test_an_engine_is_for_its_version_or_built_for_later_ones(
@@ -83,24 +74,13 @@ def test_an_engine_is_for_its_version_or_built_for_later_ones(
     assert [runtime.engine_host_code_allowed for runtime in setup.library.runtimes] == [compatible] * 2
 
 
-def test_an_engine_for_gpus_from_ampere_on_runs_on_later_ones(bundle: Callable[..., Any]):
-    setup = bundle().plan(compute_capabilities=("8.0",), hardware_compatibility="ampere")
-    assert setup.open().cache.rows == 0
-
-
 def test_rows_that_do_not_begin_on_a_boundary_are_refused(bundle: Callable[..., Any]):
-    setup = bundle("primitives").plan(buckets=(16, 33, 64))
+    setup = bundle().plan(buckets=(16, 33))
     setup.manifest = replace(setup.manifest, geometry=replace(setup.manifest.geometry, caches=caches(2, (1, 16))))
     refused(setup, BundleError, "rows of 33 positions take 2112 bytes, expected a multiple of 256")
 
 
 # ----------------------------------------------------------------------------------------------------- broken engines
-
-
-def test_what_the_library_says_of_an_engine_is_passed_on(bundle: Callable[..., Any]):
-    setup = bundle()
-    setup.library.refuses = "the engine plan file is not compatible with this version"
-    refused(setup, BundleError, r"tensorrt 10\.16\.1\.11 refuses engine.plan \(.*not compatible.*\); llmc build --reb")
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage"])
@@ -109,20 +89,6 @@ def test_a_damaged_engine_is_refused(bundle: Callable[..., Any], content: bytes,
     setup = bundle()
     (setup.folder / file).write_bytes(content)
     refused(setup, BundleError, "cannot be read|the magic tag does not match")
-
-
-def test_a_missing_file_is_refused(bundle: Callable[..., Any]):
-    setup = bundle()
-    (setup.folder / "engine.plan").unlink()
-    refused(setup, BundleError, "engine.plan cannot be read")
-
-
-def test_an_engine_that_is_no_decoder_is_refused(bundle: Callable[..., Any], graphs: Path):
-    setup = bundle()
-    (setup.folder / "engine.plan").write_bytes(make_select_plan(graphs / "select.onnx", 3, 97))
-    refused(
-        setup, BundleError, r"engine\.plan is another engine .*.it has 1 profiles, expected 2.; llmc build --rebuild"
-    )
 
 
 @pytest.mark.parametrize(
@@ -143,15 +109,11 @@ def test_an_engine_of_another_model_is_refused(bundle: Callable[..., Any], chang
 
 
 def test_a_cache_of_another_type_or_capacity_is_refused(bundle: Callable[..., Any]):
-    setup = bundle("native", "float16")
+    setup = bundle("float16")
     setup.manifest = replace(setup.manifest, cache="float32")
     refused(setup, BundleError, "past_key_values.0.key is HALF .* expected FLOAT")
-    setup = bundle().plan(capacity=32, buckets=(16, 32))
+    setup = bundle().plan(buckets=(16, 32))
     refused(setup, BundleError, "past_key_values.0.key is FLOAT .* expected FLOAT .*32, 16")
-
-
-def test_an_engine_that_selects_another_number_is_refused(bundle: Callable[..., Any]):
-    refused(bundle().plan(candidates=6), BundleError, r"values is FLOAT \[-1, 5\], expected FLOAT \['any', 6\]")
 
 
 def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle: Callable[..., Any]):
@@ -167,12 +129,6 @@ def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle: Callable[.
     refused(other, BundleError, "present.1.key is updated in place of nothing; llmc build --rebuild")
 
 
-def test_a_library_that_cannot_start_is_reported(bundle: Callable[..., Any]):
-    setup = bundle()
-    setup.library.starts = False
-    refused(setup, GpuError, "tensorrt .* cannot use a GPU here .*error: 35")
-
-
 def test_a_stripped_engine_takes_its_weights_from_the_graph(bundle: Callable[..., Any], monkeypatch: Any):
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr("llmc.runtime.sessions.tensorrt.session.refit", lambda *given: calls.append(given))
@@ -182,13 +138,6 @@ def test_a_stripped_engine_takes_its_weights_from_the_graph(bundle: Callable[...
     assert library is setup.library
     assert engine.num_optimization_profiles == 2
     assert graph == setup.folder / "decoder.onnx"
-
-
-def test_a_library_that_is_not_installed_is_named(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
-    setup = bundle()
-    with pytest.raises((MissingExtraError, GpuError), match="tensorrt"):
-        open_session(setup.folder, setup.manifest, 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -209,7 +158,7 @@ def test_too_little_memory_is_refused_before_loading_with_what_would_fit(bundle:
     assert setup.open().cache.device_memory == 300 * MB
 
 
-@pytest.mark.parametrize("number", range(1, 8))
+@pytest.mark.parametrize("number", (1, 3, 5, 7))
 def test_whichever_allocation_fails_nothing_is_left_behind(bundle: Callable[..., Any], number: int):
     setup = bundle()
     setup.driver.fail_alloc = number
@@ -231,19 +180,6 @@ def test_a_cache_that_does_not_fit_leaves_the_session_as_it_was(bundle: Callable
 
 
 # ------------------------------------------------------------------------------------------------------- while running
-
-
-def test_a_shape_that_the_engine_does_not_take_fails_one_request(bundle: Callable[..., Any], graphs: Path):
-    setup = bundle()
-    narrow = make_plan(graphs / "float32.onnx", Profile(1, 1, 1), Profile(1, 2, 1), (16, 32), 64, aliased=True)
-    (setup.folder / "engine.plan").write_bytes(narrow)
-    session = setup.open()
-    session.cache.reserve(2, 64)
-    with pytest.raises(RequestError, match=r"input_ids of shape \[2, 1\] is not in the engine's profile \(.*outside"):
-        session.run(Batch(Phase.DECODE, np.zeros((2, 1), int), np.zeros(2, int), np.zeros((2, 1), int)))
-    with pytest.raises(RequestError, match=r"cache_slots of shape \[64\] is not"):
-        step(session, past=40)
-    assert np.isfinite(step(session)).all()
 
 
 def test_an_engine_that_fails_is_reported_and_the_session_goes_on(bundle: Callable[..., Any]):
@@ -284,7 +220,7 @@ def test_once_the_context_is_lost_every_call_says_so_at_once(bundle: Callable[..
     session.close()
 
 
-@pytest.mark.parametrize("number", range(1, 60, 7))
+@pytest.mark.parametrize("number", range(1, 60, 15))
 def test_a_context_lost_at_any_call_never_shows_as_anything_else(bundle: Callable[..., Any], number: int):
     setup = bundle()
     setup.driver.lose = number
@@ -296,108 +232,3 @@ def test_a_context_lost_at_any_call_never_shows_as_anything_else(bundle: Callabl
             session.full_logits()
             session.cache.copy(0, 1, 0, past)
     assert caught.value.lost
-
-
-# ------------------------------------------------------------------------------------ the double notices what is wrong
-
-
-def breach(bundle: Callable[..., Any], spoil: Callable[[Any], None], error: type[BaseException], match: str) -> None:
-    """A session that is spoiled after it was opened fails at its next step."""
-    setup = bundle()
-    session = setup.open()
-    session.cache.reserve(1, 16)
-    session._steps.records = False
-    step(session)
-    spoil(session)
-    with pytest.raises(error, match=match):
-        step(session)
-
-
-def context_of(session: Any) -> Any:
-    return session._steps._contexts[0].decoder
-
-
-def test_an_address_that_was_never_set_is_noticed(bundle: Callable[..., Any]):
-    def forget(session: Any) -> None:
-        context_of(session)._native._addresses.pop("past_lengths")
-
-    breach(bundle, forget, GpuError, "the address of past_lengths is not set")
-
-
-def test_an_update_in_place_at_two_addresses_is_noticed(bundle: Callable[..., Any]):
-    def spoil(session: Any) -> None:
-        for step in session._steps._kept.values():
-            step.addresses["present.0.key"] = step.addresses["present.0.value"]
-
-    breach(bundle, spoil, GpuError, "present.0.key must have the address of past_key_values.0.key")
-
-
-def test_freed_memory_to_work_in_is_noticed(bundle: Callable[..., Any]):
-    def spoil(session: Any) -> None:
-        session._driver.free(context_of(session)._native.memory)
-
-    breach(bundle, spoil, RuleBrokenError, "lie in no allocation")
-
-
-def test_too_little_memory_to_work_in_is_noticed(bundle: Callable[..., Any]):
-    def spoil(session: Any) -> None:
-        native = context_of(session)._native
-        native.set_device_memory(native.memory, 256)
-
-    breach(bundle, spoil, RuleBrokenError, "256 bytes to work in are too few")
-
-
-def test_the_default_stream_is_noticed(bundle: Callable[..., Any]):
-    def spoil(session: Any) -> None:
-        session._stream = session._steps._stream = 0
-
-    breach(bundle, spoil, RuleBrokenError, "stream 0 is the default one")
-
-
-def test_results_read_before_the_stream_is_waited_for_are_stale(bundle: Callable[..., Any]):
-    setup = bundle()
-    session = setup.open()
-    session.cache.reserve(1, 16)
-    want = step(session).copy()
-    zeros = np.zeros((1, 1), np.int64)
-    session._driver.synchronize = lambda stream: None
-    other = session.run(Batch(Phase.DECODE, zeros + 5, np.array([1]), zeros)).copy()
-    assert np.array_equal(other, want)
-
-
-def test_a_swapped_cache_that_is_written_where_it_is_read_is_noticed(bundle: Callable[..., Any]):
-    setup = bundle("primitives")
-    session = setup.open()
-    session.cache.reserve(1, 16)
-    session.cache.other_address = session.cache.address
-    with pytest.raises(RuleBrokenError, match=r"present\.0\.key overwrites past_key_values.0.key while it is read"):
-        step(session)
-
-
-def test_a_thread_without_the_gpu_is_noticed(bundle: Callable[..., Any]):
-    setup = bundle()
-    session = setup.open()
-    session.cache.reserve(1, 16)
-    session._driver.activate = lambda: None
-    session._driver._threads.clear()
-    with pytest.raises(RuleBrokenError, match="not current on this thread"):
-        step(session)
-
-
-def test_an_engine_of_a_version_that_cannot_be_asked_gets_two_buffers(bundle: Callable[..., Any]):
-    setup = bundle("primitives")
-    setup.library.asks_aliases = False
-    session = setup.open()
-    session.cache.reserve(1, 16)
-    assert len(session.cache._blocks) == 2
-    assert np.isfinite(step(session)).all()
-
-
-def test_a_shape_that_was_never_run_cannot_be_recorded(bundle: Callable[..., Any], manifest: Manifest):
-    setup = bundle()
-    session = setup.open()
-    session.cache.reserve(1, 16)
-    step(session)
-    context_of(session)._native._warm = False  # as if a shape had been set anew
-    assert np.isfinite(step(session, 1)).all()
-    assert not session._steps.records

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from doubles.cuda import ORIN
 
-from llmc.errors import RequestError, UsageError
+from llmc.errors import UsageError
 from llmc.runtime.sessions import Batch, Phase, Session
 from llmc.runtime.sessions.cuda.blocks import outputs_of
 from llmc.runtime.sessions.tensorrt import steps as steps_module
@@ -20,7 +20,6 @@ VOCAB, HIDDEN, LAYERS, KV, WIDTH = 97, 64, 2, 2, 16
 GENERATOR = np.random.default_rng(0)
 PROMPTS = [GENERATOR.integers(0, VOCAB, length).tolist() for length in (5, 11, 23)]
 ANSWERS = [GENERATOR.integers(0, VOCAB, 12).tolist() for _ in PROMPTS]
-FORMS = [("native", "float32"), ("native", "float16"), ("primitives", "float32")]
 
 
 def call(session: Session, tokens: Any, past: Any, outputs: Any, row: int = 0, **options: Any) -> np.ndarray:
@@ -48,11 +47,11 @@ def together(session: Session, mixed_up: bool = False) -> np.ndarray:
     return np.array(steps)
 
 
-@pytest.fixture(params=FORMS, ids="-".join)
+@pytest.fixture(params=TOLERANCE)
 def both(request: pytest.FixtureRequest, bundle: Callable[..., Any]) -> Iterator[tuple[Session, Session, float]]:
     """The session on doubles, ONNX Runtime's on the same graph, and how far they may be apart."""
-    form, compute = request.param
-    setup = bundle(form, compute)
+    compute = request.param
+    setup = bundle(compute)
     session, reference = setup.open(), setup.reference()
     session.cache.reserve(3, 40)
     reference.cache.reserve(3, 64)
@@ -146,27 +145,6 @@ def test_rows_do_not_touch_their_neighbours(session: TensorRTSession):
 # ------------------------------------------------------------------------------------------------ cache and limits
 
 
-def test_the_native_form_has_the_capacity_that_it_was_built_with(session: TensorRTSession):
-    assert (session.cache.rows, session.cache.capacity) == (3, 64)
-    session.close()
-    assert (session.cache.rows, session.cache.capacity) == (0, 0)
-
-
-def test_primitives_have_a_bucket_for_capacity_and_keep_their_contents(bundle: Callable[..., Any]):
-    setup = bundle("primitives")
-    session, reference = setup.open(), setup.reference()
-    reference.cache.reserve(2, 64)
-    session.cache.reserve(1, 11)
-    assert session.cache.capacity == 16
-    for each in (session, reference):
-        prefill(each, PROMPTS[1])
-    session.cache.reserve(2, 17)
-    assert (session.cache.rows, session.cache.capacity) == (2, 32)
-    assert np.abs(decode(session, [9], [11]) - decode(reference, [9], [11])).max() <= TOLERANCE["float32"]
-    assert np.abs(decode(session, [9], [12]) - decode(reference, [9], [12])).max() <= TOLERANCE["float32"]
-    assert setup.library.contexts[0].history[-1]["past_key_values.0.key"] == (1, KV, 32, WIDTH)
-
-
 def test_attention_looks_at_the_smallest_bucket_that_is_enough(bundle: Callable[..., Any]):
     setup = bundle()
     session = setup.open()
@@ -176,12 +154,6 @@ def test_attention_looks_at_the_smallest_bucket_that_is_enough(bundle: Callable[
     decode(session, [1, 1], [3, 20])
     looked_at = [shapes["cache_slots"][0] for shapes in setup.library.contexts[0].history]
     assert looked_at == [16, 16, 32, 32, 64, 64, 32]
-
-
-@pytest.mark.parametrize(("rows", "capacity"), [(5, 16), (1, 65)])
-def test_more_than_the_bundle_was_built_for_is_refused(session: TensorRTSession, rows: int, capacity: int):
-    with pytest.raises(RequestError, match=f"{rows} rows x {capacity} positions .* built for 4 x 64"):
-        session.cache.reserve(rows, capacity)
 
 
 def test_a_call_beyond_the_cache_is_refused_before_it_writes(session: TensorRTSession):
@@ -202,10 +174,10 @@ def test_contents_move_between_rows_and_sessions(session: TensorRTSession, bundl
     assert np.array_equal(decode(session, [7], [11]), want)
     values = session.cache.read(2, 0, 11)
     assert values.shape == (2 * LAYERS * KV * 11 * WIDTH,)
-    swapped = bundle("primitives").open()
-    swapped.cache.reserve(1, 12)
-    swapped.cache.write(0, 0, 11, values)
-    assert np.abs(decode(swapped, [7], [11]) - want).max() <= TOLERANCE["float32"]
+    other = bundle().open()
+    other.cache.reserve(1, 12)
+    other.cache.write(0, 0, 11, values)
+    assert np.array_equal(decode(other, [7], [11]), want)
     session.cache.write(1, 0, 11, values)
     session.cache.copy(0, 1, 3, 3)
     assert np.array_equal(decode(session, [7], [11], row=1), want)
@@ -229,20 +201,6 @@ def test_candidates_are_the_largest_logits_and_all_of_them_can_still_be_had(sess
         largest = np.argsort(-wanted[row, 0])[:5]
         assert set(np.flatnonzero(np.isfinite(few[row, 0]))) == set(largest)
         assert np.array_equal(few[row, 0, largest], wanted[row, 0, largest])
-
-
-def test_candidates_of_the_last_step_are_gone(session: TensorRTSession):
-    for past in range(9):
-        rows = 1 + past % 3
-        found = call(session, [[past * 7]] * rows, [past] * rows, [[0]] * rows, candidates=5)
-        assert (np.isfinite(found).sum(axis=2) == 5).all()
-        assert np.array_equal(found[np.isfinite(found)], session.full_logits()[np.isfinite(found)])
-
-
-def test_an_array_of_candidates_cannot_be_written_to(session: TensorRTSession):
-    found = call(session, [[1]], [0], [[0]], candidates=1)
-    with pytest.raises(ValueError, match="read-only"):
-        found[0, 0, 0] = 0
 
 
 def test_only_what_was_selected_leaves_the_device(bundle: Callable[..., Any]):
@@ -273,10 +231,9 @@ def test_where_nothing_can_be_selected_all_logits_are_there(bundle: Callable[...
 # --------------------------------------------------------------------------------------------------------- recording
 
 
-@pytest.mark.parametrize("form", ["native", "primitives"])
-def test_recorded_steps_equal_plain_ones(bundle: Callable[..., Any], form: str):
-    setup = bundle(form)
-    recorded, plain = setup.open(), bundle(form).open()
+def test_recorded_steps_equal_plain_ones(bundle: Callable[..., Any]):
+    setup = bundle()
+    recorded, plain = setup.open(), bundle().open()
     plain._steps.records = False
     assert np.array_equal(together(recorded), together(plain))
     assert setup.driver.calls["launch"] >= 8
@@ -296,21 +253,6 @@ def test_a_step_is_recorded_after_one_run_of_its_shapes_and_then_only_launched(b
     assert {name for name in driver.calls if driver.calls[name] > before[name]} == {"activate", "launch", "synchronize"}
 
 
-def test_everything_that_a_recorded_step_has_baked_in_tells_it_from_others(bundle: Callable[..., Any]):
-    setup = bundle()
-    session, reference = setup.open(), setup.reference()
-    for each in (session, reference):
-        each.cache.reserve(3, 64)
-        for row, prompt in enumerate(PROMPTS):
-            prefill(each, prompt, row)
-    calls = [(1, 0, 5), (1, 1, 11), (2, 0, 11), (1, 2, 23), (3, 0, 5), (1, 0, 40), (2, 1, 11)]
-    for _ in range(3):
-        for rows, first, past in calls * 2:
-            found, wanted = (decode(each, [7] * rows, [past] * rows, first) for each in (session, reference))
-            assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
-    assert setup.driver.calls["launch"] > 0
-
-
 def test_short_drafts_are_recorded_and_long_chunks_are_not(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     setup = bundle()
     session = setup.open()
@@ -327,35 +269,6 @@ def test_short_drafts_are_recorded_and_long_chunks_are_not(bundle: Callable[...,
     for _ in range(3):
         call(session, [[1] * 12], [4], [[11]])
     assert setup.driver.calls["launch"] == 2 + 3
-
-
-def test_growth_drops_what_was_recorded(bundle: Callable[..., Any]):
-    setup = bundle()
-    session, reference = setup.open(), setup.reference()
-    reference.cache.reserve(3, 64)
-    session.cache.reserve(1, 64)
-    for past in range(4):
-        for each in (session, reference):
-            decode(each, [past], [past])
-    assert len(setup.driver._graphs) == 1
-    session.cache.reserve(3, 64)
-    assert setup.driver._graphs == {}
-    for past in range(4, 9):
-        found, wanted = (decode(each, [past], [past]) for each in (session, reference))
-        assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
-
-
-def test_only_so_many_recorded_steps_are_kept(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(steps_module, "KEPT_STEPS", 2)
-    setup = bundle()
-    session = setup.open()
-    session.cache.reserve(3, 64)
-    for rows in (1, 2, 3, 1, 2, 3):
-        for past in range(3):
-            decode(session, [past] * rows, [past] * rows)
-        assert len(setup.driver._graphs) <= 2
-    session.close()
-    assert setup.driver.leaks == []
 
 
 def test_a_library_that_cannot_be_recorded_is_run_plainly(bundle: Callable[..., Any]):
@@ -389,17 +302,6 @@ def test_a_recording_that_fails_is_not_tried_again(bundle: Callable[..., Any], c
 # ------------------------------------------------------------------------------------------------- swapped, integrated
 
 
-def test_a_cache_in_two_buffers_gives_what_one_in_place_gives(bundle: Callable[..., Any]):
-    in_place, swapped = bundle("native").open(), bundle("primitives").open()
-    assert np.abs(together(in_place) - together(swapped)).max() <= TOLERANCE["float32"]
-    assert (len(in_place.cache._blocks), len(swapped.cache._blocks)) == (1, 2)
-    for _ in range(3):  # now one row is in the other buffer
-        decode(swapped, [5], [30], row=1)
-        decode(in_place, [5], [30], row=1)
-        found, wanted = (decode(each, [6, 7, 8], [31, 31, 31]) for each in (swapped, in_place))
-        assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
-
-
 def test_an_integrated_gpu_works_on_the_hosts_memory(bundle: Callable[..., Any]):
     setup = bundle(device=ORIN)
     session = setup.open()
@@ -412,30 +314,3 @@ def test_an_integrated_gpu_works_on_the_hosts_memory(bundle: Callable[..., Any])
     assert np.array_equal(session.full_logits(), found)
     session.close()
     assert setup.driver.leaks == []
-
-
-def test_contexts_of_both_profiles_work_in_the_same_memory(bundle: Callable[..., Any]):
-    setup = bundle()
-    setup.open()
-    assert len({context.memory for context in setup.library.contexts}) == 1
-    assert len(setup.library.contexts) == 3
-
-
-def test_the_session_says_what_it_runs_on(session: TensorRTSession):
-    assert session.engine_version == "10.16.1.11"
-    assert not session.substitutes
-
-
-def test_arrays_of_a_step_are_the_same_memory_at_every_step(session: TensorRTSession):
-    first, second = (call(session, [[token]], [5], [[0]]) for token in (5, 6))
-    assert np.shares_memory(first, second)
-
-
-def test_a_session_may_be_used_from_another_thread_than_it_was_opened_on(bundle: Callable[..., Any]):
-    from concurrent.futures import ThreadPoolExecutor
-
-    session = bundle().open()
-    session.cache.reserve(1, 16)
-    want = decode(session, [1], [0])
-    with ThreadPoolExecutor(1) as pool:
-        assert np.array_equal(pool.submit(decode, session, [1], [0]).result(), want)
