@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles.plans import PLAN
 
-from llmc.bundle import EngineConfig, Manifest, Profile
+from llmc.bundle import Manifest
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
@@ -21,21 +22,7 @@ VOCAB = 4096
 CANDIDATES = 32
 PROMPT = [5, 17, 300, 41]
 OTHERS = [[9, 8, 7], [100, 200, 300, 400, 500]]
-ENGINE = EngineConfig(
-    file="engine.plan",
-    compute="float16",
-    buckets=(256, 512),
-    decode=Profile(8, 1, 1),
-    prefill=Profile(1, 128, 8),
-    select="select.plan",
-    candidates=CANDIDATES,
-    platform="linux-x86_64",
-    compute_capabilities=("8.7",),
-    version_compatible=False,
-    hardware_compatibility="none",
-    stripped=False,
-    verified="cpu",
-)
+ENGINE = replace(PLAN, select="select.plan", candidates=CANDIDATES)
 
 
 class Reducing:

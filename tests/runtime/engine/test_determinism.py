@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
+from doubles.speculators import Always
 
 from llmc.errors import CancelledError
 from llmc.runtime import load
@@ -70,23 +71,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"determinism": "strict", "draft": "lookup", "prefill_chunk": 8},
     {"determinism": "fast", "draft": "lookup", "sampling_threads": 2, "prefix_bytes": 1 << 20},
 ]
-
-
-class Always:
-    """Speculates in every step, whether it pays or not; what pays depends on the clock."""
-
-    def __init__(self, key: int, drafter: Any, *_: Any) -> None:
-        self._key, self._drafter = key, drafter
-
-    def drafts(self, tokens: Sequence[int], room: int, rows: int = 1) -> list[int]:
-        found: list[int] = self._drafter.propose(self._key, tokens, min(room, 3))
-        return found
-
-    def committed(self, proposed: int, tokens: int, rows: int = 1) -> None:
-        assert 1 <= tokens <= proposed + 1
-
-    def close(self, answer: Sequence[int] = ()) -> None:
-        self._drafter.forget(self._key)
 
 
 class Guessing:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from doubles.clocks import even_pace
+from doubles.speculators import Always
 
 from llmc.errors import ResourceError
 from llmc.runtime.api.request import Request
@@ -122,23 +123,6 @@ class Table:
 
     def close(self) -> None:
         pass
-
-
-class Always:
-    """Speculates in every step; what pays depends on the clock."""
-
-    def __init__(self, key: int, drafter: Any, *_: Any) -> None:
-        self._key, self._drafter = key, drafter
-
-    def drafts(self, so_far: Sequence[int], room: int, rows: int = 1) -> list[int]:
-        found: list[int] = self._drafter.propose(self._key, so_far, min(room, 4))
-        return found
-
-    def committed(self, proposed: int, count: int, rows: int = 1) -> None:
-        assert 1 <= count <= proposed + 1
-
-    def close(self, answer: Sequence[int] = ()) -> None:
-        self._drafter.forget(self._key)
 
 
 @pytest.mark.parametrize("end", ["choice", "stop token", "stop text", "criterion"])

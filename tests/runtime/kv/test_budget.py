@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from doubles.plans import PLAN as PLAN_OF_ENGINE
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.bundle import (
     DeviceMemory,
-    EngineConfig,
     Limits,
     Manifest,
     MemoryPlan,
-    Profile,
     read_bundle,
 )
 from llmc.errors import ResourceError, UsageError
@@ -146,21 +145,7 @@ def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch, manifes
 
 # A GPU's bundle: the cache takes nothing of the process, and has 4,096 positions whatever it is asked for.
 ON_GPU = DeviceMemory(context=500 * MB, weights=100 * MB, workspace=50 * MB, cache_per_token=10_000, logits=1 * MB)
-ENGINE = EngineConfig(
-    file="engine.plan",
-    compute="float16",
-    buckets=(256, 1024, 4096),
-    decode=Profile(8, 1, 1),
-    prefill=Profile(1, 256, 8),
-    select="",
-    candidates=0,
-    platform="linux-x86_64",
-    compute_capabilities=("8.7",),
-    version_compatible=False,
-    hardware_compatibility="none",
-    stripped=False,
-    verified="cpu",
-)
+ENGINE = replace(PLAN_OF_ENGINE, buckets=(256, 1024, 4096))
 
 
 @pytest.fixture
