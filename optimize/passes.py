@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from llmc.bundle import Geometry
+from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry
 from llmc.errors import BuildError
 from llmc.optimize.lower import packing, raising, types
 from llmc.optimize.lower.context import LoweringContext
@@ -149,5 +149,5 @@ def lower(model: ir.Model, target: str, plan: LoweringContext, dump: Path | None
             raise BuildError(
                 f"pass '{step.name}' applied {times} times to the {plan.phase} graph, {step.times(plan.geometry)} "
                 f"expected for {plan.geometry.layers} layers; the export does not follow graph contract "
-                f"{plan.contract}: export the checkpoint again"
+                f"{GRAPH_CONTRACT_VERSION}: export the checkpoint again"
             )

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry, Limits, Recipe
+from llmc.bundle import Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
 from llmc.inventory import HEAD, SCORE, Attention, Linear
 from llmc.optimize.quantize.grid import Grid
@@ -120,7 +120,6 @@ class LoweringContext:
     cache: str = "float32"
     compute: str = "float32"
     linear_done: Callable[[], None] = lambda: None
-    contract: int = GRAPH_CONTRACT_VERSION
     ragged_rows: bool = False
     overwritten: int = 0
 

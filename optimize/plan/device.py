@@ -11,9 +11,8 @@ from llmc.optimize.plan.memory import (
     INTERPRETER,
     LOGITS_COPIES,
     MB,
-    NARROW_ARRAYS,
     TOKENIZER_FACTOR,
-    WIDE_ARRAYS,
+    activation_bytes,
     linear_bytes,
 )
 
@@ -41,8 +40,7 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     embedding = embedding_config(stored, geometry.tied_head)
     shared = geometry.tied_head and isinstance(stored.of(HEAD), Computed)  # the head reads the table, transposed
     chunk = min(limits.prefill_chunk, limits.max_context)
-    activations = WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size
-    scores = SCORES * geometry.most_heads * chunk * limits.max_context
+    scores = size * SCORES * geometry.most_heads * chunk * limits.max_context
     blocked = recipe.phases == "shared" and recipe.block_size > 0
     expanded = min(EXPANDED, size * max(linear.size for linear in geometry.linears)) if blocked else 0
     held = [(linear, stored.of(linear.name)) for linear in geometry.linears]
@@ -50,7 +48,7 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     return DeviceMemory(
         context=CONTEXT,
         weights=sum(linear_bytes(linear, config, compute=size) for linear, config in held),
-        workspace=size * (chunk * activations + scores) + expanded,
+        workspace=activation_bytes(geometry, chunk, size) + scores + expanded,
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=size),
         logits=4 * geometry.vocab_size,
     )

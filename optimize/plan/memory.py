@@ -100,6 +100,11 @@ def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[st
     }
 
 
+def activation_bytes(geometry: Geometry, tokens: int, size: int) -> int:
+    """Bytes of the activations of a call of so many tokens, whose values have ``size`` bytes."""
+    return size * tokens * (WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size)
+
+
 def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int) -> MemoryPlan:
     """Memory that loading and running a bundle takes; ``tokenizer_bytes`` is the size of tokenizer.json.
 
@@ -122,7 +127,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
         embedding=sum(linear_bytes(table, form) for form in {embedding_config(each, tied) for each in graphs.values()}),
-        workspace=chunk * (WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size) * 4,
+        workspace=activation_bytes(geometry, chunk, 4),
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
         workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
         cache_per_token=sum(cache.bytes(1, size) for cache in geometry.caches if not cache.window),
