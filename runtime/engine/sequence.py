@@ -4,7 +4,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from llmc.errors import LlmcError, ProcessorError, text_of
 from llmc.runtime.api.handle import OutputCollector
@@ -17,9 +17,6 @@ from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.samplers import Choice
-
-if TYPE_CHECKING:
-    from llmc.runtime.engine.scheduler import Scheduler
 
 # Tokens at the start of the context that stay when the window slides: attention rests on them.
 # Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453
@@ -133,11 +130,11 @@ class SequenceGroup(ABC, Generic[_S]):
         """A new sequence, of the prompt alone."""
 
     @abstractmethod
-    def begin(self, scheduler: "Scheduler", sequence: _S, logits: Logits | None) -> bool:
+    def begin(self, scheduler: Any, sequence: _S, logits: Logits | None) -> bool:
         """Go on from the logits [V] after the whole context, or None for a fork of the same prompt; True at the end."""
 
     @abstractmethod
-    def step(self, scheduler: "Scheduler", outputs: List[SamplerOutput[_S]]) -> bool:
+    def step(self, scheduler: Any, outputs: List[SamplerOutput[_S]]) -> bool:
         """Take in what a step gave the group's sequences; True at the end."""
 
     @abstractmethod

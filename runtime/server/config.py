@@ -177,9 +177,6 @@ class ServerConfig:
         LIMITS, 75.0, "Time that a connection may stay open between requests.", unit="seconds", low=1, high=3600
     )
     max_connections: int = _setting(LIMITS, 4096, "Connections that may be open at once.", low=1, high=1_000_000)
-    max_connections_per_address: int | None = _setting(
-        LIMITS, None, "Of those, how many one address may have; default: all.", low=1, high=1_000_000
-    )
     max_request_tokens: int | None = _setting(
         LIMITS,
         None,

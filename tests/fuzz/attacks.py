@@ -105,14 +105,11 @@ def attacks() -> dict[str, Attack]:
     # ------------------------------------------------------------------------------------------------- token ids
     ids = b"1," * VALUES
     add("ids and then a text", COMPLETIONS, lambda: b'{"prompt":[' + ids + b'"x"]}')
-    add("58,000 ids and then a text", COMPLETIONS, lambda: b'{"prompt":[' + b"1," * 58_000 + b'"x"]}')
     add("ids without end", COMPLETIONS, lambda: b'{"prompt":[' + ids + b"1]}")
     add("texts and then an id", COMPLETIONS, lambda: b'{"prompt":[' + b'"a",' * TEXTS + b"1]}")
     add("a million texts", COMPLETIONS, lambda: filled({"prompt": "@"}, "a", VALUES))
     add("lists of ids and then a text", COMPLETIONS, lambda: b'{"prompt":[' + b"[1]," * 60_000 + b'["x"]]}')
-    add("wrong values", COMPLETIONS, lambda: filled({"prompt": "@"}, True, VALUES))
     add("numbers beyond all", COMPLETIONS, lambda: filled({"prompt": "@"}, b"1e999", VALUES))
-    add("fractions", COMPLETIONS, lambda: filled({"prompt": "@"}, b"1.23456", VALUES))
     add("NaN", COMPLETIONS, lambda: filled({"prompt": "a", "temperature": "@"}, b"NaN", VALUES))
     add("long integers", COMPLETIONS, lambda: filled({"prompt": "@"}, b"9" * 4000, VALUES))
     # --------------------------------------------------------------------------------------------- the shape alone
@@ -122,14 +119,11 @@ def attacks() -> dict[str, Attack]:
     add("empty lists", CHAT, lambda: filled({"messages": "@"}, [], VALUES // 2))
     add("quotes", CHAT, lambda: b'"' * MOST)
     add("backslashes", CHAT, lambda: b'"' + b"\\" * (MOST - 1))
-    add("texts of two characters", CHAT, lambda: b'"ab' * (MOST // 3))
     add("blanks", CHAT, lambda: b" " * MOST)
     add("a number of millions of digits", CHAT, lambda: b'{"max_tokens":' + b"9" * (MOST - 20) + b"}")
-    add("a fraction of millions of digits", CHAT, lambda: b'{"temperature":1.' + b"3" * (MOST - 20) + b"}")
     add("a million members", CHAT, lambda: named("@", 700_000))
     add("unknown members", CHAT, lambda: named("@", TEXTS))
     add("one name again and again", CHAT, lambda: b"{" + b",".join([b'"a":1'] * TEXTS) + b"}")
-    add("null members", CHAT, lambda: named("@", TEXTS, None))
     add(
         "halves of characters",
         COMPLETIONS,
@@ -138,10 +132,10 @@ def attacks() -> dict[str, Attack]:
     add("escaped characters", COMPLETIONS, lambda: b'{"prompt":"' + b"\\ud83d\\ude00" * 690_000 + b'"}')
     # ------------------------------------------------------------------------------------------------------- texts
     for path, body, names in (
-        (COMPLETIONS, text, ("prompt", "model", "user", "stop", "regex", "grammar", "json_schema")),
-        (CHAT, chat, ("model", "user", "tool_format", "prompt_cache_key", "reasoning_effort", "verbosity")),
-        (RESPONSES, answer, ("input", "instructions", "previous_response_id", "user")),
-        (MESSAGES, anthropic, ("system", "model")),
+        (COMPLETIONS, text, ("prompt", "stop", "regex", "grammar", "json_schema")),
+        (CHAT, chat, ("model", "prompt_cache_key")),
+        (RESPONSES, answer, ("input", "previous_response_id")),
+        (MESSAGES, anthropic, ("system",)),
     ):
         for name in names:
             add(f"{path} {name} of 8 MB", path, lambda body=body, name=name: texted({**body, name: "@"}))  # type: ignore[misc]
@@ -151,21 +145,11 @@ def attacks() -> dict[str, Attack]:
         CHAT,
         lambda: texted({"messages": [{"role": "user", "content": "@"}]}, "<|im_end|>"),
     )
-    add(
-        "a message of half control tokens",
-        CHAT,
-        lambda: texted({"messages": [{"role": "user", "content": "@"}]}, "<|im_"),
-    )
     add("a message of blanks", CHAT, lambda: texted({"messages": [{"role": "user", "content": "@"}]}, " "))
     add("a role of 8 MB", CHAT, lambda: texted({"messages": [{"role": "@", "content": "a"}]}))
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "@"}}
     calls = {"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [call]}, USER], "max_tokens": 1}
     add("arguments of 8 MB", CHAT, lambda: texted(calls, "[1,1],"))
-    add(
-        "arguments of millions of values",
-        CHAT,
-        lambda: written(calls).replace(b"@", b'{\\"a\\":[' + b"0," * 4_000_000 + b"0]}"),
-    )
     add(
         "arguments of many members",
         CHAT,
@@ -178,7 +162,6 @@ def attacks() -> dict[str, Attack]:
         CHAT,
         lambda: filled({"messages": "@", "max_tokens": 1}, USER, 16_000)[:-17] + b',{"role":1}],"n":1}',
     )
-    add("messages that are none", CHAT, lambda: filled({"messages": "@"}, {"role": 1}, 32_000))
     add("messages of unknown members", CHAT, lambda: filled({"messages": "@"}, {"a": 1, "b": 1}, 32_000))
     add(
         "parts",
@@ -230,7 +213,6 @@ def attacks() -> dict[str, Attack]:
             lambda name=name, item=item: filled({**chat, name: "@"}, item, VALUES if item == 5 else TEXTS),
         )  # type: ignore[misc]
     add("biases", CHAT, lambda: named({**chat, "logit_bias": "@"}, TEXTS))
-    add("biases of texts", CHAT, lambda: named({**chat, "logit_bias": "@"}, TEXTS, "x"))
     add("biases of sequences", CHAT, lambda: filled({**chat, "sequence_bias": "@"}, [[5], 1.0], 60_000))
     add("tags", CHAT, lambda: named({**chat, "metadata": "@"}, 64_000, "a"))
     add("variables of a template", CHAT, lambda: named({**chat, "chat_template_kwargs": "@"}, TEXTS))
@@ -243,18 +225,12 @@ def attacks() -> dict[str, Attack]:
             {"input": "@"}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}, 16_000
         ),
     )
-    add(
-        "items that are none",
-        RESPONSES,
-        lambda: filled({"input": "@"}, {"type": "message", "role": "user", "content": [{"type": "x"}]}, 16_000),
-    )
     add("tools of responses", RESPONSES, lambda: filled({**answer, "tools": "@"}, FLAT, 16_000))
     blocks = {**TOP, "messages": [{"role": "user", "content": "@"}]}
     add("blocks", MESSAGES, lambda: filled(blocks, {"type": "text", "text": "a"}, 16_000))
     add(
         "results", MESSAGES, lambda: filled(blocks, {"type": "tool_result", "tool_use_id": "a", "content": "a"}, 10_000)
     )
-    add("blocks that are none", MESSAGES, lambda: filled(blocks, {"type": "image"}, 32_000))
     add("turns", MESSAGES, lambda: filled({**TOP, "messages": "@"}, USER, 16_000))
     add(
         "an input of a tool",
@@ -271,11 +247,6 @@ def attacks() -> dict[str, Attack]:
             TEXTS - 100,
         ),
     )
-    add(
-        "a wide input schema",
-        MESSAGES,
-        lambda: written({**anthropic, "tools": [{"name": "f", "input_schema": schema(16_000)}]}),
-    )
     # ------------------------------------------------------------------------------------------- what is computed
     add(
         "echo with logprobs",
@@ -285,30 +256,15 @@ def attacks() -> dict[str, Attack]:
     add("128 prompts", COMPLETIONS, lambda: written({"prompt": ["a " * 32_000] * 128, "max_tokens": 1}))
     add("tokens of 8 MB", "/tokenize", lambda: texted({"prompt": "@"}))
     add("tokens of 8 MB, eight times", "/tokenize", lambda: texted({"prompt": "@"}), times=8)
-    add(
-        "tokens of a conversation of 8 MB",
-        "/tokenize",
-        lambda: texted({"messages": [{"role": "user", "content": "@"}]}),
-    )
-    add("tokens of 16,000 messages", "/tokenize", lambda: filled({"messages": "@"}, USER, 16_000))
     add("texts of a million tokens", "/detokenize", lambda: filled({"tokens": "@"}, 5, VALUES))
     add("texts of no tokens", "/detokenize", lambda: filled({"tokens": "@"}, "a", TEXTS))
     add("a template of 8 MB", "/apply-template", lambda: texted({"messages": [{"role": "user", "content": "@"}]}))
-    add("a template of 16,000 messages", "/apply-template", lambda: filled({"messages": "@"}, USER, 16_000))
     add(
         "a count of 8 MB",
         "/v1/messages/count_tokens",
         lambda: texted({"model": "tiny", "messages": [{"role": "user", "content": "@"}]}),
     )
-    add(
-        "a count of blocks",
-        "/v1/messages/count_tokens",
-        lambda: filled(
-            {"model": "tiny", "messages": [{"role": "user", "content": "@"}]}, {"type": "text", "text": "a"}, 32_000
-        ),
-    )
     add("tokens of an input of 8 MB", "/v1/responses/input_tokens", lambda: texted({"input": "@"}))
-    add("tokens of items", "/v1/responses/input_tokens", lambda: filled({"input": "@"}, USER, 16_000))
     for path, model in (("/v1/embeddings", "embed"),):
         add("ids to embed", path, lambda model=model: filled({"model": model, "input": "@"}, 5, VALUES))  # type: ignore[misc]
         add("texts to embed", path, lambda model=model: filled({"model": model, "input": "@"}, "a b", TEXTS))  # type: ignore[misc]

@@ -26,7 +26,7 @@ def _attacks() -> ModuleType:
 
 
 ATTACKS = _attacks()
-# Wanted of /health beside any body, on a machine that does nothing else: 113 of 123 tests kept to it on two cores, and
+# Wanted of /health beside any body, on a machine that does nothing else: 113 of 123 kept to it on two cores, and
 # those with texts of 8 MB took 0.10 to 0.18 s.
 WANTED_S = 0.1
 # What the tests insist on, beside another process of tests. On a busy machine each turn of the loop takes longer, in

@@ -4,20 +4,19 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route, WebSocketRoute
+from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.fleet.answers import Answer
 from llmc.runtime.server.fleet.calls import BILL, Call, ReplicaLostError, called
 from llmc.runtime.server.fleet.expositions import joined
-from llmc.runtime.server.fleet.sockets import converse_with
 from llmc.runtime.server.http.accounts import NOTHING, Tab, opened_tab
 from llmc.runtime.server.http.errors import ApiError, from_llmc, response
 from llmc.runtime.server.http.streams import unless_gone
@@ -53,7 +52,6 @@ def make_front(replicas: Replicas) -> Starlette:
         routes=[
             Route("/health", _health),
             Route("/metrics", front.metrics),
-            WebSocketRoute("/{path:path}", front.converse),
             Mount("/", front),
         ]
     )
@@ -72,10 +70,11 @@ class Front:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self.converse = partial(converse_with, self._relay)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of HTTP; its client's disconnection cancels it at the replica."""
+        """Answer a request of HTTP; its client's disconnection cancels it at the replica. A WebSocket is refused."""
+        if scope["type"] == "websocket":
+            return await WebSocket(scope, receive, send).close()
         request = Request(scope, receive)
         answer = Answer(scope, send)
         try:
@@ -87,6 +86,7 @@ class Front:
         except (ApiError, LlmcError, asyncio.TimeoutError) as error:
             if not answer.started:
                 await response(scope, _refusal(error))(scope, receive, send)
+        return None
 
     async def metrics(self, request: Request) -> Response:
         """The metrics of all replicas for Prometheus, each with its name."""

@@ -9,6 +9,8 @@ from typing import Any
 PROMPTS: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": ("tools", "messages"),
     "/v1/completions": ("prompt",),
+    "/api/chat": ("tools", "messages"),
+    "/api/generate": ("system", "prompt"),
     "/v1/messages": ("tools", "system", "messages"),
     "/v1/responses": ("tools", "instructions", "input"),
 }

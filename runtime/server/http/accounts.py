@@ -192,9 +192,7 @@ class Client:
     @property
     def bill(self) -> Bill:
         """The bill as it is now."""
-        for handle in [handle for handle in self._handles if handle.done]:
-            self._handles.remove(handle)
-            self._add(tokens=cost(handle))
+        self._settle()
         requests, reserved, used = self._ended
         return Bill(
             requests,
@@ -223,13 +221,18 @@ class Client:
         Raises:
             ApiError: 429.
         """
-        before = self._ended
         self._add(requests, tokens)
         try:
             self.report(self.bill)
         except ApiError:
-            self._ended = before
+            self._add(-requests, -tokens)  # only these: a request may have ended since, whose tokens stay
             raise
+
+    def _settle(self) -> None:
+        """Count the requests that have ended."""
+        for handle in [handle for handle in self._handles if handle.done]:
+            self._handles.remove(handle)
+            self._add(tokens=cost(handle))
 
     def _add(self, requests: int = 0, tokens: int = 0) -> None:
         known = self._ended

@@ -36,21 +36,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for headers, or refuse where as many connections as may be are open."""
         super().connection_made(transport)
-        if full := self._full():
-            self._refuse(ApiError(503, f"{full}; close some, or try again later", retry_after_s=1))
+        if len(self.connections) > self.most:
+            said = f"{self.most} connections are open; close some, or try again later"
+            self._refuse(ApiError(503, said, retry_after_s=1))
         else:
             self._await_headers()
-
-    def _full(self) -> str | None:
-        if len(self.connections) > self.most:
-            return f"{self.most} connections are open"
-        most = self.limits.max_connections_per_address
-        if most is None or self.client is None:
-            return None
-        address = self.client[0]
-        clients = [getattr(other, "client", None) for other in self.connections]  # of WebSockets too
-        same = sum(client is not None and client[0] == address for client in clients)
-        return f"{most} connections of {address} are open" if same > most else None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""

@@ -188,35 +188,6 @@ def test_a_client_that_is_gone_cancels_its_request() -> None:
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 
 
-class TestWebSocket:
-    def test_gives_the_events_of_a_stream(self) -> None:
-        replicas = Scripted([start(), body(HEARTBEAT), Lost], [start(), ROLE, HELLO, *END])
-        with TestClient(make_front(replicas)) as client, client.websocket_connect(CHAT) as socket:
-            socket.send_text('{"messages": []}')
-            pieces = [socket.receive_text() for _ in range(3)]
-        assert [json.loads(piece)["choices"][0]["delta"] for piece in pieces[:2]] == [
-            {"role": "assistant", "content": ""},
-            {"content": "Hello"},
-        ]
-        assert pieces[2] == "[DONE]"
-        assert json.loads(replicas.calls[0].body) == {"messages": [], "stream": True}
-
-    def test_tells_errors_and_goes_on(self) -> None:
-        refusal = ApiError(400, "no such thing", param="thing")
-        replicas = Scripted(
-            [[start(400, "application/json"), body(json.dumps(refusal.body).encode(), more=False)]],
-            [start(), HELLO, Lost],
-        )
-        with TestClient(make_front(replicas)) as client, client.websocket_connect(CHAT) as socket:
-            socket.send_text("{}")
-            assert json.loads(socket.receive_text()) == refusal.body
-            socket.send_text("[]")
-            assert "expected the body" in socket.receive_text()
-            socket.send_text("{}")
-            assert "Hello" in socket.receive_text()
-            assert json.loads(socket.receive_text())["error"]["message"] == LOST
-
-    @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/none"])
-    def test_of_another_route_is_refused(self, path: str) -> None:
-        with TestClient(make_front(Scripted())) as client, pytest.raises(WebSocketDisconnect):
-            client.websocket_connect(path).__enter__()
+def test_a_websocket_is_refused() -> None:
+    with TestClient(make_front(Scripted())) as client, pytest.raises(WebSocketDisconnect):
+        client.websocket_connect(CHAT).__enter__()

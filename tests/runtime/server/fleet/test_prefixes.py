@@ -104,6 +104,10 @@ class TestNames:
         second = names("/v1/messages", messages=[turn(LONG, False), turn("more", True)])
         assert shared(first, second) == len(first) > 10
 
+    def test_of_ollamas_dialect_are_those_of_its_prompts(self) -> None:
+        assert len(names("/api/chat", messages=[{"role": "user", "content": LONG}])) > 10
+        assert len(names("/api/generate", prompt=LONG)) > 10
+
     def test_are_bounded_for_prompts_without_end(self) -> None:
         assert len(names("/v1/completions", prompt="x" * (MOST_BLOCKS + 9) * BLOCK)) == MOST_BLOCKS
 

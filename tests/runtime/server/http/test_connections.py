@@ -190,13 +190,6 @@ class TestCrowds:
             while get(address) != 200:  # until the server has seen that they are gone
                 pass
 
-    def test_of_one_address_larger_than_the_limit_are_told_so(self):
-        with served(max_connections_per_address=2) as address, ExitStack() as crowd:
-            for _ in range(2):
-                crowd.enter_context(connected(address))
-            with connected(address) as client:
-                assert "2 connections of 127.0.0.1" in parsed(everything(client))[2]["error"]["message"]
-
 
 def test_tls_takes_a_certificate_from_files(tmp_path: Path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"

@@ -233,3 +233,27 @@ def test_a_key_is_for_its_models_alone(clock: Clock):
     assert refusal.value.status == 403
     CLIENT.set(None)
     check_model("large")
+
+
+def test_a_refused_spending_keeps_the_tokens_of_requests_that_ended(clock: Clock):
+    client = Client(None, None, account := Account(Bucket(2, clock), Bucket(1000, clock)), Tab(account).take)
+    client.charge(handle := Asked(10, 70, 5, done=False))
+    handle.done = True
+    account.count(2)
+    with pytest.raises(ApiError, match="requests per minute"):
+        client.spend(requests=1)
+    assert client.bill == Bill(0, 15, 15)
+
+
+def test_a_request_that_ends_while_it_is_refused_stays_on_the_bill(clock: Clock):
+    handle = Asked(10, 70, 5, done=False)
+
+    def refuse(bill: Bill) -> None:
+        handle.done = True
+        assert client.bill.used == 15  # as another task of this client's may ask meanwhile
+        raise ApiError(429, "no room")
+
+    client = Client(None, None, Account(None, None), refuse)
+    with pytest.raises(ApiError, match="no room"):
+        client.charge(handle)
+    assert client.bill == Bill(0, 15, 15)
