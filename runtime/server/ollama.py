@@ -18,6 +18,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.server.http.accounts import allowed
+from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import Body
 from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError, from_llmc, named
 from llmc.runtime.server.http.streams import EventStream, encoded, unless_gone
@@ -79,6 +80,12 @@ class Options(Body):
             raise ApiError(400, said, param="options.repeat_last_n")
         if given.get("num_predict", 0) < 0:
             del given["num_predict"]
+        if given.get("seed", 0) < 0:
+            del given["seed"]
+        if given.get("top_k", 0) < 0:
+            given["top_k"] = 0
+        if given.get("top_p") == 0:  # nothing but the most probable token
+            given = {**given, "top_p": 1.0, "temperature": 0.0}
         return {OPTIONS.get(name, name): value for name, value in given.items()}
 
 
@@ -148,6 +155,11 @@ class OllamaChat(Asked):
     messages: Annotated[list[OllamaMessage], Field(default_factory=list)]
     tools: list[Tool] | None = None
 
+    def request(self, service: Service) -> ChatRequest:
+        """The request in OpenAI's dialect."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None
+        return self.chat(service, conversation(self.messages), tools=tools)
+
 
 class OllamaPrompt(Asked):
     """The body of POST /api/generate."""
@@ -159,6 +171,11 @@ class OllamaPrompt(Asked):
     template: Annotated[Literal[""], Field(description="a bundle has its own")] = ""
     context: Annotated[list[int] | None, Field(max_length=0, description="not supported: use /api/chat")] = None
     images: Annotated[list[str] | None, Field(max_length=0, description="these models read text alone")] = None
+
+    def request(self, service: Service) -> ChatRequest:
+        """The request in OpenAI's dialect."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return self.chat(service, [*system, {"role": "user", "content": self.prompt}])
 
 
 def named_model(service: Service, name: str) -> str:
@@ -296,8 +313,7 @@ async def chat(body: Annotated[OllamaChat, given(OllamaChat)], request: Request,
     async with AsyncExitStack() as held:
         if not body.messages:
             return await loaded(body, service, held, chat_member)
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        asked = body.chat(service, conversation(body.messages), tools=tools)
+        asked = await aside(lambda: body.request(service))
         _, handle = await open_chat(asked, held, service)
         if body.stream:
             return Lines(chat_pieces(body, handle, chat_member), held.pop_all())
@@ -319,8 +335,7 @@ async def generate(
             return await loaded(body, service, held, prompt_member)
         if body.raw:
             return await complete(body, request, service, held)
-        system = [{"role": "system", "content": body.system}] if body.system else []
-        asked = body.chat(service, [*system, {"role": "user", "content": body.prompt}])
+        asked = await aside(lambda: body.request(service))
         _, handle = await open_chat(asked, held, service)
         if body.stream:
             return Lines(chat_pieces(body, handle, prompt_member), held.pop_all())
@@ -336,7 +351,7 @@ async def complete(body: OllamaPrompt, request: Request, service: Service, held:
         if getattr(body, name):
             raise ApiError(400, f"{name} is given beside raw, which leaves the template out; leave {name} out")
     model = await held.enter_async_context(service.generator(named_model(service, body.model)))
-    with named({"max_tokens": "num_predict"}):
+    with named({"max_tokens": "options.num_predict"}):
         arguments = service.bounded(body.options.plain()) | {"parse_special": service.config.allow_special}
         handle = await submitted(partial(model.stream, body.prompt, **arguments))
     held.callback(handle.cancel)
@@ -424,5 +439,5 @@ async def show(body: Annotated[Named, given(Named)], service: Served) -> dict[st
             "general.architecture": family,
             f"{family}.context_length": service.config.max_context or manifest.limits.max_context,
         },
-        "capabilities": ["embedding"] if encoder else ["completion", "tools"],
+        "capabilities": ["embedding"] if encoder else ["completion", *["tools"] * service.pool.has_template(name)],
     }

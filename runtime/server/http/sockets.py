@@ -30,37 +30,57 @@ async def converse(socket: WebSocket, read: Callable[[str], Awaitable[Any]], ope
         opened: submits it, and gives its events, as JSON or before.
     """
     await socket.accept()
-    message: str | None = None
-    with suppress(WebSocketDisconnect):
-        while True:
-            asked, message = _text(await socket.receive()) if message is None else message, None
-            try:
-                async with AsyncExitStack() as held:
-                    message = await _answer(socket, await opened(await read(asked), held))
-            except (ApiError, LlmcError) as error:
-                found = error if isinstance(error, ApiError) else from_llmc(error)
-                await socket.send_text(encoded(found.body))
+    async with aclosing(_Client(socket)) as client:
+        with suppress(WebSocketDisconnect):
+            while True:
+                asked = await client.message()
+                try:
+                    async with AsyncExitStack() as held:
+                        await _answer(socket, client, await opened(await read(asked), held))
+                except (ApiError, LlmcError) as error:
+                    found = error if isinstance(error, ApiError) else from_llmc(error)
+                    await socket.send_text(encoded(found.body))
 
 
-async def _answer(socket: WebSocket, events: Events) -> str | None:
-    """Send the events, and hear the client meanwhile; the next message, where it came with the last event.
+class _Client:
+    """What a client sends: one task waits for it all the time, for a message is lost whose task is cancelled."""
+
+    def __init__(self, socket: WebSocket) -> None:
+        self._socket = socket
+        self.waiting = asyncio.ensure_future(socket.receive())
+
+    async def message(self) -> str:
+        """The next message.
+
+        Raises:
+            WebSocketDisconnect: there is none.
+        """
+        text = _text(await self.waiting)
+        self.waiting = asyncio.ensure_future(self._socket.receive())
+        return text
+
+    async def aclose(self) -> None:
+        """Wait no longer."""
+        self.waiting.cancel()
+        await asyncio.gather(self.waiting, return_exceptions=True)
+
+
+async def _answer(socket: WebSocket, client: _Client, events: Events) -> None:
+    """Send the events, and hear the client meanwhile.
 
     Raises:
-        ApiError: a message came before.
+        ApiError: a message came before the last event.
     """
     sending = asyncio.ensure_future(_send_all(socket, events))
-    heard = asyncio.ensure_future(socket.receive())
     try:
-        await asyncio.wait((sending, heard), return_when=asyncio.FIRST_COMPLETED)
-        message = _text(heard.result()) if heard.done() else None
+        await asyncio.wait((sending, client.waiting), return_when=asyncio.FIRST_COMPLETED)
         if not sending.done():
+            await client.message()
             raise ApiError(499, "the request was cancelled by a message of its client")
         sending.result()
-        return message
     finally:
-        for task in (sending, heard):
-            task.cancel()
-        await asyncio.gather(sending, heard, return_exceptions=True)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
 
 
 def _text(message: Message) -> str:

@@ -13,7 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from llmc.runtime import GenerationResult, Handle, Model
 from llmc.runtime.api.results import Delta
-from llmc.runtime.server.http.aside import aside
+from llmc.runtime.server.http.aside import apart, aside
 from llmc.runtime.server.http.bodies import (
     ANY,
     Logged,
@@ -214,8 +214,8 @@ async def chunks(body: CompletionRequest, service: Service, model: Model, handle
             yield chunk(index, delta.text, logprobs=logprobs)
         lengths[index] += len(delta.text)
     results = await _results(body, handles)
-    for choice in choices_of(model, body, results) if whole else ():
-        yield chunk(choice["index"], choice["text"], logprobs=choice["logprobs"])
+    for choice in await apart(lambda: choices_of(model, body, results)) if whole else ():
+        yield await apart(partial(chunk, choice["index"], choice["text"], logprobs=choice["logprobs"]))
     for number, result in enumerate(results):
         for place, output in enumerate(result.outputs):
             yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)

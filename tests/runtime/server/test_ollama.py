@@ -66,6 +66,14 @@ def test_prompts_are_answered_raw_or_through_the_template(able, raw):
     assert whole["eval_count"] == 5
 
 
+def test_raw_prompts_take_the_values_that_mean_any_as_the_other_routes_do(able):
+    options = {"num_predict": 3, "seed": -1, "top_k": -1, "top_p": 0}
+    asked = {"model": "tiny", "prompt": "import ", "raw": True, "stream": False}
+    assert able.post("/api/generate", json=asked | {"options": options}).json()["eval_count"] == 3
+    refused = able.post("/api/generate", json=asked | {"options": {"num_predict": 0}})
+    assert refused.status_code == 400 and "num_predict" in refused.json()["error"], refused.text
+
+
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_a_request_without_a_prompt_loads_the_model(able, path):
     assert able.post(path, json={"model": "tiny"}).json()["done_reason"] == "load"

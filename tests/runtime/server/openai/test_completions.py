@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from llmc.runtime import Model, load
+from llmc.runtime.server.openai import completions
 from llmc.runtime.server.openai.logprobs import text_offsets
 
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
@@ -214,3 +216,17 @@ def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatc
     monkeypatch.setattr("llmc.runtime.server.openai.completions.MOST_ENTRIES", entries - 1)
     error = http.post("/v1/completions", json=body).json()["error"]
     assert error["param"] == "prompt" and f"{entries - 1} at most" in error["message"]
+
+
+def test_the_log_probabilities_of_an_echo_are_written_beside_the_event_loop(client, monkeypatch):
+    """There may be millions of them, and everybody waits for the loop."""
+    threads = []
+    original = completions.choices_of
+
+    def choices_of(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return original(*given)
+
+    monkeypatch.setattr(completions, "choices_of", choices_of)
+    list(client.completions.create(prompt="def add(a, b):", logprobs=2, echo=True, stream=True, **GREEDY))
+    assert threads and all("AnyIO worker" in name for name in threads), threads
