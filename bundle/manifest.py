@@ -259,7 +259,6 @@ class Recipe:
         phases: split (a graph each for prefill and decode), shared (one) or single (one engine with two profiles).
         activations: of W8A8: per-token or static scales; none where activations stay float.
         smoothing: SmoothQuant's alpha, 0 where nothing was smoothed.
-        sparsity: none, magnitude or wanda (2 of every 4 weights are zero).
         cache: float32, float16, bfloat16, int8 (a scale per tensor) or int8-channel (a scale per channel).
         layers: precision by module name pattern, for those that differ from ``precision``.
         threads: with how many a measurement found it fastest, None where none was made.
@@ -276,7 +275,6 @@ class Recipe:
     phases: str
     activations: str
     smoothing: float
-    sparsity: str
     cache: str
     layers: dict[str, str]
     threads: Annotated[int, range(1, 1025)] | None

@@ -125,7 +125,6 @@ def recipe(recipe: Recipe) -> str:
         f"{recipe.phases} phases": True,
         "static activations": recipe.activations == "static",
         f"smoothed by {recipe.smoothing:g}": recipe.smoothing > 0,
-        f"2:4 zeros by {recipe.sparsity}": recipe.sparsity != "none",
         f"cache {recipe.cache}": recipe.cache != "float32",
         f"layers {', '.join(f'{pattern} {precision}' for pattern, precision in recipe.layers.items())}": bool(
             recipe.layers

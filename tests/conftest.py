@@ -77,7 +77,6 @@ def manifest() -> bundle.Manifest:
             phases="split",
             activations="per-token",
             smoothing=0.0,
-            sparsity="none",
             cache="float32",
             layers={},
             threads=4,

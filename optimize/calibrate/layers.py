@@ -20,7 +20,7 @@ from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.lower.context import QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.tensorrt.weights import fitted
 from llmc.optimize.progress import Progress, counted
-from llmc.optimize.quantize import awq, gptq, rtn, smoothquant, sparsity
+from llmc.optimize.quantize import awq, gptq, rtn, smoothquant
 from llmc.optimize.quantize.grid import Grid, Quantized, stacked
 from llmc.optimize.weights.store import Store, grid_name, layer_part
 from llmc.runtime.host.machine import usable_threads
@@ -210,23 +210,11 @@ class _Layer:
 
     def _decide_linear(self, name: str, statistics: InputStatistics) -> None:
         parameter, config = self.module.get_parameter(f"{name}.weight"), self.quant[name]
-        mask = self._mask(parameter, statistics)
-        if mask is not None:
-            packed = np.packbits(mask.cpu().numpy(), axis=1)
-            self.arrays[f"mask:{self.prefix}{name}.weight"] = packed
         if isinstance(config, WeightOnly):
-            # With what is pruned still there, so that GPTQ can make up for it.
-            quantized = quantize(parameter, config.grid, self.recipe.scheme, statistics, mask)
+            quantized = quantize(parameter, config.grid, self.recipe.scheme, statistics)
             if self.recipe.scheme != "rtn":  # rounding to nearest again is quicker than reading
                 self.arrays |= _arrays_of(f"{self.prefix}{name}.weight", quantized)
             parameter.data = torch.from_numpy(quantized.dequantize()).to(self.source.device)
-        elif mask is not None:
-            parameter.data = parameter * mask
-
-    def _mask(self, weight: Tensor, statistics: InputStatistics) -> Tensor | None:
-        if self.recipe.sparsity == "none":
-            return None
-        return sparsity.mask(weight, statistics.mean_square.sqrt() if self.recipe.sparsity == "wanda" else None)
 
     def _advance(self, hidden: Tensor) -> Tensor:
         """Activations after the layer as it is now, in the place of those before it; keys and values give ranges."""
@@ -245,17 +233,15 @@ class _Layer:
         return weight
 
 
-def quantize(
-    weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics, mask: Tensor | None = None
-) -> Quantized:
-    """Weights [N, K] on ``grid`` by ``scheme``, for inputs with these statistics; masked weights stay 0."""
+def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics) -> Quantized:
+    """Weights [N, K] on ``grid`` by ``scheme``, for inputs with these statistics."""
     if scheme == "rtn":
-        return rtn.quantize((weights if mask is None else weights * mask).cpu().numpy(), grid)
+        return rtn.quantize(weights.cpu().numpy(), grid)
     moment = statistics.second_moment
     assert moment is not None, f"calibration collects second moments for {scheme}"
     if scheme == "awq":
-        return awq.quantize(weights, moment, grid, mask=mask)
-    return gptq.quantize(weights, moment, grid, mask=mask)
+        return awq.quantize(weights, moment, grid)
+    return gptq.quantize(weights, moment, grid)
 
 
 def stored_config(recipe: Recipe, configs: QuantConfigs, module: str, inputs: int) -> QuantConfig:

@@ -170,7 +170,7 @@ def check(quality: Quality, budget: Budget, explain: Callable[[], Advice]) -> No
 
 def check_unrounded(quality: Quality, recipe: Recipe) -> None:
     """Raise BuildError for a build that rounds nothing and yet is another model than the unquantized one."""
-    rounds = recipe.precisions() != {"fp32"} or recipe.cache != "float32" or recipe.sparsity != "none"
+    rounds = recipe.precisions() != {"fp32"} or recipe.cache != "float32"
     kl = quality.mean_kl
     if not rounds and kl is not None and not kl <= UNROUNDED_KL:
         raise BuildError(

@@ -69,10 +69,6 @@ def output_error(weights: Sequence[Tensor], moment: Tensor, grids: Sequence[Grid
     return total
 
 
-def quantize(weights: Tensor, second_moment: Tensor, grid: Grid, *, mask: Tensor | None = None) -> Quantized:
-    """Quantize weights [N, K] with the clip of each group that loses least at the output, see :func:`clip.search`.
-
-    Weights where ``mask`` [N, K] is false become exactly 0.
-    """
-    kept = weights.float() if mask is None else weights.float() * mask
-    return clip.quantized(*clip.search(kept, second_moment.float(), grid), grid)
+def quantize(weights: Tensor, second_moment: Tensor, grid: Grid) -> Quantized:
+    """Quantize weights [N, K] with the clip of each group that loses least at the output, see :func:`clip.search`."""
+    return clip.quantized(*clip.search(weights.float(), second_moment.float(), grid), grid)

@@ -10,8 +10,7 @@ which is the least-squares answer. Updates beyond a block of channels are applie
 2022, arXiv:2210.17323, algorithm 1. Channels of large inputs come first (activation order), and the scale of each group
 is taken from the weights as they were, so that groups stay runs of consecutive inputs and an engine needs no index;
 that is `static groups` of the authors' implementation. Scales come from the search of :mod:`.clip`, and at last from
-least squares over all groups of a row for the integers chosen. A mask's zeros are rounded like any other value, to 0,
-so later channels make up for them too (SparseGPT, Frantar and Alistarh 2023, arXiv:2301.00774).
+least squares over all groups of a row for the integers chosen.
 """
 
 import torch
@@ -29,37 +28,32 @@ DAMPING = 0.01
 SMALLEST_DAMPING, LARGEST_DAMPING = 1e-4, 1.0
 
 
-def quantize(weights: Tensor, second_moment: Tensor, grid: Grid, *, mask: Tensor | None = None) -> Quantized:
+def quantize(weights: Tensor, second_moment: Tensor, grid: Grid) -> Quantized:
     """Quantize weights [N, K] for inputs with ``second_moment`` X^T X / tokens, float32 [K, K].
 
-    Channels that were never seen are rounded to nearest; weights where ``mask`` [N, K] is false become exactly 0.
+    Channels that were never seen are rounded to nearest.
 
     Raises:
         BuildError: the second moment is not finite or cannot be factorized.
     """
     weights, moment = weights.float(), second_moment.float()
-    _, scales, zeros = clip.search(weights if mask is None else weights * mask, moment, grid)
+    _, scales, zeros = clip.search(weights, moment, grid)
     order = moment.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(moment[order][:, order])
     steps = torch.empty_like(weights)
-    steps[:, order] = _round_in_turn(weights[:, order], scales, zeros, grid, mask, order, factor)
+    steps[:, order] = _round_in_turn(weights[:, order], scales, zeros, grid, order, factor)
     return clip.quantized(steps, scales, zeros, grid)
 
 
-def _round_in_turn(
-    weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, mask: Tensor | None, order: Tensor, factor: Tensor
-) -> Tensor:
+def _round_in_turn(weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, order: Tensor, factor: Tensor) -> Tensor:
     """Steps q - z [N, K] of weights whose channels are in the order of rounding."""
     left = weights.T.contiguous()  # (K, N): a channel is contiguous, and becomes its steps
-    kept = None if mask is None else mask.T[order]
     groups = (order // grid.width(len(left))).tolist()
     for start in range(0, len(left), LAZY_BLOCK):
         stop, errors = min(start + LAZY_BLOCK, len(left)), []
         for i in range(start, stop):
             scale, zero = scales[:, groups[i]], zeros[:, groups[i]]
             steps = clip.nearest(left[i], scale, zero, grid)
-            if kept is not None:
-                steps *= kept[i]
             errors.append((left[i] - steps * scale) / factor[i, i])
             left[i + 1 : stop].addr_(factor[i, i + 1 : stop], errors[-1], alpha=-1)
             left[i] = steps

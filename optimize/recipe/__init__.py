@@ -43,7 +43,6 @@ MOST_RECIPE = 1 << 20  # bytes of a recipe file; those that come with llmc have 
 LARGEST_NUMBER = 1 << 53  # whole numbers beyond are no exact floats
 SCHEMES = ("rtn", "gptq", "awq", "awq+gptq")
 ACTIVATIONS = ("per-token", "static")
-SPARSITIES = ("none", "magnitude", "wanda")
 
 V = TypeVar("V")
 N = TypeVar("N", int, float)
@@ -76,7 +75,6 @@ class Request:
         activations: of the W8A8 graph: per-token (default) or static, one calibrated scale per tensor. For TensorRT
             none (default) or static, with int8 and fp8.
         smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off.
-        sparsity: none (default), magnitude or wanda: 2 of every 4 weights of each layer's linears become zero.
         cache: KV cache in float32 (default), int8 (a scale per tensor) or int8-channel (a scale per channel); on GPUs
             in the type of ``compute``.
         compute: type of activations on GPUs: float16 (default), bfloat16 or float32; follows fp32, fp16 and bf16.
@@ -100,7 +98,6 @@ class Request:
     phases: str | None = None
     activations: str | None = None
     smoothing: float | None = None
-    sparsity: str | None = None
     cache: str | None = None
     compute: str | None = None
     layers: dict[str, str] | None = None
@@ -238,7 +235,6 @@ def resolve(
         phases=phases,
         activations=_activations(request.activations, phases, stored, target),
         smoothing=between("smoothing", either(request.smoothing, 0.0), 0.0, 1.0),
-        sparsity=_one_of("sparsity", either(request.sparsity, "none"), SPARSITIES),
         cache=_cache(request.cache, compute, target),
         layers=layers,
         threads=None,
@@ -257,7 +253,7 @@ def _check_source(request: Request, coded: bool) -> None:
     """
     if not coded:
         raise UsageError("precision is 'source', but the checkpoint is not quantized; expected one that is, or --int8")
-    for key, plain in (("scheme", "rtn"), ("smoothing", 0.0), ("sparsity", "none")):
+    for key, plain in (("scheme", "rtn"), ("smoothing", 0.0)):
         if getattr(request, key) not in (None, plain):
             raise UsageError(
                 f"{key} is {getattr(request, key)!r}, but the precision is source, which keeps the checkpoint's own "
@@ -277,7 +273,6 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
         )
     asked = {name: getattr(request, name) for name in ("activations", "cache", "budget")}
     asked |= {"scheme": None if request.scheme == "rtn" else request.scheme, "smoothing": request.smoothing or None}
-    asked |= {"sparsity": None if request.sparsity == "none" else request.sparsity}
     asked |= {"phases": None if request.phases == "shared" else request.phases}
     for name, value in asked.items():
         if value is not None and value != Budget():
@@ -341,8 +336,6 @@ def needs_calibration(recipe: Recipe) -> str | None:
     wishes = {
         f"scheme = {recipe.scheme!r}": recipe.scheme != "rtn",
         f"smoothing = {recipe.smoothing}": recipe.smoothing > 0,
-        # Masks are made layer by layer, with what calibration keeps in memory; magnitudes alone would need no text.
-        f"sparsity = {recipe.sparsity!r}": recipe.sparsity != "none",
         f"cache = {recipe.cache!r}": recipe.cache.startswith("int8"),
         "activations = 'static'": recipe.activations == "static",
     }

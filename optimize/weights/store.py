@@ -1,7 +1,7 @@
 """The weights that a lowering reads: the checkpoint's, as calibration left them.
 
 Calibration writes one file per part of the model (each layer, and the head) into a folder: factors folded into rows
-and columns of float weights, masks of pruned ones, integers that were chosen, and ranges of activations. Whatever it
+and columns of float weights, integers that were chosen, and ranges of activations. Whatever it
 did not decide is the checkpoint's own: the weight as stored, rounded to nearest.
 """
 
@@ -119,8 +119,6 @@ class Calibrated:
             rows *= factors[span] if rows.ndim == 1 else factors[span, None]
         if (factors := arrays.get(f"columns:{tensor.name}")) is not None:
             rows *= factors
-        if (mask := arrays.get(f"mask:{tensor.name}")) is not None:
-            rows *= np.unpackbits(mask[span], axis=1, count=rows.shape[1])
         return rows
 
     def matrix(self, tensors: Sequence[Weight]) -> Float:
@@ -131,7 +129,7 @@ class Calibrated:
         """True if the checkpoint's own integers are on ``grid``, and calibration changed nothing."""
         assert tensor.name is not None
         arrays, (_, inputs) = self._arrays(tensor.name), sizes(tensor)
-        changed = any(f"{kind}:{tensor.name}" in arrays for kind in ("rows", "columns", "mask"))
+        changed = any(f"{kind}:{tensor.name}" in arrays for kind in ("rows", "columns"))
         fits = tensor.block == inputs or (grid.block > 0 and tensor.block % grid.block == 0)
         zeros = tensor.zero_points is not None
         chosen = f"values:{grid_name(grid)}:{tensor.name}" in arrays

@@ -53,7 +53,6 @@ head = "int8"
 phases = "split"
 activations = "static"
 smoothing = 0.5
-sparsity = "wanda"
 cache = "int8-channel"
 compute = "float32"
 compiled = false
@@ -91,7 +90,7 @@ decode_top1_agreement = 0.99
     assert request.expected == Expected(0.01, 0.0, 0.99)
     assert request.engine == EngineRequest("8.6", "ampere", True, False, False, 2_000_000, 3)
     assert replace(request, layers=None, budget=None, engine=None, expected=None) == Request(
-        "all keys", "int4", "awq+gptq", 64, False, "int8", "split", "static", 0.5, "wanda", "int8-channel", "float32",
+        "all keys", "int4", "awq+gptq", 64, False, "int8", "split", "static", 0.5, "int8-channel", "float32",
         None, False, 9, 2, 5,
     )  # fmt: skip
 
@@ -149,7 +148,6 @@ def test_defaults_are_int8_in_blocks_of_128_with_a_graph_for_each_phase():
         phases="split",
         activations="per-token",
         smoothing=0.0,
-        sparsity="none",
         cache="float32",
         layers={},
         threads=None,
@@ -215,10 +213,8 @@ def test_what_the_target_or_the_model_cannot_do_is_refused(request_, sentence):
     [
         ({}, None),
         ({"precision": "fp32"}, None),
-        ({"sparsity": "magnitude"}, "sparsity = 'magnitude'"),
         ({"scheme": "gptq"}, "scheme = 'gptq'"),
         ({"smoothing": 0.5}, "smoothing = 0.5"),
-        ({"sparsity": "wanda"}, "sparsity = 'wanda'"),
         ({"cache": "int8-channel"}, "cache = 'int8-channel'"),
         ({"activations": "static"}, "activations = 'static'"),
     ],

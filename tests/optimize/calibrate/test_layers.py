@@ -107,8 +107,8 @@ SCHEMES = {
     "gptq": ({"scheme": "gptq"}, FOUR),
     "smoothing + gptq": ({"scheme": "gptq", "smoothing": 0.5}, FOUR_ASYMMETRIC),
     "awq": ({"scheme": "awq"}, FOUR),
-    "wanda + awq + gptq": ({"scheme": "awq+gptq", "sparsity": "wanda"}, FOUR_ASYMMETRIC),
-    "magnitude + rtn": ({"scheme": "rtn", "sparsity": "magnitude", "smoothing": 0.5}, FOUR),
+    "awq + gptq": ({"scheme": "awq+gptq"}, FOUR_ASYMMETRIC),
+    "smoothing + rtn": ({"scheme": "rtn", "smoothing": 0.5}, FOUR),
 }
 
 
@@ -122,7 +122,7 @@ def logits_of_calibration(case: Any, store: Store) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    [(BIASES, scheme) for scheme in SCHEMES] + [(NO_GROUPS, "wanda + awq + gptq"), (TIED, "smoothing + gptq")],
+    [(BIASES, scheme) for scheme in SCHEMES] + [(NO_GROUPS, "awq + gptq"), (TIED, "smoothing + gptq")],
 )
 def test_the_lowered_graph_computes_what_calibration_computed(exported, lowering, decoder, tmp_path, name, scheme):
     case, (request, form) = exported(name), SCHEMES[scheme]
@@ -161,7 +161,7 @@ def test_each_layer_sees_the_quantized_ones_before_it(exported, tmp_path):
 
 # -------------------------------------------------------------------------------------------------- stopped and resumed
 
-HEAVY = {"scheme": "gptq", "smoothing": 0.5, "sparsity": "wanda"}
+HEAVY = {"scheme": "gptq", "smoothing": 0.5}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -82,7 +82,6 @@ def test_a_text_that_nothing_looks_at_is_refused(start, calls, text):
     ("recipe", "wish"),
     [
         ({"scheme": "gptq"}, "scheme = 'gptq' needs calibration"),
-        ({"sparsity": "magnitude"}, "sparsity = 'magnitude' needs calibration"),
         ({"cache": "int8"}, "cache = 'int8' needs calibration"),
     ],
     ids=str,
@@ -130,7 +129,6 @@ OTHERS = {
     "order of layers": {"layers": {"*.mlp.*": "int8", "*.mlp.down_proj": "int4"}},
     "the other order": {"layers": {"*.mlp.down_proj": "int4", "*.mlp.*": "int8"}},
     "smoothing": {"smoothing": 0.5},
-    "sparsity": {"sparsity": "wanda"},
     "cache": {"cache": "int8"},
 }
 

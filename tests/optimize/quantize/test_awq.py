@@ -101,13 +101,6 @@ def test_steps_whose_best_scale_is_negative_explain_nothing_on_a_positive_grid()
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_pruned_weights_stay_zero(layer, grid):
-    mask = (torch.arange(24)[:, None] + torch.arange(96)) % 4 < 2
-    found = awq.quantize(layer.weights, layer.moment, grid, mask=mask)
-    assert not found.dequantize()[~mask.numpy()].any()
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_without_correlation_the_search_is_that_of_rounding_to_nearest(layer, grid):
     steps, scales, zeros = clip.search(layer.weights, torch.eye(96), grid)
     wanted = rtn.quantize(layer.weights.numpy(), grid)

@@ -54,15 +54,11 @@ def test_without_a_store_weights_are_the_checkpoints(tensor, matrix):
     )
 
 
-def test_rows_take_factors_and_masks(tensor, matrix, store):
+def test_rows_take_factors(tensor, matrix, store):
     rng = np.random.default_rng(1)
     rows, columns = rng.uniform(0.5, 2, ROWS).astype(np.float32), rng.uniform(0.5, 2, INPUTS).astype(np.float32)
-    mask = rng.integers(0, 2, (ROWS, INPUTS), np.uint8)
-    store.write(
-        "layer-007",
-        {f"rows:{NAME}": rows, f"columns:{NAME}": columns, f"mask:{NAME}": np.packbits(mask, axis=1)},
-    )
-    wanted = matrix * rows[:, None] * columns * mask
+    store.write("layer-007", {f"rows:{NAME}": rows, f"columns:{NAME}": columns})
+    wanted = matrix * rows[:, None] * columns
     np.testing.assert_array_equal(Calibrated(store).matrix((tensor,)), wanted)
     np.testing.assert_array_equal(Calibrated(store).rows(tensor, 13, 20), wanted[13:20])
     found = Calibrated(store).quantized((tensor,), Grid(8))

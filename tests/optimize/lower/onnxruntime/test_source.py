@@ -144,7 +144,6 @@ def test_a_bundle_is_built_with_them_by_default(made, name, tmp_path):
     [
         ({"scheme": "gptq"}, "scheme is 'gptq', but the precision is source"),
         ({"smoothing": 0.5}, "smoothing is 0.5, but the precision is source"),
-        ({"sparsity": "wanda"}, "sparsity is 'wanda', but the precision is source"),
     ],
 )
 def test_what_would_change_them_is_refused(request_, words):
