@@ -15,7 +15,6 @@ from llmc.bundle import DeviceMemory, EngineConfig, FileEntry, Manifest, Profile
 from llmc.cli.build import build_command
 from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.optimize.build import BuildReport
-from llmc.optimize.plan.memory import ENGINE_LIBRARY, HOST
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime.host.machine import Available
@@ -202,12 +201,6 @@ def test_choices_that_a_rebuild_does_not_look_at_are_refused(
     assert f"{flag} means nothing to --rebuild, whose graph and options are the bundle's" in ran.err
 
 
-def test_a_bundle_for_the_cpu_cannot_be_rebuilt(llmc: Any, tiny_bundle: Path):
-    ran = llmc("build", "--rebuild", tiny_bundle)
-    assert (ran.code, ran.out) == (2, "")
-    assert "is for cpu, whose graphs need no engine; it runs as it is" in ran.err
-
-
 # ------------------------------------------------------------------------------------------------------------- emulate
 
 
@@ -238,19 +231,6 @@ def test_emulation_reaches_the_loader(
     ran = llmc(verb, save(), *rest, *flags)
     assert (ran.code, ran.err) == (1, "llmc: error: no NVIDIA driver is here\n")
     assert asked == [bool(flags)]
-
-
-@pytest.mark.parametrize("flags", [["--layers"], ["--plot", "errors.png"]], ids=lambda flags: flags[0])
-def test_layers_of_16_bits_are_not_looked_into(
-    llmc: Any, save: Callable[..., Path], tiny_export: Path, flags: list[str]
-):
-    folder = save()
-    text = json.loads((folder / "llmc.json").read_text())
-    text["recipe"]["compute"] = "float16"
-    (folder / "llmc.json").write_text(json.dumps(text))
-    ran = llmc("eval", folder, "--emulate", "--reference", tiny_export, *flags)
-    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
-    assert f"--layers and --plot compare layers in float32, {folder} computes in float16" in ran.err
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -313,23 +293,6 @@ def test_a_bundles_plan_has_the_cache_that_its_engine_takes(
     assert stage["parts"] == MEMORY.parts(512, 2)
     short = gpu_stage(llmc("plan", folder, "--gpu-memory", "800MB", "--json").out)
     assert (short["fits"], short["largest_context"], short["largest_batch"]) == (False, 0, 0)
-
-
-def test_an_engine_that_is_yet_to_be_made_is_a_stage_ahead(
-    llmc: Any, save: Callable[..., Path], probed: Callable[[Any], None]
-):
-    probed(NO_GPU)
-    folder = save(**NOT_BUILT)
-    both = {}
-    for kind in ("separate", "unified"):
-        both[kind] = json.loads(llmc("plan", folder, f"--{kind}-memory", "--memory", "64GB", "--json").out)["stages"][0]
-        assert both[kind]["stage"] == "rebuild"
-    driver = HOST - ENGINE_LIBRARY
-    held = driver + MEMORY.context + MEMORY.weights + MEMORY.workspace
-    assert both["unified"]["total"] - both["separate"]["total"] == held
-    ran = llmc("plan", folder, "--memory", "1MB")
-    assert ran.code == 1
-    assert "to rebuild it needs" in ran.err
 
 
 # ------------------------------------------------------------------------------------------------------------- inspect
@@ -397,15 +360,3 @@ def test_inspect_as_json_has_the_plan_and_the_memory(llmc: Any, save: Callable[.
         "parts": MEMORY.parts(512, 1),
         "total": MEMORY.total(512, 1),
     }
-
-
-def test_inspect_of_a_bundle_for_cuda_has_memory_and_no_engine(llmc: Any, save: Callable[..., Path]):
-    shown = rows(llmc("inspect", save(None, "cuda")).out)
-    assert "GPU memory at 512 tokens x 1" in shown
-    assert not {"engine", "buckets", "computes in", "CPU features"} & shown.keys()
-
-
-def test_inspect_of_a_bundle_for_the_cpu_has_no_gpu(llmc: Any, tiny_bundle: Path):
-    ran = llmc("inspect", tiny_bundle)
-    assert "GPU" not in ran.out
-    assert json.loads(llmc("inspect", tiny_bundle, "--json").out)["device_memory"] is None

@@ -66,19 +66,6 @@ def test_whether_memory_is_one_is_asked_of_the_gpu_unless_it_is_said(
 # ----------------------------------------------------------------------------------------------------------- the sum
 
 
-def test_the_sum_is_that_of_both_stages_part_by_part(llmc: Any, tiny_export: Path, probed: Callable[..., None]):
-    probed(ORIN)
-    order = ("plan", tiny_export, "--target", "tensorrt", "--fp16", "--max-context", 1024, "--max-batch", 2, "--json")
-    apart, together = (llmc(*order, f"--{kind}-memory").out for kind in ("separate", "unified"))
-    assert list(stages(apart)) == ["build", "run", "run on the GPU"]
-    assert list(stages(together)) == ["build", ONE_MEMORY]
-    host, device, both = stages(apart)["run"], stages(apart)["run on the GPU"], stages(together)[ONE_MEMORY]
-    assert both["total"] == host["total"] + device["total"] == sum(both["parts"].values())
-    assert {name[4:]: size for name, size in both["parts"].items() if name.startswith("GPU ")} == device["parts"]
-    assert all(host["parts"][name] == size for name, size in both["parts"].items() if not name.startswith("GPU "))
-    assert (both["context"], both["batch"]) == (1024, 2)
-
-
 def test_a_sum_that_does_not_fit_is_refused_where_each_part_would(
     llmc: Any, tiny_export: Path, probed: Callable[..., None]
 ):

@@ -14,11 +14,11 @@ from typing import Any
 
 import onnx
 import pytest
-from doubles.machines import H200, NO_GPU, THOR
+from doubles.machines import H200, NO_GPU
 from doubles.recorded import PLAN, RecordedLibrary
 
 from llmc.bundle import Budget, EngineConfig, Manifest, read_bundle, verify_files
-from llmc.errors import BuildError, GpuError, MissingExtraError, ResourceError
+from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
 from llmc.optimize.calibrate.request import CalibrationRequest
@@ -276,20 +276,6 @@ def mean_kl(manifest: Manifest) -> float:
     return found
 
 
-def test_bfloat16_is_judged_on_a_text_with_its_weights_rounded(
-    reads_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    order: dict[str, Any] = {"target": "tensorrt", "precision": "bf16", "engine": DEFERRED, **SMALL}
-    report = build(reads_text, tmp_path / "out" / "bundle", budget=Budget(max_kl=0.01), **order)
-    assert whole(report), "of the twin nothing stays"
-    assert report.manifest.quality is not None
-    assert report.manifest.quality.positions > 300, "on the text, after the golden prompts"
-    assert FLOAT32_KL < mean_kl(report.manifest) < LARGEST_KL["bf16"]
-    monkeypatch.setattr("llmc.optimize.judge.finished.round_to_bfloat16", lambda folder: None)
-    unrounded = build(reads_text, tmp_path / "unrounded", budget=Budget(max_kl=0.01), **order)
-    assert mean_kl(unrounded.manifest) < FLOAT32_KL, "or the bound above shows nothing"
-
-
 # ------------------------------------------------------------------------------------------------- TensorRT's versions
 
 
@@ -347,35 +333,7 @@ def test_on_its_gpu_a_bundle_is_verified_by_running_it(
 # ------------------------------------------------------------------------------------------------------------ failures
 
 
-def test_a_builder_that_fails_publishes_nothing(
-    exported: Callable[[str], Any], untouched: Path, installed: Callable[..., RecordedLibrary]
-):
-    installed(H200, builds=False, log=(("ERROR", "no kernel for softmax"),))
-    with pytest.raises(BuildError, match="no kernel for softmax"):
-        build(exported(TIED).export, untouched, target="tensorrt", force=True, **SMALL)
-
-
 INT8, HALF = onnx.TensorProto.INT8, onnx.TensorProto.FLOAT16
-
-
-def test_thor_gets_its_flags(exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]):
-    """The double refuses builders that were not told."""
-    installed(THOR, gpu="11.0")
-    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
-    assert "-peep:fc_h_fusion=off" in engine_of(report.manifest).flags
-
-
-def test_a_gpu_that_tensorrt_rtx_does_not_list_is_judged_on_the_cpu(
-    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
-    monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: H200.driver)
-    opened: list[Any] = []
-    monkeypatch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", lambda: opened.append(1))
-    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt-rtx", precision="fp16", **SMALL)
-    assert engine_of(report.manifest).verified == "cpu"
-    assert opened == []
-    assert "12.1 and newer, NVIDIA H200 has 9.0: the engine does not run here" in caplog.text
 
 
 def test_a_library_that_is_missing_is_said_before_any_work(
@@ -406,21 +364,3 @@ def test_ctrl_c_at_any_step_publishes_nothing(
 
     with pytest.raises(KeyboardInterrupt):
         build(exported(TIED).export, untouched, target="tensorrt", force=True, progress=interrupt, **SMALL)
-
-
-def test_a_bundle_too_large_for_the_cpu_is_published_unjudged_with_a_warning(
-    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    def full(folder: Path, *, emulate: bool = False, **_: Any) -> Any:
-        raise ResourceError("too large") if emulate else GpuError(NO_DRIVER)
-
-    monkeypatch.setattr("llmc.optimize.judge.finished.load", full)
-    output = tmp_path / "out" / "bundle"
-    order = {"target": "tensorrt", "precision": "fp16", "engine": DEFERRED, **SMALL}
-    report = build(exported(TIED).export, output, **order)
-    assert whole(report)
-    assert (report.manifest.golden, report.manifest.quality, engine_of(report.manifest).verified) == ((), None, "no")
-    assert "published without golden prompts: verify it on its GPU" in caplog.text
-    with pytest.raises(ResourceError, match="too large"):
-        build(exported(TIED).export, tmp_path / "judged", judged=True, **order)
-    assert not (tmp_path / "judged").exists()

@@ -14,7 +14,7 @@ from doubles.machines import H200, NO_GPU
 from doubles.recorded import PLAN, RecordedLibrary
 
 from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
-from llmc.errors import BuildError, BundleError, GpuError, ResourceError, UsageError
+from llmc.errors import BundleError, GpuError, ResourceError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.rebuild import rebuild
 from llmc.optimize.recipe.engine import EngineRequest
@@ -198,26 +198,6 @@ def test_a_broken_engine_is_no_obstacle(
     check_whole(folder)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_bundle_of_links_becomes_one_of_files(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], tmp_path: Path, in_place: bool
-):
-    """As folders of a download cache are: every file links to another place."""
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshots").mkdir()
-    folder = bundle(engine=True).rename(tmp_path / "snapshots" / "bundle")
-    for path in list(folder.iterdir()):
-        path.rename(tmp_path / "blobs" / path.name)
-        path.symlink_to(Path("../../blobs") / path.name)
-    blobs = contents(tmp_path / "blobs")
-    machine(H200)
-    output = folder if in_place else tmp_path / "here" / "deeper" / "bundle"
-    rebuild(folder, output, force=in_place)
-    check_whole(output)
-    assert not [path.name for path in output.iterdir() if path.is_symlink()], "they would dangle when it is moved"
-    assert contents(tmp_path / "blobs") == blobs
-
-
 def test_what_was_asked_of_the_builder_is_asked_again(
     bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
 ):
@@ -232,17 +212,6 @@ def test_what_was_asked_of_the_builder_is_asked_again(
     assert (plan.workspace, plan.optimization_level, plan.version_compatible) == (1 << 22, 1, True)
     limits = [arguments[-1] for arguments in library.arguments("IBuilderConfig", "set_memory_pool_limit")]
     assert 1 << 22 in limits
-
-
-def test_a_bundle_without_golden_prompts_is_rebuilt_with_a_warning(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], caplog: pytest.LogCaptureFixture
-):
-    folder = bundle(engine=True, golden=())
-    machine(H200)
-    plan = rebuild(folder, folder, force=True).manifest.engine
-    assert plan is not None
-    assert plan.verified == "no"
-    assert "has no golden prompts, so nothing was replayed" in caplog.text
 
 
 @pytest.mark.parametrize(("before", "after"), [("cpu", "cpu"), ("float32", "float32"), ("device", "no"), ("no", "no")])
@@ -328,22 +297,6 @@ def test_an_output_that_exists_is_refused_before_anything_is_hashed(whole: Path)
 
 
 @pytest.mark.usefixtures("untouchable")
-def test_what_somebody_keeps_in_the_folder_is_not_replaced(bundle: Callable[..., Path]):
-    name, folder = "notes.txt", bundle(engine=True)
-    (folder / name).write_text("mine")
-    before = contents(folder.parent)
-    with pytest.raises(UsageError, match=f"also holds '{name}', which is no part of the bundle and would go with"):
-        rebuild(folder, folder, force=True)
-    assert contents(folder.parent) == before
-
-
-@pytest.mark.usefixtures("untouchable")
-def test_no_bundle_is_written_into_its_source(whole: Path):
-    with pytest.raises(UsageError, match=r"lies in the bundle .*; choose another output folder"):
-        rebuild(whole, whole / "deep" / "down", force=True)
-
-
-@pytest.mark.usefixtures("untouchable")
 def test_memory_that_does_not_suffice_is_said_before_the_library_is_loaded(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -353,12 +306,6 @@ def test_memory_that_does_not_suffice_is_said_before_the_library_is_loaded(
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
-
-
-def test_a_builder_that_fails_leaves_the_old_bundle(whole: Path, machine: Callable[..., RecordedLibrary]):
-    machine(H200, builds=False, log=(("ERROR", "no kernel for softmax"),))
-    with pytest.raises(BuildError, match="no kernel for softmax"):
-        rebuild(whole, whole, force=True)
 
 
 @pytest.mark.parametrize("step", ["hashed weights.bin", "reading the graph", "building the engine", "golden prompt 2"])
@@ -371,18 +318,6 @@ def test_ctrl_c_at_any_step_leaves_the_old_bundle(whole: Path, machine: Callable
 
     with pytest.raises(KeyboardInterrupt):
         rebuild(whole, whole, force=True, progress=interrupt)
-
-
-def test_a_full_disk_leaves_the_old_bundle(
-    whole: Path, machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
-):
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    machine()
-    monkeypatch.setattr("llmc.optimize.rebuild.write_manifest", full)
-    with pytest.raises(ResourceError, match="the disk is full"):
-        rebuild(whole, whole, force=True)
 
 
 @pytest.mark.parametrize("probe", [H200, NO_GPU], ids=["on the GPU", "its graph on the CPU"])

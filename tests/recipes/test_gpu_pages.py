@@ -76,11 +76,6 @@ def test_the_page_names_what_a_build_says_of_itself():
     assert [name for name in (f"`{LOG_FILE}`", "`engine.flags`") if name not in page] == []
 
 
-def test_a_key_that_is_missing_or_of_another_type_would_be_seen(keys: Table):
-    planted = {name: cells for name, cells in keys.items() if name != "deferred"} | {"workspace": ["text", "", ""]}
-    assert wrong_types(planted) == ["deferred", "workspace"]
-
-
 def test_all_keys_but_the_last_two_are_flags(keys: Table):
     flags = {name for option in build_command.params if isinstance(option, click.Option) for name in option.opts}
     assert [key for key in keys if f"--{key.replace('_', '-')}" not in flags] == ["workspace", "optimization_level"]

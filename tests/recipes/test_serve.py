@@ -1,6 +1,5 @@
 """Files to deploy the service with say what the service says: settings, paths, commands, ports, times."""
 
-import configparser
 import json
 import re
 import shutil
@@ -55,25 +54,10 @@ def test_systemd_finds_nothing_wrong(name: str, tmp_path: Path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_unit_waits_for_readiness_and_longer_than_requests_take_to_end(unit: dict[str, list[str]]):
-    assert unit["Type"] == ["notify"] and unit["TimeoutStartSec"] == ["infinity"]
-    settings = read_config(FOLDER / "serve.toml")
-    assert int(unit["TimeoutStopSec"][0]) > settings.drain_s + 15  # see FAREWELL_S and CLOSE_S
-    assert unit["ExecStart"] == ["/opt/llmc/bin/llmc serve --config /etc/llmc/serve.toml"]
-    assert unit["DynamicUser"] == ["yes"] and unit["CapabilityBoundingSet"] == [""]
-
-
 def test_the_unit_may_write_where_its_settings_say(unit: dict[str, list[str]]):
     settings = read_config(FOLDER / "serve.toml")
     assert unit["CacheDirectory"] == ["llmc"] and "LLMC_CACHE=/var/cache/llmc" in unit["Environment"][0]
     assert settings.prefix_cache_folder is not None and settings.prefix_cache_folder.is_relative_to("/var/cache/llmc")
-
-
-def test_systemds_socket_is_the_one_of_the_settings():
-    socket = configparser.ConfigParser()
-    socket.read(FOLDER / "llmc.socket")
-    settings = read_config(FOLDER / "serve.toml")
-    assert socket["Socket"]["ListenStream"] == f"{settings.host}:{settings.port}"
 
 
 def test_the_container_runs_a_command_that_exists_as_nobody_of_note(stages: list[list[tuple[str, str]]]):
@@ -89,15 +73,6 @@ def test_the_container_runs_a_command_that_exists_as_nobody_of_note(stages: list
     extras = re.findall(r"\[([\w,]+)\]", instruction(build, "RUN"))[0].split(",")
     declared = (FOLDER.parents[1] / "pyproject.toml").read_text()
     assert all(re.search(rf"^{extra} = \[", declared, re.M) for extra in extras)
-
-
-def test_the_containers_health_is_asked_where_it_listens(stages: list[list[tuple[str, str]]]):
-    settings = read_config(FOLDER / "container.toml")
-    health = instruction(stages[-1], "HEALTHCHECK").partition("CMD ")[2]
-    program = json.loads(health)[-1]
-    compile(program, "HEALTHCHECK", "exec")
-    assert f"http://127.0.0.1:{settings.port}/health" in program
-    assert instruction(stages[-1], "EXPOSE") == str(settings.port)
 
 
 def secret_file(compose: Any) -> str:

@@ -117,17 +117,6 @@ def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here: 
     assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").config.compute_capabilities == ("8.6", "8.9")
 
 
-def test_an_old_gpu_that_is_here_is_built_for_if_it_has_what_is_asked_for(
-    here: Callable[..., Any], rtx: Any, caplog: pytest.LogCaptureFixture
-):
-    here(rtx, OLD_SERVER)
-    assert resolve("tensorrt-rtx").config.compute_capabilities == RTX_GPUS
-    assert resolve("tensorrt-rtx", hardware_compatibility="ampere").config.compute_capabilities == ()
-    caplog.clear()
-    assert resolve("tensorrt-rtx", precision="int8").config.compute_capabilities == ()
-    assert "is for compute capability 8.0 and newer that the library knows, Tesla T4 has 7.5" in caplog.text
-
-
 def test_an_engine_for_other_gpus_says_that_it_does_not_run_here(
     here: Callable[..., Any], rtx: Any, caplog: pytest.LogCaptureFixture
 ):
@@ -139,22 +128,7 @@ def test_an_engine_for_other_gpus_says_that_it_does_not_run_here(
     assert "8.6, NVIDIA GeForce RTX 4090 has 8.9: the engine does not run here" in caplog.text
 
 
-def test_what_the_gpu_here_lacks_is_not_compiled_again_for_it(here: Callable[..., Any], rtx: Any):
-    """Else the engine would be for other GPUs, and loading it would ask for another rebuild."""
-    here(rtx, OLD_SERVER)
-    recipe, _ = resolve_recipe(Request(precision="int8"), capabilities("tensorrt-rtx"), 1000, "test")
-    with pytest.raises(UsageError, match=r"tensorrt-rtx has int8 from compute capability 8\.0 on, Tesla T4 has 7\.5"):
-        resolve_engine(capabilities("tensorrt-rtx"), recipe, LIMITS, EngineRequest(), here=True)
-
-
 FLOAT8_GPUS = ("8.9", "12.0", "12.1")
-
-
-def test_an_engine_in_float8_is_for_gpus_that_multiply_it(rtx: Any):
-    assert resolve("tensorrt-rtx", float8=True).config.compute_capabilities == FLOAT8_GPUS
-    assert resolve("tensorrt-rtx", float8=True, compute_capabilities="12.0").config.compute_capabilities == ("12.0",)
-    with pytest.raises(UsageError, match=r"'8\.6', tensorrt-rtx builds fp16, fp8 for 8\.9, 12\.0, 12\.1"):
-        resolve("tensorrt-rtx", float8=True, compute_capabilities="8.9,8.6")
 
 
 def test_weights_are_left_out_of_tensorrt_rtx_only_beside_a_gpu(here: Callable[..., Any], rtx: Any):
@@ -234,15 +208,6 @@ def test_what_the_library_cannot_do_is_refused(here: Callable[..., Any], asked: 
     with pytest.raises(UsageError) as refused:
         resolve(**asked)
     assert message in str(refused.value)
-
-
-@pytest.mark.parametrize("asked", ["9.0", "sm86", "8.6,,8.9"])
-def test_a_gpu_that_tensorrt_rtx_does_not_know_is_refused(rtx: Any, asked: str):
-    with pytest.raises(
-        UsageError, match=r"compute_capabilities has .*, tensorrt-rtx builds fp16 for 7\.5, 8"
-    ) as refused:
-        resolve("tensorrt-rtx", compute_capabilities=asked)
-    assert all(gpu in str(refused.value) for gpu in RTX_GPUS)
 
 
 def test_tensorrt_without_a_gpu_is_refused_before_any_work(here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
@@ -367,14 +332,6 @@ def test_caches_that_are_not_updated_in_place_fail_the_build(
     builder(aliases)
     with pytest.raises(BuildError, match=f"made {aliases} in-place cache updates of the graph, 4 are expected"):
         compile_engine(resolve(), tmp_path / "decoder.onnx", manifest.geometry, silent)
-
-
-@pytest.mark.usefixtures("untouchable")
-def test_a_deferred_engine_writes_no_file(manifest: Manifest, tmp_path: Path):
-    plan = compile_engine(resolve(deferred=True), tmp_path / "decoder.onnx", manifest.geometry, silent)
-    assert (plan.file, plan.select, plan.candidates) == ("", "", 0)
-    assert list(tmp_path.iterdir()) == []
-    assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
 
 
 # --------------------------------------------------------------------------------------------------------- the manifest

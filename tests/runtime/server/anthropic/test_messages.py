@@ -1,6 +1,5 @@
 """Anthropic's messages through the official client: texts, thoughts, tools, streams and errors."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -94,14 +93,6 @@ def test_a_call_follows_the_schema_of_its_tool(able_anthropic: anthropic.Anthrop
     ]
 
 
-def test_calls_may_be_parallel_and_tools_be_named(able_anthropic: anthropic.Anthropic):
-    """A call that the limit cuts off is no call."""
-    several = able_anthropic.messages.create(**{**CALLED, "tool_choice": {"type": "tool", "name": "add"}})
-    calls = [block for block in several.content if block.type == "tool_use"]
-    assert len(calls) > 1 and all(call.input["a"] in range(10) for call in calls)
-    assert len({call.id for call in calls}) == len(calls)
-
-
 def test_a_conversation_goes_on_after_a_call(able_anthropic: anthropic.Anthropic, able_http: httpx.Client):
     """What the client was given, it gives back as it is; templates read it as they read OpenAI's form."""
     asked = able_anthropic.messages.create(**CALLED)
@@ -130,15 +121,6 @@ def test_a_conversation_goes_on_after_a_call(able_anthropic: anthropic.Anthropic
     assert total == wanted["usage"]["prompt_tokens"]
     counted = able_anthropic.messages.count_tokens(model="able", messages=turns, tools=[TOOL])
     assert counted.input_tokens == total
-
-
-def test_turns_of_the_user_that_follow_each_other_are_one(able_anthropic: anthropic.Anthropic):
-    def count(messages: Any) -> int:
-        return able_anthropic.messages.count_tokens(model="able", messages=messages).input_tokens
-
-    blocks = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
-    both = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert count([{"role": "user", "content": blocks}]) == count(both) == count([{"role": "user", "content": "a\nb"}])
 
 
 def test_a_stop_sequence_is_named(able_anthropic: anthropic.Anthropic):
@@ -182,11 +164,6 @@ async def _texts(url: str) -> tuple[str, str]:
         whole = await client.messages.create(**GREEDY)
         async with client.messages.stream(**GREEDY) as stream:
             return whole.content[0].text, await stream.get_final_text()
-
-
-def test_the_asynchronous_client_answers_the_same(able_address: str, able_anthropic: anthropic.Anthropic):
-    wanted = able_anthropic.messages.create(**GREEDY).content[0].text
-    assert asyncio.run(_texts(able_address)) == (wanted, wanted)
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,6 @@ def test_content_in_parts_and_developers_are_read(client: openai.OpenAI, model: 
     assert answer.choices[0].message.content == model.chat(plain, max_tokens=12, temperature=0).text
 
 
-def test_without_a_limit_the_answer_may_fill_the_context(http: httpx.Client):
-    body = {"messages": MESSAGES, "x_llmc": {"resolved": True}, "stop": ["\n"], "temperature": 0}
-    answer = http.post("/v1/chat/completions", json=body).json()
-    room = http.get("/v1/models/tiny").json()["max_model_len"] - answer["usage"]["prompt_tokens"]
-    assert answer["x_llmc"]["resolved"]["max_tokens"] == room
-
-
 def test_logprobs_come_with_the_bytes_of_tokens(client: openai.OpenAI):
     answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **GREEDY)
     logprobs = answer.choices[0].logprobs
@@ -211,15 +204,6 @@ def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict
     assert error["param"].startswith(param) and error["type"] == "invalid_request_error"
 
 
-def test_what_clients_say_of_themselves_changes_no_answer(client: openai.OpenAI):
-    said: dict[str, Any] = {"prompt_cache_key": "a", "safety_identifier": "b", "user": "c", "metadata": {"d": "e"}}
-    kept: dict[str, Any] = {"prompt_cache_retention": "in_memory", "verbosity": "medium", "store": False}
-    plain = client.chat.completions.create(**GREEDY)
-    answer = client.chat.completions.create(**GREEDY, **said, **kept, service_tier="auto")
-    assert answer.choices == plain.choices
-    assert answer.usage and plain.usage and answer.usage.prompt_tokens == plain.usage.prompt_tokens
-
-
 @pytest.mark.parametrize(
     ("given", "names"),
     [
@@ -295,20 +279,6 @@ def test_a_tool_that_need_not_be_called_may_have_rules_that_cannot_be_enforced(a
         assert refused.status_code == 400 and "cannot be enforced" in refused.json()["error"]["message"]
 
 
-def test_some_of_the_tools_may_be_allowed(able_openai: openai.OpenAI):
-    other = {"type": "function", "function": {**TOOL["function"], "name": "subtract"}}
-    allowed: Any = ALLOWED | {"allowed_tools": {"mode": "required", "tools": [NAMED]}}
-    given = {**CALLED, "model": "able", "tools": [TOOL, other], "tool_choice": allowed}
-    calls = able_openai.chat.completions.create(**given).choices[0].message.tool_calls
-    assert calls and {call.function.name for call in calls if call.type == "function"} == {"subtract"}
-
-
-def test_a_json_object_may_have_a_schema(able_http: httpx.Client):
-    body = {**GREEDY, "model": "able", "response_format": {"type": "json_object", "schema": {"const": {"a": 1}}}}
-    answer = able_http.post("/v1/chat/completions", json=body).json()
-    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 1}
-
-
 def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_http: httpx.Client):
     def prompt_tokens(**given: Any) -> int:
         body = {"model": "able", "messages": MESSAGES, "max_tokens": 1, **given}
@@ -320,11 +290,6 @@ def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_ht
     body = {"model": "able", "messages": MESSAGES, "verbosity": "low", "chat_template_kwargs": {"verbosity": "high"}}
     refused = able_http.post("/v1/chat/completions", json=body).json()["error"]
     assert refused["param"] == "chat_template_kwargs" and "contradicts verbosity" in refused["message"]
-
-
-def test_a_body_that_is_no_json_is_refused(http: httpx.Client):
-    answer = http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
-    assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
 
 
 def test_a_socket_answers_one_request_after_another(address: str, client: openai.OpenAI):

@@ -1,6 +1,5 @@
 """OpenAI's completions: what the official client sends and reads, held against the engine in this process."""
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -78,12 +77,6 @@ def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(client: opena
     assert streamed == wanted
 
 
-def test_a_prompt_may_be_tokens(client: openai.OpenAI, model: Model):
-    tokens = model.tokenizer.encode("import os")
-    by_tokens = client.completions.create(prompt=tokens, **GREEDY)
-    assert by_tokens.choices[0].text == client.completions.create(prompt="import os", **GREEDY).choices[0].text
-
-
 def test_logprobs_and_the_echo_cover_prompt_and_completion(client: openai.OpenAI, model: Model):
     answer = client.completions.create(prompt="def add(a, b):", logprobs=2, echo=True, **GREEDY)
     choice = answer.choices[0]
@@ -150,16 +143,6 @@ def test_the_resolved_request_has_every_default_filled_in(client: openai.OpenAI)
     assert {"determinism", "repetition_penalty", "num_beams"} <= resolved.keys()
 
 
-def test_beams_and_consensus_are_extensions(client: openai.OpenAI, model: Model):
-    beams = client.completions.create(prompt="def f(", model="tiny", max_tokens=6, extra_body={"num_beams": 3})
-    assert beams.choices[0].text == model.generate("def f(", max_tokens=6, num_beams=3).text
-    voted = client.completions.create(
-        prompt="def f(", model="tiny", max_tokens=6, n=3, temperature=1, seed=1, extra_body={"consensus": "chrf"}
-    )
-    wanted = model.generate("def f(", max_tokens=6, n=3, temperature=1, seed=1, consensus="chrf")
-    assert [choice.text for choice in voted.choices] == [output.text for output in wanted.outputs]
-
-
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -182,29 +165,10 @@ def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict
     assert error["param"] == param and param in error["message"] and error["type"] == "invalid_request_error"
 
 
-def test_a_value_out_of_range_names_the_parameter_and_its_range(client: openai.OpenAI):
-    with pytest.raises(openai.BadRequestError, match=r"top_p is 2.* at most 1"):
-        client.completions.create(prompt="x", model="tiny", top_p=2)
-
-
-def test_a_model_that_is_not_there_is_404(client: openai.OpenAI):
-    with pytest.raises(openai.NotFoundError, match="expected tiny"):
-        client.completions.create(prompt="x", model="gpt-4")
-
-
 def test_a_prompt_does_not_spell_special_tokens(http: httpx.Client, model: Model):
     spelt = "<|im_end|>"
     answer = http.post("/v1/completions", json={"prompt": spelt, "max_tokens": 1}).json()
     assert answer["usage"]["prompt_tokens"] == len(model.tokenizer.encode_plain(spelt)) > 1
-
-
-def test_the_client_works_in_asyncio(address: str, client: openai.OpenAI):
-    async def ask() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as asked:
-            stream = await asked.completions.create(prompt="import ", stream=True, **GREEDY)
-            return "".join([choice.text async for chunk in stream for choice in chunk.choices])
-
-    assert asyncio.run(ask()) == client.completions.create(prompt="import ", **GREEDY).choices[0].text
 
 
 def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,5 @@
 """Vectors and rankings through OpenAI's client and plain HTTP."""
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,14 +35,6 @@ def test_numbers_and_base64_say_the_same(able_openai: openai.OpenAI):
     assert able_openai.embeddings.create(**given).data[0].embedding == pytest.approx(numbers)
 
 
-def test_tokens_embed_as_their_text_does(able_openai: openai.OpenAI, able_http: httpx.Client):
-    tokens = able_http.post("/tokenize", json={"model": "embed", "prompt": "a b"}).json()["tokens"]
-    ours = able_openai.embeddings.create(model="embed", input=tokens).data[0].embedding
-    assert ours == able_openai.embeddings.create(model="embed", input="a b").data[0].embedding
-    both = able_openai.embeddings.create(model="embed", input=[tokens, tokens[:1]])
-    assert len(both.data) == 2 and both.usage.prompt_tokens == len(tokens) + 1
-
-
 def test_requests_that_may_not_wait_are_refused(encoder_bundles: dict[str, Path]):
     """More at once than compute and may wait."""
     config = ServerConfig(models={"embed": encoder_bundles["embed"]}, threads=1, max_queue=1)
@@ -59,11 +50,6 @@ async def _vectors(url: str) -> list[float]:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
         answer = await client.embeddings.create(model="embed", input="a b")
         return answer.data[0].embedding
-
-
-def test_the_asynchronous_client_gets_vectors(able_address: str, able_openai: openai.OpenAI):
-    found = asyncio.run(_vectors(able_address))
-    assert found == able_openai.embeddings.create(model="embed", input="a b").data[0].embedding
 
 
 def test_documents_are_ranked_by_the_models_scores(able_http: httpx.Client, encoder_bundles: dict[str, Path]):
@@ -99,13 +85,6 @@ def test_documents_are_ranked_by_the_models_scores(able_http: httpx.Client, enco
 def test_what_cannot_be_encoded_is_refused(able_http: httpx.Client, route: str, given: dict[str, Any], said: str):
     answer = able_http.post(f"/v1/{route}", json=given)
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
-
-
-def test_a_long_text_is_cut_where_asked(able_http: httpx.Client):
-    body = {"model": "embed", "input": "word " * 1000, "truncate": True}
-    answer = able_http.post("/v1/embeddings", json=body)
-    limit = able_http.get("/v1/models/embed").json()["max_model_len"]
-    assert answer.json()["usage"]["prompt_tokens"] <= limit
 
 
 def test_errors_are_those_of_the_client(able_openai: openai.OpenAI):

@@ -43,19 +43,6 @@ def test_a_template_is_applied(http: httpx.Client, model: Model):
     }
 
 
-def test_null_is_as_good_as_nothing(http: httpx.Client, model: Model):
-    found = http.post("/tokenize", json={"prompt": "def f(x):", "tools": None}).json()
-    assert found["tokens"] == model.tokenizer.encode("def f(x):")
-
-
-def test_a_prompt_cannot_go_on_with_an_answer_and_begin_one(http: httpx.Client):
-    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "So"}], "continue_final_message": True}
-    for path in ("/tokenize", "/apply-template"):
-        assert http.post(path, json=body).status_code == 200
-        answer = http.post(path, json={**body, "add_generation_prompt": True})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "add_generation_prompt"
-
-
 def test_tokens_that_are_none_are_refused(http: httpx.Client):
     assert http.post("/detokenize", json={"tokens": [10**9]}).json()["error"]["param"] == "tokens"
     assert http.post("/tokenize", json={}).status_code == 400
@@ -65,11 +52,6 @@ def test_variables_that_arguments_give_are_refused(http: httpx.Client):
     body = {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}
     answer = http.post("/apply-template", json=body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template_kwargs"
-
-
-def test_a_body_without_its_content_type_is_told_of_it(http: httpx.Client):
-    answer = http.post("/tokenize", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
-    assert answer.status_code == 400 and "content-type: application/json" in answer.json()["error"]["message"]
 
 
 ASKED: list[tuple[str, dict[str, Any], int]] = [
