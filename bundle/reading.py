@@ -239,11 +239,7 @@ def _size(path: Path) -> int | None:
 
 
 def _refuse_to_leave(folder: Path, name: str) -> None:
-    """Refuse a link that leads out of a folder, where it could show any file of whoever runs the bundle.
-
-    Raises:
-        BundleError: it is one.
-    """
+    """Refuse a link that leads out of a folder, where it could show any file of whoever runs the bundle."""
     path = folder / name
     if "/" not in name and not os.path.islink(path):
         return

@@ -123,11 +123,7 @@ def _rebuilding(manifest: Manifest, unified: bool) -> list[MemoryEstimate]:
 
 @contextmanager
 def _source(path: Path) -> Iterator[tuple[Path, Geometry | None]]:
-    """The folder of an export's or a checkpoint's tokenizer and its geometry, which of a bundle is None.
-
-    Raises:
-        LlmcError: the folder is none of llmc's, or broken.
-    """
+    """The folder of an export's or a checkpoint's tokenizer and its geometry, which of a bundle is None."""
     from llmc.cli.summary import kind_of
 
     kind = kind_of(path)

@@ -253,11 +253,7 @@ class _Parts:
         return found
 
     def _take(self, part: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None) -> StoredTensor:
-        """A tensor of this linear, which no other one needs.
-
-        Raises:
-            CheckpointError: it is missing, or not of this type and shape; None stands for any matrix.
-        """
+        """A tensor of this linear, which no other one needs."""
         found = self._peek(part, shape)
         if found.dtype not in dtypes or (shape is None and (len(found.shape) != 2 or 0 in found.shape)):
             raise self._error(

@@ -118,11 +118,7 @@ def _plus_one(weight: Array) -> Array:
 def _made(
     folder: Path, tensor: Weight, view: Callable[[Array], Array], shape: tuple[int, ...], dtype: str = ""
 ) -> MadeTensor:
-    """A view of a stored tensor, which is mapped and not read as a whole.
-
-    Raises:
-        CheckpointError: the tensor is quantized, and its codes cannot be viewed so.
-    """
+    """A view of a stored tensor, which is mapped and not read as a whole."""
     if not isinstance(tensor, StoredTensor):
         raise CheckpointError(
             f"{folder}: a quantized tensor {list(tensor.shape)} holds parameters in an order that is not read from "

@@ -246,11 +246,7 @@ def resolve(
 
 
 def _check_source(request: Request, coded: bool) -> None:
-    """Integers that are kept leave nothing to choose.
-
-    Raises:
-        UsageError: there are none, or what is asked for would change them.
-    """
+    """Integers that are kept leave nothing to choose."""
     if not coded:
         raise UsageError("precision is 'source', but the checkpoint is not quantized; expected one that is, or --int8")
     for key, plain in (("scheme", "rtn"), ("smoothing", 0.0)):

@@ -170,11 +170,7 @@ def _set_gpus(config: Any, library: Any, wanted: Sequence[str]) -> None:
 
 
 def _member(library: Any, enumeration: str, name: str) -> Any:
-    """A member of one of the library's enumerations.
-
-    Raises:
-        GpuError: it has none of this name.
-    """
+    """A member of one of the library's enumerations."""
     members = getattr(library, enumeration)
     if not hasattr(members, name):
         known = ", ".join(sorted(members.__members__))

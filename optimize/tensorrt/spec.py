@@ -208,11 +208,7 @@ def _wanted(recipe: Recipe, own_bits: Collection[int]) -> set[str]:
 
 
 def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> None:
-    """Refuse a GPU here, which the engine is for, without one of the precisions.
-
-    Raises:
-        UsageError: with the first GPU that has it.
-    """
+    """Refuse a GPU here, which the engine is for, without one of the precisions."""
     if gpu is None:
         return
     for precision, first in absent(target.name, gpu.compute_capability).items():

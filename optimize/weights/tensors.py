@@ -119,11 +119,7 @@ def _integers(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None
 
 
 def _rows(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> bytes:
-    """The bytes of some rows; of all rows also of a tensor whose rows share bytes.
-
-    Raises:
-        CheckpointError: the file is missing or ends early.
-    """
+    """The bytes of some rows; of all rows also of a tensor whose rows share bytes."""
     shape = sizes(tensor)
     stop = shape[0] if stop is None else min(stop, shape[0])
     bits = int(np.prod(shape[1:], dtype=np.int64)) * int(tensor.dtype.itemsize * 8)

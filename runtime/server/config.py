@@ -353,11 +353,7 @@ def _beside(path: Path, setting: Setting, value: Any) -> Any:
 
 
 def _checked(setting: Setting, value: Any) -> Any:
-    """The value in the type of its field: a list as a tuple, a whole number as a number, a text as a path.
-
-    Raises:
-        UsageError: it has another type, or is out of its range.
-    """
+    """The value in the type of its field: a list as a tuple, a whole number as a number, a text as a path."""
     if value is None and setting.default is None and setting.kind != "models":
         return None
     taken = _TAKEN[setting.kind](value)
@@ -385,11 +381,7 @@ def _plain(number: float) -> str:
 
 
 def _check_names(models: Mapping[Any, Any]) -> None:
-    """Refuse a name that no client could ask for.
-
-    Raises:
-        UsageError: naming it.
-    """
+    """Refuse a name that no client could ask for."""
     for name in models:
         if type(name) is not str or not _MODEL.fullmatch(name):
             said = f"models has the name {written(name)}, expected letters, digits and . _ : / + @ -"

@@ -88,11 +88,7 @@ def run(config: ServerConfig, models: Models, app: Guarded) -> None:
 
 
 def _uvicorn_config(config: ServerConfig, app: RequestLog) -> uvicorn.Config:
-    """uvicorn's settings, with the certificate read.
-
-    Raises:
-        UsageError: it cannot be.
-    """
+    """uvicorn's settings, with the certificate read."""
     own: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "backlog": BACKLOG}
     drain: Any = config.drain_s + FAREWELL_S
     made = uvicorn.Config(app, timeout_graceful_shutdown=drain, **own, **uvicorn_options(config))
@@ -181,11 +177,7 @@ class Server(uvicorn.Server):
         event(log, "reloaded")
 
     def _reload_all(self) -> None:
-        """Take keys and certificate as their files say now: all of them, or none.
-
-        Raises:
-            UsageError, OSError: one cannot be used.
-        """
+        """Take keys and certificate as their files say now: all of them, or none."""
         fresh, listening_with = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.config.ssl
         if self._settings.tls_cert is not None:  # the one that listens would keep half of a pair that does not match
             fresh.load_cert_chain(self._settings.tls_cert, self._settings.tls_key, password="")  # nobody to ask for one
@@ -288,11 +280,7 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def _unix_socket(path: Path) -> socket.socket:
-    """A socket in the place of one that a killed process left.
-
-    Raises:
-        UsageError: something else is there, or a process listens on it.
-    """
+    """A socket in the place of one that a killed process left."""
     if path.exists():
         _refuse_in_use(path)
         path.unlink()

@@ -85,11 +85,7 @@ def read_gguf(path: Path) -> GgufModel:
 
 
 def _headers(path: Path) -> list[Header]:
-    """Headers of the file, or of all the parts that it belongs to, the first of which has the metadata.
-
-    Raises:
-        CheckpointError: it is another part than the first, or one is missing.
-    """
+    """Headers of the file, or of all the parts that it belongs to, the first of which has the metadata."""
     first = read_header(path)
     count, number = (first.metadata.get(f"split.{name}", default) for name, default in (("count", 1), ("no", 0)))
     if type(count) is int and count == 1:

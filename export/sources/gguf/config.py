@@ -161,11 +161,7 @@ def _llama3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
     A factor is 1 for short wavelengths, F for long ones, and between them 1/f = (1 - s)/F + s where the smooth part
     s = (P/wavelength - low)/(high - low) is a line over 1/wavelength. The line gives all but one of P (positions that
-    the model was trained with), low and high; low is 1 in every published model.
-
-    Raises:
-        CheckpointError: the factors do not follow from this rule.
-    """
+    the model was trained with), low and high; low is 1 in every published model."""
     width, theta = head_dim(config), config.get("rope_theta", 10_000.0)
     name = "rope_freqs.weight"
     if type(theta) is not float or not theta > 1:

@@ -350,11 +350,7 @@ class ChatRequest(Sampled):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def _callable(self) -> list[Tool]:
-        """The tools that the request allows to call.
-
-        Raises:
-            ApiError: one is allowed that is not there.
-        """
+        """The tools that the request allows to call."""
         tools = self.tools or []
         if not isinstance(self.tool_choice, AllowedChoice):
             return tools

@@ -56,11 +56,7 @@ class DeviceSession(Session):
             raise
 
     def _begin(self, memory: DeviceMemory | None, positions: int) -> None:
-        """Make the stream that all work is queued on.
-
-        Raises:
-            ResourceError: ``memory`` of one row of ``positions`` is more than the GPU has free.
-        """
+        """Make the stream that all work is queued on."""
         self._device_memory = check_memory(self._folder, self._driver, memory, positions)
         self._driver.activate()
         self._stream = self._driver.stream()
