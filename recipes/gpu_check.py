@@ -196,7 +196,7 @@ def distance(found: NDArray[Any], wanted: NDArray[Any]) -> float:
 
 
 def machine() -> str:
-    """What ``llmc doctor`` says."""
+    """The words of ``llmc doctor``."""
     doctor = [sys.executable, "-m", "llmc.cli", "doctor"]
     return subprocess.run(doctor, capture_output=True, text=True, check=False).stdout
 

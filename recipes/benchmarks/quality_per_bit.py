@@ -76,7 +76,7 @@ class Task:
                 raise ValueError(f"{system}: logits {found.shape} are not finite ones of {wanted.shape}")
             tally.compare(wanted[:-1], found[:-1])
             tally.predict(found[:-1], tokens[1:])
-        kl = tally.comparison.kl.reshape(len(self.windows), -1).mean(axis=1)
+        kl = tally.kl.reshape(len(self.windows), -1).mean(axis=1)
         return Measured(system, phase, bits, tally.quality, kl)
 
 

@@ -3,31 +3,20 @@
 import asyncio
 import itertools
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from llmc.bundle import Manifest, publication, read_bundle
-from llmc.errors import (
-    BundleError,
-    EngineClosedError,
-    GpuError,
-    LlmcError,
-    RequestError,
-    ResourceError,
-    UsageError,
-    text_of,
-    written,
-)
-from llmc.runtime.api.options import EngineOptions, row_limit
-from llmc.runtime.model import MemoryNeed, Model, default_memory, load, memory_need
+from llmc.bundle import Manifest, publication
+from llmc.errors import BundleError, EngineClosedError, GpuError, ResourceError, UsageError, written
+from llmc.runtime.model import MemoryNeed, Model, default_memory
 from llmc.runtime.observe.tracing import event
 from llmc.runtime.server.http.logs import note
+from llmc.runtime.server.models.loading import Loader, hide_folder, reason_of
 from llmc.runtime.text.chat_template import has_template
 
 log = logging.getLogger(__name__)
@@ -41,7 +30,6 @@ PATIENCE_S = 10.0
 RETRY_S = 10.0
 # Models that are loaded or closed at a time, in a thread each.
 THREADS = 8
-_ENGINE_OPTIONS = {option.name for option in fields(EngineOptions)}
 
 Phase = Literal["unloaded", "loading", "ready", "failed"]
 
@@ -151,25 +139,23 @@ class ModelPool:
             raise UsageError("there is no model to serve, expected at least one bundle; name one")
         self.lost: GpuError | None = None
         self._places = {name: _Place(name, Path(folder)) for name, folder in bundles.items()}
-        self._options = dict(load_options)
+        self._loader = Loader(load_options)
         self._patience_s = patience_s
         if memory is None and len(bundles) > 1:
             memory = default_memory()
         self.memory = memory
         self._taken: dict[object, int] = {}
         self._leaving = 0  # bytes of them whose models are being closed
-        self._manifests: dict[Path, tuple[tuple[int, ...] | None, Manifest]] = {}
-        self._needed = 0
-        self._needed = sum(self._need(self._read(place.folder)).least for place in self._places.values())
-        for place in self._places.values():
-            self._refuse_options(place.folder, self._read(place.folder))
-            self._refuse_too_large(place.folder, self._need(self._read(place.folder)))
+        needs = {place.folder: self._loader.need(place.folder) for place in self._places.values()}
+        self._needed = sum(needs[place.folder].least for place in self._places.values())
+        for folder, need in needs.items():
+            self._loader.check_options(folder)
+            self._refuse_too_large(folder, need)
         self._changed = asyncio.Event()
         self._clock = itertools.count(1)
         self._threads = ThreadPoolExecutor(THREADS, "llmc-pool")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
-        self._warmed = False
 
     # ------------------------------------------------------------------------------------------ what is there
 
@@ -183,13 +169,8 @@ class ModelPool:
         """Bytes of the plan that loaded models hold; 0 where a single model has no plan."""
         return sum(self._taken.values())
 
-    @property
-    def ready(self) -> bool:
-        """True from the end of :meth:`warm` on, until the pool is closed or its GPU is lost."""
-        return self._warmed and not self._closing and self.lost is None
-
     def manifest(self, name: str) -> Manifest:
-        """The manifest of the model that serves under a name, or would be loaded; nothing is loaded.
+        """The manifest of the model that serves under a name, or would be loaded. Loads nothing.
 
         Raises:
             UsageError: there is no such name.
@@ -197,9 +178,9 @@ class ModelPool:
         """
         place = self._place(name)
         try:
-            return self._read(place.folder) if place.current is None else place.current.model.manifest
+            return self._loader.read(place.folder) if place.current is None else place.current.model.manifest
         except BundleError as error:
-            _hide(error, name, place.folder)
+            hide_folder(error, place.folder, name)
             raise
 
     def has_template(self, name: str) -> bool:
@@ -227,9 +208,8 @@ class ModelPool:
             LlmcError: whatever loading the bundle raises, to all who waited for it and to those who come within 10 s;
             never a UsageError.
         """
-        place = self._place(name)
         note(model=name)
-        loaded = await self._held(place)
+        loaded = await self._take(self._place(name))
         try:
             yield loaded.model
         except GpuError as error:
@@ -249,9 +229,9 @@ class ModelPool:
         async with AsyncExitStack() as held:  # all at once, so that none makes room for another
             for name in names or self.names[:1]:
                 await held.enter_async_context(self.lease(name))
-        self._warmed = True
 
-    async def _held(self, place: _Place) -> _Loaded:
+    async def _take(self, place: _Place) -> _Loaded:
+        """Count one more user of a name's model, loaded if it is not."""
         place.wanted += 1
         try:
             while place.current is None:
@@ -273,16 +253,11 @@ class ModelPool:
     # ------------------------------------------------------------------------------------------ loading
 
     def _loading(self, place: _Place) -> asyncio.Task[None]:
-        """The one task that loads a model, begun if there is none.
-
-        Raises:
-            EngineClosedError: the pool was closed.
-            LlmcError: that of an attempt a moment ago.
-        """
+        """The one task that loads a model, begun if there is none and no attempt failed a moment ago."""
         self._refuse_closed()
         if place.loading is None:
             _refuse_failed(place)
-            self._begin(place, self._serve(place, place.folder))
+            self._begin(place, self._serve(place, place.folder, self._patience_s))
         assert place.loading is not None
         return place.loading
 
@@ -297,9 +272,9 @@ class ModelPool:
         place.loading.add_done_callback(ended)
         return place.loading
 
-    async def _serve(self, place: _Place, folder: Path, patience_s: float | None = None) -> None:
+    async def _serve(self, place: _Place, folder: Path, patience_s: float) -> None:
         """Load the bundle of a folder, and let it serve under a name."""
-        loaded = await self._opened(place, folder, self._patience_s if patience_s is None else patience_s)
+        loaded = await self._opened(place, folder, patience_s)
         former, place.current = place.current, loaded
         place.folder, place.failure = folder, None
         place.loads += 1
@@ -311,17 +286,16 @@ class ModelPool:
         started, key, published = time.monotonic(), object(), publication(folder)
         try:
             event(log, "loading", model=place.name, bundle=str(folder))
-            manifest = await self._in_thread(self._read, folder)
-            need = self._need(manifest)
+            need = await self._in_thread(self._loader.need, folder)
             memory = await self._reserve(key, place, folder, need, patience_s)
-            model = await self._loaded(place, folder, manifest, memory)
+            model = await self._loaded(place, folder, memory)
         except BaseException as error:
             self._free(key)
             if isinstance(error, Exception):
                 place.failure = _Failure(error, folder, published, time.monotonic() + RETRY_S)
-                log.error("%s: %s could not be loaded: %s", place.name, folder, _reason(error))
-                _hide(error, place.name, folder)
-                _hide(error, "the draft", self._options.get("draft"))
+                log.error("%s: %s could not be loaded: %s", place.name, folder, reason_of(error))
+                hide_folder(error, folder, place.name)
+                hide_folder(error, self._loader.options.get("draft"), "the draft")
             raise
         known = published if publication(folder) == published else None
         loaded = _Loaded(model, self._taken.pop(key, 0), need.draft, known)
@@ -331,49 +305,17 @@ class ModelPool:
         event(log, "model loaded", model=place.name, bundle=str(folder), memory=loaded.held, duration_s=took)
         return loaded
 
-    async def _loaded(self, place: _Place, folder: Path, manifest: Manifest, memory: int | None) -> Model:
+    async def _loaded(self, place: _Place, folder: Path, memory: int | None) -> Model:
         """The model; where the machine, or its GPU, has less than was planned, idle ones make room."""
         while True:
             try:
-                return await self._in_thread(_load_whole, folder, memory, self._options_of(manifest))
+                return await self._in_thread(self._loader.load, folder, memory)
             except ResourceError:
                 if (idle := self._least_recently_used(place)) is None:
                     raise
                 await self._unload(idle)
 
-    def _options_of(self, manifest: Manifest) -> dict[str, Any]:
-        """Arguments of ``load`` for a bundle: those of an engine only if it has one."""
-        left_out = _ENGINE_OPTIONS if manifest.geometry.encoder else set()
-        return {name: value for name, value in self._options.items() if name not in left_out}
-
-    def _read(self, folder: Path) -> Manifest:
-        """The manifest in a folder, read again only if another one was published."""
-        published = publication(folder)
-        known = self._manifests.get(folder)
-        if known is None or known[0] != published:
-            known = self._manifests[folder] = (published, read_bundle(folder))
-        return known[1]
-
     # ------------------------------------------------------------------------------------------ memory
-
-    def _need(self, manifest: Manifest) -> MemoryNeed:
-        return memory_need(manifest, self._options_of(manifest))
-
-    def _refuse_options(self, folder: Path, manifest: Manifest) -> None:
-        """Refuse what the bundle was not built for before anybody is listened to.
-
-        Raises:
-            UsageError: more tokens or rows, or a level of determinism that it cannot keep.
-        """
-        options, most = self._options_of(manifest), manifest.limits.max_context
-        context = options.get("max_context") or 1
-        if context > most:
-            raise UsageError(
-                f"max_context is {context}, but {folder} was built for {most}; lower it, or build with a larger "
-                "--max-context"
-            )
-        if manifest.geometry.encoder is None:
-            row_limit(manifest, EngineOptions(**{k: v for k, v in options.items() if k in _ENGINE_OPTIONS}))
 
     def _refuse_too_large(self, folder: Path, need: MemoryNeed) -> None:
         if self.memory is not None and need.least + need.draft > self.memory:
@@ -385,28 +327,20 @@ class ModelPool:
     async def _reserve(
         self, key: object, place: _Place, folder: Path, need: MemoryNeed, patience_s: float
     ) -> int | None:
-        """Bytes for a model, taken from the plan once they are free; None where there is no plan.
-
-        Raises:
-            ResourceError: too few ever, or not in time.
-        """
+        """Bytes for a model, taken from the plan once they are free; None where there is no plan."""
         if self.memory is None:
             return None
         self._refuse_too_large(folder, need)
         await self._make_room(place, need, patience_s)
         fair = self.memory * need.least // max(1, self._needed)
-        share = max(need.least, min(need.most, fair, self._left - need.draft))
+        share = max(need.least, min(need.most, fair, self.memory - self.memory_taken - need.draft))
         self._taken[key] = share + need.draft
         return share
 
     async def _make_room(self, place: _Place, need: MemoryNeed, patience_s: float) -> None:
-        """Unload idle models until the least fits, and wait for those in use.
-
-        Raises:
-            ResourceError: it did not in time.
-        """
+        """Unload idle models until the least fits, and wait for those in use."""
         until = time.monotonic() + patience_s
-        while (missing := need.least + need.draft - self._left) > 0:
+        while (missing := need.least + need.draft + self.memory_taken - (self.memory or 0)) > 0:
             self._refuse_closed()
             idle = self._least_recently_used(place) if missing > self._leaving else None
             if idle is not None:
@@ -416,10 +350,6 @@ class ModelPool:
                     f"{place.name}: {-(-missing // MB)} MB are missing of the {(self.memory or 0) // MB} MB that all "
                     f"models may take, for others are in use; try again later, or give more memory"
                 )
-
-    @property
-    def _left(self) -> int:
-        return (self.memory or 0) - self.memory_taken
 
     def _least_recently_used(self, besides: _Place) -> _Place | None:
         """A place whose model nobody uses, the one used longest ago; None where all are in use."""
@@ -513,7 +443,7 @@ class ModelPool:
                 await asyncio.shield(place.loading)
         self._refuse_closed()
         if place.current is None:
-            await asyncio.shield(self._begin(place, self._serve(place, folder)))
+            await asyncio.shield(self._begin(place, self._serve(place, folder, self._patience_s)))
             return
         try:
             await asyncio.shield(self._task(self._serve(place, folder, 0.0)))
@@ -532,7 +462,7 @@ class ModelPool:
         while place.former:
             self._refuse_closed()
             await self._change(None)
-        await self._serve(place, folder)
+        await self._serve(place, folder, self._patience_s)
 
     def _retire(self, place: _Place, loaded: _Loaded) -> None:
         """Close a model once nobody uses it; nobody new will."""
@@ -610,27 +540,6 @@ class ModelPool:
         return True
 
 
-def _load_whole(folder: Path, memory: int | None, options: Mapping[str, Any]) -> Model:
-    """A model with all that it reads of its folder, for another bundle may take that place while it serves.
-
-    Raises:
-        BundleError: also for options that do not suit it: they are not its clients' fault.
-    """
-    try:
-        model = load(folder, memory=memory, **options)
-    except (UsageError, RequestError) as error:  # the latter of a draft
-        raise BundleError(f"{folder} cannot be loaded with the options of this service: {error}") from error
-    try:
-        if not model.manifest.geometry.encoder:
-            _ = model.engine  # a draft that does not fit is refused now
-            with suppress(RequestError):  # it has no chat template; who chats will be told
-                _ = model.chat_template
-    except BaseException:
-        model.close()
-        raise
-    return model
-
-
 def _state(place: _Place) -> ModelState:
     current, failure = place.current, place.failure
     if current is not None:
@@ -642,7 +551,7 @@ def _state(place: _Place) -> ModelState:
     held = [*place.former, *([] if current is None else [current])]
     return ModelState(
         phase,
-        None if failure is None else _reason(failure.error),
+        None if failure is None else reason_of(failure.error),
         sum(loaded.held for loaded in held),
         sum(loaded.memory for loaded in held),
         sum(loaded.users for loaded in held),
@@ -657,14 +566,6 @@ def _refuse_failed(place: _Place) -> None:
     if failure is None or isinstance(failure.error, ResourceError) or time.monotonic() >= failure.until:
         return
     if (failure.folder, failure.published) == (place.folder, publication(place.folder)):
-        raise BundleError(f"{place.name} could not be loaded a moment ago: {_reason(failure.error)}") from failure.error
-
-
-def _hide(error: Exception, name: str, folder: object) -> None:
-    """Say a name where an error says a folder: clients read it, and folders are the server's own affair."""
-    if isinstance(error, LlmcError) and str(folder) not in ("None", "none", "auto", "lookup", ".", ".."):
-        error.args = (re.sub(rf"(?<![\w.-]){re.escape(str(folder))}(?![\w.-])", lambda _: name, str(error)),)
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, LlmcError) else text_of(error)
+        raise BundleError(
+            f"{place.name} could not be loaded a moment ago: {reason_of(failure.error)}"
+        ) from failure.error

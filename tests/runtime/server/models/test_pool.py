@@ -16,7 +16,7 @@ from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, Res
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.model import memory_need
-from llmc.runtime.server.models import pool as module
+from llmc.runtime.server.models import loading as module
 from llmc.runtime.server.models.pool import ModelPool
 
 SIZE = 1000  # bytes that each model of these tests needs
@@ -195,7 +195,6 @@ class TestLoading:
             pool = make(patience_s=0.01)
             with pytest.raises(ResourceError, match=r"c: .* others are in use;"):
                 await pool.warm("a", "b", "c")
-            assert not pool.ready
 
         run(work())
 
@@ -247,7 +246,7 @@ class TestLoading:
         async def work() -> None:
             pool = make("a", threads=3, max_queue=5, memory=None)
             manifest = pool.manifest("a")
-            assert pool._options_of(manifest) == {"threads": 3, "max_queue": 5, **OPTIONS}
+            assert pool._loader.options_of(manifest) == {"threads": 3, "max_queue": 5, **OPTIONS}
             object.__setattr__(manifest, "geometry", Vectors())
             await use(pool, "a")
             assert loader.loaded[0].options == {"threads": 3}
