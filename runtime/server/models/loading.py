@@ -1,0 +1,90 @@
+"""Bundles as the options of a service load them: their manifests, what they need of memory, and their models."""
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from llmc.bundle import Manifest, publication, read_bundle
+from llmc.errors import BundleError, LlmcError, RequestError, UsageError, text_of
+from llmc.runtime.api.options import EngineOptions, row_limit
+from llmc.runtime.model import MemoryNeed, Model, load, memory_need
+
+_ENGINE_OPTIONS = {option.name for option in fields(EngineOptions)}
+
+
+class Loader:
+    """Reads and loads bundles, all with the same options of :func:`llmc.runtime.load`."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        self._manifests: dict[Path, tuple[tuple[int, ...] | None, Manifest]] = {}
+
+    def read(self, folder: Path) -> Manifest:
+        """The manifest in a folder, read again only if another one was published."""
+        published = publication(folder)
+        known = self._manifests.get(folder)
+        if known is None or known[0] != published:
+            known = self._manifests[folder] = (published, read_bundle(folder))
+        return known[1]
+
+    def need(self, folder: Path) -> MemoryNeed:
+        """Bytes that the bundle's model needs and may use."""
+        manifest = self.read(folder)
+        return memory_need(manifest, self.options_of(manifest))
+
+    def options_of(self, manifest: Manifest) -> dict[str, Any]:
+        """Arguments of ``load`` for a bundle: those of an engine only if it has one."""
+        left_out = _ENGINE_OPTIONS if manifest.geometry.encoder else set()
+        return {name: value for name, value in self.options.items() if name not in left_out}
+
+    def check_options(self, folder: Path) -> None:
+        """Refuse options that the bundle was not built for.
+
+        Raises:
+            UsageError: more tokens or rows, or a level of determinism that it cannot keep.
+        """
+        manifest = self.read(folder)
+        options, most = self.options_of(manifest), manifest.limits.max_context
+        context = options.get("max_context") or 1
+        if context > most:
+            raise UsageError(
+                f"max_context is {context}, but {folder} was built for {most}; lower it, or build with a larger "
+                "--max-context"
+            )
+        if manifest.geometry.encoder is None:
+            row_limit(manifest, EngineOptions(**{k: v for k, v in options.items() if k in _ENGINE_OPTIONS}))
+
+    def load(self, folder: Path, memory: int | None) -> Model:
+        """Load a model with all that it reads of its folder, in which another bundle may be published later.
+
+        Raises:
+            BundleError: also for options that do not suit it: they are not its clients' fault.
+            LlmcError: as :func:`llmc.runtime.load`.
+        """
+        try:
+            model = load(folder, memory=memory, **self.options_of(self.read(folder)))
+        except (UsageError, RequestError) as error:  # the latter of a draft
+            raise BundleError(f"{folder} cannot be loaded with the options of this service: {error}") from error
+        try:
+            if not model.manifest.geometry.encoder:
+                _ = model.engine  # a draft that does not fit is refused now
+                with suppress(RequestError):  # it has no chat template; who chats will be told
+                    _ = model.chat_template
+        except BaseException:
+            model.close()
+            raise
+        return model
+
+
+def hide_folder(error: Exception, folder: object, name: str) -> None:
+    """Put a name in place of a folder in an error's text: clients read it, and may not learn the server's folders."""
+    if isinstance(error, LlmcError) and str(folder) not in ("None", "none", "auto", "lookup", ".", ".."):
+        error.args = (re.sub(rf"(?<![\w.-]){re.escape(str(folder))}(?![\w.-])", lambda _: name, str(error)),)
+
+
+def reason_of(error: Exception) -> str:
+    """The text of an error for a client or the log."""
+    return str(error) if isinstance(error, LlmcError) else text_of(error)
