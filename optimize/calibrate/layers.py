@@ -20,7 +20,7 @@ from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.lower.context import QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.tensorrt.weights import fitted
 from llmc.optimize.progress import Progress, counted
-from llmc.optimize.quantize import awq, gptq, rtn, smoothquant
+from llmc.optimize.quantize import gptq, rtn, smoothquant
 from llmc.optimize.quantize.grid import Grid, Quantized, stacked
 from llmc.optimize.weights.store import Store, grid_name, layer_part
 from llmc.runtime.host.machine import usable_threads
@@ -139,8 +139,7 @@ class _Layer:
     def decide(self, hidden: Tensor) -> tuple[dict[str, NDArray[Any]], Tensor]:
         """Results by their names in the store, and the activations [n, length, hidden] after the quantized layer."""
         observed = self._observe(hidden)
-        # All foldings come before any integer, for they change linears of earlier mappings too; and from the last
-        # one to the first, so that scales are searched for weights that no later one changes.
+        # All foldings come before any integer, for they change linears of earlier mappings too.
         folded = {mapping: self._folded(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
         for mapping in self.mappings:
             for name in mapping.linears:
@@ -150,13 +149,9 @@ class _Layer:
 
     def _folded(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
         """Fold what the recipe asks for into the mapping's linears; return the statistics of the scaled activation."""
-        if not mapping.producer:
+        if not mapping.producer or not self.recipe.smoothing:
             return statistics
-        if self.recipe.smoothing:
-            statistics = self._fold(mapping, statistics, self._smoothing(mapping, statistics))
-        if self.recipe.scheme.startswith("awq") and mapping.repeats == 1:
-            statistics = self._fold(mapping, statistics, self._awq_scales(mapping, statistics))
-        return statistics
+        return self._fold(mapping, statistics, self._smoothing(mapping, statistics))
 
     def _observe(self, hidden: Tensor) -> dict[SmoothingMapping, InputStatistics]:
         """Statistics of every mapping, with the weights as they are."""
@@ -180,14 +175,6 @@ class _Layer:
         absmax, rows = self._shared(mapping, statistics.absmax), self._shared(mapping, weights.abs().amax(0))
         found = smoothquant.scales(absmax, rows, alpha=self.recipe.smoothing)
         return found.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
-
-    def _awq_scales(self, mapping: SmoothingMapping, statistics: InputStatistics) -> Tensor:
-        grids = [config.grid for name in mapping.linears if isinstance(config := self.quant[name], WeightOnly)]
-        weights = [self._weight(name) for name in mapping.linears if isinstance(self.quant[name], WeightOnly)]
-        if not weights:
-            return torch.ones_like(statistics.absmax)
-        assert statistics.second_moment is not None, "calibration collects second moments for AWQ"
-        return awq.search_scales(weights, statistics.mean_abs, statistics.second_moment, grids)
 
     def _shared(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
         """The largest of the values [K] of each group of channels that stem from one."""
@@ -239,8 +226,6 @@ def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatisti
         return rtn.quantize(weights.cpu().numpy(), grid)
     moment = statistics.second_moment
     assert moment is not None, f"calibration collects second moments for {scheme}"
-    if scheme == "awq":
-        return awq.quantize(weights, moment, grid)
     return gptq.quantize(weights, moment, grid)
 
 

@@ -10,15 +10,17 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import FileEntry, Manifest, Quality, read_bundle, write_manifest
+from llmc.bundle import FileEntry, Manifest, read_bundle, write_manifest
 from llmc.errors import GpuError, MissingExtraError, ResourceError
 from llmc.optimize.calibrate.request import KEPT_BYTES
 from llmc.optimize.graphs import compile_graphs
 from llmc.optimize.judge.evaluate import evaluate, read_windows
-from llmc.optimize.judge.gate import Advice, advise, check, check_unrounded, doubted
+from llmc.optimize.judge.gate import check, check_unrounded, doubted
 from llmc.optimize.judge.golden import SPREAD_FACTOR, golden_prompts, prompt_ids, tolerance
 from llmc.optimize.judge.invariance import measured
+from llmc.optimize.judge.layers import WINDOWS, LayerError, layer_errors
 from llmc.optimize.judge.overflow import check_range
+from llmc.optimize.judge.reference import Reference
 from llmc.optimize.judge.replay import replay_apart
 from llmc.optimize.judge.rows import check_rows
 from llmc.optimize.judge.vectors import golden_vectors
@@ -67,7 +69,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
             kept = disk_cache.entry("reference", order.export.source.fingerprint)
             found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
             quality = replace(found.quality, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
-            seen = partial(_advice, order, folder, manifest, weights, quality, text.ids)
+            seen = partial(_layer_errors, order, folder, manifest, weights, text.ids)
             check(quality, order.recipe.budget, seen)
             disk_cache.prune("reference", KEPT_BYTES)
         own_text = quality if text is not None and text.default else golden.quality
@@ -121,15 +123,15 @@ def _substitution(manifest: Manifest) -> str:
     )
 
 
-def _advice(
-    order: Order, folder: Path, manifest: Manifest, weights: Calibrated, quality: Quality, ids: NDArray[np.int64]
-) -> Advice:
-    """Advice on lost quality; a graph for a GPU is cut into layers in float32, as that it is compared with."""
+def _layer_errors(
+    order: Order, folder: Path, manifest: Manifest, weights: Calibrated, ids: NDArray[np.int64]
+) -> tuple[LayerError, ...]:
+    """Errors of the layers; a graph for a GPU is cut into layers in float32, as that it is compared with."""
     if not order.target.has_gpu:
-        return advise(folder, manifest, order.source, quality, ids, order.progress)
+        return layer_errors(folder, manifest, Reference(order.source), ids[:WINDOWS], order.progress)
     with TemporaryDirectory(prefix=".float32.", dir=folder) as work:
         stand_in = _in_float32(order, Path(work), manifest, weights)
-        return advise(stand_in, read_bundle(stand_in), order.source, quality, ids, order.progress)
+        return layer_errors(stand_in, read_bundle(stand_in), Reference(order.source), ids[:WINDOWS], order.progress)
 
 
 def _opened(order: Order, folder: Path, manifest: Manifest, weights: Calibrated, stack: ExitStack) -> tuple[Model, str]:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import BundleError
 from llmc.inventory import EMBEDDING, HEAD
-from llmc.optimize.judge.quality import compare
 from llmc.optimize.judge.reference import Float, Ids, Reference, empty_caches, open_part
 from llmc.optimize.lower.onnxruntime.norms import KERNELS
 from llmc.optimize.progress import Progress, counted, silent
@@ -35,19 +34,15 @@ class LayerError:
     """The error of one part of the model, fed with the unquantized model's hidden states, in one path.
 
     Attributes:
-        name: model.embed_tokens, model.layers.{i}, one of its linears, or lm_head.
+        name: model.embed_tokens, model.layers.{i} or lm_head.
         phase: prefill or decode.
         noise_to_signal: power of the error over the power of what the part itself adds to the hidden state; of the
             head, over the power of its logits without their mean, which softmax does not see.
-        noise: power of the error over that of the hidden state after the layer, mean over positions; 0 for the head.
-        kl: of the head, mean KL(reference || head alone) in nats; None for all others.
     """
 
     name: str
     phase: str
     noise_to_signal: float
-    noise: float
-    kl: float | None = None
 
     @property
     def decibels(self) -> float:
@@ -80,48 +75,20 @@ def layer_errors(
     return tuple(errors)
 
 
-def linear_errors(
-    folder: Path, manifest: Manifest, reference: Reference, windows: Ids, progress: Progress = silent
-) -> tuple[LayerError, ...]:
-    """Errors that the weights of each linear make in its layer's output, on windows of tokens [n, W].
-
-    A linear of the decode graph gets the unquantized activations; its output goes on through the unquantized layer.
-    """
-    graph = _Graph(folder, usable_graphs(manifest)[Phase.DECODE], manifest)
-    done = counted(progress, "measuring the error of each linear", manifest.geometry.layers)
-    errors: list[LayerError] = []
-    states = reference.states([windows])
-    [before] = next(states)
-    for layer, [after] in enumerate(states):
-        for name, source, output in reference.linears(layer):
-            x = reference.inside(layer, {f"hidden.{layer}": before}, source)
-            y = graph.linear(name, source, output, x, windows)
-            got = reference.inside(layer, {f"hidden.{layer}": before, output: y}, f"hidden.{layer + 1}")
-            errors.append(_error(name, Phase.DECODE, got, after, after - before))
-        before = after
-        done()
-    return tuple(errors)
-
-
 def _error(name: str, phase: Phase, got: Float, wanted: Float, added: Float) -> LayerError:
     """Compare hidden states [n, S, H], of which the part itself ``added`` some."""
-    noise = np.square(got.astype(np.float64) - wanted).sum(axis=-1)  # (n, S)
-    signal = float(np.square(added, dtype=np.float64).sum())
-    whole = np.maximum(np.square(wanted, dtype=np.float64).sum(axis=-1), np.finfo(np.float32).tiny)
-    return LayerError(name, phase.value, float(noise.sum()) / max(signal, SMALLEST), float((noise / whole).mean()))
+    noise, signal = (float(np.square(values, dtype=np.float64).sum()) for values in (got - wanted, added))
+    return LayerError(name, phase.value, noise / max(signal, SMALLEST))
 
 
 def _head_error(graph: "_Graph", phase: Phase, reference: Reference, hidden: Float, windows: Ids) -> LayerError:
     """The head's error on hidden states [n, S, H], a window at a time, for logits are large."""
-    noise = signal = divergence = 0.0
+    noise = signal = 0.0
     for row, ids in zip(hidden, windows, strict=True):
         wanted = reference.project(reference.last_norm(row[None])[0])
-        got = graph.head(row[None], ids[None], phase)
-        divergence += float(compare(wanted, got).kl.sum())
-        got -= wanted
-        noise += _power(got)
+        noise += _power(graph.head(row[None], ids[None], phase) - wanted)
         signal += _power(wanted)
-    return LayerError(HEAD, phase.value, noise / max(signal, SMALLEST), 0.0, divergence / windows.size)
+    return LayerError(HEAD, phase.value, noise / max(signal, SMALLEST))
 
 
 def _power(logits: Float) -> float:
@@ -143,7 +110,6 @@ class _Graph:
         self._asked = {"cache_slots", "new_lengths"} & {value.name or "" for value in self._model.graph.inputs}
         self._spare = manifest.overwritten
         _split_skip_norms(self._model.graph)
-        self._values = {value.name for node in self._model.graph for value in node.outputs}
 
     def embed(self, ids: Ids) -> Float:
         """Embeddings [n, S, H]."""
@@ -185,26 +151,10 @@ class _Graph:
             parts.append(logits[0])
         return np.concatenate(parts)
 
-    def linear(self, name: str, source: str, output: str, x: Float, ids: Ids) -> Float:
-        """The value ``output`` [n, S, N] of a linear, from its input ``source`` [n, S, K]."""
-        columns = slice(None)
-        if output not in self._values:  # attention reads the packed projections whole
-            attention = next(item for item in self._geometry.attentions if name in item.projections)
-            output, columns = f"{attention.name}.qkv_proj.0", self._packed(attention.projections, name)
-        run = self._part([source], [output])
-        rows = [run({source: x[row : row + 1], "input_ids": ids[row : row + 1]})[0] for row in range(len(x))]
-        return np.concatenate(rows)[..., columns]
-
     def _answers(self, span: slice, positions: int) -> dict[str, NDArray[np.int64]]:
         """Inputs beside the usual, for a call of one row's tokens over a cache of so many positions."""
         answers = {"cache_slots": np.arange(positions), "new_lengths": np.array([span.stop - span.start], np.int64)}
         return {name: answers[name] for name in self._asked}
-
-    def _packed(self, projections: tuple[str, ...], name: str) -> slice:
-        """The columns of a projection among the packed ones."""
-        sizes = [self._geometry.linear[projection].outputs for projection in projections]
-        number = projections.index(name)
-        return slice(sum(sizes[:number]), sum(sizes[: number + 1]))
 
     def _part(self, inputs: Sequence[str], outputs: Sequence[str]) -> Callable[[dict[str, Any]], list[Any]]:
         """A function that runs the part of the graph between values. ``input_ids`` may be read for their shape."""

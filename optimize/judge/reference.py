@@ -122,17 +122,6 @@ class Reference:
         pasts = empty_caches(self.manifest.geometry.caches_of(layer), batch, sequence, "float32")
         return self._run({**known, "past_lengths": np.zeros(batch, np.int64), **pasts}, output)
 
-    def linears(self, layer: int) -> Iterator[tuple[str, str, str]]:
-        """Each linear of a layer: its module name, and the names of the values that it reads and makes, bias added."""
-        listed = {linear.name for linear in self.manifest.geometry.linears if linear.layer == layer}
-        for node in self._model.graph:
-            if node.name not in listed:
-                continue
-            biased = [user for user, _ in node.outputs[0].uses() if user.name == f"{node.name}.bias"]
-            source, made = node.inputs[0], (biased[0] if biased else node).outputs[0]
-            assert node.name and source is not None and source.name and made.name
-            yield node.name, source.name, made.name
-
     def _embed(self, ids: Ids) -> Float:
         table = stored(self._table.inputs[0])
         used, places = np.unique(ids, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Clip search by the error of a layer's outputs, the part that AWQ and GPTQ share.
+"""Clip search by the error of a layer's outputs, which gives GPTQ its scales.
 
 For weights w of one group and the block B of the inputs' second moment H that belongs to the group, a change d of w
 costs d B d^T at the output (what other groups could make up for is left out). Among the clip ratios and rounding of
@@ -81,15 +81,6 @@ def whole_range(weights: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     scales = (highest - lowest) / (grid.high - grid.low)
     zeros = (grid.low - lowest / scales).round().clamp(grid.low, grid.high)
     return scales, torch.where(scales > 0, zeros, 0)
-
-
-def rounded(weights: Tensor, grid: Grid) -> Tensor:
-    """Weights [N, K] rounded to nearest on the whole range of each group, as they come back."""
-    parts = []
-    for group in torch.split(weights, grid.width(weights.shape[1]), dim=1):
-        scales, zeros = whole_range(group, grid)
-        parts.append(nearest(group, scales, zeros, grid) * scales)
-    return torch.cat(parts, 1)
 
 
 def nearest(weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:

@@ -85,5 +85,5 @@ def inverse_factor(moment: Tensor, damping: float = DAMPING) -> Tensor:
         added, damping = damping, max(10 * damping, SMALLEST_DAMPING)
     raise BuildError(
         f"the second moment of a layer's inputs is not positive definite, even with damping {added:g}; "
-        "calibrate with more samples, or use scheme awq or rtn"
+        "calibrate with more samples, or use scheme rtn"
     )

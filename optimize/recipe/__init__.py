@@ -41,7 +41,7 @@ QUANTIZED = (*BITS, "fp8")
 COMPUTED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MOST_RECIPE = 1 << 20  # bytes of a recipe file; those that come with llmc have a thousand
 LARGEST_NUMBER = 1 << 53  # whole numbers beyond are no exact floats
-SCHEMES = ("rtn", "gptq", "awq", "awq+gptq")
+SCHEMES = ("rtn", "gptq")
 ACTIVATIONS = ("per-token", "static")
 
 V = TypeVar("V")
@@ -65,8 +65,8 @@ class Request:
         description: one sentence for people.
         precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4; on GPUs also bf16 and fp8.
             source, the default of quantized checkpoints, keeps their integers; what those leave in floats becomes int8.
-        scheme: rtn (round to nearest with clip search), gptq, awq or awq+gptq; default: gptq when there is a
-            calibration text and integers to choose, else rtn.
+        scheme: rtn (round to nearest with clip search) or gptq; default: gptq when there is a calibration text and
+            integers to choose, else rtn.
         block_size: inputs that share a weight scale: 32, 64, 128 (default) or 256; TensorRT's int8 has one per output.
         symmetric: true (default), or false for a zero point per block.
         head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``.

@@ -193,16 +193,13 @@ def test_plans_count_every_linear_and_every_cache(geometry):
 
 
 def folds(linear: Linear, options: dict[str, Any]) -> bool:
-    """Whether factors go into its columns: none pass through an activation, and AWQ's none through shared values."""
-    if linear.layer is None or options == {"scheme": "gptq"}:
+    """Whether factors go into its columns: none pass through an activation."""
+    if linear.layer is None or "smoothing" not in options:
         return False
-    mixer, mlp = (invented.LAYERS[linear.layer][part] for part in ("mixer", "mlp"))
-    if linear.name.endswith("down_proj"):
-        return bool(mlp.get("gated", True))
-    return "smoothing" in options or not linear.name.endswith("o_proj") or mixer["heads"] == mixer["kv_heads"]
+    return not linear.name.endswith("down_proj") or bool(invented.LAYERS[linear.layer]["mlp"].get("gated", True))
 
 
-@pytest.mark.parametrize("options", [{"scheme": "gptq"}, {"scheme": "awq"}, {"smoothing": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{"scheme": "gptq"}, {"smoothing": 0.5}], ids=str)
 def test_calibration_decides_every_linear(family, lowering, tmp_path, geometry, expected, options: dict[str, Any]):
     recipe, _ = resolve(Request(precision="int4", phases="shared"), capabilities("cpu"), geometry.max_positions, "x")
     configs = QuantConfigs(Float32(), Float32()) if "smoothing" in options else QuantConfigs(FOUR, FOUR)
@@ -230,7 +227,7 @@ def test_calibration_decides_every_linear(family, lowering, tmp_path, geometry, 
         {"precision": "fp32"},
         {"precision": "int8"},
         {"precision": "int4", "scheme": "gptq", "cache": "int8"},
-        {"precision": "int4", "scheme": "awq", "phases": "shared"},
+        {"precision": "int4", "scheme": "gptq", "phases": "shared"},
         {"precision": "int8", "smoothing": 0.5, "activations": "static"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),

@@ -46,7 +46,7 @@ def test_every_key_reaches_the_request(written):
     text = """
 description = "all keys"
 precision = "int4"
-scheme = "awq+gptq"
+scheme = "gptq"
 block_size = 64
 symmetric = false
 head = "int8"
@@ -90,7 +90,7 @@ decode_top1_agreement = 0.99
     assert request.expected == Expected(0.01, 0.0, 0.99)
     assert request.engine == EngineRequest("8.6", "ampere", True, False, False, 2_000_000, 3)
     assert replace(request, layers=None, budget=None, engine=None, expected=None) == Request(
-        "all keys", "int4", "awq+gptq", 64, False, "int8", "split", "static", 0.5, "int8-channel", "float32",
+        "all keys", "int4", "gptq", 64, False, "int8", "split", "static", 0.5, "int8-channel", "float32",
         None, False, 9, 2, 5,
     )  # fmt: skip
 
@@ -183,7 +183,7 @@ def test_a_text_to_calibrate_with_chooses_gptq_for_integers_only():
     ("request_", "sentence"),
     [
         ({"precision": "int3"}, "precision is 'int3', expected one of fp32, fp16, int8, int4"),
-        ({"scheme": "gguf"}, "scheme is 'gguf', expected one of rtn, gptq, awq, awq+gptq"),
+        ({"scheme": "gguf"}, "scheme is 'gguf', expected one of rtn, gptq"),
         ({"precision": "fp32", "phases": "split"}, "phases is 'split', expected one of shared"),
         ({"cache": "int4"}, "cache is 'int4', expected one of float32, int8, int8-channel"),
         ({"layers": {"*.q_proj": "int3"}}, "layers: *.q_proj is 'int3', expected one of fp32, fp16, int8, int4"),

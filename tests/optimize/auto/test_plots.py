@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ERRORS = [
-    LayerError(name, phase, noise, noise)
+    LayerError(name, phase, noise)
     for phase, noise in (("prefill", 0.001), ("decode", 0.01))
     for name in ("model.embed_tokens", *(f"model.layers.{i}" for i in range(40)), "lm_head")
 ]

@@ -70,8 +70,7 @@ def lowered_logits(lowering, decoder, case, form: QuantConfig, store: Store | No
 
 
 def test_folding_alone_changes_no_logit(case, lowering, decoder, tmp_path):
-    """Scales are searched for integers, and the float weights that they were folded into are run."""
-    store = run(case, tmp_path / "store", smoothing=0.5, scheme="awq")
+    store = run(case, tmp_path / "store", smoothing=0.5)
     geometry = read_export(case.export).geometry
     for linear in geometry.linears:
         if linear.layer is not None and linear.producer:
@@ -106,8 +105,6 @@ def test_a_forgotten_factor_exceeds_the_tolerance(exported, lowering, decoder, t
 SCHEMES = {
     "gptq": ({"scheme": "gptq"}, FOUR),
     "smoothing + gptq": ({"scheme": "gptq", "smoothing": 0.5}, FOUR_ASYMMETRIC),
-    "awq": ({"scheme": "awq"}, FOUR),
-    "awq + gptq": ({"scheme": "awq+gptq"}, FOUR_ASYMMETRIC),
     "smoothing + rtn": ({"scheme": "rtn", "smoothing": 0.5}, FOUR),
 }
 
@@ -122,7 +119,7 @@ def logits_of_calibration(case: Any, store: Store) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    [(BIASES, scheme) for scheme in SCHEMES] + [(NO_GROUPS, "awq + gptq"), (TIED, "smoothing + gptq")],
+    [(BIASES, scheme) for scheme in SCHEMES] + [(NO_GROUPS, "gptq"), (TIED, "smoothing + gptq")],
 )
 def test_the_lowered_graph_computes_what_calibration_computed(exported, lowering, decoder, tmp_path, name, scheme):
     case, (request, form) = exported(name), SCHEMES[scheme]
@@ -134,7 +131,7 @@ def test_the_lowered_graph_computes_what_calibration_computed(exported, lowering
 @pytest.mark.parametrize("what", ["values:int4x32:", "scales:int4x32:", "columns:"])
 def test_a_weight_that_the_bundle_does_not_take_over_exceeds_the_tolerance(exported, lowering, decoder, tmp_path, what):
     case = exported(BIASES)
-    store = run(case, tmp_path / "store", scheme="awq", smoothing=0.5)
+    store = run(case, tmp_path / "store", scheme="gptq", smoothing=0.5)
     key = f"{what}model.layers.1.mlp.down_proj.weight"
     arrays = dict(store.read("layer-001"))
     arrays[key] = np.roll(arrays[key], 1, axis=0)

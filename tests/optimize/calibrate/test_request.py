@@ -120,7 +120,7 @@ def test_windows_out_of_range_are_refused(start, calls, request_, sentence):
 
 BASE: dict[str, Any] = {"precision": "int4", "scheme": "gptq"}
 OTHERS = {
-    "scheme": {"scheme": "awq"},
+    "scheme": {"scheme": "rtn", "smoothing": 0.5},
     "precision": {"precision": "int8"},
     "block size": {"block_size": 32},
     "zero points": {"symmetric": False},

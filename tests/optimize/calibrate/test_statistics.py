@@ -8,8 +8,8 @@ from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 
 # Sums of 5,000 products of magnitude 1 in float32, over the root of the product of the diagonal.
 MOMENT_TOLERANCE = 2e-6
-# Sums in float64, rounded to float32 once.
-MEAN_TOLERANCE = 1e-6
+# Largest magnitudes times a factor, rounded once.
+SCALE_TOLERANCE = 1e-6
 
 
 def inputs() -> torch.Tensor:
@@ -43,25 +43,15 @@ def test_a_lost_row_exceeds_the_moment_tolerance():
     assert moment_error(x, collect(x[:-1]).second_moment) > MOMENT_TOLERANCE
 
 
-@pytest.mark.parametrize("moments", [True, False])
-def test_ranges_and_means_are_those_of_all_inputs(moments):
+def test_ranges_are_those_of_all_inputs():
     x = inputs()
-    found, rows = collect(x, moments=moments), x.double().numpy()
-    np.testing.assert_array_equal(found.absmax, np.abs(x.numpy()).max(0))
-    np.testing.assert_allclose(found.mean_abs, np.abs(rows).mean(0), rtol=MEAN_TOLERANCE)
-    np.testing.assert_allclose(found.mean_square, np.square(rows).mean(0), rtol=MEAN_TOLERANCE)
-
-
-def test_a_lost_row_exceeds_the_mean_tolerance():
-    x = inputs()
-    assert not np.allclose(collect(x[:-1]).mean_abs, x.abs().double().mean(0), rtol=MEAN_TOLERANCE)
+    np.testing.assert_array_equal(collect(x).absmax, x.abs().amax(0))
 
 
 @pytest.mark.parametrize("moments", [True, False])
 def test_scaled_statistics_are_those_of_scaled_inputs(moments):
     x, factors = inputs(), torch.logspace(2, -2, 24)
     got, wanted = collect(x, moments=moments).scaled(factors), collect(x * factors, moments=moments)
-    for name in ("absmax", "mean_abs", "mean_square"):
-        np.testing.assert_allclose(getattr(got, name), getattr(wanted, name), rtol=MEAN_TOLERANCE)
+    np.testing.assert_allclose(got.absmax, wanted.absmax, rtol=SCALE_TOLERANCE)
     assert (got.second_moment is None) == (not moments)
     assert not moments or moment_error(x * factors, got.second_moment) < MOMENT_TOLERANCE
