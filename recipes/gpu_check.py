@@ -209,7 +209,7 @@ def write(document: dict[str, Any], path: Path) -> None:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """What the machine is, and a row for each bundle."""
+    """The machine, and a row for each bundle."""
     head = ["bundle", "state", "MB", "prefill (tok/s)", "decode (tok/s)"]
     rows = [head, ["---"] * len(head)]
     for name, found in document["bundles"].items():

@@ -88,7 +88,7 @@ class Reference:
         hidden = [self._embed(ids) for ids in groups]
         yield hidden
         for layer in range(self.manifest.geometry.layers):
-            hidden = [self.inside(layer, {f"hidden.{layer}": group}, f"hidden.{layer + 1}") for group in hidden]
+            hidden = [self._after(layer, group) for group in hidden]
             yield hidden
 
     def project(self, normed: Float) -> Float:
@@ -114,9 +114,10 @@ class Reference:
         indices = np.tile(np.arange(sequence), (batch, 1))
         return self._run({f"hidden.{self.manifest.geometry.layers}": hidden, "logit_indices": indices}, source.name)
 
-    def inside(self, layer: int, known: dict[str, Float], output: str) -> Float:
-        """A value of one layer, from the values ``known`` [B, S, ...], which take the place of what makes them."""
-        batch, sequence, _ = known[f"hidden.{layer}"].shape
+    def _after(self, layer: int, hidden: Float) -> Float:
+        """Hidden states [B, S, H] after a layer, from those before it."""
+        known, output = {f"hidden.{layer}": hidden}, f"hidden.{layer + 1}"
+        batch, sequence, _ = hidden.shape
         if self.manifest.geometry.encoder:
             return self._run({**known, "lengths": np.full(batch, sequence)}, output)
         pasts = empty_caches(self.manifest.geometry.caches_of(layer), batch, sequence, "float32")

@@ -43,7 +43,7 @@ async def converse(socket: WebSocket, read: Callable[[str], Awaitable[Any]], ope
 
 
 class _Client:
-    """What a client sends: one task waits for it all the time, for a message is lost whose task is cancelled."""
+    """A client's messages: one task receives them all, since a receive that is cancelled loses its message."""
 
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
