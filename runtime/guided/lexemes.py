@@ -56,7 +56,7 @@ def _find_names(rules: Mapping[str, Node], holds: Callable[[Node, Container[str]
     before = -1
     while before < len(found):
         before = len(found)
-        for name in (*rules, *reversed(rules)):
+        for name in (*rules, *list(rules)[::-1]):
             if name not in found and holds(rules[name], found):
                 found[name] = None
     return found
