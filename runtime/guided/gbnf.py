@@ -110,11 +110,6 @@ def references(node: Node) -> set[str]:
     return set().union(*map(references, parts))
 
 
-def common(one: Ranges, other: Ranges) -> bool:
-    """True if some character belongs to both."""
-    return any(first <= high and low <= last for first, last in one for low, high in other)
-
-
 def excluding(ranges: Ranges) -> Ranges:
     """All other characters."""
     found, start = [], 0

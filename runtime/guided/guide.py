@@ -1,16 +1,16 @@
 """Compiled grammars, and the place of one sequence in its grammar."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Unfinished
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from llmc.errors import GrammarError, ResourceError
-from llmc.runtime.guided.trial import COMPILE_SECONDS, Clock, too_slow, try_out
+from llmc.runtime.guided.trial import Clock, try_out
 from llmc.runtime.guided.vocabulary import Bits, Vocabulary, shortened
 from llmc.runtime.sampling.masses import Logits
 
@@ -30,8 +30,6 @@ _MOST_LEXER_STATES = 20_000
 _STEP_FUEL = 50_000
 # A grammar that took longer to compile is not compiled again in the engine's thread, where all others would wait.
 _QUICK_SECONDS = 0.25
-# Between two looks at the time that a grammar takes.
-_LOOK_SECONDS = 0.5
 
 
 class CompiledGrammar:
@@ -57,7 +55,10 @@ class CompiledGrammar:
         clock = clock or Clock()
         if laborious:
             try_out(kind, grammar, clock, _STACK_BYTES, _MOST_LEXER_STATES, _STEP_FUEL)
-        self._pristine, took = self._built(clock)
+        try:
+            self._pristine, took = _on_deep_stack(self._build, clock.seconds_left())
+        except Unfinished as error:
+            raise clock.over(kind) from error
         self._renewable = took < _QUICK_SECONDS
         GrammarGuide(self).allowed()
 
@@ -73,21 +74,6 @@ class CompiledGrammar:
             return None
         self._pristine, _ = _on_deep_stack(self._build)
         return self.start()
-
-    def _built(self, clock: Clock) -> "tuple[LLMatcher, float]":
-        """A matcher, and the processor's time that it took."""
-        work = _DeepWork(self._build)
-        try:
-            while True:
-                ended = work.ends_within(min(_LOOK_SECONDS, clock.seconds_left()))
-                if not clock.seconds_left():
-                    raise clock.over(self.kind)
-                if ended:
-                    return work.result()
-                if work.spent() > COMPILE_SECONDS:
-                    raise too_slow(self.kind)
-        finally:
-            work.leave()
 
     def _build(self) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits
@@ -107,55 +93,29 @@ class CompiledGrammar:
         return GrammarError(f"{self.kind} cannot be followed: {reason}")
 
 
-def _on_deep_stack(function: Callable[[], _Result]) -> "tuple[_Result, float]":
-    """The result of a function that recurses deeply, and the processor's time that it took, in seconds."""
-    work = _DeepWork(function)
-    try:
-        return work.result()
-    finally:
-        work.leave()
-
-
-class _DeepWork:
-    """A function that recurses deeply, in a thread of its own.
+def _on_deep_stack(function: Callable[[], _Result], seconds: float | None = None) -> tuple[_Result, float]:
+    """The result of a function that recurses deeply, and the processor's time that it took, in seconds.
 
     Raises:
         ResourceError: no thread can start.
+        TimeoutError: it took longer than ``seconds``; its thread goes on, and what it finds is thrown away.
     """
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._clock: int | None = None
-        self._pool = ThreadPoolExecutor(1, "llmc-grammar")
-        with _STACK_SIZE_LOCK:
-            before = threading.stack_size(_STACK_BYTES)
-            try:
-                self._future = self._pool.submit(self._run, function)
-            except RuntimeError as error:
-                raise ResourceError(f"no thread with a stack of {_STACK_BYTES} bytes can start: {error}") from error
-            finally:
-                threading.stack_size(before)
-
-    def _run(self, function: Callable[[], Any]) -> tuple[Any, float]:
-        if sys.platform != "win32" and hasattr(time, "pthread_getcpuclockid"):  # macOS has none
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+    def timed() -> tuple[_Result, float]:
         before = time.thread_time()
         return function(), time.thread_time() - before
 
-    def ends_within(self, seconds: float) -> bool:
-        return bool(wait([self._future], seconds).done)
-
-    def spent(self) -> float:
-        """Seconds of a processor's time that it took so far; 0 where the system does not tell. The thread is there
-        until :meth:`leave`."""
-        return 0.0 if self._clock is None else time.clock_gettime(self._clock)
-
-    def result(self) -> tuple[Any, float]:
-        """The function's result, and the processor's time that it took."""
-        return self._future.result()
-
-    def leave(self) -> None:
-        """Let the thread end once it can; what it finds then is thrown away."""
-        self._pool.shutdown(wait=False)
+    pool = ThreadPoolExecutor(1, "llmc-grammar")
+    with _STACK_SIZE_LOCK:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            future = pool.submit(timed)
+        except RuntimeError as error:
+            raise ResourceError(f"no thread with a stack of {_STACK_BYTES} bytes can start: {error}") from error
+        finally:
+            threading.stack_size(before)
+    pool.shutdown(wait=False)
+    return future.result(seconds)
 
 
 # What to add to the logits of eight tokens, by the byte that allows or forbids them.

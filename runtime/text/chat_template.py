@@ -1,7 +1,7 @@
 """Messages to a prompt, by the checkpoint's own chat template.
 
-They run in a sandbox with bounds (:mod:`llmc.runtime.text.sandbox`), and render what transformers'
-``apply_chat_template(tokenize=False)`` renders.
+They run in a sandbox (:mod:`llmc.runtime.text.sandbox`), are given plain copies within bounds, and render what
+transformers' ``apply_chat_template(tokenize=False)`` renders.
 """
 
 import json
@@ -18,7 +18,7 @@ import jinja2.nodes
 
 from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime.text.control_tokens import FIRST_STAND, LAST_STAND, ControlTokens, Disguise
-from llmc.runtime.text.sandbox import DEEPEST, LARGEST_BITS, ExcessError, Sandbox, SlowError
+from llmc.runtime.text.sandbox import Sandbox
 from llmc.runtime.text.tokenizer import CONFIG_FILE, Tokenizer, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -27,6 +27,10 @@ LARGEST_INPUT = 8_000_000
 # Values among them; what a template does with a list of so many, such as to write it as JSON, takes a few hundredths of
 # a second, in which nothing else of Python runs.
 MOST_VALUES = 1 << 18
+# Lists in lists: JSON schemas of tools stay below 20, and Python's own recursion ends at some hundreds.
+DEEPEST = 100
+# Numbers beyond what a float holds are no business of a prompt; multiplying them is slow.
+LARGEST_BITS = 1024
 # Keys whose values templates compare with words; where the value is one, it is not hidden as a control token.
 _COMPARED = ("role", "type")
 # Roles of which templates may make a control token, as '<|' + role + '|>', without naming them.
@@ -135,7 +139,7 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
                 **{key: copies.plain(value, key) for key, value in others.items()},
             }
-            rendered = compiled.render(name, values, copies.size)
+            rendered = compiled.render(name, values)
             return disguise.unescaped(rendered) if disguise else rendered
 
         rendered = render(_Copies(disguise.hide if disguise else str))
@@ -155,9 +159,8 @@ class _Compiled:
         self._sources = sources
         self._templates = {name: _guarded(self.sandbox.from_string, source) for name, source in sources.items()}
 
-    def render(self, name: str, values: dict[str, Any], size: int) -> str:
-        """The text of a template; ``size`` is that of its values."""
-        rendered: str = _guarded(lambda given: self.sandbox.render(self._templates[name], given, size), values)
+    def render(self, name: str, values: dict[str, Any]) -> str:
+        rendered: str = _guarded(self._templates[name].render, values)
         return rendered
 
     @cached_property
@@ -402,13 +405,6 @@ def _shown(value: Any) -> str:
 def _guarded(call: Callable[[Any], Any], argument: Any) -> Any:
     try:
         return call(argument)
-    except SlowError:
-        raise
-    except ExcessError as error:
-        raise RequestError(
-            f"the model's chat template does what no template needs: {_line(error.message)}; mend it, or pass a prompt "
-            "instead of messages"
-        ) from error
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(
             f"the model's chat template is not valid: {_line(error.message)} (line {error.lineno})"

@@ -1,7 +1,7 @@
-"""A tokenizer.json is a program, too: before its first use it is tried in a process of its own, under limits.
+"""Tokenizers and chat templates are programs: before their first use they are tried in a process of their own.
 
-The library that runs it can panic, end the process or never return, for a character map that is broken or a
-replacement that makes a thousand characters of one. What passed is remembered.
+The library that runs tokenizers can panic, end the process or never return, for a character map that is broken or a
+replacement that makes a thousand characters of one; a template can loop for ever. What passed is remembered.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from llmc.bundle import TOKENIZER_FILE
 from llmc.errors import BundleError, RequestError
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.apart import ApartError, call_apart
+from llmc.runtime.text.chat_template import TEMPLATE_FILE, ChatTemplate, has_template
 from llmc.runtime.text.tokenizer import CONFIG_FILE, SPECIAL_TOKENS_FILE, Tokenizer
 from llmc.strict import read_json
 
@@ -35,7 +36,7 @@ MOST_PER_CHARACTER = 24
 # Normalizers that lengthen what characters they know, each for itself: one Unicode form, one map, one of bytes.
 LENGTHENING, MOST_LENGTHENING = ("ByteLevel", "NFKC", "NFKD", "Precompiled"), 4
 KIND, CACHE_BYTES = "tokenizer", 1_000_000
-TRIAL = 2  # another number for another trial
+TRIAL = 3  # another number for another trial
 SAMPLES = (
     "",
     " ",
@@ -45,6 +46,13 @@ SAMPLES = (
     "👩‍👩‍👧 🇫🇷 𝕌 \ufeff\u200b\ufffd",
     *(character * 500 for character in ("a", " ", "1", ".", "\n", "é", "中")),
     " a" * 250 + "!",
+)
+_QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
+_TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CHATS: tuple[dict[str, Any], ...] = (
+    {"messages": [_QUESTION]},
+    {"messages": [{"role": "system", "content": "Be brief."}, _QUESTION], "tools": [_TOOL]},
+    {"messages": [_QUESTION, {"role": "assistant", "content": "It is fine. " * 100}] * 20 + [_QUESTION]},
 )
 _REMEDY = "take it from the checkpoint again"
 # What matches beside a character, which then stays.
@@ -96,7 +104,8 @@ def _passes(folder: Path) -> bool:
         if error.refused:
             raise BundleError(str(error)) from error
         raise BundleError(
-            f"{folder / TOKENIZER_FILE} does not work: tried in a process of its own it failed ({error}); {_REMEDY}"
+            f"{folder}: the tokenizer or chat template does not work: tried in a process of its own it failed "
+            f"({error}); {_REMEDY}"
         ) from error
     except OSError as error:
         log.warning("%s is not tried before its use, for no process can be started (%s)", folder, error)
@@ -107,7 +116,7 @@ def _passes(folder: Path) -> bool:
 def _key(folder: Path, tell: Callable[[Path], object]) -> str:
     """A hash of what tells the files from any others, and of the library that runs them."""
     found: list[object] = [TRIAL, tokenizers.__version__]
-    for name in (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE):
+    for name in (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE):
         if (folder / name).is_file():  # a pipe would never end
             try:
                 found.append((name, tell(folder / name)))
@@ -127,7 +136,7 @@ def _content(path: Path) -> object:
 
 
 def examine(folder: str) -> None:
-    """Load a tokenizer and use it on samples. It is called in a process of its own.
+    """Load a tokenizer and a chat template and use them on samples. It is called in a process of its own.
 
     Raises:
         BundleError: it is broken, or makes too much of too little.
@@ -145,6 +154,17 @@ def examine(folder: str) -> None:
         except RequestError as error:
             if not isinstance(error.__cause__, Exception):  # a panic; others are for requests with such texts
                 raise BundleError(f"{path} does not work: {error}; {_REMEDY}") from error
+    if has_template(path.parent):
+        _chat(tokenizer, path.parent)
+
+
+def _chat(tokenizer: Tokenizer, folder: Path) -> None:
+    for chat in CHATS:
+        try:
+            ChatTemplate.from_folder(folder, tokenizer).render(**chat)
+        except RequestError as error:  # templates may refuse what they do not know
+            if isinstance(error.__cause__, MemoryError):
+                raise BundleError(f"{folder}: the chat template takes all memory; {_REMEDY}") from error
 
 
 def _content_of(path: Path) -> dict[str, Any]:

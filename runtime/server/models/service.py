@@ -4,7 +4,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,6 @@ from llmc.runtime.server.http.aside import SHORT, room_beside
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.logs import watch
 from llmc.runtime.server.models.response_store import ResponseStore
-from llmc.runtime.text.sandbox import SlowError, quickly
 
 if TYPE_CHECKING:
     from llmc.runtime.server.config import ServerConfig
@@ -204,11 +203,9 @@ async def submitted(submit: Callable[[], H]) -> H:
     """
     given = [*submit.args, submit.keywords] if isinstance(submit, partial) else []
     has_grammar = any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES)
-    handle = None
     if given and not has_grammar and room_beside(given, SHORT) >= 0:
-        with suppress(SlowError), quickly():  # of a chat template, which is a program
-            handle = submit()
-    if handle is None:
+        handle = submit()
+    else:
         handle = await to_thread.run_sync(submit, limiter=_compilers() if has_grammar else None)
     charge(handle)
     watch(handle)

@@ -196,24 +196,8 @@ class TestTime:
         self, tiny: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(trial, "COMPILE_SECONDS", LITTLE_S)
-        monkeypatch.setattr(trial, "_IDLE", [])
         monkeypatch.setattr(trial, "_CODE", f"import time; time.sleep({2 * LITTLE_S})\n{trial._CODE}")
         assert tiny.reads(tiny.start(tiny.grammars(), json_schema=FEW_COMBINATIONS), "7")
-        [worker] = trial._IDLE
-        assert tiny.reads(tiny.start(tiny.grammars(), json_schema=FEW_COMBINATIONS), "7")
-        assert [worker] == trial._IDLE  # which was there already
-        worker.kill()
-
-    def test_a_process_that_another_thread_takes_just_now_is_replaced(
-        self, tiny: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        class Taken(list[Any]):
-            def __bool__(self) -> bool:  # as it was a moment ago
-                return True
-
-        monkeypatch.setattr(trial, "_IDLE", idle := Taken())
-        assert tiny.reads(tiny.start(tiny.grammars(), json_schema=FEW_COMBINATIONS), "7")
-        idle.pop().kill()
 
     def test_spent_on_others_grammars_is_not_held_against_it(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(trial, "WAIT_SECONDS", 0.01)
@@ -232,7 +216,6 @@ class TestTime:
     def test_is_not_the_only_bound(
         self, tiny: Any, monkeypatch: pytest.MonkeyPatch, change: tuple[str, Any], message: str
     ) -> None:
-        monkeypatch.setattr(trial, "_IDLE", [])
         monkeypatch.setattr(trial, *change)
         with pytest.raises(GrammarError, match=message):
             tiny.ask(tiny.grammars(), json_schema=FEW_COMBINATIONS)

@@ -301,8 +301,6 @@ class TestSandbox:
             "{{ namespace.__init__.__globals__.jinja2 }}",
             "{{ dict.__class__.__base__.__subclasses__() }}",
             "{{ '{0.__class__.__mro__}'.format('') }}",
-            "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
-            "{% set ns = namespace(__self__=1) %}",
             "{% set x = messages.append({}) %}",
             "{% set x = messages[0].update(role='system') %}",
             "{% set x = messages[0].clear() %}",
@@ -342,10 +340,6 @@ class TestSandbox:
         messages = [{"role": Text("user"), "content": Text("a")}]
         template = of("{{ messages[0].content }}{{ messages[0].content.secret is defined }}")
         assert template.render(messages) == "aFalse"
-
-    def test_does_not_hand_out_the_types_it_offers(self) -> None:
-        assert of("{{ dict(a=1).a }}{{ dict([('b', 2)]).b }}").render([{"role": "user", "content": ""}]) == "12"
-        assert of("{{ dict.fromkeys is defined }}").render([{"role": "user", "content": ""}]) == "False"
 
 
 class TestMessages:

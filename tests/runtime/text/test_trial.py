@@ -137,6 +137,23 @@ def test_a_bundle_whose_tokenizer_panics_is_refused(tiny_bundle: Path, tmp_path:
         load(folder, self_test=False)
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not work: tried"),
+        ("{{ 'a' * 10**11 }}", "takes all memory"),
+    ],
+)
+def test_a_template_that_never_ends_or_takes_all_memory_is_refused(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, source: str, message: str
+):
+    monkeypatch.setattr(trial, "TRIAL_S", 5.0)
+    folder = written()
+    (folder / "chat_template.jinja").write_text(source)
+    with pytest.raises(BundleError, match=f"chat template {message}"):
+        try_tokenizer(folder)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The trials that are made, which pass at once, with a cache of their own."""

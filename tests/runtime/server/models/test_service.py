@@ -12,8 +12,6 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.aside import SHORT, room_beside
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.models.service import Service, submitted
-from llmc.runtime.text.chat_template import ChatTemplate
-from llmc.runtime.text.sandbox import QUICK_WORK, STEP
 
 POOL: Any = None  # nothing here needs a model
 BOUNDED = Service(ServerConfig(max_request_tokens=50, request_deadline_s=5.0), POOL)
@@ -75,21 +73,6 @@ def test_a_short_request_is_submitted_without_a_thread():
 )
 def test_what_may_take_long_to_submit_is_submitted_in_a_thread(given: tuple[Any, ...], named: dict[str, Any]):
     assert not took(*given, **named)
-
-
-@pytest.mark.parametrize(("rounds", "on_the_loop"), [(10, True), (QUICK_WORK // STEP, False)])
-def test_a_template_that_works_long_is_rendered_in_a_thread(rounds: int, on_the_loop: bool):
-    template = ChatTemplate({"default": f"{{% for a in range({rounds}) %}}{{% endfor %}}."}, {})
-
-    def submit(messages: Any) -> Any:
-        assert template.render(messages) == "."
-        return SimpleNamespace(thread=threading.get_ident(), done=True)
-
-    async def main() -> Any:
-        handle: Any = await submitted(partial(submit, HELLO))
-        return handle.thread == threading.get_ident()
-
-    assert asyncio.run(main()) is on_the_loop
 
 
 def test_values_take_room_by_their_characters_and_items():
