@@ -61,11 +61,6 @@ def sequences(text: str) -> tuple[tuple[tuple[int, ...], float], ...]:
     return tuple((tuple(map(int, pair[1].split("+"))), float(pair[2])) for pair in pairs if pair)
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
-    return tuple(part.strip() for part in text.split(","))
-
-
 def schema(text: str) -> str:
     """JSON as it is, or the text of a file."""
     return _text_or_file(text, text.lstrip().startswith("{"), "a JSON object")
@@ -113,7 +108,6 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "biases": (biases, "as 13=-5,198=2.5"),
     "sequences": (sequences, "as 13+198=-5,7=2"),
     "choice": (str, ""),
-    "names": (names, "as top_p,top_k"),
     "schema": (schema, "a file, or the schema itself"),
 }
 _NOTES = {

@@ -18,7 +18,6 @@ _OTHERS = {
     "regex": "guided_regex",
     "grammar": "guided_grammar grammar_file",
     "choice": "guided_choice choices",
-    "processor_order": "samplers sampler_seq",
     "max_context": "max_model_len max_seq_len context_length num_ctx n_ctx ctx_size context",
     "max_batch": "max_num_seqs max_batch_size max_running_requests parallel batch",
     "threads": "n_threads num_threads num_thread",

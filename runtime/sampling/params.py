@@ -1,6 +1,5 @@
 """The parameters of a request: ranges, defaults and meanings, and what does not go together."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -14,9 +13,7 @@ from llmc.runtime.sampling.ranges import (
     TEXT,
     TEXTS,
     Parameter,
-    Range,
     above,
-    below,
     biases,
     filled,
     integer,
@@ -46,7 +43,7 @@ _BAD_WORDS = texts(1_024, 8_192)  # 4 us per token for a thousand usual ones
 _SEQUENCES = sequences(100, 1_024, 8_192)  # 0.3 ms per token where all end with the same token, in as many lengths
 _LARGEST_PENALTY = 1e30  # its sums over groups and steps stay within float32
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint has defaults for
-_CUTS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_n_sigma", "xtc_probability")
+_CUTS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
 GUIDES = ("json_schema", "regex", "grammar", "choice")  # parameters that say which form the output has
 
 # The steps between the model's logits and the draw, in the order that llmc.runtime.sampling.processors explains.
@@ -61,35 +58,14 @@ STEPS = (
     "processors",
     "guide",
     "temperature",
-    "dynamic_temperature",
     "top_k",
     "top_p",
     "min_p",
     "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
     "top_n_sigma",
     "xtc",
 )
 
-
-def step_order(order: tuple[str, ...] | None) -> tuple[str, ...]:
-    """:data:`STEPS` with the steps that ``order`` names in one another's places."""
-    named = iter(order or ())
-    return tuple(next(named) if step in (order or ()) else step for step in STEPS)
-
-
-def _is_order(value: object) -> bool:
-    if (
-        not isinstance(value, tuple)
-        or len(value) > len(STEPS)
-        or not all(isinstance(name, str) and name in STEPS for name in value)
-    ):
-        return False
-    return len(set(value)) == len(value) and "guide" not in step_order(value)[: step_order(value).index("processors")]
-
-
-_ORDER = f"a tuple of different names, the processors before the guide, out of {', '.join(STEPS)}"
 
 # The headings of the tables in runtime/README.md, which a test holds against the fields below.
 _end = partial(parameter, section="Length and end")
@@ -97,7 +73,6 @@ _shape = partial(parameter, section="Distribution")
 _bias = partial(parameter, section="Repetition and bias")
 _many = partial(parameter, section="Several outputs, and searches")
 _form = partial(parameter, section="Form, report, speed")
-_HEWITT = "[Hewitt et al.](https://arxiv.org/abs/2210.15191)"
 _OPENAI = "[OpenAI](https://platform.openai.com/docs/api-reference/chat/create)"
 
 
@@ -145,25 +120,11 @@ class SamplingParams:
     min_tokens: int = _end(
         0, integer(0), "new tokens before one that ends the output may come", short="0 to `max_tokens`"
     )
-    dynatemp_range: float = _shape(
-        0.0,
-        number(0),
-        "the temperature varies by this much to either side, with the entropy",
-        short="0 to `temperature`",
-        source="[llama.cpp](https://github.com/ggml-org/llama.cpp/pull/4972)",
-    )
-    dynatemp_exponent: float = _shape(1.0, above(0), "shape of that curve")
     typical_p: float = _shape(
         1.0,
         above(0, 1),
         "keep the tokens whose surprise is nearest to the entropy, up to this mass",
         source="[Meister et al.](https://arxiv.org/abs/2202.00666)",
-    )
-    epsilon_cutoff: float = _shape(
-        0.0, below(0, 1, "0 is off"), "keep tokens at least this probable, and the most probable", source=_HEWITT
-    )
-    eta_cutoff: float = _shape(
-        0.0, below(0, 1, "0 is off"), "as `epsilon_cutoff`, less strict where the entropy is high", source=_HEWITT
     )
     top_n_sigma: float = _shape(
         0.0,
@@ -183,14 +144,6 @@ class SamplingParams:
         "probability that marks a top choice; above 0.5 nothing happens",
         more=". The checkpoint's end-of-sequence tokens are protected, line ends, unlike in the original, are not",
     )
-    mirostat: int = _shape(
-        0,
-        Range("integer", "0, 1 or 2", integer(0, 2).holds, "0, 1, 2"),
-        "version that steers the surprise of the output instead of cutting; 0 is off",
-        source="[Basu et al.](https://arxiv.org/abs/2007.14966)",
-    )
-    mirostat_tau: float = _shape(5.0, above(0), "the surprise aimed at, in bits")
-    mirostat_eta: float = _shape(0.1, above(0, 1), "learning rate of `mirostat`")
     repetition_penalty: float = _bias(
         1.0,
         number(0.01, 100),
@@ -244,12 +197,6 @@ class SamplingParams:
         optional(integer(1, _MOST_SAMPLES)),
         "draw so many, return the `n` with the highest mean log-probability",
         short=f"`n` to {_MOST_SAMPLES}",
-    )
-    processor_order: tuple[str, ...] | None = _bias(
-        None,
-        optional(Range("names", _ORDER, _is_order, "names of steps")),
-        "another order of the steps",
-        more=", see [Order](#order-of-the-steps)",
     )
     num_beams: int = _many(1, integer(1), "beam search with so many beams; 1 is off", common=True)
     length_penalty: float = _many(1.0, number(-20, 20), "exponent of the length that a beam's score is divided by")
@@ -317,9 +264,8 @@ class SamplingParams:
         """Take the checkpoint's defaults for what the caller leaves out or sets to None.
 
         A checkpoint with ``do_sample`` false is greedy unless the caller names a temperature, top_k, top_p or min_p, or
-        asks for something that only sampling can give. Beams do not sample, and mirostat does not cut,
-        whatever the checkpoint says. ``stop`` may be one string, every tuple a list, and ``logit_bias`` a
-        mapping.
+        asks for something that only sampling can give. Beams do not sample, whatever the checkpoint says. ``stop`` may
+        be one string, every tuple a list, and ``logit_bias`` a mapping.
 
         Raises:
             UsageError: a name is unknown, or a value is out of its range.
@@ -335,10 +281,8 @@ class SamplingParams:
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 PARAMETERS: dict[str, Parameter] = {field.name: field.metadata["parameter"] for field in fields(SamplingParams)}
 _RANGES = {name: stated.range for name, stated in PARAMETERS.items()}
-_TUPLES = {
-    name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases", "sequences", "names")
-}
-_NEEDS_CHANCE = {"n", "best_of", "consensus", "mirostat", "dynatemp_range", *_CUTS}
+_TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases", "sequences")}
+_NEEDS_CHANCE = {"n", "best_of", "consensus", *_CUTS}
 
 
 def _as_tuple(name: str, value: Any) -> Any:
@@ -364,8 +308,7 @@ def _checkpoint_defaults(generation: "Generation", given: dict[str, Any]) -> dic
     chance = any(given.get(name, _DEFAULTS[name]) != _DEFAULTS[name] for name in _NEEDS_CHANCE)
     if not generation.do_sample and not chance and not given.keys() & set(SAMPLED):
         return {"temperature": 0.0}
-    names = ("temperature",) if given.get("mirostat") else SAMPLED
-    defaults = {name: getattr(generation, name) for name in names}
+    defaults = {name: getattr(generation, name) for name in SAMPLED}
     return {name: value for name, value in defaults.items() if value is not None}
 
 
@@ -381,8 +324,6 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
 _ONE_OUTPUT = ("n", "best_of", "consensus")
 _NOT_WITH_BEAMS = (
     *_ONE_OUTPUT,
-    "mirostat",
-    "dynatemp_range",
     *_CUTS,
     "stop",
     *GUIDES,
@@ -392,7 +333,6 @@ _NOT_WITH_BEAMS = (
 # What a request is when a condition holds, and what it cannot be with.
 _MODES: tuple[tuple[str, Callable[[SamplingParams], bool], tuple[str, ...]], ...] = (
     ("beam search", lambda p: p.num_beams > 1, _NOT_WITH_BEAMS),
-    ("mirostat", lambda p: p.mirostat > 0, ("dynatemp_range", *_CUTS)),
     ("consensus decoding", lambda p: p.consensus is not None, ("best_of",)),
 )
 # A parameter that means nothing without another.
@@ -409,13 +349,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
     ("best_of", "n of at most as many", lambda p: p.n <= (p.best_of or p.n)),
     ("n", "temperature above 0", lambda p: p.temperature > 0),
     ("best_of", "temperature above 0", lambda p: p.temperature > 0),
-    ("mirostat", "temperature above 0", lambda p: p.temperature > 0),
     ("min_tokens", "max_tokens of at least as many", lambda p: p.min_tokens <= p.max_tokens),
-    (
-        "dynatemp_range",
-        "temperature of at least as much, or 0",
-        lambda p: p.dynatemp_range <= (p.temperature or math.inf),
-    ),
     (
         "allowed_tokens",
         "a token that is not among banned_tokens",

@@ -9,8 +9,7 @@ what the others kept.
 
 Elsewhere: transformers has the same order (but forbids an early end after the penalties). vLLM masks by the grammar
 first, then allowed tokens, min_tokens, bias, penalties, temperature, min-p, and top-k with top-p at the end. llama.cpp
-runs bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, and temperature at the end: ask for that with
-``processor_order=("top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature")``.
+runs bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, and temperature at the end.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,9 +23,9 @@ from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.dry import Breakers, Dry
 from llmc.runtime.sampling.masses import Logits
-from llmc.runtime.sampling.params import STEPS, SamplingParams, step_order
+from llmc.runtime.sampling.params import STEPS, SamplingParams
 from llmc.runtime.sampling.penalties import NoRepeatNGram, OutputPenalty, RepetitionPenalty, SequenceBias
-from llmc.runtime.sampling.temperature import dynamic_temperature, scaled
+from llmc.runtime.sampling.temperature import scaled
 
 # Edits the logits of one sequence, in place or by returning other ones [V]; -inf forbids a token. Arguments: the tokens
 # so far (prompt and output), and the logits of the token to come.
@@ -84,7 +83,7 @@ Builder = Callable[[SamplingContext], Processor | None]
 
 def build_steps(context: SamplingContext) -> list[tuple[str, Processor]]:
     """The steps that the request needs, by name, in the order in which they run."""
-    built = ((name, BUILDERS[name](context)) for name in step_order(context.params.processor_order))
+    built = ((name, BUILDERS[name](context)) for name in STEPS)
     return [(name, step) for name, step in built if step is not None]
 
 
@@ -237,17 +236,7 @@ def _guide(context: SamplingContext) -> Processor | None:
 
 def _temperature(context: SamplingContext) -> Processor | None:
     temperature = context.params.temperature
-    if temperature == 1 or context.params.dynatemp_range:
-        return None
-    return lambda tokens, logits: scaled(logits, temperature)
-
-
-def _dynamic_temperature(context: SamplingContext) -> Processor | None:
-    centre, spread = context.params.temperature, context.params.dynatemp_range
-    exponent = context.params.dynatemp_exponent
-    if not spread:
-        return None
-    return lambda tokens, logits: dynamic_temperature(logits, centre - spread, centre + spread, exponent)
+    return (lambda tokens, logits: scaled(logits, temperature)) if temperature != 1 else None
 
 
 def _top_k(context: SamplingContext) -> Processor | None:
@@ -286,13 +275,10 @@ BUILDERS: dict[str, Builder] = {
     "processors": _processors,
     "guide": _guide,
     "temperature": _temperature,
-    "dynamic_temperature": _dynamic_temperature,
     "top_k": _top_k,
     "top_p": _cut("top_p", truncation.top_p, neutral=1),
     "min_p": _cut("min_p", truncation.min_p, neutral=0),
     "typical_p": _cut("typical_p", truncation.typical, neutral=1),
-    "epsilon_cutoff": _cut("epsilon_cutoff", truncation.epsilon_cutoff, neutral=0),
-    "eta_cutoff": _cut("eta_cutoff", truncation.eta_cutoff, neutral=0),
     "top_n_sigma": _cut("top_n_sigma", truncation.top_n_sigma, neutral=0),
     "xtc": _xtc,
 }

@@ -13,7 +13,7 @@ class Range:
     """A set of values.
 
     Attributes:
-        kind: of the values: integer, number, flag, choice, text, texts, tokens, biases, sequences, names or schema.
+        kind: of the values: integer, number, flag, choice, text, texts, tokens, biases, sequences or schema.
         expected: the set in an error, such as "a number from 0 to 1".
         holds: true for a value that belongs to it.
         short: the set in documentation, such as "0 to 1"; empty where the type says it all.
@@ -138,12 +138,6 @@ def above(low: float, high: float = math.inf) -> Range:
     return Range(
         "number", f"a number above {low}{text}", lambda value: holds(value) and value > low, f"above {low}{short}"
     )
-
-
-def below(low: float, high: float, note: str) -> Range:
-    """Numbers from ``low`` to below ``high``."""
-    holds, expected = number(low, high).holds, f"a number of at least {low} and below {high}{_noted(note)}"
-    return Range("number", expected, lambda value: holds(value) and value < high, f"{low} to below {high}", note)
 
 
 def _noted(note: str) -> str:

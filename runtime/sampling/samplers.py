@@ -15,13 +15,11 @@ from llmc.errors import RequestError
 from llmc.runtime.sampling.draws import pick, uniform, uniforms
 from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs, token_rank
 from llmc.runtime.sampling.masses import Logits, Masses, check_peak, inverse, largest
-from llmc.runtime.sampling.mirostat import Mirostat1, Mirostat2
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import FILTERS, Guide, Processor, SamplingContext, build_steps
 from llmc.runtime.sampling.scratch import borrowed, masses
 
 _FAST = ("temperature", "top_k", "top_p", "min_p")  # what RandomSampler does itself, in its order
-CUTS = FILTERS[FILTERS.index("top_k") :]
 _MANY = 8192  # candidates, above which a pass over the vocabulary in float32 beats one over them in float64
 
 
@@ -92,24 +90,14 @@ _Steps = list[tuple[str, Processor]]
 def _plan(steps: _Steps, context: SamplingContext) -> tuple[_Steps, PlainSampler, _Steps]:
     """Steps to run, the sampler after them, and the steps that it does itself, as they would be run."""
     params, seed = context.params, context.seed
+    first = next((i for i, (name, _) in enumerate(steps) if name in FILTERS), len(steps))
+    head, tail = steps[:first], steps[first:]
     if params.temperature == 0:
-        return [(name, step) for name, step in steps if name not in FILTERS], GreedySampler(), []
-    if params.mirostat:
-        return steps, MirostatSampler(params, seed), []
-    head, tail = _split(steps)
-    if any(name in CUTS for name, _ in head):
+        return head, GreedySampler(), []
+    if any(name not in _FAST for name, _ in tail):
         return steps, SupportSampler(seed), []
     named = {name: getattr(params, name) for name, _ in tail}
     return head, RandomSampler(SamplingParams(**named, seed=seed), context.vocab_size), tail
-
-
-def _split(steps: _Steps) -> tuple[_Steps, _Steps]:
-    """Split off the last steps that :class:`RandomSampler` does itself, which it does in a fixed order."""
-    start, limit = len(steps), len(_FAST)
-    while start and steps[start - 1][0] in _FAST[:limit]:
-        start -= 1
-        limit = _FAST.index(steps[start][0])
-    return steps[:start], steps[start:]
 
 
 class GreedySampler(PlainSampler):
@@ -213,24 +201,6 @@ class SupportSampler(PlainSampler):
         return int(tokens[pick(np.add.accumulate(weights), uniform(self.seed, position, 0))])
 
 
-class MirostatSampler(PlainSampler):
-    """Draws with mirostat's feedback: what it drew before decides what it may draw next."""
-
-    seed: int
-
-    def __init__(self, params: SamplingParams, seed: int) -> None:
-        self.seed = seed
-        version = Mirostat1 if params.mirostat == 1 else Mirostat2
-        self._mirostat = version(params.mirostat_tau, params.mirostat_eta)
-
-    def choose(self, logits: Logits, position: int) -> int:
-        return self._mirostat(logits, uniform(self.seed, position, 0))
-
-    def truncated(self, logits: Logits) -> Logits:
-        """The logits that the next token will be drawn from, -inf where cut, as a new array."""
-        return self._mirostat.truncated(logits)
-
-
 class ProcessedSampler(Sampler):
     """Runs a request's steps on a copy of the logits, then chooses.
 
@@ -298,8 +268,6 @@ class ProcessedSampler(Sampler):
         raise RequestError(f"{', '.join(self._names)} {what} at position {position}; loosen one of them")
 
     def _drawn_from(self, processed: Logits, tokens: Sequence[int]) -> Logits:
-        if isinstance(self._sampler, MirostatSampler):
-            return self._sampler.truncated(processed)
         if not self._tail:
             return processed
         current: Logits = processed.copy()

@@ -51,10 +51,6 @@ class Distribution(NamedTuple):
         """The expected distance of a token drawn, in nats: entropy less the surprise of the most probable token."""
         return float(np.add.reduce(self.weights * self.distances, dtype=np.float64)) / self.total
 
-    def entropy(self) -> float:
-        """Shannon entropy in nats, from 0."""
-        return math.log(self.total) + self.mean_distance()
-
     def distance_of(self, probability: float) -> float:
         """Distance from the peak at which tokens of this probability (from 0) lie, negative if it is less probable."""
         return math.inf if probability == 0 else -math.log(probability) - math.log(self.total)
@@ -115,25 +111,6 @@ def typical(logits: Logits, mass: float) -> Logits:
     centre = weighed.mean_distance()  # the token whose surprise is the entropy lies here
     edge = _edge(weighed, centre, mass * weighed.total)
     return _keep(logits, _deviations(weighed.distances, centre) <= edge)
-
-
-def epsilon_cutoff(logits: Logits, epsilon: float) -> Logits:
-    """Keep tokens with a probability of at least ``epsilon``, above 0 and below 1, and the most probable.
-
-    Hewitt et al., Truncation Sampling as Language Model Desmoothing, https://arxiv.org/abs/2210.15191
-    """
-    return _keep_probable(logits, distribution(logits), epsilon)
-
-
-def eta_cutoff(logits: Logits, epsilon: float) -> Logits:
-    """Keep tokens with a probability of at least eta = min(epsilon, sqrt(epsilon) exp(-entropy)), and the most
-    probable; ``epsilon`` above 0 and below 1.
-
-    Hewitt et al., Truncation Sampling as Language Model Desmoothing, https://arxiv.org/abs/2210.15191
-    """
-    weighed = distribution(logits)
-    eta = min(epsilon, math.sqrt(epsilon) * math.exp(-weighed.entropy()))
-    return _keep_probable(logits, weighed, eta)
 
 
 def top_n_sigma(logits: Logits, n: float) -> Logits:
@@ -204,11 +181,6 @@ def _float32(threshold: float) -> np.float32:
     with np.errstate(over="ignore"):
         rounded: np.float32 = np.float32(threshold)
     return rounded
-
-
-def _keep_probable(logits: Logits, weighed: Distribution, least: float) -> Logits:
-    limit = max(0.0, weighed.distance_of(least))
-    return _keep(logits, weighed.distances <= np.float32(limit))
 
 
 def _keep(logits: Logits, kept: npt.NDArray[np.bool_]) -> Logits:

@@ -45,7 +45,7 @@ class Options(Body):
         (
             *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock"),
             *("low_vram", "f16_kv", "vocab_only", "numa", "logits_all", "embedding_only"),
-            *("tfs_z", "penalize_newline"),
+            *("tfs_z", "penalize_newline", "mirostat_tau", "mirostat_eta"),
         )
     )
 
@@ -61,9 +61,7 @@ class Options(Body):
     repeat_last_n: Annotated[int | None, Field(description="0 or -1: penalties look at no token, or at all")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    mirostat: Literal[0, 1, 2] | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
+    mirostat: Literal[0] | None = None
 
     def plain(self) -> dict[str, Any]:
         """The parameters by llmc's names.
@@ -72,6 +70,7 @@ class Options(Body):
             ApiError: a penalty shall look at the last tokens only.
         """
         given = self.model_dump(exclude_none=True)
+        given.pop("mirostat", None)
         last = given.pop("repeat_last_n", -1)
         if last == 0:
             given = {name: value for name, value in given.items() if name not in PENALTIES}

@@ -99,8 +99,8 @@ FEW: dict[str, tuple[dict[str, Any], int]] = {
     "top_k": ({"top_k": 8}, 8),
     "top_k, top_p, min_p": ({"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.7}, 20),
     "several outputs": ({"top_k": 5, "n": 3}, 5),
-    "top_k before temperature": (
-        {"top_k": 12, "temperature": 0.6, "processor_order": ("top_k", "temperature"), "top_n_sigma": 1.0},
+    "top_k before another cut": (
+        {"top_k": 12, "top_n_sigma": 1.0},
         12,
     ),
     "greedy with stops": ({"temperature": 0.0, "stop_token_ids": (4095,), "stop": ("never said",)}, 1),
@@ -110,8 +110,6 @@ ALL: dict[str, dict[str, Any]] = {
     "plain": {},
     "min_p": {"min_p": 0.05},
     "typical_p": {"typical_p": 0.7},
-    "mirostat 2": {"mirostat": 2},
-    "dynamic temperature": {"temperature": 0.8, "dynatemp_range": 0.3, "top_k": 8},
     "temperature rounds before a cut": {"temperature": 0.8, "top_k": 8, "typical_p": 0.8},
     "more than there are": {"top_k": CANDIDATES + 1},
     "logprobs": {"temperature": 0.0, "logprobs": 2},

@@ -31,7 +31,6 @@ def state(inputs: InputProcessor, prompt: Any = IDS, *, max_tokens: int = 4, req
     [
         ({}, True),
         ({"temperature": 0.0}, False),
-        ({"mirostat": 2}, True),
         ({"num_beams": 2}, False),
     ],
 )

@@ -95,18 +95,10 @@ class TestRanges:
         ("name", "value", "expected"),
         [
             ("min_tokens", -1, "an integer of at least 0"),
-            ("dynatemp_range", -0.1, "a number of at least 0"),
-            ("dynatemp_exponent", 0, "a number above 0"),
             ("typical_p", 0, "a number above 0 and at most 1"),
-            ("epsilon_cutoff", 1, "a number of at least 0 and below 1 (0 is off)"),
-            ("eta_cutoff", -1e-9, "a number of at least 0 and below 1 (0 is off)"),
             ("top_n_sigma", math.inf, "a number of at least 0 (0 is off)"),
             ("xtc_probability", 1.1, "a number from 0 to 1"),
             ("xtc_threshold", -0.1, "a number from 0 to 1"),
-            ("mirostat", 3, "0, 1 or 2"),
-            ("mirostat", True, "0, 1 or 2"),
-            ("mirostat_tau", 0.0, "a number above 0"),
-            ("mirostat_eta", 1.5, "a number above 0 and at most 1"),
             ("repetition_penalty", 0, "a number from 0.01 to 100"),
             ("presence_penalty", 2.1, "a number from -2 to 2"),
             ("frequency_penalty", -2.1, "a number from -2 to 2"),
@@ -176,13 +168,6 @@ class TestRanges:
             with pytest.raises(UsageError, match=f"^{name} is "):
                 SamplingParams.from_defaults(GREEDY_CHECKPOINT, **{name: value})
 
-    @pytest.mark.parametrize(
-        "order", [("top_k", "top_k"), ("top_q",), ["top_k"], ("guide", "processors"), ("temperature", "processors")]
-    )
-    def test_of_the_order_are_enforced(self, order: Any) -> None:
-        with pytest.raises(UsageError, match=r"processor_order is .*, expected a tuple of different names"):
-            SamplingParams(processor_order=order)
-
     def test_exist_for_every_parameter(self) -> None:
         assert list(PARAMETERS) == [field.name for field in fields(SamplingParams)]
 
@@ -197,7 +182,6 @@ class TestCombinations:
         [
             ({"num_beams": 2, "n": 2}, "beam search cannot be combined with n=2; leave one of them out"),
             ({"num_beams": 2, "best_of": 2}, "beam search cannot be combined with best_of=2"),
-            ({"num_beams": 2, "mirostat": 2}, "beam search cannot be combined with mirostat=2"),
             ({"num_beams": 2, "top_p": 0.9}, "beam search cannot be combined with top_p=0.9"),
             ({"num_beams": 2, "top_k": 5}, "beam search cannot be combined with top_k=5"),
             ({"num_beams": 2, "stop": ("x",)}, r"beam search cannot be combined with stop=\('x',\)"),
@@ -206,8 +190,6 @@ class TestCombinations:
             ({"num_beams": 2, "on_overflow": "sink"}, "beam search cannot be combined with on_overflow='sink'"),
             ({"num_beams": 2, "temperature": 0.7}, "beam search draws nothing, so temperature=0.7 cannot be used"),
             ({"num_beams": 2, "speculate": True}, "beam search cannot be combined with speculate=True"),
-            ({"mirostat": 1, "top_k": 5}, "mirostat cannot be combined with top_k=5"),
-            ({"mirostat": 1, "temperature": 0}, "mirostat=1 needs temperature above 0"),
             ({"regex": "a", "choice": ("a",)}, "regex and choice are given, expected at most one of json_schema"),
             ({"n": 3, "best_of": 2}, "best_of=2 needs n of at most as many"),
             ({"n": 2, "temperature": 0}, "n=2 needs temperature above 0"),
@@ -222,7 +204,6 @@ class TestCombinations:
             ({"length_penalty": 2.0}, "length_penalty=2.0 needs num_beams above 1"),
             ({"early_stopping": True}, "early_stopping=True needs num_beams above 1"),
             ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3 needs num_beams of at least as many"),
-            ({"dynatemp_range": 1.5}, "dynatemp_range=1.5 needs temperature of at least as much, or 0"),
         ],
         ids=str,
     )
@@ -243,14 +224,13 @@ class TestCombinations:
                 "min_tokens": 2,
                 "temperature": 0.0,
             },
-            {"mirostat": 2, "temperature": 0.7, "repetition_penalty": 1.2, "n": 2, "regex": "a+"},
+            {"temperature": 0.7, "repetition_penalty": 1.2, "n": 2, "regex": "a+"},
             {"n": 4, "consensus": "chrf", "top_p": 0.9, "json_schema": {"type": "object"}},
             {"n": 2, "best_of": 4, "logprobs": 5, "speculate": True},
-            {"temperature": 0, "top_p": 0.5, "dynatemp_range": 0.5, "grammar": "start: 'a'"},
+            {"temperature": 0, "top_p": 0.5, "grammar": "start: 'a'"},
             {"num_beams": 2, "bad_words": ("x",), "sequence_bias": (((1, 2), -5.0),), "detokenize": False},
             {"num_beams": 2, "include_stop_str_in_output": True, "stop_token_ids": (3,)},
             {"regex": "a", "bad_words": ("x",), "detokenize": False, "speculate": True, "n": 1024},
-            {"processor_order": ("top_p", "temperature"), "on_overflow": "sink"},
         ],
         ids=str,
     )
@@ -259,22 +239,16 @@ class TestCombinations:
 
 
 class TestDefaults:
-    @pytest.mark.parametrize(
-        "asked", [{"n": 2}, {"best_of": 2}, {"mirostat": 2}, {"typical_p": 0.5}, {"xtc_probability": 0.5}], ids=str
-    )
+    @pytest.mark.parametrize("asked", [{"n": 2}, {"best_of": 2}, {"typical_p": 0.5}, {"xtc_probability": 0.5}], ids=str)
     def test_of_a_greedy_checkpoint_give_way_to_what_only_sampling_can_give(self, asked: dict[str, Any]) -> None:
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, **asked) == SamplingParams(**asked)
 
     def test_of_a_greedy_checkpoint_stay_for_what_is_neutral(self) -> None:
-        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, n=1, typical_p=1.0, mirostat=0).temperature == 0
+        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, n=1, typical_p=1.0).temperature == 0
 
     @pytest.mark.parametrize("asked", [{"num_beams": 2}], ids=str)
     def test_to_sample_are_left_out_of_searches(self, asked: dict[str, Any]) -> None:
         assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT, **asked) == SamplingParams(**asked)
-
-    def test_to_cut_are_left_out_of_mirostat(self) -> None:
-        found = SamplingParams.from_defaults(SAMPLING_CHECKPOINT, mirostat=2)
-        assert found == SamplingParams(mirostat=2, temperature=0.7)
 
     def test_take_lists_and_mappings_for_tuples(self) -> None:
         found = SamplingParams.from_defaults(
@@ -284,11 +258,10 @@ class TestDefaults:
             allowed_tokens=[2, 3],
             choice=["a", "b"],
             dry_sequence_breakers=["."],
-            processor_order=["top_p", "temperature"],
         )
         assert found.logit_bias == ((5, -100), (7, 1.5))
         assert (found.banned_tokens, found.allowed_tokens, found.choice) == ((1,), (2, 3), ("a", "b"))
-        assert found.dry_sequence_breakers == (".",) and found.processor_order == ("top_p", "temperature")
+        assert found.dry_sequence_breakers == (".",)
         for given in ({(1, 2): 3.0, (4,): -1}, [[[1, 2], 3.0], [[4], -1]], [((1, 2), 3.0), ((4,), -1)]):
             found = SamplingParams.from_defaults(GREEDY_CHECKPOINT, sequence_bias=given, bad_words=["x"])
             assert found.sequence_bias == (((1, 2), 3.0), ((4,), -1)) and found.bad_words == ("x",)

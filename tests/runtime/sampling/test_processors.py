@@ -150,7 +150,7 @@ class TestOwnProcessors:
             return kept
 
         logits, tokens = random_logits(), [1, 2]
-        params = SamplingParams(temperature=0.5, typical_p=0.5, processor_order=("temperature", "typical_p"))
+        params = SamplingParams(temperature=0.5, typical_p=0.5)
         make_sampler(SamplingContext(params, SIZE, prompt_length=0, processors=[greedy_writer]))(logits, tokens)
         np.testing.assert_array_equal(logits, random_logits())
         np.testing.assert_array_equal(kept, np.full(SIZE, 2.0, np.float32))
@@ -261,9 +261,7 @@ class OnlyTokens:
 
 
 class TestGuide:
-    @pytest.mark.parametrize(
-        "params", [{"temperature": 0}, {}, {"top_k": 1}, {"top_p": 0.2}, {"xtc_probability": 1.0}, {"mirostat": 2}]
-    )
+    @pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 1}, {"top_p": 0.2}, {"xtc_probability": 1.0}])
     def test_has_the_last_word_on_what_is_allowed(self, params: dict[str, Any]) -> None:
         def flood(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
             return np.where(np.arange(SIZE) == 3, np.float32(30), logits)
@@ -311,7 +309,6 @@ def test_settings_that_leave_no_token_are_named() -> None:
         {"temperature": 0, "repetition_penalty": 1.5},
         {"top_p": 0.9, "frequency_penalty": 1.0, "logit_bias": ((3, 4.0),)},
         {"typical_p": 0.5, "temperature": 0.3},
-        {"mirostat": 2, "banned_tokens": (1,)},
         {"allowed_tokens": (1, 2, 3), "logprobs": 3},
     ],
     ids=str,
