@@ -15,7 +15,6 @@ from llmc.cli.inspect import bundle_rows
 from llmc.cli.options import (
     EXISTING_FILE,
     EXISTING_SOURCE,
-    NEW_FILE,
     NEW_FOLDER,
     debug_option,
     force_option,
@@ -54,7 +53,6 @@ ENGINE = ("compute_capabilities", "hardware_compatibility", "version_compatible"
 @click.option("--min-agreement", type=float, help="Fail if it chooses the same token less often, 0 ... 1.")
 @click.option("--max-perplexity-increase", type=float, help="Fail if perplexity grows by more, 0.02 for 2 %.")
 @click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
-@click.option("--plot", type=NEW_FILE, help="With --auto: draw speed against quality into this PNG file.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--hardware-compatibility", help="TensorRT: none, ampere or same.  [default: none]")
@@ -70,7 +68,6 @@ def build_command(
     source: Path,
     output: Path | None,
     search: bool,
-    plot: Path | None,
     rebuild: bool,
     force: bool,
     as_json: bool,
@@ -88,7 +85,6 @@ def build_command(
     if output is None:
         raise click.UsageError("Missing option '-o' / '--output'.")
     from llmc.bundle import Budget
-    from llmc.optimize.auto.plots import pareto
     from llmc.optimize.auto.search import AutoReport, automatic
     from llmc.optimize.build import build
     from llmc.optimize.recipe import find_recipe
@@ -98,10 +94,6 @@ def build_command(
     precision = take_precision(choices)
     engine = EngineRequest(**{name: choices.pop(name) for name in ENGINE})
     calibration = calibration_request(choices.pop("calibration"), choices.pop("samples"), choices.pop("length"))
-    if plot is not None and not search:
-        raise click.UsageError("--plot is for --auto, which tries several recipes; llmc eval --plot draws one bundle")
-    if plot is not None:
-        require("matplotlib", "plot")  # now, and not after hours of building
     refuse_to_overwrite(output, force)
     with cleanly_stopped(), show.progress() as progress, exported(source, output, progress) as export:
         order = choices | {
@@ -114,8 +106,6 @@ def build_command(
             "progress": progress,
         }
         report = automatic(export, output, **order) if search else build(export, output, **order)
-    if plot is not None and isinstance(report, AutoReport):
-        pareto(plot, report.trials, report.chosen)
     if as_json:
         show.print_json(report)
     elif isinstance(report, AutoReport):

@@ -12,7 +12,6 @@ from llmc.cli import output as show
 from llmc.cli.options import (
     EXISTING_FILE,
     EXISTING_FOLDER,
-    NEW_FILE,
     bundle_argument,
     debug_option,
     emulate_option,
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 @click.option("--window", type=int, help="Tokens per window; each starts from an empty cache.  [default: 256]")
 @click.option("--max-windows", type=int, help="Windows at most, evenly spread over the text.  [default: 6]")
 @click.option("--layers", is_flag=True, help="Measure the error of each layer on its own, too.")
-@click.option("--plot", type=NEW_FILE, help="Draw errors of layers and the histogram of KL into this PNG file.")
 @threads_option
 @verify_option
 @emulate_option
@@ -47,7 +45,6 @@ def eval_command(
     window: int | None,
     max_windows: int | None,
     layers: bool,
-    plot: Path | None,
     threads: int | None,
     verify: bool | None,
     emulate: bool,
@@ -59,13 +56,8 @@ def eval_command(
     reference: KL(reference || bundle), how often both choose the same token, and how long greedy answers agree.
     """
     require("onnx_ir", "build")
-    if plot is not None:
-        require("matplotlib", "plot")
-        if not plot.absolute().parent.is_dir():
-            raise UsageError(f"{plot}: there is no folder {plot.absolute().parent}; make it first")
-    if layers or plot is not None:
+    if layers:
         check_layers(bundle, reference)
-    from llmc.optimize.auto.plots import quality as draw
     from llmc.optimize.judge.evaluate import MAX_WINDOWS, evaluate, read_windows
     from llmc.optimize.judge.layers import WINDOWS, layer_errors
     from llmc.optimize.judge.reference import Reference
@@ -77,21 +69,17 @@ def eval_command(
             found = evaluate(model, windows, reference=reference, progress=progress)
             manifest, substitutes = model.manifest, model.runner.session.substitutes
         errors: tuple[LayerError, ...] = ()
-        if reference is not None and (layers or plot is not None):
+        if layers and reference is not None:
             errors = layer_errors(bundle, manifest, Reference(reference), windows.ids[:WINDOWS], progress)
-        if plot is not None:
-            draw(plot, errors, found.divergences, f"{bundle.name} on {windows.name}")
     if text is None:
         click.echo("no --text was given: this is llmc's own text, not yours", err=True)
     if substitutes:
         click.echo("this CPU cannot run one of the graphs, so both paths ran on the other", err=True)
     if as_json:
         # The figures of the worse path at the top, those of each path below ``phases``.
-        show.print_json({"bundle": bundle, **show.as_dict(found.quality), "layers": errors})
+        show.print_json({"bundle": bundle, **show.as_dict(found), "layers": errors})
     else:
-        print_report(bundle, found.quality, errors)
-        if plot is not None:
-            click.echo(f"wrote {plot}")
+        print_report(bundle, found, errors)
 
 
 def check_layers(bundle: Path, reference: Path | None) -> None:
@@ -102,11 +90,11 @@ def check_layers(bundle: Path, reference: Path | None) -> None:
         BundleError: it is none, or broken.
     """
     if reference is None:
-        raise click.UsageError("--layers and --plot compare with the unquantized model: give --reference EXPORT")
+        raise click.UsageError("--layers compares with the unquantized model: give --reference EXPORT")
     compute = read_bundle(bundle).recipe.compute
     if compute != "float32":
         raise UsageError(
-            f"--layers and --plot compare layers in float32, {bundle} computes in {compute}; leave them out, or build "
+            f"--layers compares layers in float32, {bundle} computes in {compute}; leave it out, or build "
             "it with a budget (--max-kl), which says which layers lose the most"
         )
 

@@ -116,8 +116,8 @@ def bundle_row(demo: Demo, precision: str, started: float) -> tuple[str, ...]:
         judged = f" --text {os.path.relpath(demo.text)}" if demo.text else ""
         step("judge", f"llmc eval {folder} --reference {FOLDER}/export{judged}")
         found = evaluate(model, read_windows(demo.text, model), reference=FOLDER / "export", greedy=False)
-    decode = found.quality.phases["decode"]
-    print(f"perplexity {decode.perplexity:.2f}; the unquantized model has {found.quality.reference_perplexity:.2f}")
+    decode = found.phases["decode"]
+    print(f"perplexity {decode.perplexity:.2f}; the unquantized model has {found.reference_perplexity:.2f}")
     speed = benchmark(folder, prompt_length=PROMPT_LENGTH, new_tokens=MEASURED_TOKENS)
     return (
         f"llmc {precision}",

@@ -4,7 +4,6 @@ The text is cut into windows that do not overlap; each starts from an empty cach
 predicted once through the prefill path (in chunks) and once through the decode path (one token per call).
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from llmc.bundle import Quality
 from llmc.errors import UsageError
 from llmc.optimize.calibrate.text import CalibrationSamples, read_samples
 from llmc.optimize.judge import golden
-from llmc.optimize.judge.quality import Double, Tally
+from llmc.optimize.judge.quality import Tally
 from llmc.optimize.judge.reference import Reference, kept_states
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.runtime import Model
@@ -24,14 +23,6 @@ from llmc.runtime.sessions import Phase
 # 6 windows, 1,530 positions, take about a minute on two cores.
 WINDOW = 256
 MAX_WINDOWS = 6
-
-
-@dataclass(frozen=True, eq=False)
-class Evaluation:
-    """Quality, and the KL of every scored position in nats, by path; none without an unquantized model."""
-
-    quality: Quality
-    divergences: dict[str, Double]
 
 
 def read_windows(
@@ -80,7 +71,7 @@ def evaluate(
     cache: Path | None = None,
     greedy: bool = True,
     progress: Progress = silent,
-) -> Evaluation:
+) -> Quality:
     """Judge both paths of a bundle on windows of a text, see :func:`read_windows`.
 
     Args:
@@ -110,7 +101,7 @@ def evaluate(
                 path.compare(wanted, logits)
             done()
     matches = _matches(model, unquantized, progress) if unquantized and greedy else []
-    quality = Quality(
+    return Quality(
         text=text.name,
         sha256=text.sha256,
         positions=text.ids[:, 1:].size,
@@ -120,7 +111,6 @@ def evaluate(
         greedy_match=float(np.mean([found for found, _ in matches])) if matches else None,
         greedy_tokens=max((length for _, length in matches), default=0),
     )
-    return Evaluation(quality, {phase.value: path.kl for phase, path in paths.items() if unquantized})
 
 
 def _matches(model: Model, reference: Reference, progress: Progress) -> list[tuple[int, int]]:

@@ -68,7 +68,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
         if text is not None:
             kept = disk_cache.entry("reference", order.export.source.fingerprint)
             found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
-            quality = replace(found.quality, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
+            quality = replace(found, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
             seen = partial(_layer_errors, order, folder, manifest, weights, text.ids)
             check(quality, order.recipe.budget, seen)
             disk_cache.prune("reference", KEPT_BYTES)

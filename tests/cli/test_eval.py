@@ -1,4 +1,4 @@
-"""``llmc eval``: the figures in a table, as JSON and as a plot, and what it refuses."""
+"""``llmc eval``: the figures in a table, and as JSON, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -44,14 +44,6 @@ def test_the_table_names_text_paths_and_layers(llmc, tiny_bundle, tiny_export, t
     assert all(float(row[1]) > 20 and float(row[3]) > 20 for row in rows)
 
 
-def test_a_plot_is_written(llmc, tiny_bundle, tiny_export, text, tmp_path):
-    pytest.importorskip("matplotlib")
-    ran = llmc("eval", tiny_bundle, "--text", text, "--reference", tiny_export, *LIMITS, "--plot", tmp_path / "q.png")
-    assert ran.code == 0
-    assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
-    assert ran.out.endswith(f"wrote {tmp_path / 'q.png'}\n")
-
-
 def test_without_a_text_llmcs_own_is_used_and_said(llmc, tiny_bundle):
     ran = llmc("eval", tiny_bundle, *LIMITS, "--json")
     assert ran.code == 0
@@ -61,11 +53,8 @@ def test_without_a_text_llmcs_own_is_used_and_said(llmc, tiny_bundle):
     assert report["mean_kl"] is report["reference_perplexity"] is report["greedy_match"] is None
 
 
-@pytest.mark.parametrize("option", [("--layers",), ("--plot", "q.png")])
-def test_comparisons_need_a_reference(llmc, tiny_bundle, text, option):
-    if "--plot" in option:
-        pytest.importorskip("matplotlib")
-    ran = llmc("eval", tiny_bundle, "--text", text, *option)
+def test_layers_need_a_reference(llmc, tiny_bundle, text):
+    ran = llmc("eval", tiny_bundle, "--text", text, "--layers")
     assert ran.code == 2
     assert "--reference" in ran.err
 

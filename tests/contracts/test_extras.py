@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("", "cpu", "cpu guided", "cpu serve", "build", "cpu build", "cpu export", "metrics tracing plot")
+EXTRAS = ("", "cpu", "cpu guided", "cpu serve", "build", "cpu build", "cpu export", "metrics tracing")
 LIMIT_S = 240.0  # for what takes some seconds on a machine without other work
 
 
@@ -51,7 +51,6 @@ VERBS = (
     Verb("embed BUNDLE Once", "cpu", code=2),  # it generates
     Verb("rank BUNDLE Once Twice", "cpu", code=2),
     Verb("eval BUNDLE --window 16 --max-windows 1", "cpu build"),
-    Verb("eval BUNDLE --reference EXPORT --plot NEW", "cpu build plot"),
     Verb("build EXPORT -o NEW", "cpu build"),
     Verb("build CHECKPOINT -o NEW", "cpu export"),
     Verb("export CHECKPOINT -o NEW", "export"),

@@ -159,7 +159,7 @@ def measured(
             windows = CalibrationSamples(np.reshape(ids, (WINDOWS, WINDOW)), "validation", "", False, len(ids))
             found = evaluate(model, windows, reference=tiny_export, cache=folder / "reference", greedy=False)
             graphs = {graph.file: graph.weight_bytes for graph in model.manifest.graphs.values()}
-            return Measured(found.quality, sum(graphs.values()), model.runner.session.substitutes)
+            return Measured(found, sum(graphs.values()), model.runner.session.substitutes)
 
     return measure
 
