@@ -31,7 +31,6 @@ from llmc.bundle.manifest import TOKENIZER_FILES as TOKENIZER_FILES
 from llmc.bundle.manifest import WEIGHTS_FILE as WEIGHTS_FILE
 from llmc.bundle.manifest import Budget as Budget
 from llmc.bundle.manifest import Calibration as Calibration
-from llmc.bundle.manifest import Compiled as Compiled
 from llmc.bundle.manifest import ExportManifest as ExportManifest
 from llmc.bundle.manifest import FileEntry as FileEntry
 from llmc.bundle.manifest import Generation as Generation

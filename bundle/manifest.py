@@ -8,7 +8,7 @@ from typing import Annotated
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
 from llmc.inventory import Geometry, Positions
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 GRAPH_CONTRACT_VERSION = 4
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -183,7 +183,7 @@ class ExportManifest:
 
 @dataclass(frozen=True)
 class Graph:
-    """One compiled graph: its file, its weights in bytes, and the CPU features without which it would be wrong.
+    """One graph: its file, its weights in bytes, and the CPU features without which it would be wrong.
     ``overwritten`` are positions behind a step's token whose keys and values the step may write over."""
 
     file: str
@@ -192,15 +192,6 @@ class Graph:
     cpu_features: tuple[str, ...]
     invariance: Invariance = NOTHING_KNOWN
     overwritten: Annotated[int, range(1 << 12)] = 0
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """Graphs as the engine of one machine runs them: ``files`` by the plain graph's file name.
-    ``environment`` is a hash of the engine's version and the processor's features; elsewhere they are not used."""
-
-    environment: str
-    files: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -389,7 +380,7 @@ class Similarity:
 class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
-    ``cache`` is the type of the KV cache's values. ``compiled`` is None where the recipe wants no compiled graphs.
+    ``cache`` is the type of the KV cache's values.
     ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. It follows from
     ``golden_spread``: how far they were apart where it was built, between calls of other shapes that an engine makes.
     ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
@@ -410,7 +401,6 @@ class Manifest:
     memory: MemoryPlan
     cache: str
     graphs: dict[str, Graph]
-    compiled: Compiled | None
     quality: Quality | None
     golden: Annotated[tuple[GoldenPrompt, ...], range(17)]
     golden_tolerance: float
@@ -428,8 +418,7 @@ class Manifest:
 
     def named_files(self) -> list[str]:
         """Every file that some part of the manifest names."""
-        compiled = self.compiled.files.values() if self.compiled is not None else ()
-        return [*(graph.file for graph in self.graphs.values()), *compiled, *self.engine_files()]
+        return [*(graph.file for graph in self.graphs.values()), *self.engine_files()]
 
     def engine_files(self) -> list[str]:
         """The engine and what comes with it: what ``llmc build --rebuild`` makes anew."""

@@ -55,8 +55,7 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
     """Say what memory each stage from PATH, a checkpoint, an export or a bundle, to tokens takes at its peak.
 
     Exits with 1 if a stage does not fit into what is available, or into --memory and --gpu-memory. Peaks are resident
-    memory: of a compiled bundle, weights and embedding are pages of its files, which processes share and the system may
-    drop. Beside them stand the bytes that PATH takes on disk.
+    memory. Beside them stand the bytes that PATH takes on disk.
     """
     from llmc.cli.inspect import disk_row
     from llmc.cli.summary import summarize

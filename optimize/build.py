@@ -10,7 +10,6 @@ from llmc.bundle import (
     SCHEMA_VERSION,
     TOKENIZER_FILE,
     Budget,
-    Compiled,
     EngineConfig,
     Graph,
     Manifest,
@@ -31,7 +30,6 @@ from llmc.optimize.recipe.engine import EngineRequest
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, staged
 from llmc.runtime.kv.budget import usable_memory
-from llmc.runtime.sessions.onnxruntime.compiled import compile_bundle
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 from llmc.runtime.text.trial import try_tokenizer
 
@@ -126,7 +124,6 @@ def _check_memory(order: Order, memory: int | None) -> None:
         (order.source / TOKENIZER_FILE).stat().st_size,
         *(calibration.windows if calibration is not None else (0, 0)),
         judged=order.judged,
-        compiled=order.compiled,
         device=device_plan(geometry, order.limits, order.recipe) if order.target.has_gpu else None,
     )
     plan.check(order.source, usable_memory(plan.parts["engine"], memory))
@@ -146,24 +143,13 @@ def _fill(order: Order, folder: Path) -> Manifest:
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs, engine = build_graphs(order, folder, weights)
     check_unchanged(order.source, order.export)  # the weights have been read now
-    compiled = _compiled_graphs(order, folder, graphs)
     order.progress("hashing")
-    manifest = _manifest(order, graphs, compiled, engine, folder)
+    manifest = _manifest(order, graphs, engine, folder)
     judge = judge_encoder if order.export.geometry.encoder else judge_decoder
     return judge(order, folder, manifest, weights)
 
 
-def _compiled_graphs(order: Order, folder: Path, graphs: dict[str, Graph]) -> Compiled | None:
-    if not order.compiled or order.target.has_gpu:
-        return None
-    order.progress("compiling the graphs for this machine")
-    runtime = import_onnxruntime(order.target.caches[order.recipe.cache])
-    return compile_bundle(runtime, folder, [graph.file for graph in graphs.values()])
-
-
-def _manifest(
-    order: Order, graphs: dict[str, Graph], compiled: Compiled | None, engine: EngineConfig | None, folder: Path
-) -> Manifest:
+def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | None, folder: Path) -> Manifest:
     """The manifest before the bundle has run: no quality and no self-test."""
     export, target, recipe = order.export, order.target, order.recipe
     installed = order.engine.version if order.engine else import_onnxruntime(order.minimum).__version__
@@ -185,7 +171,6 @@ def _manifest(
         memory=plan or memory_plan(export.geometry, order.limits, recipe, tokenizer),
         cache=recipe.cache_type(),
         graphs=graphs,
-        compiled=compiled,
         quality=None,
         golden=(),
         golden_tolerance=least_tolerance(order),

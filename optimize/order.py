@@ -34,7 +34,6 @@ class Order:
     calibration: CalibrationRequest | None
     text: Path | None
     judged: bool
-    compiled: bool
     dump: Path | None
     progress: Progress
     engine: "EngineSpec | None" = None
@@ -107,9 +106,7 @@ def take_order(
     with_text = calibration is not None and calibration.text is not None
     chosen, limits = recipes.resolve(asked, abilities, geometry.max_positions, name, with_text, bool(geometry.coded))
     judged = judged or text is not None or bool(chosen.budget)
-    order = Order(
-        source, export, abilities, chosen, limits, calibration, text, judged, bool(asked.compiled), dump, progress
-    )
+    order = Order(source, export, abilities, chosen, limits, calibration, text, judged, dump, progress)
     return order, asked.engine
 
 

@@ -35,7 +35,7 @@ from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.selftest import VerifyReport, check_once, replayed
+from llmc.runtime.selftest import VerifyReport, check_once, replay
 from llmc.runtime.sessions import emulated, open_session
 from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
@@ -163,7 +163,7 @@ def verify(
         for name in verify_files(place, manifest):
             progress(f"hashed {name}")
         with load(place, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
-            return replace(replayed(model, progress), unlisted=unlisted_files(place, manifest))
+            return replace(replay(model, progress), unlisted=unlisted_files(place, manifest))
 
     return undisturbed(folder, verified)
 

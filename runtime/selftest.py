@@ -16,7 +16,7 @@ from llmc.bundle import GoldenPrompt
 from llmc.errors import BundleError
 from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions import Phase
-from llmc.runtime.sessions.onnxruntime.compiled import cached_entry, environment
+from llmc.runtime.sessions.onnxruntime.library import environment
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def check_once(model: Any, wanted: bool | None) -> None:
         return
     start = time.perf_counter()
     log.info("checking %s on this machine%s", model.folder, ", once" if wanted is None else "")
-    report = replayed(model, limit=QUICK_TOKENS, prompts=QUICK_PROMPTS if wanted is None else None)
+    report = replay(model, limit=QUICK_TOKENS, prompts=QUICK_PROMPTS if wanted is None else None)
     log.info("%s passed its self-test in %.2f s", model.folder, time.perf_counter() - start)
     try:
         with disk_cache.published(entry) as folder:
@@ -81,29 +81,9 @@ def check_once(model: Any, wanted: bool | None) -> None:
     disk_cache.prune(KIND, CACHE_BYTES)
 
 
-def replayed(
-    model: Any,
-    progress: Callable[[str], None] = lambda step: None,
-    limit: int | None = None,
-    prompts: int | None = None,
-) -> VerifyReport:
-    """:func:`replay`; where it fails on graphs of the cache, these are removed, for they may be what is broken."""
-    try:
-        return replay(model, progress, limit=limit, prompts=prompts)
-    except BundleError as error:
-        entry = cached_entry(model.engine_version, model.manifest)
-        if not entry.exists():
-            raise
-        disk_cache.remove(entry)
-        raise BundleError(
-            f"{error}; its compiled graphs in the cache may have been broken and were removed: try again first"
-        ) from error
-
-
 def _key(model: Any) -> str:
     """A hash of the manifest, this machine, and the size and time of change of every file that is computed with."""
-    folders = [model.folder, cached_entry(model.engine_version, model.manifest)]
-    files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+    files = sorted(model.folder.iterdir())
     found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     parts = [
         asdict(model.manifest),

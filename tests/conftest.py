@@ -96,7 +96,6 @@ def manifest() -> bundle.Manifest:
         ),
         cache="float32",
         graphs={"decode": bundle.Graph("decode.onnx", 1000, 900, ("vnni",))},
-        compiled=bundle.Compiled("e" * 32, {"decode.onnx": "decode.onnx"}),
         quality=bundle.Quality(
             text="golden prompts",
             sha256="",
@@ -131,12 +130,3 @@ def tiny_bundle(tiny_export: Path) -> Path:
     from llmc.optimize.build import build
 
     return build(tiny_export, tiny_export.parent / "int8").output
-
-
-@pytest.fixture(scope="session")
-def compiled_bundle(tiny_export: Path) -> Path:
-    """The same with compiled graphs for this machine."""
-    from llmc.optimize.build import build
-    from llmc.optimize.recipe import Request
-
-    return build(tiny_export, tiny_export.parent / "compiled", recipe=Request(compiled=True)).output

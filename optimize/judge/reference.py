@@ -24,8 +24,8 @@ from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.progress import Progress, counted, silent
 from llmc.optimize.weights.tensors import rows_of, sizes
 from llmc.runtime.host import disk_cache
-from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY, inference_session
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translated
+from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY, inference_session
 
 ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 as the standard means them
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"

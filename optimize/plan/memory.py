@@ -26,7 +26,7 @@ from llmc.runtime.kv.budget import MemoryEstimate
 MB = 1_000_000
 # Python, numpy, tokenizers, jinja2 and onnxruntime after their import and the first run: half of it pages of libraries.
 INTERPRETER = 72 * MB
-# Nodes, kernels, threads and buffers of an opened graph: 5 MB of a plain one, 11 MB of a compiled one.
+# Nodes, kernels, threads and buffers of an opened graph.
 OPENED_GRAPH = 11 * MB
 # The tokenizers library keeps vocabulary and merges in hash maps: 10 ... 16 bytes for each of tokenizer.json's,
 # most in files without indentation.
@@ -50,8 +50,6 @@ QUANTIZING = 4
 RETAINED = 1
 # A layer of the reference as the engine runs it: float32 weights folded from the stored type, and packed for kernels.
 REFERENCE_COPIES = 2
-# Opening a plain graph and saving it compiled holds its weights as stored, packed, and in part once more while written.
-COMPILING = 2.6
 # TensorRT-RTX 1.7's builder with its kernels, and what it holds of each byte of weights beside the mapped file: slopes
 # between one layer and three of an 8B model. Floats are laid out anew, nibbles unpacked.
 ENGINE_LIBRARY = 350 * MB
@@ -145,18 +143,17 @@ def plan_build(
     samples: int = 0,
     length: int = 0,
     judged: bool = False,
-    compiled: bool = False,
     device: DeviceMemory | None = None,
     one_memory: bool = False,
 ) -> MemoryEstimate:
-    """The peak of a build: the largest of calibrating, quantizing, compiling, and judging the finished bundle.
+    """The peak of a build: the largest of calibrating, quantizing, and judging the finished bundle.
 
     Args:
         geometry: of the decoder.
         recipe, limits: as resolved.
         tokenizer_bytes: size of tokenizer.json.
         samples, length: of the calibration text, if the recipe calibrates.
-        judged, compiled: whether quality is judged on a text, and graphs are compiled.
+        judged: whether quality is judged on a text.
         device: of a bundle for a GPU, which is judged on the CPU only where that fits as well.
         one_memory: whether the GPU that an engine is built on has no memory of its own.
     """
@@ -164,7 +161,7 @@ def plan_build(
         steps = [_quantizing(geometry), _engine(device, recipe, one_memory)]
     else:
         judging = _judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
-        steps = [_quantizing(geometry), judging, *([_compiling(geometry, recipe)] if compiled else [])]
+        steps = [_quantizing(geometry), judging]
     if needs_calibration(recipe):
         steps.append(_calibrating(geometry, recipe, samples, length))
     parts = max(steps, key=lambda step: sum(step.values()))
@@ -183,15 +180,6 @@ def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> MemoryEstimate
 
 def _quantizing(geometry: Geometry) -> dict[str, int]:
     return {"engine": INTERPRETER + BUILDER, "largest matrix": QUANTIZING * _largest(geometry)}
-
-
-def _compiling(geometry: Geometry, recipe: Recipe) -> dict[str, int]:
-    """The largest graph, opened plain and written compiled, one after the other."""
-    return {
-        "engine": INTERPRETER + BUILDER,
-        "left from quantizing": RETAINED * _largest(geometry),
-        "compiling the largest graph": round(COMPILING * max(weight_bytes(geometry, recipe).values())),
-    }
 
 
 def _engine(device: DeviceMemory, recipe: Recipe, one_memory: bool) -> dict[str, int]:

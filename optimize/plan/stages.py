@@ -44,8 +44,8 @@ def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unifi
     tokenizer, calibrated, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
     if not abilities.has_gpu:
-        judged, compiled = bool(chosen.budget), bool(asked.compiled)
-        build = plan_build(geometry, chosen, limits, tokenizer, *calibrated, judged=judged, compiled=compiled)
+        judged = bool(chosen.budget)
+        build = plan_build(geometry, chosen, limits, tokenizer, *calibrated, judged=judged)
         return [build, plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)]
     device = device_plan(geometry, limits, chosen)
     one_memory = unified and abilities.makes_engine  # the engine's builder runs kernels on the GPU

@@ -79,8 +79,6 @@ class Request:
             in the type of ``compute``.
         compute: type of activations on GPUs: float16 (default), bfloat16 or float32; follows fp32, fp16 and bf16.
         layers: precision by pattern of module names (``*.mlp.down_proj``, ``model.layers.0.*``); the last match wins.
-        compiled: whether the bundle also carries weights as this machine's kernels want them, which processes
-            share, for twice the bytes on disk; default false.
         max_context: longest sequence; default: the checkpoint's, at most 32,768.
         max_batch: requests that may run at once; default 8. Rows take memory when they are used.
         prefill_chunk: prompt tokens per call; default 256.
@@ -101,7 +99,6 @@ class Request:
     cache: str | None = None
     compute: str | None = None
     layers: dict[str, str] | None = None
-    compiled: bool | None = None
     max_context: int | None = None
     max_batch: int | None = None
     prefill_chunk: int | None = None

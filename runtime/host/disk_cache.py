@@ -1,4 +1,4 @@
-"""Work that is kept between runs: graphs compiled for this machine, self-tests passed, calibrations.
+"""Work that is kept between runs: self-tests passed, calibrations.
 
 ``$LLMC_CACHE``, else ``$XDG_CACHE_HOME/llmc``, else ``~/.cache/llmc``; below it a folder per kind, in it one entry (a
 folder) per key. Everything in it can be made again, so it may be deleted at any time, also while llmc runs.
@@ -34,7 +34,6 @@ BOUND = "LLMC_CACHE_BYTES"
 KINDS = (
     "auto",
     "calibration",
-    "compiled",
     "imported",
     "integrity",
     "kernels",

@@ -90,7 +90,6 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
             target=there,
             engine=plan,
             device=MEMORY,
-            compiled=None,
             files=file_entries(folder, names),
             limits=dataclasses.replace(manifest.limits, max_batch=4),
         )

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 SUBJECTS = {
-    "bundle": ("llmc.json", "tokenizer.json", "tokenizer_config.json", "decode.onnx", "compiled-decode.onnx"),
-    "template": ("chat_template.jinja",),
+    "bundle": ("llmc.json", "tokenizer.json", "tokenizer_config.json", "decode.onnx", "prefill.onnx"),
     "checkpoint": ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors"),
     "gguf": ("model.gguf",),
 }
@@ -55,62 +54,14 @@ VALUES = {
     "deep objects": '{"a":' * 20_000 + "1" + "}" * 20_000,
 }
 
-# Expressions that ask for more time or memory than a prompt is worth, or for what is not the template's business.
-EXPRESSIONS = (
-    "range(10 ** 9) | list",
-    "'x' * 10 ** 10",
-    "[0] * 10 ** 9",
-    "9 ** 9 ** 9",
-    "1 << 10 ** 9",
-    "'%01000000000d' % 1",
-    "'{:>1000000000}'.format(1)",
-    "'{0.__class__.__mro__}'.format(messages)",
-    "messages.__class__.__base__.__subclasses__()",
-    "'x' | center(10 ** 9)",
-    "'x' | indent(10 ** 9)",
-    "'x'.ljust(10 ** 9) ~ 'x'.zfill(10 ** 9)",
-    "'\t'.expandtabs(10 ** 9)",
-    "('x' * 20000) | wordwrap(1)",
-    "('x' * 10 ** 5).replace('x', 'y' * 10 ** 5)",
-    "('x' * 10 ** 5) | replace('', 'y' * 10 ** 5)",
-    "(['x' * 10 ** 5] * 10 ** 5) | join",
-    "('x' * 10 ** 5) | list | tojson(indent=10 ** 5)",
-    "lipsum(n=100000, max=1000)",
-    "('<' * 10 ** 5) | striptags",
-    "('a.' * 10 ** 5) | urlize",
-    "(range(10 ** 5) | list) | batch(1) | list",
-    "(range(10 ** 5) | map('string') | list) | sum(start='')",
-    "strftime_now('%Y' * 10 ** 6)",
-    "raise_exception('no\\n\x1b[2J' * 1000)",
-    "undefined_name.attribute",
-    "messages[0]['content'][10 ** 30]",
-    "('x' * 10 ** 6) | upper | reverse | list | unique | list | length",
-)
-FRAMES = (
-    "{{ %s }}",
-    "{% for a in range(10 ** 5) %}{% for b in range(10 ** 5) %}{% for c in range(10 ** 5) %}{% endfor %}{% endfor %}"
-    "{% endfor %}{{ %s }}",
-    "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}{{ %s }}",
-    "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ %s }}",
-    "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}{{ %s }}",
-    "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}{{ %s }}",
-    "{% for m in messages %}{{ m.content }}{{ %s }}{% endfor %}",
-    "{% set x = %s %}{{ x }}{{ x | length }}",
-    "{% if %s %}{{ messages[0].content }}{% endif %}",
-    "{% include '/etc/passwd' %}{{ %s }}",
-    "{% block b %}{{ %s }}{{ self.b() }}{% endblock %}",
-    "{% call(x) %s %}{% endcall %}",
-    "{{ %s",
-)
-
 
 @dataclass(frozen=True)
 class Change:
     """A change of one file: ``value`` (a name of :data:`VALUES`, or JSON) and ``drop`` at a place of its JSON,
-    ``bytes`` and ``cut`` at an offset, a whole new ``text``, or a file of another ``kind`` in its place."""
+    ``bytes`` and ``cut`` at an offset, or a file of another ``kind`` in its place."""
 
     file: str
-    what: Literal["value", "drop", "bytes", "cut", "text", "kind"]
+    what: Literal["value", "drop", "bytes", "cut", "kind"]
     place: tuple[str | int, ...] = ()
     content: str = ""
 
@@ -125,8 +76,6 @@ class Change:
             path.write_bytes(self._changed(data))
 
     def _changed(self, data: bytes) -> bytes:
-        if self.what == "text":
-            return self.content.encode("utf-8", "surrogatepass")
         if self.what == "bytes":
             piece, at = bytes.fromhex(self.content), int(self.place[0])
             return data[:at] + piece + data[at + len(piece) :]
@@ -182,8 +131,6 @@ def changes(subject: str, folder: Path, chance: random.Random) -> Iterator[Chang
 
 
 def _random_change(name: str, data: bytes, chance: random.Random) -> Change:
-    if name.endswith(".jinja"):
-        return Change(name, "text", content=chance.choice(FRAMES).replace("%s", chance.choice(EXPRESSIONS)))
     if chance.random() < 0.05:
         return Change(name, "kind", content=chance.choice(["fifo", "folder", "link", "endless", "missing"]))
     if name.endswith((".json", ".safetensors")) and chance.random() < 0.85:
@@ -219,15 +166,6 @@ def use_bundle(folder: Path) -> None:
         model.chat([{"role": "user", "content": "Hello"}], max_tokens=2, temperature=0)
 
 
-def use_template(folder: Path) -> None:
-    """Render a conversation."""
-    from llmc.runtime.text.chat_template import ChatTemplate
-    from llmc.runtime.text.tokenizer import Tokenizer
-
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder)).render(messages)
-
-
 def use_checkpoint(folder: Path) -> None:
     """Read it as ``llmc plan`` and the beginning of every export do."""
     from llmc.export.sources.checkpoint import read_checkpoint
@@ -248,7 +186,6 @@ def use_gguf(folder: Path) -> None:
 
 USES: dict[str, Callable[[Path], None]] = {
     "bundle": use_bundle,
-    "template": use_template,
     "checkpoint": use_checkpoint,
     "gguf": use_gguf,
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doubles.ggufs import write_gguf
 
-SECONDS = {"bundle": 6, "template": 3, "checkpoint": 3, "gguf": 3}
+SECONDS = {"bundle": 6, "checkpoint": 3, "gguf": 3}
 # A case that hangs ends the test after this much more: the corpus, the start, and the longest case that is allowed.
 PATIENCE = 120
 HOSTILE = Path(__file__).with_name("hostile.py")
@@ -27,9 +27,9 @@ def fuzzed(subject: str, folder: Path, scratch: Path, seconds: float, *more: str
 
 @pytest.mark.parametrize("subject", SECONDS)
 def test_hostile_files_are_used_as_if_sound_or_refused_in_one_sentence(
-    subject: str, compiled_bundle: Path, tiny_checkpoint: Path, tmp_path: Path
+    subject: str, tiny_bundle: Path, tiny_checkpoint: Path, tmp_path: Path
 ):
-    folder = {"checkpoint": tiny_checkpoint, "gguf": tmp_path / "gguf"}.get(subject, compiled_bundle)
+    folder = {"checkpoint": tiny_checkpoint, "gguf": tmp_path / "gguf"}.get(subject, tiny_bundle)
     if subject == "gguf":
         folder.mkdir()
         write_gguf(tiny_checkpoint, folder / "model.gguf", "Q4_0")
@@ -42,10 +42,10 @@ def test_a_case_that_ends_the_process_is_named(tiny_bundle: Path, tmp_path: Path
     dying.write_text(HOSTILE.read_text().replace("        use(folder)", "        os.abort()"))
     (tmp_path / "corpus.json").write_text("[]")
     tried = subprocess.run(
-        [sys.executable, str(dying), "template", str(tiny_bundle), "--seconds", "1", "--scratch", str(tmp_path)],
+        [sys.executable, str(dying), "bundle", str(tiny_bundle), "--seconds", "1", "--scratch", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
     assert tried.returncode < 0
-    assert tried.stdout.splitlines()[-1].startswith('{"file": "chat_template.jinja"')
+    assert tried.stdout.splitlines()[-1].startswith('{"file": "')

@@ -25,7 +25,6 @@ RECIPE = Request(
     activations="static",
     layers={"*.v_proj": "int8"},
     max_context=64,
-    compiled=False,
 )
 
 # Bytes of an archive of two arrays that hold next to nothing; the activations of this text take 39,000.

@@ -237,7 +237,7 @@ def test_bundles_are_built_and_run(family, tmp_path, options: dict[str, Any]):
     text.write_text("A lamp in the window, a boat on the river, and somebody who counts them both.\n" * 40)
     calibration = CalibrationRequest(StreamedDecoder, text, samples=4, length=32)
     needs = options.keys() & {"scheme", "cache", "smoothing"}
-    request = Request(max_context=64, max_batch=2, compiled=False, **options)
+    request = Request(max_context=64, max_batch=2, **options)
     report = build(family / "export", tmp_path / "bundle", recipe=request, calibration=calibration if needs else None)
     prompt, reference = IDS.tolist(), invented.Reference(family / "checkpoint")
     with load(report.output) as model:

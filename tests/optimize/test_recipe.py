@@ -55,7 +55,6 @@ activations = "static"
 smoothing = 0.5
 cache = "int8-channel"
 compute = "float32"
-compiled = false
 max_context = 9
 max_batch = 2
 prefill_chunk = 5
@@ -91,7 +90,7 @@ decode_top1_agreement = 0.99
     assert request.engine == EngineRequest("8.6", "ampere", True, False, False, 2_000_000, 3)
     assert replace(request, layers=None, budget=None, engine=None, expected=None) == Request(
         "all keys", "int4", "gptq", 64, False, "int8", "split", "static", 0.5, "int8-channel", "float32",
-        None, False, 9, 2, 5,
+        None, 9, 2, 5,
     )  # fmt: skip
 
 

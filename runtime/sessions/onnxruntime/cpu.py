@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 
 from llmc.bundle import WEIGHTS_FILE, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
-from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import computable, cpu_model
 from llmc.runtime.host.read_ahead import read_ahead
 from llmc.runtime.host.threads import on_leaving
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.sessions.base import Batch, Phase, Session
-from llmc.runtime.sessions.onnxruntime import compiled
+from llmc.runtime.sessions.onnxruntime.library import inference_session, session_options
 from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 
 log = logging.getLogger(__name__)
@@ -203,22 +202,13 @@ def _takes(graph: Any, name: str) -> bool:
 
 
 def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str], threads: int) -> dict[str, Any]:
-    """ONNX Runtime's sessions by graph file: of compiled graphs if they can be had here, of the plain ones otherwise.
+    """ONNX Runtime's sessions by graph file.
 
     Raises:
-        BundleError: ONNX Runtime refuses the plain graphs.
+        BundleError: ONNX Runtime refuses them.
         ResourceError: memory does not suffice.
     """
     levels = runtime.GraphOptimizationLevel
-    place = compiled.find(runtime, folder, manifest, names)
-    if place is not None:
-        try:
-            files = manifest.files if place.entry is None else {WEIGHTS_FILE}
-            return _opened(runtime, place.files, files, threads, levels.ORT_DISABLE_ALL)  # they are optimised already
-        except BundleError as error:
-            log.warning("%s; using the plain graphs, which load slower", error)
-            if place.entry is not None:
-                disk_cache.remove(place.entry)
     plain = {name: folder / name for name in names}
     with read_ahead(folder / WEIGHTS_FILE):  # all of it is about to be packed
         if manifest.recipe.phases != "single":
@@ -237,16 +227,16 @@ def _opened(
     level: Any,
     *config: tuple[str, str],
 ) -> dict[str, Any]:
-    """Opened side by side: most of the time goes into packing weights, or into checking those that are packed."""
+    """Opened side by side: most of the time goes into packing weights."""
 
     def opened(path: Path) -> Any:
         check_weights(path, files)
-        options = compiled.session_options(runtime, threads)
+        options = session_options(runtime, threads)
         options.graph_optimization_level = level
         for key, value in config:
             options.add_session_config_entry(key, value)
         with translated(f"{path}: loading"):
-            return compiled.inference_session(runtime, str(path), options)
+            return inference_session(runtime, str(path), options)
 
     with ThreadPoolExecutor(len(paths)) as pool:
         return dict(zip(paths, pool.map(opened, paths.values()), strict=True))

@@ -32,8 +32,8 @@ from llmc.runtime.host.probe_steps import preloaded
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, size_of
-from llmc.runtime.sessions.onnxruntime.compiled import LOG_FATAL_ONLY
 from llmc.runtime.sessions.onnxruntime.cpu import translated as translated_for_cpus
+from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY
 
 log = logging.getLogger(__name__)
 

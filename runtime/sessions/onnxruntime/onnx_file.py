@@ -1,13 +1,12 @@
-"""Places of weights as an ONNX file names them, read and changed without the onnx library.
+"""Places of weights as an ONNX file names them, read without the onnx library.
 
 A protobuf message is a row of fields: a varint key (number << 3 | wire type), and a value that starts with its length
 or has a size by type (https://protobuf.dev/programming-guides/encoding). Only ``ModelProto.graph.initializer[]
-.external_data[]`` is taken apart; everything else is copied as it is.
+.external_data[]`` is taken apart.
 
 An engine maps the places into its memory and believes what it is told of them, so they are checked before.
 """
 
-import platform
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from math import prod
@@ -27,33 +26,10 @@ LINE = 64  # bytes: what kernels read of a file begins on a cache line
 BITS = {1: 32, 2: 8, 3: 8, 4: 16, 5: 16, 6: 32, 7: 64, 9: 8, 10: 16, 11: 64, 12: 32, 13: 64, 16: 16}
 BITS |= {17: 8, 18: 8, 19: 8, 20: 8, 21: 4, 22: 4, 23: 4, 24: 8}
 
-ExternalData = dict[str, str]
-
-
-def relocated(model: bytes, change: Callable[[ExternalData], ExternalData]) -> bytes:
-    """The file with ``change`` applied to the external data of each initializer that has any; BundleError if it is no
-    ONNX."""
-
-    def tensor(data: bytes) -> bytes:
-        entries = dict(_entry(value) for number, value, _ in _fields(data) if number == TENSOR_EXTERNAL_DATA)
-        if not entries:
-            return data
-        rest = [field for number, _, field in _fields(data) if number != TENSOR_EXTERNAL_DATA]
-        changed = [_wrapped(TENSOR_EXTERNAL_DATA, _written(*entry)) for entry in change(entries).items()]
-        return b"".join(rest + changed)
-
-    try:
-        return _mapped(model, MODEL_GRAPH, lambda graph: _mapped(graph, GRAPH_INITIALIZER, tensor))
-    except (IndexError, UnicodeDecodeError) as error:
-        raise BundleError(f"a graph is no ONNX file ({error}); build the bundle again") from error
-
 
 def check_weights(graph: Path, files: Collection[str]) -> None:
     """Check each place of weights that a graph names: in one of ``files`` beside the graph, within its bytes, and as
     large as the weights' shape. What passed is remembered, as :func:`check_once` does.
-
-    Packed weights, whose shape is the kernel's own, take at least the bytes of the plain ones, with what the kernels of
-    x86-64 add to that.
 
     Raises:
         BundleError: a place is none of these, or it is no ONNX file.
@@ -95,41 +71,19 @@ def _check_tensor(data: bytes, size_of: Callable[[str], int]) -> None:
     external, plain = dict(entries), -(-prod(dims) * sum(bits) // 8)
     if len(external) != len(entries):
         raise ValueError("it gives weights two places")
+    if other := external.keys() - {"location", "offset", "length"}:
+        raise ValueError(f"it says {min(other)!a:.40} of a place, which no build writes")
     size = size_of(external.get(LOCATION.decode(), ""))
-    _check_place(external.get("offset", "0"), external.get("length", ""), plain, size, exactly=True)
-    for key, value in external.items():
-        if key.startswith("prepacked"):
-            kernel, _, numbers = value.rpartition("|")
-            offsets, lengths = (numbers.split(";")[i::3] for i in range(2))
-            least = plain + _packing(kernel.partition("+")[0], dims)
-            for offset, length in zip(offsets, lengths, strict=True):
-                _check_place(offset, length, least, size)
-                least = 0  # of further parts nothing is known
+    _check_place(external.get("offset", "0"), external.get("length", ""), plain, size)
 
 
-def _check_place(offset: str, length: str, least: int, size: int, *, exactly: bool = False) -> None:
+def _check_place(offset: str, length: str, wanted: int, size: int) -> None:
     for text in (offset, length):
         if not (text.isascii() and text.isdigit() and len(text) < 20):
             raise ValueError(f"{text!a:.40} is no number of bytes")
     start, count = int(offset), int(length)
-    if count < least or (exactly and count > least) or start + count > size or start % LINE:
-        raise ValueError(f"{count} bytes at {start} of {size} are not where weights of {least} bytes can be")
-
-
-def _packing(kernel: str, dims: list[int]) -> int:
-    """Bytes that packing for a kernel of x86-64 adds to a weight, 0 where that is not known: outputs come in sixteens,
-    and scales and sums lie beside the weights, on cache lines.
-    """
-    if platform.machine() not in ("x86_64", "AMD64") or len(dims) < 2:
-        return 0
-    first, second = dims[:2]
-    if kernel == "MatMulNBits":  # [outputs, blocks, bytes of a block]
-        return 4 * first * second + 4 * (first + -first % 16) * second + 2 * (LINE - 1)
-    if kernel in ("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulInteger"):  # [inputs, outputs]
-        return -second % 16 * first + 4 * (second + -second % 16)
-    if kernel in ("MatMul", "FusedMatMul", "Gemm"):  # either, in float32
-        return 4 * max(-first % 16 * second, -second % 16 * first)
-    return 0
+    if count != wanted or start + count > size or start % LINE:
+        raise ValueError(f"{count} bytes at {start} of {size} are not where weights of {wanted} bytes can be")
 
 
 def _numbers(data: bytes) -> list[int]:
@@ -138,11 +92,6 @@ def _numbers(data: bytes) -> list[int]:
         number, at = _varint(data, at)
         numbers.append(number)
     return numbers
-
-
-def _mapped(data: bytes, number: int, change: Callable[[bytes], bytes]) -> bytes:
-    """``data`` with every field ``number`` changed."""
-    return b"".join(_wrapped(number, change(value)) if n == number else field for n, value, field in _fields(data))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes, bytes]]:
@@ -185,18 +134,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _encoded(value: int) -> bytes:
-    encoded = bytearray()
-    while value >= 0x80:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
-
-
-def _wrapped(number: int, value: bytes) -> bytes:
-    return _encoded(number << 3 | LENGTH_DELIMITED) + _encoded(len(value)) + value
-
-
 def _entry(data: bytes) -> tuple[str, str]:
     key = value = b""
     for number, text, _ in _fields(data):
@@ -205,7 +142,3 @@ def _entry(data: bytes) -> tuple[str, str]:
         elif number == ENTRY_VALUE:
             value = text
     return key.decode(), value.decode()
-
-
-def _written(key: str, value: str) -> bytes:
-    return _wrapped(ENTRY_KEY, key.encode()) + _wrapped(ENTRY_VALUE, value.encode())

@@ -77,7 +77,7 @@ def counted(monkeypatch, tmp_path) -> Counted:
     """Two candidates, one number of threads, and a cache of this test's own."""
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(auto, "usable_threads", lambda: 1)
-    candidates = {"int4": Request(precision="int4", phases="shared", compiled=False), "fp32": Request(precision="fp32")}
+    candidates = {"int4": Request(precision="int4", phases="shared"), "fp32": Request(precision="fp32")}
     monkeypatch.setattr(auto, "CANDIDATES", candidates)
     return Counted(monkeypatch)
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from llmc.errors import ResourceError
 from llmc.inventory import BACK, LET_GO_STEP, Linear
 from llmc.optimize.build import build
 from llmc.optimize.lower.context import Computed, Float8, Float16, Float32, PerToken, WeightOnly
-from llmc.optimize.plan.memory import BLOCK_COPIES, linear_bytes, memory_plan, plan_build, weight_bytes
+from llmc.optimize.plan.memory import BLOCK_COPIES, linear_bytes, memory_plan, weight_bytes
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
@@ -65,7 +64,7 @@ def test_a_matrix_takes_what_its_form_takes(form, how: dict[str, int], expected:
     ids=["int8", "int4-head8", "int4-shared-asymmetric", "int4-layers", "fp32"],
 )
 def test_planned_weights_are_those_of_the_built_graphs(tiny_export: Path, tmp_path: Path, request_: Request):
-    built = build(tiny_export, tmp_path / "bundle", recipe=replace(request_, compiled=False)).manifest
+    built = build(tiny_export, tmp_path / "bundle", recipe=request_).manifest
     names = {"prefill": "prefill", "decode": "decode", "shared": "decode"}
     for phase, planned in weight_bytes(built.geometry, built.recipe).items():
         actual = built.graphs[names[phase]].step_weight_bytes
@@ -96,14 +95,6 @@ def test_layers_with_a_window_count_no_more_than_a_row_holds_of_them():
 
 
 # ------------------------------------------------------------------------------------------------------------ builds
-
-
-def test_a_build_takes_its_largest_step():
-    found = plan_build(Q05, recipe(precision="int4"), LIMITS, 1_000_000, compiled=True)
-    assert plan_build(Q05, recipe(precision="int4"), LIMITS, 1_000_000).total < found.total
-    assert set(found.parts) == {"engine", "left from quantizing", "compiling the largest graph"}
-    assert found.parts["left from quantizing"] == 151936 * 896
-    assert found.parts["compiling the largest graph"] == pytest.approx(2.6 * 431_364_608, abs=1)
 
 
 def test_a_build_that_does_not_fit_leaves_nothing(tiny_export: Path, tmp_path: Path):

@@ -349,7 +349,7 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
         for name in names:
             (tmp_path / name).write_bytes(b"x")
         plan, files = dataclasses.replace(PLAN, **changes), file_entries(tmp_path, names)
-        write_manifest(dataclasses.replace(manifest, engine=plan, compiled=None, files=files), tmp_path)
+        write_manifest(dataclasses.replace(manifest, engine=plan, files=files), tmp_path)
         return tmp_path
 
     return write

@@ -269,7 +269,6 @@ def write(folder: Path, manifest: bundle.Manifest, plan: EngineConfig | None = P
     made = dataclasses.replace(
         manifest,
         files=file_entries(folder, ["engine.plan", "decode.onnx"]),
-        compiled=None,
         target=bundle.Target("tensorrt", "tensorrt", "11.4.0.106", "10.15"),
         engine=plan,
         device=MEMORY,

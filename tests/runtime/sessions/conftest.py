@@ -185,7 +185,6 @@ def with_engine(manifest: Manifest, plan: EngineConfig, compute: str) -> Manifes
         limits=Limits(CAPACITY, MAX_BATCH, PREFILL.sequence),
         cache=compute,
         graphs=dict.fromkeys(("decode", "prefill"), Graph("decoder.onnx", 1000, 900, ())),
-        compiled=None,
         engine=plan,
     )
 
