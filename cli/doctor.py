@@ -14,7 +14,6 @@ from llmc.cli.options import EXISTING_BUNDLE, debug_option, json_option
 
 if TYPE_CHECKING:
     from llmc.runtime.diagnose.doctor import Diagnosis
-    from llmc.runtime.host.jetson import Jetson
     from llmc.runtime.host.probe_steps import Device, Driver, Library
 
 Rows = Iterator[tuple[str, str]]
@@ -48,27 +47,14 @@ def machine_rows(diagnosis: Diagnosis) -> Rows:
     yield "memory", f"{show.size(machine.memory.bytes)} available ({machine.memory.source})"
     yield "Python", probe.python
     if probe.jetson is not None:
-        yield from jetson_rows(probe.jetson)
+        jetpack = f", JetPack {probe.jetson.jetpack.name}" if probe.jetson.jetpack else ""
+        yield "Jetson", f"{probe.jetson.model or 'of an unknown model'}, L4T {probe.jetson.l4t or 'unknown'}{jetpack}"
     yield "driver", driver_words(probe.driver, probe.kernel_module)
     for device in probe.driver.devices:
         yield f"GPU {device.index}", device_words(device)
     for name, library in probe.libraries.items():
         told = name == "cuda-bindings" and library.state == "ok" and probe.driver.state != "ok"
         yield name, library_words(replace(library, problem="") if told else library)
-
-
-def jetson_rows(jetson: Jetson) -> Rows:
-    """Model, release, power, memory, clocks."""
-    jetpack = f", JetPack {jetson.jetpack.name}" if jetson.jetpack else ""
-    yield "Jetson", f"{jetson.model or 'of an unknown model'}, L4T {jetson.l4t or 'unknown'}{jetpack}"
-    mode = jetson.power_mode
-    yield "power mode", f"{mode.name} ({mode.number})" if mode else "unknown"
-    if jetson.memory is not None:
-        yield "shared memory", f"{show.size(jetson.memory)}, swap {show.size(jetson.swap or 0)}"
-    clocks = {"GPU": (jetson.gpu_clock, jetson.gpu_clock_max), "CPU": (jetson.cpu_clock, jetson.cpu_clock_max)}
-    known = [f"{name} {now / 1e6:.0f} of {most / 1e6:.0f} MHz" for name, (now, most) in clocks.items() if now and most]
-    if known:
-        yield "clocks", ", ".join(known)
 
 
 def driver_words(driver: Driver, kernel_module: str | None) -> str:
@@ -99,12 +85,11 @@ def library_words(library: Library) -> str:
 
 
 def verdict_rows(diagnosis: Diagnosis) -> Rows:
-    """Targets, advice, and the bundle."""
+    """Targets, and the bundle."""
     for name, outlook in diagnosis.targets.items():
         yield f"target {name}", outlook.state
         yield from (("", f"{issue.found}: {issue.remedy}") for issue in outlook.obstacles)
         yield from (("", note) for note in outlook.notes)
-    yield from (("advice", advice) for advice in diagnosis.advice)
     if (bundle := diagnosis.bundle) is not None:
         yield "bundle", f"{bundle.path} {'runs here' if bundle.runs else 'does not run here'}"
         yield from (("", reason) for reason in bundle.reasons)

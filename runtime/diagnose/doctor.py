@@ -1,6 +1,5 @@
-"""A machine's diagnosis: what each target would do on it, what could be better, and whether a bundle runs here."""
+"""A machine's diagnosis: what each target would do on it, and whether a bundle runs here."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from llmc.runtime.diagnose.targets import (
     outlook,
     upgrade,
 )
-from llmc.runtime.host.jetson import Jetson
 from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.host.probe_steps import Device
@@ -64,12 +62,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that is to be said of a machine; ``advice`` is for what works and could work better."""
+    """All that is to be said of a machine."""
 
     machine: Machine
     probe: Probe
     targets: dict[str, Outlook]
-    advice: tuple[str, ...]
     bundle: BundleOutlook | None
 
 
@@ -82,21 +79,7 @@ def diagnose(probe: Probe, machine: Machine, bundle: Path | None = None) -> Diag
     """Judge each target by what a probe found, and ``bundle`` if there is one."""
     targets = {name: outlook(name, probe) for name in NEEDS}
     judged = None if bundle is None else judge_bundle(bundle, probe, targets)
-    return Diagnosis(machine, probe, targets, tuple(_advice(probe.jetson)), judged)
-
-
-def _advice(jetson: Jetson | None) -> Iterator[str]:
-    """Ways to make a Jetson faster."""
-    if jetson is None:
-        return
-    fastest = next((mode for mode in jetson.power_modes if mode.name == "MAXN_SUPER"), None)
-    fastest = fastest or next((mode for mode in jetson.power_modes if mode.name.startswith("MAXN")), None)
-    if fastest is not None and jetson.power_mode is not None and jetson.power_mode != fastest:
-        yield (
-            f"power mode {jetson.power_mode.name or jetson.power_mode.number}: sudo nvpmodel -m {fastest.number} "
-            f"chooses {fastest.name}, the fastest"
-        )
-    yield "clocks follow the load: sudo jetson_clocks holds them at their highest while you measure"
+    return Diagnosis(machine, probe, targets, judged)
 
 
 # -------------------------------------------------------------------------------------------------------------- bundles

@@ -54,10 +54,6 @@ def test_a_jetson_is_described_in_rows(llmc, machine: Callable[[Probe], None]):
     ran = llmc("doctor")
     shown = rows(ran.out)
     assert shown["Jetson"].endswith("Kit Super, L4T 36.4.3, JetPack 6.1 or 6.2")
-    assert shown["power mode"] == "25W (1)"
-    assert shown["shared memory"] == "7.99 GB, swap 4.00 GB"
-    assert shown["clocks"] == "GPU 306 of 1020 MHz, CPU 730 of 1728 MHz"
-    assert "sudo nvpmodel -m 2" in ran.out
     assert "8.00 GB memory, the machine's own" in shown["GPU 0"]
 
 
@@ -81,7 +77,7 @@ def test_what_the_line_of_the_driver_says_is_not_said_again(llmc, machine: Calla
 def test_json_holds_the_probe_and_the_verdicts(llmc, machine: Callable[[Probe], None]):
     machine(ORIN)
     found = json.loads(llmc("doctor", "--json").out)
-    assert found["probe"]["jetson"]["power_mode"] == {"number": 1, "name": "25W"}
+    assert found["probe"]["jetson"]["l4t"] == "36.4.3"
     assert found["targets"]["tensorrt"]["state"] == "not possible"
     assert found["targets"]["tensorrt"]["runs"] is False
     assert found["targets"]["cuda"]["obstacles"][0]["blocks"] == ["run"]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from llmc.runtime.host.jetson import JETPACKS, Jetson, PowerMode
+from llmc.runtime.host.jetson import JETPACKS, Jetson
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.host.probe_steps import Device, Driver, Library
 
@@ -58,7 +58,6 @@ GB10 = replace(
     libraries=H200.libraries | {"onnxruntime": CPU_RUNTIME},
 )
 
-ORIN_MODES = (PowerMode(0, "15W"), PowerMode(1, "25W"), PowerMode(2, "MAXN_SUPER"))
 ORIN = replace(
     NO_GPU,
     platform="linux-aarch64",
@@ -76,14 +75,6 @@ ORIN = replace(
         model="NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super",
         l4t="36.4.3",
         jetpack=JETPACKS[36, 4],
-        power_mode=ORIN_MODES[1],
-        power_modes=ORIN_MODES,
-        memory=7_990_000_640,
-        swap=3_995_000_832,
-        gpu_clock=306_000_000,
-        gpu_clock_max=1_020_000_000,
-        cpu_clock=729_600_000,
-        cpu_clock_max=1_728_000_000,
     ),
 )
 THOR = replace(
@@ -101,25 +92,10 @@ THOR = replace(
     jetson=replace(ORIN.jetson, model="NVIDIA Jetson AGX Thor Developer Kit", l4t="39.2.0", jetpack=JETPACKS[39, 2]),
 )
 
-_POWER = """\
-# Power model configuration
-< POWER_MODEL ID=0 NAME=15W >
-CPU_ONLINE CORE_0 1
-< POWER_MODEL ID=1 NAME=25W >
-< POWER_MODEL ID=2 NAME=MAXN_SUPER >
-< PM_CONFIG DEFAULT=1 >
-"""
 ORIN_FILES = {
     "etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64, "
     "DATE: Wed Jan  8 01:49:37 UTC 2025\n",
     "proc/device-tree/model": "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super\0",
-    "etc/nvpmodel.conf": _POWER,
-    "var/lib/nvpmodel/status": "pmode:0001 fmode:fanNull\n",
-    "proc/meminfo": "MemTotal:        7802735 kB\nMemFree:  100000 kB\nSwapTotal:       3901368 kB\n",
-    "sys/class/devfreq/17000000.gpu/cur_freq": "306000000\n",
-    "sys/class/devfreq/17000000.gpu/max_freq": "1020000000\n",
-    "sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq": "729600\n",
-    "sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq": "1728000\n",
     "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  540.4.0  Release Build  "
     "(buildbrain@host)  Wed Jan  8\nGCC version:  collect2: error\n",
     "usr/lib/python3.10/dist-packages/tensorrt/tensorrt.so": "",

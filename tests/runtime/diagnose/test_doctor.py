@@ -244,14 +244,6 @@ def test_an_old_jetpack_is_to_be_replaced():
     assert "JetPack 6.0 has TensorRT 8.6: install JetPack 7.2" in outlook("tensorrt", old).obstacles[0].remedy
 
 
-def test_a_slower_power_mode_is_told_with_the_command():
-    advice = diagnose(ORIN, MACHINE).advice
-    assert advice[0] == "power mode 25W: sudo nvpmodel -m 2 chooses MAXN_SUPER, the fastest"
-    fastest = replace(ORIN, jetson=replace(ORIN.jetson, power_mode=ORIN.jetson.power_modes[2]))
-    assert not any("nvpmodel" in line for line in diagnose(fastest, MACHINE).advice)
-    assert diagnose(H200, MACHINE).advice == ()
-
-
 # -------------------------------------------------------------------------------------------------------------- bundles
 
 MEMORY = DeviceMemory(context=400, weights=1000, workspace=64, cache_per_token=16, logits=30)
