@@ -99,26 +99,26 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def replaced(path: Path, prefix: str) -> Iterator[BinaryIO]:
-    """Give a file to write, which takes the place of ``path``, synced, when the block ends without an error.
+def replaced(path: Path, prefix: str, *, synced: bool = True) -> Iterator[BinaryIO]:
+    """Give a file to write, which takes the place of ``path`` when the block ends without an error.
 
-    Until then it lies beside it under a name that begins with ``prefix``. Only its owner may read it.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
+    Until then it lies beside it under a name that begins with ``prefix``. Only its owner may read it. An OSError leaves
+    nothing behind.
     """
     descriptor, staging = tempfile.mkstemp(prefix=prefix, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(staging, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(staging)
         raise
-    sync(path.parent)
+    if synced:
+        sync(path.parent)
 
 
 def refuse_to_overwrite(target: Path, force: bool) -> None:

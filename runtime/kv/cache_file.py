@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,6 @@ DESCRIPTION_BYTES = 1 << 24
 
 # Shape and type of a block.
 Form = tuple[tuple[int, ...], np.dtype[Any]]
-Fault = Literal["damaged", "version", "foreign", "untrusted"]
 
 _NUMBERS = re.compile(r"[<>|][iuf][1248]")  # numpy's dtype.str
 _LEAD = struct.Struct(f"<8sII{DIGEST_BYTES}s")
@@ -73,11 +72,11 @@ def chain_hashes(parent: bytes, tokens: NDArray[np.int64], block: int) -> list[b
 
 
 class UnreadableError(Exception):
-    """A file cannot be used; ``fault`` says why."""
+    """A file cannot be used: it is ``damaged``, or it is none of this user's."""
 
-    def __init__(self, reason: str, fault: Fault = "damaged") -> None:
+    def __init__(self, reason: str, *, damaged: bool = True) -> None:
         super().__init__(reason)
-        self.fault = fault
+        self.damaged = damaged
 
 
 @dataclass(frozen=True)
@@ -160,23 +159,12 @@ class CacheFile:
     description: Description
     offset: int  # of the first block
 
-    def count(self, wanted: Sequence[bytes], position: int, max_bytes: int) -> int:
-        """Number of blocks from ``position`` on that are the wanted ones, in order, in at most ``max_bytes``."""
-        mine = self.description.hashes[position : position + max_bytes // self.description.block_bytes]
-        return next(
-            (i for i, (a, b) in enumerate(zip(mine, wanted, strict=False)) if a != b), min(len(mine), len(wanted))
-        )
-
-    def read(self, position: int, count: int) -> list[NDArray[Any]]:
-        """Blocks from ``position`` on, each checked.
-
-        Raises:
-            UnreadableError: a block is damaged.
-        """
+    def read(self, count: int) -> list[NDArray[Any]]:
+        """The first blocks, each checked; UnreadableError if one is damaged."""
         about = self.description
-        self.file.seek(self.offset + position * about.block_bytes)
+        self.file.seek(self.offset)
         blocks = []
-        for digest in about.digests[position : position + count]:
+        for digest in about.digests[:count]:
             block = np.empty(about.shape, about.dtype)
             if self.file.readinto(_raw(block)) != about.block_bytes:  # type: ignore[attr-defined]
                 raise UnreadableError("it ends too early")
@@ -211,8 +199,8 @@ def opened(path: Path, *, follow_symlinks: bool) -> Iterator[CacheFile]:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise UnreadableError("it is no regular file", "foreign")
-    more = 0 if follow_symlinks else getattr(os, "O_NOFOLLOW", 0)
+        raise UnreadableError("it is no regular file", damaged=False)
+    more = 0 if follow_symlinks else os.O_NOFOLLOW
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more)) as file:
         check_owner(os.fstat(file.fileno()))
         yield _described(file)
@@ -220,23 +208,19 @@ def opened(path: Path, *, follow_symlinks: bool) -> Iterator[CacheFile]:
 
 def check_owner(status: os.stat_result) -> None:
     """Raise UnreadableError for what belongs to, or may be written by, others than this user and the administrator."""
-    if not hasattr(os, "geteuid"):  # Windows, where a file's status says nothing about it
-        return
     if status.st_uid not in (os.geteuid(), 0):
-        raise UnreadableError(
-            f"it belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this", "untrusted"
-        )
+        said = f"it belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this"
+        raise UnreadableError(said, damaged=False)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UnreadableError(
-            f"its mode {stat.S_IMODE(status.st_mode):03o} lets others write it, expected 600", "untrusted"
-        )
+        said = f"its mode {stat.S_IMODE(status.st_mode):03o} lets others write it, expected 600"
+        raise UnreadableError(said, damaged=False)
 
 
 def _described(file: BinaryIO) -> CacheFile:
     size = os.fstat(file.fileno()).st_size
     lead = file.read(_LEAD.size)
     if lead[: len(MAGIC)] != MAGIC[: len(lead)]:
-        raise UnreadableError(f"it begins with {lead[: len(MAGIC)]!r}, not with {MAGIC!r}", "foreign")
+        raise UnreadableError(f"it begins with {lead[: len(MAGIC)]!r}, not with {MAGIC!r}", damaged=False)
     if len(lead) < _LEAD.size:
         raise UnreadableError(f"it ends after {size} bytes")
     _, version, length, digest = _LEAD.unpack(lead)
@@ -246,7 +230,7 @@ def _described(file: BinaryIO) -> CacheFile:
     if _description_digest(version, text) != digest:
         raise UnreadableError("the digest of its description is not that of its text")
     if version != VERSION:
-        raise UnreadableError(f"it is written in format {version}, this llmc reads {VERSION}", "version")
+        raise UnreadableError(f"it is written in format {version}, this llmc reads {VERSION}")
     try:
         about = Description.decoded(text)
     except (ValueError, KeyError, TypeError, IndexError, ArithmeticError, RecursionError) as error:
@@ -258,9 +242,9 @@ def _described(file: BinaryIO) -> CacheFile:
     return CacheFile(file, about, offset)
 
 
-def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]]) -> None:
-    """Write a file beside its place, sync it and rename it: whoever looks sees nothing or all of it."""
-    with replaced(path, STAGING) as file:
+def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]], *, synced: bool = True) -> None:
+    """Write a file beside its place and rename it: whoever looks sees nothing or all of it."""
+    with replaced(path, STAGING, synced=synced) as file:
         file.write(about.encoded())
         for block in blocks:
             file.write(_raw(block))
@@ -269,22 +253,16 @@ def publish(path: Path, about: Description, blocks: Sequence[NDArray[Any]]) -> N
 def save_session(path: str | Path, tokens: Sequence[int], blocks: Sequence[NDArray[Any]], block: int, key: str) -> None:
     """Save what the cache holds of one sequence, for its owner alone; an existing file is replaced at the end.
 
+    UsageError where there is nothing to save or the place cannot be written, ResourceError where the disk is full.
+
     Args:
         tokens: the sequence; the last ones need not be in the cache.
         blocks: what the cache holds of its first tokens, all of one shape and type, at least one.
         block: tokens of each.
         key: all that the values depend on, as for the prefix cache.
-
-    Raises:
-        UsageError: there is nothing to save, the blocks do not fit the tokens, or the place cannot be written.
-        ResourceError: the disk is full.
     """
     path = possible_path(path)
-    if not 1 <= len(blocks) * block <= len(tokens):
-        raise UsageError(
-            f"{path}: {len(blocks)} blocks of {block} tokens for {len(tokens)} tokens; expected 1 or more, and no more "
-            "than there are tokens"
-        )
+    assert 1 <= len(blocks) * block <= len(tokens)
     root, sequence = root_hash(key), np.asarray(tokens, np.int64)
     try:
         publish(path, Description.of("session", root, root, sequence, blocks, block), blocks)
@@ -316,7 +294,7 @@ def load_session(
             ours = (about.kind, about.key, about.block, about.form) == ("session", root_hash(key), block, form)
             if not ours or not 0 <= about.tokens.min() <= about.tokens.max() < vocab_size:
                 raise RequestError(f"{path} is no session of this model and type of cache; start the session anew")
-            blocks = found.read(0, max_bytes // about.block_bytes)
+            blocks = found.read(max_bytes // about.block_bytes)
     except OSError as error:
         raise UsageError(f"{path} cannot be opened ({error.strerror}); name a saved session") from error
     except UnreadableError as error:

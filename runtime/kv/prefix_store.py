@@ -1,4 +1,4 @@
-"""Prefixes on disk, so that a restarted service need not compute them again."""
+"""Prefixes on disk, so that a restarted service need not compute them again: a file per block, named by its chain."""
 
 import logging
 import os
@@ -7,11 +7,11 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from llmc.errors import ResourceError
 from llmc.runtime.host import threads
 from llmc.runtime.kv.cache_file import (
     STAGING,
-    CacheFile,
     Description,
     UnreadableError,
     check_owner,
@@ -31,62 +30,40 @@ from llmc.runtime.kv.cache_file import (
 
 log = logging.getLogger(__name__)
 
-# How often a file is marked as used while memory serves its blocks.
+# How often a file is marked as used, and the bytes on disk are counted, for other processes write there, too.
 TOUCH_S = 60.0
 # Nobody takes longer to write one file; its writer was killed.
 ABANDONED_S = 600.0
 # After a failed write the disk is left alone for so long.
 PAUSE_S = 60.0
-# A folder that changed so recently may change again without a new time stamp.
-SETTLED_NS = 2_000_000_000
 
-_T = TypeVar("_T")
 _OUR_FOLDER = re.compile(r"[0-9a-f]{32}")
-_OUR_FILE = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.kv")
-
-
-@dataclass
-class _Shelf:
-    """The files of one key, as this process last saw them."""
-
-    folder: Path
-    listed_ns: int = -1
-    files: dict[str, Description | None] = field(default_factory=dict)  # None: cannot be used
-    places: dict[bytes, str] = field(default_factory=dict)  # chain hash -> file that has the block
-    queued: set[bytes] = field(default_factory=set)  # chain hashes on their way to the disk
-    touched: dict[str, float] = field(default_factory=dict)
-
-    def add(self, name: str, file: Description) -> None:
-        self.files[name] = file
-        self.places.update(dict.fromkeys(file.hashes, name))
-
-    def drop(self, names: set[str]) -> None:
-        self.files = {name: file for name, file in self.files.items() if name not in names}
-        self.touched = {name: when for name, when in self.touched.items() if name not in names}
-        self.places = {}
-        for name, file in self.files.items():
-            if file is not None:
-                self.add(name, file)
+_OUR_FILE = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{32})?\.kv")  # those with two names are an older llmc's
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One file to write."""
+    """The blocks ``absent`` of a chain of ``size`` tokens each, to be written."""
 
     root: bytes
-    parent: bytes
-    ancestors: Sequence[bytes]
     hashes: Sequence[bytes]
     tokens: NDArray[np.int64]
-    blocks: Sequence[NDArray[Any]]
+    size: int
+    absent: dict[int, NDArray[Any]]
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
+        return sum(block.nbytes for block in self.absent.values())
+
+    def descriptions(self) -> Iterator[Description]:
+        parents = [self.root, *self.hashes]
+        for i, block in self.absent.items():
+            tokens = self.tokens[i * self.size : (i + 1) * self.size]
+            yield Description.of("prefix", self.root, parents[i], tokens, [block], self.size)
 
 
 class PrefixStore:
-    """Chains of cache blocks as files below ``folder``: a folder per key, a file per piece of a chain.
+    """Blocks of the cache as files below ``folder``: a folder per key, a file per block.
 
     Several processes of one user may share the folder, and it may be deleted at any time. Nothing here fails a request:
     what is damaged, cannot be read or may have been written by others counts as absent, what cannot be written is left
@@ -104,34 +81,39 @@ class PrefixStore:
         self.max_bytes = max_bytes
         self.pending_bytes = pending_bytes
         self._lock = threading.Condition()
-        self._shelves: dict[bytes, _Shelf] = {}
         self._jobs: deque[_Job] = deque()
-        self._waiting = 0  # bytes of the jobs
         self._thread: threading.Thread | None = None
         self._closed = False
         self._paused_until = 0.0
+        self._known: set[bytes] = set()  # blocks that are on disk, or on their way, as of less than a minute ago
+        self._known_until = 0.0
+        self._used: int | None = None  # bytes on disk, None where they must be counted
         self._said: set[str] = set()
 
     def load(self, root: bytes, hashes: Sequence[bytes], max_bytes: int) -> list[NDArray[Any]]:
         """The leading blocks of the chain ``hashes`` below ``root`` that are on disk and whole, in at most
         ``max_bytes``."""
         blocks: list[NDArray[Any]] = []
-        with self._lock:
-            shelf = self._listed(root)
-            while len(blocks) < len(hashes) and (name := shelf.places.get(hashes[len(blocks)])):
-                more = self._read(shelf, name, hashes[len(blocks) :], max_bytes - sum(b.nbytes for b in blocks))
-                if more is None:
-                    continue  # that file is gone from the shelf; another one may have the block too
-                if not more:
-                    break
-                blocks += more
-            self._touch(shelf, hashes[: len(blocks)])
+        try:
+            _close_to_others(self._path(root))
+        except FileNotFoundError:
+            return blocks
+        except (OSError, UnreadableError) as error:
+            self._warn("folder", "%s is ignored: %s", self._path(root), error)
+            return blocks
+        for chain in hashes:
+            block = self._read(root, chain, max_bytes)
+            if block is None:
+                break
+            blocks.append(block)
+            max_bytes -= block.nbytes
+        self.touch(root, hashes[: len(blocks)])
         return blocks
 
     def touch(self, root: bytes, hashes: Sequence[bytes]) -> None:
-        """Mark the files of a chain as used, as :meth:`load` does; at most once a minute per file."""
+        """Mark the blocks of a chain as used; at most once a minute per file."""
         with self._lock:
-            self._touch(self._shelf(root), hashes)
+            self._find_absent(root, hashes)
 
     def put(
         self, root: bytes, hashes: Sequence[bytes], tokens: NDArray[np.int64], blocks: Sequence[NDArray[Any]]
@@ -145,28 +127,18 @@ class PrefixStore:
             blocks: all of one shape and type; they must not change any more.
         """
         with self._lock:
-            shelf = self._listed(root)
-            absent = [chain not in shelf.places and chain not in shelf.queued for chain in hashes]
-            if True not in absent:
-                self._touch(shelf, hashes)
+            absent = {i: blocks[i] for i in self._find_absent(root, hashes)}
+            job = _Job(root, hashes, tokens, len(tokens) // len(hashes), absent)
+            full = bool(self._jobs) and sum(each.nbytes for each in [*self._jobs, job]) > self.pending_bytes
+            if not absent or full or self._closed or time.monotonic() < self._paused_until:
                 return
-            start = absent.index(True)
-            end = absent.index(False, start) if False in absent[start:] else len(hashes)
-            parent, size = hashes[start - 1] if start else root, len(tokens) // len(hashes)
-            span = tokens[start * size : end * size]
-            job = _Job(root, parent, hashes[:start], hashes[start:end], span, blocks[start:end])
-            full = bool(self._jobs) and self._waiting + job.nbytes > self.pending_bytes
-            if full or self._closed or job.nbytes > self.max_bytes or time.monotonic() < self._paused_until:
+            try:
+                self._thread = self._thread or threads.start(self._work, "llmc-prefix-store", self._stop)
+            except ResourceError as error:
+                self._pause(error)
                 return
-            if self._thread is None:
-                try:
-                    self._thread = threads.start(self._work, "llmc-prefix-store", self._stop)
-                except ResourceError as error:
-                    self._pause(error)
-                    return
-            shelf.queued.update(job.hashes)
             self._jobs.append(job)
-            self._waiting += job.nbytes
+            self._known.update(hashes)
             self._lock.notify_all()
 
     def close(self) -> None:
@@ -180,94 +152,52 @@ class PrefixStore:
             self._closed = True
             self._lock.notify_all()
 
-    def _shelf(self, root: bytes) -> _Shelf:
-        if root not in self._shelves:
-            self._shelves[root] = _Shelf(self.folder / root.hex())
-        return self._shelves[root]
+    def _path(self, root: bytes, chain: bytes | None = None) -> Path:
+        folder = self.folder / root.hex()
+        return folder if chain is None else folder / f"{chain.hex()}.kv"
 
-    def _listed(self, root: bytes) -> _Shelf:
-        """The shelf, with what any process added or removed since."""
-        shelf = self._shelf(root)
-        try:
-            changed_ns = _private(shelf.folder).st_mtime_ns
-            if changed_ns == shelf.listed_ns:
-                return shelf
-            names = {name for name in os.listdir(shelf.folder) if self._is_ours(name)}
-        except FileNotFoundError:
-            changed_ns, names = -1, set()
-        except (OSError, UnreadableError) as error:
-            self._warn("others", "%s is ignored: %s", shelf.folder, error)
-            changed_ns, names = -1, set()
-        if gone := set(shelf.files) - names:
-            shelf.drop(gone)
-        for name in names - set(shelf.files):
-            self._learn(shelf, name)
-        shelf.listed_ns = changed_ns if time.time_ns() - changed_ns > SETTLED_NS else -1
-        return shelf
+    def _find_absent(self, root: bytes, hashes: Sequence[bytes]) -> list[int]:
+        """Places of the blocks that are not on disk. The others are marked as used: the first of a chain as the last
+        one, for its successors are of no use without it."""
+        if time.monotonic() >= self._known_until:
+            self._known_until = time.monotonic() + TOUCH_S
+            self._known = {chain for job in self._jobs for chain in job.hashes}
+            self._used = None
+        absent, stamp = [], time.time_ns()
+        for age, chain in enumerate(hashes):
+            if chain in self._known:
+                continue
+            try:
+                os.utime(self._path(root, chain), ns=(stamp - age * 1000, stamp - age * 1000), follow_symlinks=False)
+                self._known.add(chain)
+            except OSError:
+                absent.append(age)
+        return absent
 
-    def _is_ours(self, name: str) -> bool:
-        ours = _OUR_FILE.fullmatch(name) is not None
-        if not ours and not name.startswith(STAGING):
-            self._warn("foreign", "%s in %s is no file of llmc's and is ignored", name, self.folder)
-        return ours
-
-    def _learn(self, shelf: _Shelf, name: str) -> None:
-        def checked(file: CacheFile) -> Description:
-            about = file.description
-            if (about.kind, about.key.hex(), _name(about)) != ("prefix", shelf.folder.name, name):
-                raise UnreadableError("it lies under another name than its own")
-            return about
-
-        if (about := self._examined(shelf, name, checked)) is not None:
-            shelf.add(name, about)
-
-    def _refuse(self, path: Path, error: UnreadableError) -> None:
-        if error.fault != "damaged":
-            self._warn(error.fault, "%s is ignored: %s", path, error)
-            return
-        self._warn("damaged", "%s is damaged and is removed: %s", path, error)
-        with suppress(OSError):
-            path.unlink()
-
-    def _read(self, shelf: _Shelf, name: str, wanted: Sequence[bytes], max_bytes: int) -> list[NDArray[Any]] | None:
-        """The leading wanted blocks, as far as the file has them in a row; None if it cannot be used."""
-
-        def blocks(file: CacheFile) -> list[NDArray[Any]]:
-            if wanted[0] not in file.description.hashes:  # another process may have written it anew
-                raise UnreadableError("it lies under another name than its own")
-            position = file.description.hashes.index(wanted[0])
-            return file.read(position, file.count(wanted, position, max_bytes))
-
-        return self._examined(shelf, name, blocks)
-
-    def _examined(self, shelf: _Shelf, name: str, look: Callable[[CacheFile], _T]) -> _T | None:
-        """The answer of ``look`` about a file; None if it cannot be used, which the shelf remembers."""
-        path = shelf.folder / name
+    def _read(self, root: bytes, chain: bytes, max_bytes: int) -> NDArray[Any] | None:
+        path = self._path(root, chain)
         try:
             with opened(path, follow_symlinks=False) as file:
-                return look(file)
+                about = file.description
+                if (about.kind, about.key, about.hashes) != ("prefix", root, (chain,)):
+                    raise UnreadableError("it lies under another name than its own")
+                return file.read(1)[0] if about.block_bytes <= max_bytes else None
         except FileNotFoundError:
-            shelf.drop({name})  # another process removed it
-            return None
+            pass
         except (OSError, MemoryError) as error:
             self._warn("read", "%s cannot be read (%s); it is ignored", path, error)
         except UnreadableError as error:
-            self._refuse(path, error)
-        shelf.drop({name})
-        shelf.files[name] = None  # it may still be there
+            if error.damaged:
+                self._warn("damaged", "%s is damaged and is removed: %s", path, error)
+                self._remove(path)
+            else:
+                self._warn("foreign", "%s is ignored: %s", path, error)
         return None
 
-    def _touch(self, shelf: _Shelf, hashes: Sequence[bytes], *, now: bool = False) -> None:
-        """The first file of a chain gets the newest time: what only continues it is of no use without it."""
-        names = list(dict.fromkeys(shelf.places[chain] for chain in hashes if chain in shelf.places))
-        clock = time.monotonic()
-        if not now and all(clock - shelf.touched.get(name, -TOUCH_S) < TOUCH_S for name in names):
-            return
-        stamp = time.time_ns()
-        for age, name in enumerate(names):
-            shelf.touched[name] = clock
-            with suppress(OSError):
-                os.utime(shelf.folder / name, ns=(stamp - age * 1000, stamp - age * 1000))
+    def _remove(self, path: Path) -> None:
+        with suppress(OSError):
+            path.unlink()
+        self._known.clear()
 
     def _work(self) -> None:
         while True:
@@ -283,9 +213,9 @@ class PrefixStore:
                 self._pause(error)
             finally:
                 with self._lock:
-                    self._shelf(job.root).queued.difference_update(job.hashes)
                     self._jobs.popleft()
-                    self._waiting -= job.nbytes
+                    self._known.difference_update(job.hashes)
+                    self._find_absent(job.root, job.hashes)
                     self._lock.notify_all()
 
     def _pause(self, error: Exception) -> None:
@@ -293,45 +223,41 @@ class PrefixStore:
         self._warn("write", "prefixes cannot be written to %s (%s); memory goes on", self.folder, error)
 
     def _write(self, job: _Job) -> None:
-        about = Description.of(
-            "prefix", job.root, job.parent, job.tokens, job.blocks, len(job.tokens) // len(job.blocks)
-        )
-        shelf, offset = self._shelf(job.root), len(about.encoded())
-        name = _name(about)
-        if offset + job.nbytes > self.max_bytes:
+        descriptions = list(job.descriptions())
+        size = sum(len(about.encoded()) + about.block_bytes for about in descriptions)
+        if size > self.max_bytes:
             return
-        self._prune(self.max_bytes - offset - job.nbytes)
+        if self._used is None or self._used + size > self.max_bytes:
+            self._used = self._prune(self.max_bytes - size)
+        self._used += size
+        folder = self._path(job.root)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shelf.folder.mkdir(mode=0o700, exist_ok=True)
-        _private(shelf.folder)
-        publish(shelf.folder / name, about, job.blocks)
-        with self._lock:
-            shelf.add(name, about)
-            self._touch(shelf, [*job.ancestors, *job.hashes], now=True)
-        self._prune(self.max_bytes)  # another process may have written at the same time
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _close_to_others(folder)
+        for about, block in zip(descriptions, job.absent.values(), strict=True):
+            # Not synced: what a crash leaves of it shows as damage.
+            publish(self._path(job.root, about.hashes[0]), about, [block], synced=False)
 
-    def _prune(self, kept: int) -> None:
+    def _prune(self, kept: int) -> int:
         """Remove this user's least recently used files until ``kept`` bytes remain, and what killed writers left."""
         found = []
         for folder in _own_entries(self.folder):
             if _OUR_FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
                 for entry in _own_entries(Path(folder.path)):
-                    with suppress(OSError):
-                        if entry.is_file(follow_symlinks=False):
-                            about = entry.stat(follow_symlinks=False)
-                            found.append((about.st_mtime_ns, about.st_size, Path(entry.path)))
-        total = 0
+                    about = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(about.st_mode):
+                        found.append((about.st_mtime_ns, about.st_size, Path(entry.path)))
+        total, is_full = 0, False
         for used_ns, size, path in sorted(found, reverse=True):  # newest first
-            if path.name.startswith(STAGING):
-                unwanted = time.time_ns() - used_ns > ABANDONED_S * 1e9
+            if path.name.startswith(STAGING) and time.time_ns() - used_ns > ABANDONED_S * 1e9:
+                self._remove(path)
             elif _OUR_FILE.fullmatch(path.name):
-                unwanted = total + size > kept
-                total = kept if unwanted else total + size  # nothing older stays either
-            else:
-                continue
-            if unwanted:
-                with suppress(OSError):
-                    path.unlink()
+                is_full = is_full or total + size > kept  # nothing older stays either
+                if is_full:
+                    self._remove(path)
+                else:
+                    total += size
+        return total
 
     def _warn(self, kind: str, message: str, *values: object) -> None:
         if kind not in self._said:
@@ -339,37 +265,23 @@ class PrefixStore:
             log.warning(message, *values)
 
 
-def _name(about: Description) -> str:
-    """First and last block: files of one name have blocks of the same tokens."""
-    return f"{about.hashes[0].hex()}-{about.hashes[-1].hex()}.kv"
-
-
-def _is_own(status: os.stat_result) -> bool:
-    """Tell whether this user owns it; nobody can tell on Windows."""
-    return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
-
-
-def _private(folder: Path) -> os.stat_result:
-    """Status of a folder, closed to others first; UnreadableError if it is none, or others may have written in it."""
+def _close_to_others(folder: Path) -> None:
+    """Make a folder this user's alone; UnreadableError if it is none, or others may have written in it."""
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
-        raise UnreadableError("it is no folder", "foreign")
-    if _is_own(status) and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UnreadableError("it is no folder", damaged=False)
+    if status.st_uid == os.geteuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         os.chmod(folder, 0o700)
         status = os.lstat(folder)
     check_owner(status)
-    return status
 
 
 def _own_entries(folder: Path) -> list[os.DirEntry[str]]:
     """Entries of a folder that this user owns; none if nobody may look."""
     own: list[os.DirEntry[str]] = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                with suppress(OSError):  # another process removed it
-                    if _is_own(entry.stat(follow_symlinks=False)):
-                        own.append(entry)
-    except OSError:
-        pass
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):  # another process removed it
+                if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                    own.append(entry)
     return own

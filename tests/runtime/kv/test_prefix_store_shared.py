@@ -89,10 +89,10 @@ def test_killing_a_writer_leaves_whole_files_only(
 ):
     with process(tmp_path, PLENTY, 0, MANY) as writing:
         deadline = time.monotonic() + PATIENCE
-        while len(files(tmp_path)) < 5 and time.monotonic() < deadline:
+        while len(files(tmp_path)) < 20 and time.monotonic() < deadline:
             time.sleep(0.002)
         writing.send_signal(signal.SIGKILL)
-    kept = len(files(tmp_path))
+    kept = len(files(tmp_path)) // 4  # a file for each block
     assert kept >= 5
     shelf = files(tmp_path)[0].parent
     (shelf / ".staging-killed").write_bytes(bytes(100))  # what the worst moment leaves
