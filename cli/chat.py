@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -40,8 +39,6 @@ from llmc.cli.saved import (
     check_replaceable,
     named_path,
     read_messages,
-    remove_state,
-    state_of,
     target,
     write_messages,
 )
@@ -279,34 +276,17 @@ class Conversation:
         self.messages = [{"role": "system", "content": text}, *rest] if text else rest
 
     def save(self, path: Path) -> None:
-        """Write the conversation, and beside it what the prefix cache has of it, so that it goes on without prefill."""
+        """Write the conversation."""
         path = target(path)
-        state = state_of(path)
-        check_replaceable(path, state)
+        check_replaceable(path)
         write_messages(path, self._model.manifest.source.name, self.messages)
-        remove_state(state)  # that of another conversation
-        kept = self._save_state(state) if self.messages else 0
-        beside = f"; keys and values of {kept} tokens in {state}" if kept else ""
-        click.echo(f"{len(self.messages)} messages saved in {path}{beside}", err=True)
-
-    def _save_state(self, state: Path) -> int:
-        try:
-            tokens = self._model.chat_tokens(self.messages, add_generation_prompt=False)
-            return self._model.engine.save(state, tokens)
-        except RequestError:  # too short, or evicted: it is computed again
-            return 0
+        click.echo(f"{len(self.messages)} messages saved in {path}", err=True)
 
     def load(self, path: Path) -> None:
         """Go on with a saved conversation in place of this one."""
         path = target(path)
         self.messages = read_messages(path)
         click.echo(f"{len(self.messages)} messages loaded from {path}", err=True)
-        state = state_of(path)
-        if os.path.isfile(state):  # a pipe of that name would never end
-            try:
-                self._model.engine.restore(state)
-            except (RequestError, UsageError) as error:  # it only costs time
-                click.echo(f"keys and values are computed again: {error}", err=True)
 
     def set(self, text: str) -> None:
         """Change a parameter for the answers to come, or show those that are set."""

@@ -38,12 +38,7 @@ def target(path: Path) -> Path:
     return Path(os.path.realpath(path)) if os.path.islink(path) else path
 
 
-def state_of(path: Path) -> Path:
-    """The file with the keys and values of a conversation."""
-    return path.with_name(f"{path.name}.kv")
-
-
-def check_replaceable(path: Path, state: Path) -> None:
+def check_replaceable(path: Path) -> None:
     """Refuse to overwrite what no ``/save`` wrote.
 
     Raises:
@@ -54,32 +49,6 @@ def check_replaceable(path: Path, state: Path) -> None:
             read_messages(path)
         except UsageError as error:
             raise UsageError(f"{path} exists and is no saved conversation; choose another file") from error
-    if os.path.lexists(state) and not _is_state(state):
-        raise UsageError(f"{state} exists and was not saved by llmc; choose another file")
-
-
-def _is_state(path: Path) -> bool:
-    from llmc.runtime.kv.cache_file import MAGIC
-
-    if os.path.islink(path) or not os.path.isfile(path):
-        return False
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
-def remove_state(path: Path) -> None:
-    """Delete the keys and values of another conversation, if there are some.
-
-    Raises:
-        UsageError: they cannot be deleted.
-    """
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be replaced ({error.strerror}); choose another file") from error
 
 
 def read_messages(path: Path) -> list[Message]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from llmc.bundle import Manifest
@@ -21,21 +20,19 @@ from llmc.errors import (
     GpuError,
     LlmcError,
     QueueFullError,
-    RequestError,
     UsageError,
 )
 from llmc.runtime.api.handle import Handle, OutputCollector, is_serving, mark_serving
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
-from llmc.runtime.engine.input_processor import InputProcessor, check_tokens, token_ids
+from llmc.runtime.engine.input_processor import InputProcessor
 from llmc.runtime.engine.output_processor import OutputProcessor
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
 from llmc.runtime.engine.sequence import Sequence as Tokens
 from llmc.runtime.host import threads
 from llmc.runtime.kv.budget import CacheBudget
-from llmc.runtime.kv.cache_file import load_session, save_session
-from llmc.runtime.kv.prefix_cache import Match, PrefixCache
+from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
@@ -87,7 +84,6 @@ class Engine:
         self.options = options
         self.metrics = EngineMetrics()
         self.prefixes = prefixes
-        self._vocab_size = manifest.geometry.vocab_size
         # A strict step feeds a dummy token after the last one, which wants a position of its own.
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
         max_rows = row_limit(manifest, options)
@@ -184,58 +180,6 @@ class Engine:
             self._start_thread()
             self._inbox.put(run)
         return done.result()
-
-    def save(self, path: str | Path, tokens: Sequence[int]) -> int:
-        """Save what the prefix cache holds of the conversation ``tokens`` to a file; the number of saved tokens.
-
-        Raises:
-            UsageError: there is no prefix cache, ``tokens`` are no token ids, or the file cannot be written.
-            RequestError: nothing of ``tokens`` is cached: never fed, fewer than a block, or evicted.
-            ResourceError: the disk is full.
-        """
-        prefixes = self._prefix_cache()
-        ids = token_ids(tokens)
-        check_tokens("the conversation holds", ids, self._vocab_size)
-
-        def read() -> Match:
-            with prefixes.match(ids) as match:
-                return match
-
-        held = self.call(read).blocks
-        if not held:
-            raise RequestError(
-                f"none of the {len(ids)} tokens is in the prefix cache, which keeps blocks of {prefixes.block}; "
-                "generate from them first, or give the cache more memory"
-            )
-        save_session(path, ids, held, prefixes.block, prefixes.key)
-        return len(held) * prefixes.block
-
-    def restore(self, path: str | Path) -> list[int]:
-        """Put what :meth:`save` saved back into the prefix cache; the tokens that it was given.
-
-        Raises:
-            UsageError: there is no prefix cache, or the file cannot be opened.
-            RequestError: the file is no saved session, is damaged, belongs to another model, or others may have written
-                it.
-        """
-        prefixes = self._prefix_cache()
-        size = prefixes.block
-        tokens, blocks = load_session(
-            path,
-            size,
-            prefixes.key,
-            form=self._runner.session.cache.form(size),
-            vocab_size=self._vocab_size,
-            max_bytes=prefixes.max_bytes,
-        )
-        cached = tokens[: len(blocks) * size]
-        self.call(lambda: prefixes.insert(cached, lambda start, end: blocks[start // size : end // size]))
-        return tokens
-
-    def _prefix_cache(self) -> PrefixCache:
-        if self.prefixes is None:
-            raise UsageError("the engine has no prefix cache; load with prefix_cache_bytes above 0")
-        return self.prefixes
 
     def close(self, drain: bool = False, then: Callable[[], None] | None = None) -> None:
         """Stop, and wait until the engine's thread has ended. Closing again is allowed.

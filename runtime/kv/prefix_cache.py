@@ -142,7 +142,7 @@ class PrefixCache:
             scope: as of :meth:`match`.
             whole_from: the first position that it can read; where blocks before it are missing, nothing is added.
         """
-        root, ids, hashes = self._hashes(tokens, None, scope)
+        root, _, hashes = self._hashes(tokens, None, scope)
         path = self._path(hashes)
         self._pin(path)
         try:
@@ -152,7 +152,7 @@ class PrefixCache:
             self._use(path)
             if self._store is not None and path:
                 kept = len(path)
-                self._store.put(root, hashes[:kept], ids[: kept * self.block], [node.values for node in path])
+                self._store.put(root, hashes[:kept], [node.values for node in path])
         finally:
             self._unpin(path)
         self._count()

@@ -7,25 +7,22 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import ResourceError
+from llmc.errors import ResourceError, UsageError
 from llmc.runtime.host import threads
 from llmc.runtime.kv.cache_file import (
     STAGING,
-    Description,
     UnreadableError,
     check_owner,
-    opened,
-    possible_path,
-    publish,
+    read_block,
+    write_block,
 )
 
 log = logging.getLogger(__name__)
@@ -36,6 +33,8 @@ TOUCH_S = 60.0
 ABANDONED_S = 600.0
 # After a failed write the disk is left alone for so long.
 PAUSE_S = 60.0
+# What a file takes beside its values.
+HEAD_BYTES = 256
 
 _OUR_FOLDER = re.compile(r"[0-9a-f]{32}")
 _OUR_FILE = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{32})?\.kv")  # those with two names are an older llmc's
@@ -43,23 +42,15 @@ _OUR_FILE = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{32})?\.kv")  # those with two na
 
 @dataclass(frozen=True)
 class _Job:
-    """The blocks ``absent`` of a chain of ``size`` tokens each, to be written."""
+    """Blocks to be written, by their chain hashes; ``hashes`` are those of the whole chain."""
 
     root: bytes
     hashes: Sequence[bytes]
-    tokens: NDArray[np.int64]
-    size: int
-    absent: dict[int, NDArray[Any]]
+    absent: dict[bytes, NDArray[Any]]
 
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.absent.values())
-
-    def descriptions(self) -> Iterator[Description]:
-        parents = [self.root, *self.hashes]
-        for i, block in self.absent.items():
-            tokens = self.tokens[i * self.size : (i + 1) * self.size]
-            yield Description.of("prefix", self.root, parents[i], tokens, [block], self.size)
 
 
 class PrefixStore:
@@ -77,7 +68,7 @@ class PrefixStore:
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, pending_bytes: int) -> None:
-        self.folder = possible_path(folder)
+        self.folder = _possible_path(folder)
         self.max_bytes = max_bytes
         self.pending_bytes = pending_bytes
         self._lock = threading.Condition()
@@ -115,20 +106,17 @@ class PrefixStore:
         with self._lock:
             self._find_absent(root, hashes)
 
-    def put(
-        self, root: bytes, hashes: Sequence[bytes], tokens: NDArray[np.int64], blocks: Sequence[NDArray[Any]]
-    ) -> None:
+    def put(self, root: bytes, hashes: Sequence[bytes], blocks: Sequence[NDArray[Any]]) -> None:
         """Have what is not on disk of a chain written soon, unless too much waits already.
 
         Args:
             root: what :func:`root_hash` gives for the key.
             hashes: chain hashes of the blocks, the first block of the chain first.
-            tokens: int64, as many per block.
             blocks: all of one shape and type; they must not change any more.
         """
         with self._lock:
-            absent = {i: blocks[i] for i in self._find_absent(root, hashes)}
-            job = _Job(root, hashes, tokens, len(tokens) // len(hashes), absent)
+            absent = {hashes[i]: blocks[i] for i in self._find_absent(root, hashes)}
+            job = _Job(root, hashes, absent)
             full = bool(self._jobs) and sum(each.nbytes for each in [*self._jobs, job]) > self.pending_bytes
             if not absent or full or self._closed or time.monotonic() < self._paused_until:
                 return
@@ -177,11 +165,7 @@ class PrefixStore:
     def _read(self, root: bytes, chain: bytes, max_bytes: int) -> NDArray[Any] | None:
         path = self._path(root, chain)
         try:
-            with opened(path, follow_symlinks=False) as file:
-                about = file.description
-                if (about.kind, about.key, about.hashes) != ("prefix", root, (chain,)):
-                    raise UnreadableError("it lies under another name than its own")
-                return file.read(1)[0] if about.block_bytes <= max_bytes else None
+            return read_block(path, root, chain, max_bytes)
         except FileNotFoundError:
             pass
         except (OSError, MemoryError) as error:
@@ -223,8 +207,7 @@ class PrefixStore:
         self._warn("write", "prefixes cannot be written to %s (%s); memory goes on", self.folder, error)
 
     def _write(self, job: _Job) -> None:
-        descriptions = list(job.descriptions())
-        size = sum(len(about.encoded()) + about.block_bytes for about in descriptions)
+        size = job.nbytes + len(job.absent) * HEAD_BYTES
         if size > self.max_bytes:
             return
         if self._used is None or self._used + size > self.max_bytes:
@@ -234,9 +217,8 @@ class PrefixStore:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         _close_to_others(folder)
-        for about, block in zip(descriptions, job.absent.values(), strict=True):
-            # Not synced: what a crash leaves of it shows as damage.
-            publish(self._path(job.root, about.hashes[0]), about, [block], synced=False)
+        for chain, block in job.absent.items():
+            write_block(self._path(job.root, chain), job.root, chain, block)
 
     def _prune(self, kept: int) -> int:
         """Remove this user's least recently used files until ``kept`` bytes remain, and what killed writers left."""
@@ -263,6 +245,17 @@ class PrefixStore:
         if kind not in self._said:
             self._said.add(kind)
             log.warning(message, *values)
+
+
+def _possible_path(path: Path) -> Path:
+    """``path``, or UsageError if no folder can have this name."""
+    try:
+        encoded = os.fsencode(path)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise UsageError(f"{path!r:.60} is no path; give the name as text") from error
+    if b"\0" in encoded:
+        raise UsageError(f"{str(path)!r} is no path: it holds a NUL character; leave it out")
+    return Path(path)
 
 
 def _close_to_others(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """``llmc chat``: what is kept of a conversation, what the commands do, what Ctrl-C stops, and what files hold."""
 
 import json
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,14 +55,11 @@ class FakeHandle:
 
 
 class FakeModel:
-    """Notes what it is asked, and what it must save and restore."""
+    """Notes what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[list[dict[str, str]]] = []
         self.sampling: list[dict[str, Any]] = []
-        self.saved: list[tuple[Path, list[int]]] = []
-        self.restored: list[Path] = []
-        self.refusal: Exception | None = None
         self.between: Callable[[FakeHandle], None] = lambda handle: None
         self.before: Callable[[], None] = lambda: None
         self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
@@ -71,7 +67,7 @@ class FakeModel:
         self.encode: Callable[[str], list[Any]] = lambda text: [len(text), False]
         snapshot = SimpleNamespace(summary=lambda: {"requests": 3, "tokens": None})
         metrics = SimpleNamespace(snapshot=lambda: snapshot)
-        self.engine = SimpleNamespace(max_context=128, metrics=metrics, save=self.save, restore=self.restore)
+        self.engine = SimpleNamespace(max_context=128, metrics=metrics)
 
     def load(self, bundle: Path, **options: Any) -> "FakeModel":
         return self
@@ -86,18 +82,6 @@ class FakeModel:
         self, messages: list[dict[str, str]], add_generation_prompt: bool = True, on_overflow: str | None = None
     ) -> list[Any]:
         return self.encode("".join(message["content"] for message in messages) + "?" * add_generation_prompt)
-
-    def save(self, path: Path, tokens: list[int]) -> int:
-        if self.refusal:
-            raise self.refusal
-        path.write_bytes(b"llmcKV\r\n and so on")
-        self.saved.append((path, tokens))
-        return 32
-
-    def restore(self, path: Path) -> None:
-        if self.refusal:
-            raise self.refusal
-        self.restored.append(path)
 
     def __enter__(self) -> "FakeModel":
         return self
@@ -237,14 +221,6 @@ def test_a_wrong_command_ends_a_script_and_not_a_person(talk, model: FakeModel, 
     assert "error: " in ran.err
 
 
-def test_a_pipe_in_the_place_of_a_state_is_neither_read_nor_replaced(talk, model: FakeModel, tmp_path: Path):
-    write_messages(tmp_path / "saved", "tiny", TALK)
-    os.mkfifo(tmp_path / "saved.kv")
-    ran = talk(f"/load {tmp_path / 'saved'}", f"/save {tmp_path / 'saved'}", terminal=True)
-    assert model.restored == []
-    assert "saved.kv exists and was not saved by llmc" in ran.err
-
-
 def test_a_line_that_does_not_end_is_refused(talk, model: FakeModel, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llmc.cli.reading.MIN_STDIN_BYTES", 10)
     ran = talk("a" * (128 * 64 - 1), "a" * (128 * 64 + 1))
@@ -326,36 +302,15 @@ def test_a_saved_conversation_goes_on_where_it_was(talk, model: FakeModel, tmp_p
     file = tmp_path / "a talk.json"
     saved = talk("Hello 東京", f"/save {file}", options=("--system", "Be brief."))
     assert json.loads(file.read_text(encoding="utf-8"))["messages"] == TALK
-    assert f"3 messages saved in {file}; keys and values of 32 tokens in {file}.kv" in saved.err
-    assert model.saved == [(Path(f"{file}.kv"), [len("Be brief.Hello 東京ab"), False])]
+    assert f"3 messages saved in {file}" in saved.err
     talk("Again", options=("--load", file))
     assert model.asked[-1] == [*TALK, user("Again")]
-    assert model.restored == [Path(f"{file}.kv")]
 
 
 def test_load_takes_the_place_of_what_was_said(talk, model: FakeModel, tmp_path: Path):
     write_messages(tmp_path / "saved", "tiny", TALK)
     talk("Forget this", f"/load {tmp_path / 'saved'}", "Again")
     assert model.asked[-1] == [*TALK, user("Again")]
-    assert model.restored == []
-
-
-def test_saving_again_replaces_the_file_and_drops_a_state_that_is_not_its_own(talk, model: FakeModel, tmp_path: Path):
-    file = tmp_path / "saved"
-    talk("One", f"/save {file}")
-    model.refusal = RequestError("nothing is cached")
-    ran = talk("One", "Two", f"/save {file}")
-    assert ran.err == f"4 messages saved in {file}\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
-def test_a_state_that_cannot_be_used_costs_time_and_no_words(talk, model: FakeModel, tmp_path: Path):
-    file = tmp_path / "saved"
-    talk("Hello", f"/save {file}")
-    model.refusal = RequestError("it is damaged")
-    ran = talk("Again", options=("--load", file))
-    assert (ran.code, ran.out) == (0, "ab\n")
-    assert ran.err.endswith("keys and values are computed again: it is damaged\n")
 
 
 @pytest.mark.parametrize("content", ["", "text", "[]", '{"messages": []}', "\ud800"])
@@ -413,10 +368,8 @@ def test_a_script_gets_the_answers_of_the_library(llmc, tiny_bundle: Path, tmp_p
     lines = f"/system {messages[0]['content']}\nHello\n/save {file}\n"
     ran = llmc("chat", tiny_bundle, *options, stdin=lines.encode())
     assert (ran.code, ran.out) == (0, f"{first}\n")
-    assert Path(f"{file}.kv").exists()
-    again = llmc("chat", tiny_bundle, *options, "--load", file, "--stats", stdin=b"And then?\n")
+    again = llmc("chat", tiny_bundle, *options, "--load", file, stdin=b"And then?\n")
     assert again.out == f"{second}\n"
-    assert "(32 from the prefix cache)" in again.err
 
 
 def test_the_second_turn_takes_the_first_from_the_prefix_cache(llmc, tiny_bundle: Path):

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from doubles.brakes import Brake
 
@@ -19,14 +18,12 @@ from llmc.errors import (
     EngineClosedError,
     LlmcError,
     ProcessorError,
-    RequestError,
     ResourceError,
     UsageError,
 )
 from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host import threads
-from llmc.runtime.kv.cache_file import save_session
 
 PATIENCE = 120.0
 PROMPT = "def area(width, height):\n    return "
@@ -63,17 +60,15 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return function
 
 
-@pytest.mark.parametrize("wait", ["generate", "result", "save"])
-def test_waiting_for_the_engine_on_its_own_threads_is_refused(model: Model, tmp_path: Path, wait: str):
+@pytest.mark.parametrize("wait", ["generate", "result"])
+def test_waiting_for_the_engine_on_its_own_threads_is_refused(model: Model, wait: str):
     other = companion(model, brake := Brake(3))
 
     def waiting(tokens: Any, logits: Any) -> Any:
         if wait == "generate":
             model.generate(PROMPT, max_tokens=1)
-        elif wait == "result":
-            other.result()
         else:
-            model.engine.save(tmp_path / "talk", [1] * 64)
+            other.result()
         return logits
 
     beside = companion(model)  # so that processors run on the sampling threads too
@@ -178,31 +173,6 @@ def test_a_call_of_the_library_can_be_interrupted(own: Model):
     brake.let_go()
     with pytest.raises(LlmcError, match="terminate"):
         handle.result(PATIENCE)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "shape"), [([10**6] * 32, None), ([-1] * 32, None), ([1] * 32, 2), ([1] * 32, 1 << 20)]
-)
-def test_a_forged_conversation_is_refused_and_changes_no_answer(
-    model: Model, tmp_path: Path, tokens: list[int], shape: int | None
-):
-    before = model.generate([1] * 40, max_tokens=4, temperature=0).token_ids
-    prefixes, (size, dtype) = model.engine.prefixes, model.runner.session.cache.form(32)
-    assert prefixes is not None
-    values = np.ones(size if shape is None else (shape,), dtype)
-    save_session(tmp_path / "talk", tokens, [values], prefixes.block, prefixes.key)
-    with pytest.raises(RequestError, match="start the session anew"):
-        model.engine.restore(tmp_path / "talk")
-    assert model.generate([1] * 40, max_tokens=4, temperature=0).token_ids == before
-
-
-def test_what_is_no_conversation_or_no_path_is_refused(model: Model, tmp_path: Path):
-    for tokens in ([10**30] * 40, [-1] * 40, ["a"] * 40, [1.5] * 40, None, "abc", b"abc"):
-        with pytest.raises(UsageError, match=r"token ids|token id"):
-            model.engine.save(tmp_path / "talk", tokens)  # type: ignore[arg-type]
-    for path in (None, 5):
-        with pytest.raises(UsageError, match="is no path"):
-            model.engine.restore(path)  # type: ignore[arg-type]
 
 
 def waited_for(child: int) -> int | None:

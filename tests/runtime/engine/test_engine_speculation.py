@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from doubles.clocks import even_costs
 
-from llmc.errors import RequestError, UsageError
+from llmc.errors import UsageError
 from llmc.optimize.build import build
 from llmc.optimize.recipe import Request as Recipe
 from llmc.runtime import GenerationResult, Model, load
@@ -94,40 +94,6 @@ def test_a_prefix_comes_back_after_a_restart_and_changes_no_token(bundle: Path, 
     assert cold.usage.cached_tokens == 0
     assert warm.usage.cached_tokens == restarted.usage.cached_tokens > cold.usage.prompt_tokens - 34
     assert cold.token_ids == warm.token_ids == restarted.token_ids
-
-
-def test_a_conversation_is_saved_and_goes_on_elsewhere(bundle: Path, tmp_path: Path):
-    with load(bundle, self_test=False) as model:
-        ids = model.tokenizer.encode(LONG)
-        first = model.generate(ids, max_tokens=64, temperature=0)
-        whole = [*ids, *first.token_ids]
-        saved = model.engine.save(tmp_path / "talk", whole)
-        here = model.generate(whole, max_tokens=12, temperature=0)
-    assert len(whole) - 34 < saved <= len(whole)
-    with load(bundle, self_test=False) as model:
-        assert model.engine.restore(tmp_path / "talk") == whole
-        there = model.generate(whole, max_tokens=12, temperature=0)
-    assert there.usage.cached_tokens == here.usage.cached_tokens > len(ids)
-    assert there.token_ids == here.token_ids
-
-
-def test_what_was_never_said_cannot_be_saved(tiny_bundle: Path, tmp_path: Path):
-    with load(tiny_bundle, self_test=False) as model, pytest.raises(RequestError, match="prefix cache"):
-        model.engine.save(tmp_path / "talk", list(range(10, 100)))
-    with (
-        load(tiny_bundle, prefix_cache_bytes=0, self_test=False) as model,
-        pytest.raises(UsageError, match="no prefix"),
-    ):
-        model.engine.save(tmp_path / "talk", list(range(10, 100)))
-
-
-def test_a_conversation_of_another_model_is_refused(tiny_bundle: Path, int4_bundle: Path, tmp_path: Path):
-    with load(tiny_bundle, self_test=False) as model:
-        ids = model.tokenizer.encode(LONG)
-        model.generate(ids, max_tokens=1)
-        model.engine.save(tmp_path / "talk", ids)
-    with load(int4_bundle, self_test=False) as model, pytest.raises(RequestError, match="no session of this model"):
-        model.engine.restore(tmp_path / "talk")
 
 
 def test_answers_of_a_scope_help_the_next_requests_of_it_alone(tiny_bundle: Path, plain: Sequence[tuple[int, ...]]):

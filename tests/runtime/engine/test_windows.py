@@ -65,7 +65,7 @@ def answers(model: Model, *requests: Request) -> list[list[tuple[int, ...]]]:
     return [[output.token_ids for output in handle.result(120).outputs] for handle in handles]
 
 
-def everything(model: Model, folder: Path) -> list[Any]:
+def everything(model: Model) -> list[Any]:
     """Tokens of all ways in which rows are fed, copied, moved and taken up again."""
     seeded = {"temperature": 1.0, "seed": 3}
     found: list[Any] = answers(
@@ -81,8 +81,6 @@ def everything(model: Model, folder: Path) -> list[Any]:
         handle = model.submit(Request(tokens, greedy()))
         result = handle.result(120)
         found.append((result.usage.cached_tokens, result.outputs[0].token_ids))
-    path = folder / "saved.session"
-    found.append(model.engine.save(path, again))
     return found
 
 
@@ -105,17 +103,16 @@ def test_every_way_of_feeding_gives_the_tokens_of_a_whole_cache(
     bundle: Path, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     options: dict[str, Any] = {"determinism": level, "max_batch": 4}
-    with opened(bundle, **options) as model:
-        found = everything(model, tmp_path)
+    with opened(bundle, prefix_cache_folder=tmp_path / "prefixes", **options) as model:
+        found = everything(model)
         cache = model.runner.session.cache
         windowed = next(i for i, tensor in enumerate(cache.tensors) if tensor.window)
         assert model.engine.call(lambda: not cache.arrays[windowed][:, :, 128:192].any(axis=(1, 2, 3)).all())
-    with opened(bundle, **options) as model:
-        assert model.engine.restore(tmp_path / "saved.session")[:PROMPT] == prompt(1)
+    with opened(bundle, prefix_cache_folder=tmp_path / "prefixes", **options) as model:
         restored = model.submit(Request([*prompt(1), *prompt(6, 40)], greedy())).result(120)
         assert restored.usage.cached_tokens > 3 * WINDOW
     monkeypatch.setattr(host_cache, "LETS_GO", False)
     with opened(bundle, **options) as model:
-        assert everything(model, tmp_path) == found
+        assert everything(model) == found
         expected = model.submit(Request([*prompt(1), *prompt(6, 40)], greedy())).result(120)
         assert expected.outputs[0].token_ids == restored.outputs[0].token_ids
