@@ -1,6 +1,7 @@
 """Requests' grammars: read, checked, compiled, and the last ones kept."""
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -12,9 +13,8 @@ from llmc.errors import GrammarError, UsageError, require
 from llmc.runtime.guided.gbnf import is_gbnf, read_gbnf
 from llmc.runtime.guided.guide import CompiledGrammar
 from llmc.runtime.guided.json_schema import check_schema, enforceable, options, schema_text
-from llmc.runtime.guided.lark import checked_lark
 from llmc.runtime.guided.lexemes import to_lark
-from llmc.runtime.guided.regexes import LONGEST_REGEX, check_regex
+from llmc.runtime.guided.patterns import LONGEST_REGEX, MOST_REPETITIONS, check_regex, repetitions
 from llmc.runtime.guided.trial import Clock
 from llmc.runtime.guided.vocabulary import Vocabulary, shortened
 from llmc.runtime.sampling.params import SamplingParams
@@ -25,13 +25,15 @@ _LONGEST = {"json_schema": 256 * 1024, "regex": LONGEST_REGEX, "grammar": 64 * 1
 # Of more characters, a grammar is tried in a process of its own before it is compiled here.
 _LONGEST_QUICK = {"json_schema": 8 * 1024, "regex": 1024, "grammar": 4 * 1024, "choice": 64 * 1024}
 _MOST_GRAMMARS = 64
+# Texts, comments and regular expressions are to be left as they are.
+_PIECE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|%json\s*')
+_COUNT = re.compile(r"~\s*([0-9]+)(?:\s*\.\.\s*([0-9]+))?")
 
 
 class Grammars:
     """Compiles the grammars of one model's requests, and keeps the last 64 of them. Safe to share between threads.
 
-    Nothing is loaded before the first grammar is asked for; the vocabulary is then read once (about a second for
-    150,000 tokens).
+    The first grammar reads the vocabulary, which takes about a second for 150,000 tokens.
 
     Args:
         tokenizer: of the model.
@@ -47,9 +49,9 @@ class Grammars:
         self._compiled: OrderedDict[_Source, CompiledGrammar] = OrderedDict()
 
     def compiled(self, params: SamplingParams, deadline_s: float | None = None) -> CompiledGrammar | None:
-        """The grammar of the output that ``params`` asks for, which guides start from; None if they ask for no form.
+        """The grammar of the output that ``params`` asks for, None if they ask for none.
 
-        Of equal choices one counts. ``deadline_s`` is the time that is left to the request, in seconds.
+        ``deadline_s`` is the time that is left to the request, in seconds.
 
         Raises:
             UsageError: a text is not valid Unicode, or a schema is not a JSON object.
@@ -62,13 +64,11 @@ class Grammars:
         if source is None:
             return None
         with self._lock:
-            if source in self._compiled:
-                self._compiled.move_to_end(source)
-                return self._compiled[source]
+            compiled = self._compiled.pop(source, None)
             vocabulary = self._vocabulary
-        # Outside of the lock: it may take a second.
-        grammar, laborious = source.compile(vocabulary)
-        compiled = CompiledGrammar(source.kind, grammar, vocabulary, clock, laborious)
+        if compiled is None:  # outside of the lock: it may take a second
+            grammar, laborious = source.compile(vocabulary)
+            compiled = CompiledGrammar(source.kind, grammar, vocabulary, clock, laborious)
         with self._lock:
             self._compiled[source] = compiled
             while len(self._compiled) > _MOST_GRAMMARS:
@@ -82,7 +82,7 @@ class Grammars:
 
 @dataclass(frozen=True)
 class _Source:
-    """A request's grammar as written: the name of its parameter, and a text that tells it from others."""
+    """A request's grammar as written: the name of its parameter, and its text."""
 
     kind: str
     text: str
@@ -98,22 +98,18 @@ class _Source:
         return cls(kind, text)
 
     def compile(self, vocabulary: Vocabulary) -> tuple[str, bool]:
-        """The grammar in the library's own format, and whether compiling that may take long.
-
-        Raises:
-            GrammarError: it uses what cannot be enforced.
-        """
+        """The grammar in the library's own format, and whether compiling that may take long."""
         matcher = require("llguidance", "guided").LLMatcher
         laborious = len(self.text) > _LONGEST_QUICK[self.kind]
         try:
             if self.kind == "choice":
-                return str(matcher.grammar_from_lark(self._choice_grammar(vocabulary))), laborious
+                return str(matcher.grammar_from_lark(_choice_grammar(json.loads(self.text), vocabulary))), laborious
             if self.kind == "regex":
                 check_regex(self.text, "regex")
                 return str(matcher.grammar_from_regex(self.text)), laborious
             if self.kind == "grammar":
                 lark, schemas = (
-                    (to_lark(read_gbnf(self.text)), False) if is_gbnf(self.text) else checked_lark(self.text)
+                    (to_lark(read_gbnf(self.text)), False) if is_gbnf(self.text) else _checked_lark(self.text)
                 )
                 return str(matcher.grammar_from_lark(lark)), laborious or schemas
             schema = json.loads(self.text)
@@ -123,13 +119,36 @@ class _Source:
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"{self.kind} cannot be read: {shortened(str(error))}") from error
 
-    def _choice_grammar(self, vocabulary: Vocabulary) -> str:
-        choices = json.loads(self.text)
-        for choice in choices:
-            vocabulary.check_spelling(choice)
-        # One terminal, which the lexer follows in a table, instead of a rule with many.
-        literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-        return f"start: CHOICE\nCHOICE: {literals}\n"
+
+def _choice_grammar(choices: list[str], vocabulary: Vocabulary) -> str:
+    for choice in choices:
+        vocabulary.check_spelling(choice)
+    # One terminal, which the lexer follows in a table, instead of a rule with many.
+    literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return f"start: CHOICE\nCHOICE: {literals}\n"
+
+
+def _checked_lark(grammar: str) -> tuple[str, bool]:
+    """The grammar in llguidance's dialect of Lark as it is enforced, and whether a schema in it may take long."""
+    counts = [int(digits[:20]) for match in _COUNT.finditer(grammar) for digits in match.groups("0")]
+    found = max(repetitions(grammar), *counts, 0)
+    if found > MOST_REPETITIONS:
+        raise GrammarError(f"grammar repeats something {found} times, expected at most {MOST_REPETITIONS}")
+    parts, at, laborious = [], 0, False
+    for piece in _PIECE.finditer(grammar):
+        if not piece[0].startswith("%json") or piece.start() < at:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, piece.end())
+        except ValueError as error:
+            raise GrammarError(f"grammar: what follows %json is no JSON: {error}") from error
+        laborious |= check_schema(schema)
+        if isinstance(schema, dict):
+            schema, escapes = enforceable(schema)
+            schema["x-guidance"] = options(escapes)
+        parts += [grammar[at : piece.end()], json.dumps(schema)]
+        at = end
+    return "".join([*parts, grammar[at:]]), laborious
 
 
 def _plain_text(value: str, name: str) -> str:

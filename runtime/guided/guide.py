@@ -43,16 +43,14 @@ class CompiledGrammar:
         laborious: True to try it in a process of its own first.
 
     Raises:
-        GrammarError: it cannot be enforced, allows no text or takes too long; DeadlineError.
+        GrammarError: it cannot be enforced, allows no text or takes too long.
+        DeadlineError: the request's time is over.
     """
 
-    def __init__(
-        self, kind: str, grammar: str, vocabulary: Vocabulary, clock: Clock | None = None, laborious: bool = False
-    ) -> None:
+    def __init__(self, kind: str, grammar: str, vocabulary: Vocabulary, clock: Clock, laborious: bool) -> None:
         self.kind = kind
         self.vocabulary = vocabulary
         self._grammar = grammar
-        clock = clock or Clock()
         if laborious:
             try_out(kind, grammar, clock, _STACK_BYTES, _MOST_LEXER_STATES, _STEP_FUEL)
         try:
@@ -66,10 +64,7 @@ class CompiledGrammar:
         return self._pristine.deep_copy()
 
     def renew(self) -> "LLMatcher | None":
-        """A matcher as from :meth:`start`, whose lexer forgot what it met in all requests so far.
-
-        None for a grammar that takes long to compile.
-        """
+        """A matcher whose lexer forgot what it met in requests so far; None where compiling takes long."""
         if not self._renewable:
             return None
         self._pristine, _ = _on_deep_stack(self._build)
@@ -96,9 +91,7 @@ class CompiledGrammar:
 def _on_deep_stack(function: Callable[[], _Result], seconds: float | None = None) -> tuple[_Result, float]:
     """The result of a function that recurses deeply, and the processor's time that it took, in seconds.
 
-    Raises:
-        ResourceError: no thread can start.
-        TimeoutError: it took longer than ``seconds``; its thread goes on, and what it finds is thrown away.
+    After ``seconds`` it raises TimeoutError; the thread goes on, and what it finds is thrown away.
     """
 
     def timed() -> tuple[_Result, float]:
@@ -126,8 +119,8 @@ _PENALTIES: Logits = np.where(_FLAGS, np.float32(0), np.float32(-np.inf))
 class GrammarGuide:
     """The place of one sequence in its grammar. Use it from one thread at a time.
 
-    Copies of a matcher share the lexer's states, whose number is limited. What one request used up must not end
-    another, so a matcher that fails is built anew once and led through the accepted tokens again.
+    Copies of a matcher share the lexer's states, whose number is limited. So that one request cannot end another, a
+    matcher that fails is built anew once and led through the accepted tokens again.
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
@@ -162,11 +155,7 @@ class GrammarGuide:
             return np.add(logits, masked, out=masked)
 
     def allowed(self) -> Bits:
-        """The tokens that may come next: token i by bit i % 8 of byte i // 8.
-
-        Raises:
-            GrammarError: as :meth:`mask`.
-        """
+        """The tokens that may come next: token i by bit i % 8 of byte i // 8. GrammarError as :meth:`mask`."""
         if self._allowed is None:
             self._allowed = self._next_allowed()
         return self._allowed
@@ -222,14 +211,8 @@ class GrammarGuide:
         self._accepted.append(token)
 
     def _recover(self) -> None:
-        if "lexer" not in self._matcher.get_error():  # the rest is not shared, so the request itself is to blame
-            raise self._compiled.failure(self._matcher)
-        self._renew()
-
-    def _renew(self) -> None:
-        matcher = self._compiled.renew()
-        if matcher is None:
+        """Go on with a new matcher if the shared lexer failed; for all else the request itself is to blame."""
+        matcher = self._compiled.renew() if "lexer" in self._matcher.get_error() else None
+        if matcher is None or (self._accepted and not matcher.consume_tokens(self._accepted)):
             raise self._compiled.failure(self._matcher)
         self._matcher = matcher
-        if self._accepted and not self._matcher.consume_tokens(self._accepted):
-            raise self._compiled.failure(self._matcher)

@@ -4,7 +4,6 @@ JSON Schema has implementations ignore keywords that they do not know. Here an o
 such keywords are refused by name. Some values are spelt anew, for the library would enforce less than they say.
 """
 
-import difflib
 import json
 import math
 import re
@@ -13,8 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from llmc.errors import GrammarError, UsageError
-from llmc.runtime.guided.patterns import UNNAMED_CONTROLS, Pattern
-from llmc.runtime.guided.regexes import check_regex
+from llmc.runtime.guided.patterns import UNNAMED_CONTROLS, Pattern, check_regex
 
 # Keywords of JSON Schema (https://json-schema.org/draft/2020-12/schema, and draft 7) by what they hold. The library
 # enforces these, in the combinations that it does not refuse itself, and ignores every keyword that it does not know.
@@ -39,8 +37,8 @@ _MOST_SUBSCHEMAS = 10_000
 _LARGEST_INTEGER = 2**53
 LARGEST_MULTIPLE = 10_000
 """Of the digits of ``multipleOf``: the automaton has a state for each remainder; 100,000 take seconds, more minutes."""
-# Each may take some milliseconds.
-_MOST_QUICK_COMBINATIONS = 100
+# Of schemas that apply together: their combinations may take some milliseconds each.
+_MOST_QUICK_ALTERNATIVES = 20
 # Those of the library take leap seconds at any time, 29 February in any year and names without an end.
 _FORMAT_PATTERNS = {
     "date": (
@@ -66,8 +64,8 @@ _LONGEST_HOSTNAME = 253
 _FORMATS = {*_FORMAT_PATTERNS, "duration", "email", "ipv4", "ipv6", "unknown", "uri", "uuid"}
 # Beginnings of what looks around, and references to groups: regular expressions have none.
 _UNREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]")
-_BOUNDS = {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"}
-_NUMBERS = ("const", "enum", "multipleOf", *sorted(_BOUNDS))
+_BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
+_NUMBERS = ("const", "enum", "multipleOf", *_BOUNDS)
 # Keywords beside which another one with subschemas makes the library enforce both at once.
 _MERGING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 
@@ -88,9 +86,7 @@ def options(escapes: bool) -> dict[str, Any]:
 
 
 def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
-    """A schema as JSON text, with its properties in their order, which is that of the output.
-
-    ``name`` is that of the argument it came in.
+    """A schema, the argument ``name``, as JSON text with its properties in their order, which is that of the output.
 
     Raises:
         UsageError: it is not the JSON text of an object, or holds what JSON has not.
@@ -106,10 +102,7 @@ def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
 
 
 def check_schema(schema: Any) -> bool:
-    """Refuse a parsed schema that would not be enforced as a whole, or that is too large.
-
-    Returns:
-        True if it may take long to compile: for all combinations of its alternatives, or for many large divisors.
+    """Refuse a parsed schema that would not be enforced as a whole, or is too large; True if it may take long.
 
     Raises:
         GrammarError: naming the keyword and where it stands.
@@ -117,17 +110,20 @@ def check_schema(schema: Any) -> bool:
     nodes = list(_nodes(schema))
     for path, node in nodes:
         _check_keywords(path, node)
-    merging = any(_merges(node) for _, node in nodes)
-    for group in [nodes] if merging else [[item] for item in nodes]:
+    meeting = any(_merges(node) for _, node in nodes)
+    states = 0
+    for group in [nodes] if meeting else [[item] for item in nodes]:
         _check_bounds(group)
-    return _check_multiples(nodes) > LARGEST_MULTIPLE or _combinations(nodes) > _MOST_QUICK_COMBINATIONS
+        states += _check_multiples(group)
+    lists = [node.get(name, ()) for _, node in nodes for name in ("anyOf", "enum", "oneOf", "patternProperties")]
+    alternatives = sum(len(found) for found in lists if isinstance(found, list | dict))
+    return states > LARGEST_MULTIPLE or (meeting and alternatives > _MOST_QUICK_ALTERNATIVES)
 
 
 def enforceable(schema: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     r"""A checked schema as the library has to have it, and whether its strings need escapes ``\u00XX``.
 
-    Only a schema that names a control character without a short escape has them, and only if its objects take no names
-    beside their own: in two spellings, an object could have one of its own names twice.
+    It has them only if its objects take no names beside their own: in two spellings, one could have a name twice.
 
     Raises:
         GrammarError: naming the keyword whose value cannot be enforced.
@@ -260,9 +256,7 @@ def _check_keywords(path: str, node: dict[str, Any]) -> None:
     # The vendors' own annotations begin with x-, but x-guidance instructs the library not to enforce.
     for name in node:
         if name not in _KEYWORDS and (not name.startswith("x-") or name == "x-guidance"):
-            close = difflib.get_close_matches(name, sorted(_KEYWORDS), n=1)
-            hint = f"did you mean {close[0]}?" if close else "remove it if the output need not follow it"
-            raise GrammarError(f"json_schema: keyword {name!r} at {path} cannot be enforced; {hint}")
+            raise GrammarError(f"json_schema: keyword {name!r} at {path} cannot be enforced; correct or remove it")
     # The library counts a property again that is written twice, and prevents that only for those it knows by name.
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     if node.get("minProperties", 0) and not closed:
@@ -292,61 +286,40 @@ def _check_bounds(nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
     """Refuse a bound at an integer that the library would take in: one with the other bound before the next integer."""
     found: dict[str, dict[float, str]] = {name: {} for name in _BOUNDS}
     for path, node in nodes:
-        for name in _BOUNDS & node.keys():
-            value = node[name]
+        for name in _BOUNDS:
+            value = node.get(name, math.inf)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise GrammarError(f"json_schema: keyword {name!r} at {path} is {value!r:.60}, expected a number")
-            if math.isfinite(value):
-                found[name][value] = path
-    for exclusive, others, nearest in (
-        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), math.floor),
-        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), math.ceil),
-    ):
-        for other in (value for name in others for value in found[name]):
+            found[name] |= {value: path} if math.isfinite(value) else {}
+    above, below = found["maximum"] | found["exclusiveMaximum"], found["minimum"] | found["exclusiveMinimum"]
+    for name, others, nearest in (("exclusiveMinimum", above, math.floor), ("exclusiveMaximum", below, math.ceil)):
+        for other in others:
             bound = nearest(other)
-            if bound != other and bound in found[exclusive]:
+            if bound != other and bound in found[name]:
                 raise GrammarError(
-                    f"json_schema: keyword {exclusive!r} at {found[exclusive][bound]} cannot be enforced beside the "
+                    f"json_schema: keyword {name!r} at {found[name][bound]} cannot be enforced beside the "
                     f"bound {other:g}, before the next integer; use a bound with a fraction"
                 )
 
 
 def _check_multiples(nodes: Iterable[tuple[str, dict[str, Any]]]) -> int:
-    """Refuse divisors with an automaton that is too large, alone or as the common multiple of those that may meet.
-
-    Returns:
-        the states of all automata.
-    """
-    found: list[Fraction] = []
-    meet = any(_merges(node) for _, node in nodes)
-    for path, node in nodes:
-        divisor = node.get("multipleOf")
-        if isinstance(divisor, int | float) and math.isfinite(divisor) and divisor:
-            found.append(Fraction(repr(float(abs(divisor)))))
-            _check_divisors(list(set(found)) if meet else found[-1:], path)
-    return sum(int(divisor * _scale(divisor)) for divisor in found)
-
-
-def _combinations(nodes: Iterable[tuple[str, dict[str, Any]]]) -> int:
-    """Alternatives that the library may multiply with each other, at most, and pairs of patterns that it compares."""
-    if not any(_merges(node) for _, node in nodes):
-        return 1
-    lists = (node.get(name) for _, node in nodes for name in ("anyOf", "enum", "oneOf"))
-    pairs = sum(len(_patterns({**node, "pattern": None})) ** 2 for _, node in nodes)
-    return max(1, pairs) * math.prod(len(found) for found in lists if isinstance(found, list) and found)
-
-
-def _check_divisors(divisors: list[Fraction], path: str) -> None:
-    scale = max(_scale(divisor) for divisor in divisors)
+    """Refuse divisors whose common automaton is too large; return the number of its states, 0 without divisors."""
+    given = [(path, node["multipleOf"]) for path, node in nodes if isinstance(node.get("multipleOf"), int | float)]
+    divisors = {Fraction(repr(float(abs(found)))) for _, found in given if math.isfinite(found) and found}
+    if not divisors:
+        return 0
+    scale = max(map(_scale, divisors))
     scaled = [int(divisor * scale) for divisor in divisors]
     common = Fraction(math.lcm(*scaled), scale)
+    states = int(common * _scale(common))
     # The second is what the library multiplies on its way, in 32 bits.
-    if common * _scale(common) > LARGEST_MULTIPLE or math.lcm(*scaled) * max(scaled) >= 2**32:
+    if states > LARGEST_MULTIPLE or math.lcm(*scaled) * max(scaled) >= 2**32:
         what = "is" if len(divisors) == 1 else "and those that it may meet have a least common multiple of"
         raise GrammarError(
-            f"json_schema: keyword 'multipleOf' at {path} {what} {float(common):.15g}, whose digits without the point "
-            f"are above {LARGEST_MULTIPLE}; use divisors of fewer digits"
+            f"json_schema: keyword 'multipleOf' at {given[-1][0]} {what} {float(common):.15g}, whose digits without "
+            f"the point are above {LARGEST_MULTIPLE}; use divisors of fewer digits"
         )
+    return states
 
 
 def _scale(number: Fraction) -> int:

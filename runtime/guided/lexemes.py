@@ -23,7 +23,7 @@ from llmc.runtime.guided.gbnf import (
     children,
     references,
 )
-from llmc.runtime.guided.regexes import MOST_REPETITIONS
+from llmc.runtime.guided.patterns import MOST_REPETITIONS
 
 
 def to_lark(rules: Mapping[str, Node]) -> str:

@@ -35,11 +35,7 @@ thread.join()
 
 
 class Clock:
-    """The time that is left to a request while its grammar is compiled.
-
-    Args:
-        deadline_s: seconds until the request's deadline; None without one.
-    """
+    """The time that is left to a request, with a deadline in ``deadline_s`` seconds, while its grammar is compiled."""
 
     def __init__(self, deadline_s: float | None = None) -> None:
         self._deadline_s = deadline_s
@@ -62,18 +58,26 @@ class Clock:
 def try_out(kind: str, grammar: str, clock: Clock, stack_bytes: int, lexer_states: int, lexer_fuel: int) -> None:
     """Compile a grammar, in the library's own format, in a process that is ended when its time is over.
 
-    What is wrong with a grammar is left to be found when it is compiled here.
+    What else is wrong with a grammar is left to be found when it is compiled here.
 
     Raises:
         GrammarError: it takes too long or too much memory.
-        DeadlineError: the request's deadline passed.
-        ResourceError: others' grammars, or whatever else this machine does, left no time for it.
+        DeadlineError, ResourceError: as :meth:`Clock.over`.
     """
     if not _MOST_AT_ONCE.acquire(timeout=clock.seconds_left()):
         raise clock.over(kind)
     try:
         given = json.dumps([grammar, COMPILE_SECONDS, _MEMORY_BYTES, stack_bytes, lexer_states, lexer_fuel])
-        status = _status(given.encode(), clock.seconds_left())
+        command = [sys.executable, "-I", "-c", _CODE, json.dumps([entry for entry in sys.path if entry])]
+        # In a session of its own: a terminal's Ctrl-C ends requests in their own way.
+        status = subprocess.run(
+            command,
+            input=given.encode(),
+            timeout=clock.seconds_left(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ).returncode
     except subprocess.TimeoutExpired as error:
         raise clock.over(kind) from error
     except OSError as error:
@@ -89,11 +93,3 @@ def try_out(kind: str, grammar: str, clock: Clock, stack_bytes: int, lexer_state
             f"{kind} takes more than {_MEMORY_BYTES // 1024**3} GiB to compile, or ends the process that tries to "
             f"(exit code {status}); make it smaller"
         )
-
-
-def _status(given: bytes, seconds: float) -> int:
-    command = [sys.executable, "-I", "-c", _CODE, json.dumps([entry for entry in sys.path if entry])]
-    quiet = subprocess.DEVNULL
-    # In a session of its own: a terminal's Ctrl-C ends requests in their own way.
-    done = subprocess.run(command, input=given, timeout=seconds, stdout=quiet, stderr=quiet, start_new_session=True)
-    return done.returncode

@@ -1,7 +1,6 @@
-"""Messages to a prompt, by the checkpoint's own chat template.
+"""Messages to a prompt, by the checkpoint's own chat template, as transformers' ``apply_chat_template`` renders them.
 
-They run in a sandbox (:mod:`llmc.runtime.text.sandbox`), are given plain copies within bounds, and render what
-transformers' ``apply_chat_template(tokenize=False)`` renders.
+Templates run in a sandbox (:mod:`llmc.runtime.text.sandbox`) and are given plain copies within bounds.
 """
 
 import json
@@ -16,7 +15,7 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 
-from llmc.errors import BundleError, RequestError, UsageError
+from llmc.errors import BundleError, RequestError, UsageError, written
 from llmc.runtime.text.control_tokens import FIRST_STAND, LAST_STAND, ControlTokens, Disguise
 from llmc.runtime.text.sandbox import Sandbox
 from llmc.runtime.text.tokenizer import CONFIG_FILE, Tokenizer, read_tokenizer_config
@@ -24,13 +23,8 @@ from llmc.runtime.text.tokenizer import CONFIG_FILE, Tokenizer, read_tokenizer_c
 TEMPLATE_FILE = "chat_template.jinja"
 # Characters and items of messages, tools, documents and variables together. Of contexts in use none holds more.
 LARGEST_INPUT = 8_000_000
-# Values among them; what a template does with a list of so many, such as to write it as JSON, takes a few hundredths of
-# a second, in which nothing else of Python runs.
-MOST_VALUES = 1 << 18
 # Lists in lists: JSON schemas of tools stay below 20, and Python's own recursion ends at some hundreds.
 DEEPEST = 100
-# Numbers beyond what a float holds are no business of a prompt; multiplying them is slow.
-LARGEST_BITS = 1024
 # Keys whose values templates compare with words; where the value is one, it is not hidden as a control token.
 _COMPARED = ("role", "type")
 # Roles of which templates may make a control token, as '<|' + role + '|>', without naming them.
@@ -63,7 +57,7 @@ class ChatTemplate:
         self._compile(marked=True)
 
     def _compile(self, marked: bool) -> "_Compiled":
-        """The templates, with marks or, for texts that may spell control tokens, without."""
+        """The templates with marks, or without them for texts that may spell control tokens."""
         if marked not in self._compiled:
             mark = self._controls.mark if self._controls is not None and marked else str
             self._compiled[marked] = _Compiled(self._sources, self._special_tokens, mark)
@@ -113,15 +107,15 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of the assistant's answer.
             tools: JSON schemas of functions the model may call.
             documents: texts to answer from.
-            continue_final_message: end where the text of the last message does, the assistant's, so that the model goes
-                on with it. Where the template trims messages, so is the end of that text.
+            continue_final_message: end where the text of the last message, the assistant's, does. Where the template
+                trims messages, so is the end of that text.
             disguise: what hides the control tokens that any of these texts spell; default: they are not hidden.
             variables: whatever else the template reads, such as ``enable_thinking``.
 
         Raises:
-            UsageError: the messages are malformed, or hold something else than text, numbers, lists and mappings.
-            RequestError: the template refuses the messages, fails, or works longer than a template may; or they have
-                more than :data:`LARGEST_INPUT` characters; or it leaves out the text that is to be gone on with.
+            UsageError: the messages are malformed, nested too deep, or hold what JSON has not.
+            RequestError: the template refuses the messages, leaves out the text that is to be gone on with, or fails;
+                or they have more than :data:`LARGEST_INPUT` characters and items.
         """
         compiled, name = self._compile(marked=disguise is not None), self._name(tools is not None)
         checked = with_calls_as_mappings(_checked(messages))
@@ -172,7 +166,7 @@ class _Compiled:
 
 
 def has_template(folder: Path) -> bool:
-    """True if a model's files hold a chat template; whether it can be used is seen where it is loaded."""
+    """True if a model's files hold a chat template, usable or not."""
     return (folder / TEMPLATE_FILE).is_file() or bool(read_tokenizer_config(folder).get("chat_template"))
 
 
@@ -231,11 +225,7 @@ def with_calls_as_mappings(messages: Sequence[Any]) -> list[Any]:
 
 
 def _marked(message: Any, mark: str) -> Any:
-    """The last message with a mark at the end of its text, as transformers finds the place (``apply_chat_template``).
-
-    Raises:
-        UsageError: it is not the assistant's, calls tools, or has no text.
-    """
+    """The last message with a mark at the end of its text, as transformers finds the place."""
     wrong = "expected one of the assistant with text, and without calls, for the answer to go on with"
     if not isinstance(message, Mapping) or message.get("role") != "assistant" or message.get("tool_calls"):
         raise UsageError(f"continue_final_message is True, but the last message is another one; {wrong}")
@@ -251,11 +241,7 @@ def _marked(message: Any, mark: str) -> Any:
 
 
 def _until(rendered: str, mark: str) -> str:
-    """The prompt up to the mark; the blank after it tells whether the template keeps blanks at the end of texts.
-
-    Raises:
-        RequestError: the template has left the text out.
-    """
+    """The prompt up to the mark; the blank after it tells whether the template keeps blanks at the end of texts."""
     place = rendered.rfind(mark)
     if place < 0:
         raise RequestError("the model's chat template leaves out the last message, with which the answer is to go on")
@@ -270,8 +256,6 @@ def _call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
-    if function["arguments"].count(",") > MOST_VALUES:
-        raise RequestError(f"a call's arguments hold more than {MOST_VALUES:,} values; shorten them")
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):  # of an answer that was cut: templates see the text
@@ -280,27 +264,21 @@ def _call(call: Any) -> Any:
 
 
 class _Copies:
-    """Copies of what clients pass, made of JSON's types only: methods of richer objects are no business of a template.
-
-    Args:
-        hide: what becomes of every text.
-    """
+    """Copies of what clients pass, made of JSON's types only, of texts what ``hide`` makes of them."""
 
     def __init__(self, hide: Callable[[str], str]) -> None:
         self._text = hide
-        self.size = 0
-        """Characters and items copied."""
-        self._values = 0
+        self._size = 0  # characters and items copied
 
     def message(self, message: Any, where: str) -> dict[str, Any]:
         """A message with the keys that templates expect."""
         if not isinstance(message, Mapping):
             raise UsageError(f"{where} is a {type(message).__name__}, expected a mapping with role and content")
         if not isinstance(message.get("role"), str):
-            raise UsageError(f"{where} has the role {_shown(message.get('role'))}, expected text such as user")
+            raise UsageError(f"{where} has the role {written(message.get('role'))}, expected text such as user")
         if not isinstance(message.get("content"), (str, list, tuple)) and not message.get("tool_calls"):
             raise UsageError(
-                f"{where} has the content {_shown(message.get('content'))}, expected text or a list of parts"
+                f"{where} has the content {written(message.get('content'))}, expected text or a list of parts"
             )
         # Templates expect what is not there to be missing, not None.
         plain = self.plain({key: value for key, value in message.items() if value is not None}, where)
@@ -308,50 +286,33 @@ class _Copies:
         return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
     def plain(self, value: Any, where: str, depth: int = 0) -> Any:
-        """A copy of any value.
-
-        Raises:
-            UsageError: it is of a type that JSON lacks, nested too deep, or a number that is too large.
-            RequestError: with what was copied before it is too large.
-        """
-        self._count(value)
+        """A copy of any value."""
+        self._size += 1 + (len(value) if isinstance(value, str) else 0)
+        if self._size > LARGEST_INPUT:
+            raise RequestError(f"the messages hold more than {LARGEST_INPUT:,} characters and items; shorten them")
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
             return self._text(str.__str__(value))  # whatever a subclass makes of str()
-        if isinstance(value, int):
-            if value.bit_length() > LARGEST_BITS:
-                raise UsageError(
-                    f"{where} is an integer of {value.bit_length()} bits, at most {LARGEST_BITS} are expected"
-                )
-            return self._number(int.__int__(value))
-        if isinstance(value, float):
-            return self._number(float.__float__(value))
-        if depth == DEEPEST and isinstance(value, (Mapping, list, tuple)):
+        if isinstance(value, int | float):
+            return self._number(int(value) if isinstance(value, int) else float(value))
+        if depth == DEEPEST:
             raise UsageError(f"{where:.200} is nested more than {DEEPEST} deep; nest less")
         if isinstance(value, Mapping):
             return dict(self._pair(key, item, where, depth) for key, item in value.items())
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, list | tuple):
             items = [self.plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
         raise UsageError(f"{where} is a {type(value).__name__}, expected text, a number, a list or a mapping")
 
-    def _count(self, value: Any) -> None:
-        self.size += 1 + (len(value) if isinstance(value, str) else 0)
-        self._values += 1
-        if self.size > LARGEST_INPUT:
-            raise RequestError(f"the messages hold more than {LARGEST_INPUT:,} characters and items; shorten them")
-        if self._values > MOST_VALUES:
-            raise RequestError(f"the messages hold more than {MOST_VALUES:,} values; send fewer")
-
     def _pair(self, key: Any, item: Any, where: str, depth: int) -> tuple[Any, Any]:
         if isinstance(key, (Mapping, list, tuple)):
-            raise UsageError(f"{where} has the key {_shown(key)}, expected text or a number")
+            raise UsageError(f"{where} has the key {written(key)}, expected text or a number")
         if key in _COMPARED and isinstance(item, str) and item.isidentifier():
-            self.size += len(item)
+            self._size += len(item)
             return key, self._word(str.__str__(item))
         key = self._key(self.plain(key, f"a key of {where}"), key)
-        return key, self.plain(item, f"{where}.{key!s:.40}", depth + 1)
+        return key, self.plain(item, f"{where}.{key if isinstance(key, str) else written(key):.40}", depth + 1)
 
     def _word(self, word: str) -> str:
         """The copy of a role or a type."""
@@ -366,11 +327,7 @@ class _Copies:
 
 
 class _HarmlessCopies(_Copies):
-    """Copies of the same form that can be no part of a control token, but for roles and what the template looks for.
-
-    Args:
-        words: what it looks for.
-    """
+    """Copies that can be no part of a control token, but for roles and the ``words`` that the template looks for."""
 
     def __init__(self, words: frozenset[str]) -> None:
         super().__init__(lambda text: re.sub(r"\S", chr(LAST_STAND), text))
@@ -390,13 +347,6 @@ class _HarmlessCopies(_Copies):
 def _line(message: object) -> str:
     """A template's own words as one line, which leaves room for ours."""
     return f"{' '.join(str(message).split()):.{LONGEST_REASON}}"
-
-
-def _shown(value: Any) -> str:
-    try:
-        return f"{value!r:.60}"
-    except (ValueError, RecursionError):  # thousands of digits, or of lists in lists
-        return f"a {type(value).__name__}"
 
 
 # ----------------------------------------------------------------------------------------------------------- sandbox

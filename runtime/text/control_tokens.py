@@ -1,14 +1,13 @@
 """Control tokens are the template's: texts of messages that spell one, such as ``</s>``, stay text.
 
 Otherwise whoever writes a message could end it, and speak as the system. It takes three steps. Before the template is
-compiled, the control tokens in its source become single characters (marks), so that they are told from all that texts
-spell, also together with the template's own characters, as in ``<{{ key }}``. While it runs, what messages spell is
+compiled, the control tokens in its source become single characters (marks). While it runs, what messages spell is
 hidden behind single characters, too (:class:`Disguise`), so that the template can trim, compare and slice as always.
 Then the prompt goes through a twin of the tokenizer that knows control tokens by other, unguessable names
 (:class:`ControlTokens`); the marks are given these names.
 
-A template may also put a control token together, as ``'<|' + role + '|>'``. Then the prompt spells tokens beside the
-marks, and they are the template's if the same conversation with harmless texts makes the same sequence of tokens.
+A template may also put a control token together, as ``'<|' + role + '|>'``. Such tokens are the template's if the same
+conversation with harmless texts makes the same sequence of tokens.
 """
 
 import json
@@ -24,7 +23,6 @@ from llmc.errors import RequestError
 # Stands are Tangut ideographs: letters without case, which only JSON in ASCII escapes, and which no template writes.
 # Those that messages write are hidden, too, and what would make an escaped one of a backslash.
 FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
-PIECE = 1 << 17  # characters that are searched in one call, which takes a few milliseconds
 # Marks are of the first private area, which has room for any tokenizer's.
 FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD
 _STAND = f"[{chr(FIRST_STAND)}-{chr(LAST_STAND)}{chr(FIRST_MARK)}-{chr(LAST_MARK)}]"
@@ -59,7 +57,6 @@ class ControlTokens:
         plain = [token.content for token in added.values() if not token.special and not token.normalized]
         self._written = re.compile(f"{_any_of([*self._names, *plain])}|{_STAND}")
         self.spelt = re.compile(f"{_any_of(self._names)}|{_STAND}|{_HIGH}")
-        self.longest_spelt = max(map(len, ["ud800", *self._names]))
 
     def mark(self, text: str) -> str:
         """``text`` of a template, with a mark in place of each control token."""
@@ -77,7 +74,7 @@ class ControlTokens:
             harmless: renders the same conversation with texts that can be no part of a control token.
 
         Raises:
-            RequestError: the template puts control tokens together, and texts make others of them.
+            RequestError: the template and the texts together spell control tokens.
         """
         found = self._written.findall(prompt)
         if self._names.keys().isdisjoint(found):
@@ -124,11 +121,7 @@ class ControlTokens:
 
 
 class Disguise:
-    """Characters that stand for what messages spell, for the time of one rendering.
-
-    Args:
-        controls: the control tokens to hide.
-    """
+    """Characters that stand for the control tokens that messages spell, for the time of one rendering."""
 
     def __init__(self, controls: ControlTokens) -> None:
         self.controls = controls
@@ -137,32 +130,10 @@ class Disguise:
         """Hidden texts by the character that stands for them."""
 
     def hide(self, text: str) -> str:
-        """``text`` with a character in place of each control token.
-
-        Raises:
-            RequestError: there are more texts to hide than characters.
-        """
+        """``text`` with a character in place of each control token; RequestError if there are too many."""
         stands = self._stands
 
-        def stand(match: re.Match[str]) -> str:
-            return stands.get(match[0]) or self._stand(match[0])
-
-        if len(text) <= PIECE:
-            return self.controls.spelt.sub(stand, text)
-        return "".join(self._pieces(stand, text))
-
-    def _pieces(self, stand: Callable[[re.Match[str]], str], text: str) -> Iterator[str]:
-        """A long text as :meth:`hide` leaves it. A search through all of it would keep other threads waiting."""
-        at = 0
-        while at < len(text):
-            found = self.controls.spelt.search(text, at, at + PIECE + self.controls.longest_spelt)
-            if found is None or found.start() >= at + PIECE:
-                yield text[at : at + PIECE]
-                at += PIECE
-            else:
-                yield text[at : found.start()]
-                yield stand(found)
-                at = found.end()
+        return self.controls.spelt.sub(lambda match: stands.get(match[0]) or self._stand(match[0]), text)
 
     def _stand(self, text: str) -> str:
         if text not in self._stands:

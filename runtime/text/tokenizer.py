@@ -63,7 +63,7 @@ class Tokenizer:
         try:
             special_tokens = _add_special_tokens(backend, config)
         except (TypeError, ValueError, AttributeError) as error:
-            raise BundleError(f"{folder / CONFIG_FILE} is broken ({error}); {_REMEDY}") from error
+            raise BundleError(f"{folder / CONFIG_FILE} is broken ({error}); {REMEDY}") from error
         if config.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE":
             raise BundleError(
                 f"{folder / CONFIG_FILE}: clean_up_tokenization_spaces is true for a {type(backend.model).__name__} "
@@ -253,7 +253,7 @@ def _is_of_tokenizers(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-_REMEDY = "take it from the checkpoint again"
+REMEDY = "take it from the checkpoint again"
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -262,21 +262,21 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     Raises:
         BundleError: a file is not a JSON object.
     """
-    config = _read_object(folder / CONFIG_FILE)
+    config = read_object(folder / CONFIG_FILE)
     if "added_tokens_decoder" not in config:  # the rule of transformers
-        config |= _read_object(folder / SPECIAL_TOKENS_FILE)
+        config |= read_object(folder / SPECIAL_TOKENS_FILE)
     return config
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     try:
         found = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise BundleError(f"{path} is broken ({error}); {_REMEDY}") from error
+        raise BundleError(f"{path} is broken ({error}); {REMEDY}") from error
     if not isinstance(found, dict):
-        raise BundleError(f"{path} holds a {type(found).__name__}, expected an object; {_REMEDY}")
+        raise BundleError(f"{path} holds a {type(found).__name__}, expected an object; {REMEDY}")
     return found
 
 
@@ -288,7 +288,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     except BaseException as error:
         if not _is_of_tokenizers(error):
             raise
-        raise BundleError(f"{path} is broken ({error}); {_REMEDY}") from error
+        raise BundleError(f"{path} is broken ({error}); {REMEDY}") from error
     return_freed_memory()
     backend.no_truncation()  # a prompt is never cut nor padded, whatever the file was saved with
     backend.no_padding()

@@ -14,7 +14,7 @@ from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, mo
 from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK
 from llmc.runtime.engine import input_processor
 from llmc.runtime.engine.scheduler import ARRIVALS_PER_PRIORITY
-from llmc.runtime.guided import grammars, json_schema, regexes, trial
+from llmc.runtime.guided import grammars, json_schema, patterns, trial
 from llmc.runtime.kv.prefix_cache import BLOCK
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.prometheus import EngineCollector
@@ -46,7 +46,7 @@ IN_WORDS = [
     f"{grammars._LONGEST['regex']:,} of regular expression",
     f"{grammars._LONGEST['grammar']:,} of grammar or choices",
     f"more than {json_schema._MOST_SUBSCHEMAS:,} subschemas",
-    f"multiply to more than {regexes.MOST_REPETITIONS:,}",
+    f"multiply to more than {patterns.MOST_REPETITIONS:,}",
     f"whose digits are above {json_schema.LARGEST_MULTIPLE:,}",
     f"more than {trial.COMPILE_SECONDS:g} seconds to compile, or {trial._MEMORY_BYTES // 1024**3} GiB",
     f"The last {grammars._MOST_GRAMMARS} grammars",

@@ -136,7 +136,7 @@ class TestLexerStates:
 
     def test_would_end_another_if_nothing_were_built_anew(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(guide_module, "_MOST_LEXER_STATES", FEW_STATES)
-        monkeypatch.setattr(guide_module.GrammarGuide, "_renew", lambda self: None)
+        monkeypatch.setattr(guide_module.CompiledGrammar, "renew", lambda self: None)
         grammars = tiny.grammars()
         with pytest.raises(GrammarError, match="too many states"):
             for seed in range(30):

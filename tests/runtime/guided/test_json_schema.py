@@ -6,8 +6,8 @@ from llmc.errors import GrammarError
 from llmc.runtime.guided.json_schema import check_schema, schema_text
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"not": {}}, "keyword 'not' at # cannot be enforced; remove it"),
-    ({"maxLenght": 3}, "keyword 'maxLenght' at # cannot be enforced; did you mean maxLength"),
+    ({"not": {}}, "keyword 'not' at # cannot be enforced; correct or remove it"),
+    ({"maxLenght": 3}, "keyword 'maxLenght' at # cannot be enforced"),
     ({"uniqueItems": True}, "'uniqueItems'"),
     ({"nullable": True}, "'nullable'"),
     ({"x-guidance": {"lenient": True}}, "'x-guidance'"),

@@ -9,8 +9,7 @@ import pytest
 
 from llmc.errors import GrammarError
 from llmc.runtime.guided.json_schema import enforceable
-from llmc.runtime.guided.patterns import Pattern
-from llmc.runtime.guided.regexes import repetitions
+from llmc.runtime.guided.patterns import Pattern, repetitions
 
 SINGLE = '"\\/\n\r\t\b\f\x00\x01\x1f !#[]^-&~azAZ09_é\u2028\ufeff🎉\x7f'
 SETS = {
