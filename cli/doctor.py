@@ -46,9 +46,8 @@ def machine_rows(diagnosis: Diagnosis) -> Rows:
     yield "machine", f"{probe.platform}, {machine.cpu}, {machine.threads} threads{features}"
     yield "memory", f"{show.size(machine.memory.bytes)} available ({machine.memory.source})"
     yield "Python", probe.python
-    if probe.jetson is not None:
-        jetpack = f", JetPack {probe.jetson.jetpack.name}" if probe.jetson.jetpack else ""
-        yield "Jetson", f"{probe.jetson.model or 'of an unknown model'}, L4T {probe.jetson.l4t or 'unknown'}{jetpack}"
+    if probe.jetson:
+        yield "Jetson", f"Jetson Linux {probe.jetson}"
     yield "driver", driver_words(probe.driver, probe.kernel_module)
     for device in probe.driver.devices:
         yield f"GPU {device.index}", device_words(device)

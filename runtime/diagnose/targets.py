@@ -31,7 +31,10 @@ PRECISIONS = {
 JUDGE_MINIMUM = "1.28"
 OLD_PYTHON = "3.10"
 BUILD_PACKAGES = ("onnx", "onnx-ir", "ml_dtypes")
-NEW_JETPACK = "install JetPack 7.2 or newer, which brings a newer one, or use the target cpu"
+NEW_JETPACK = (
+    "on a Jetson it comes with JetPack 7.2 or newer (python3-libnvinfer), for the system's Python in a virtual "
+    "environment with --system-site-packages, as recipes/jetson.md says; or use the target cpu"
+)
 NO_WHEEL = "PyPI has onnxruntime-gpu for x86-64 only: use the target tensorrt"
 NO_GPU = (
     "see that nvidia-smi lists a GPU, that CUDA_VISIBLE_DEVICES does not hide it, and that a container "
@@ -183,7 +186,7 @@ class Facts:
         self.judge_words = words.get(self.judge.state, f"the one installed {self.judge.state}")
         module = probe.kernel_module
         self.driver_words = f"the driver (driver {module})" if module else "the driver"
-        self.hidden_gpu = f"NVIDIA's module {module}" if module else "a Jetson" if self.jetson is not None else ""
+        self.hidden_gpu = f"NVIDIA's module {module}" if module else "a Jetson" if self.jetson else ""
         self.reason = self.library.problem or "it does not say why"
 
     def lacks(self, ability: str) -> bool:
@@ -210,19 +213,11 @@ def _install(f: Facts) -> str:
 
 def _install_tensorrt(f: Facts) -> str:
     """TensorRT is not on PyPI: a Jetson has it in its system, any other machine gets it from NVIDIA."""
-    if f.jetson is None:
-        major = f.driver.version.partition(".")[0]
-        cuda = major if major in OLDEST_DRIVER else max(OLDEST_DRIVER)
-        return f"pip install --extra-index-url https://pypi.nvidia.com tensorrt-cu{cuda}"
-    jetpack = f.jetson.jetpack
-    if jetpack is not None and version(jetpack.tensorrt) < version(f.needs.minimum):
-        return f"JetPack {jetpack.name} has TensorRT {jetpack.tensorrt}: {NEW_JETPACK}"
-    pythons = f.probe.system_tensorrt or ((jetpack.python,) if jetpack is not None else (f.python,))
-    if f.python not in pythons:
-        return f"TensorRT's module is for Python {pythons[0]}, this is {f.python}: use the system's python{pythons[0]}"
-    if f.python in f.probe.system_tensorrt:
-        return f"the system has it and this environment hides it: python{f.python} -m venv --system-site-packages ENV"
-    return "sudo apt-get install python3-libnvinfer, then a venv with --system-site-packages"
+    if f.jetson:
+        return NEW_JETPACK
+    major = f.driver.version.partition(".")[0]
+    cuda = major if major in OLDEST_DRIVER else max(OLDEST_DRIVER)
+    return f"pip install --extra-index-url https://pypi.nvidia.com tensorrt-cu{cuda}"
 
 
 def _reinstall(f: Facts) -> str:
@@ -238,7 +233,7 @@ def _exchange(f: Facts) -> str:
 
 def upgrade(f: Facts) -> str:
     """The way to a newer version of the target's library."""
-    if f.jetson is not None and f.target == "tensorrt":
+    if f.jetson and f.target == "tensorrt":
         return NEW_JETPACK
     if f.name == "onnxruntime" and f.python == OLD_PYTHON:
         return "use Python 3.11 or newer, for which newer ones exist"
@@ -250,8 +245,6 @@ def _mend_driver(f: Facts) -> str:
 
 
 def _newer_driver(f: Facts) -> str:
-    if f.jetson is not None:
-        return f"install a JetPack with CUDA {f.library.cuda}, or the library for the present one"
     oldest = OLDEST_DRIVER.get(f.library.cuda, "of that CUDA")
     return f"install the driver {oldest} or newer, or the library for the present one"
 

@@ -3,8 +3,8 @@
 import importlib
 import json
 import os
+import resource
 import sys
-from contextlib import suppress
 from typing import Any
 
 from llmc.errors import LlmcError
@@ -25,20 +25,17 @@ class ApartError(Exception):
 
 
 def call_apart(function: str, *arguments: Any, seconds: float, memory: int) -> Any:
-    """The result of a function of llmc, in a fresh interpreter; starting one takes some tenths of a second.
+    """The result of ``function`` (as ``llmc.module:name``) in a fresh interpreter, which takes some tenths of a second.
 
     Args:
-        function: as ``llmc.module:name``.
         arguments: what JSON can hold, as is the result.
         seconds: how long it may take, the start included.
-        memory: bytes of address space that it may take; bounded on Linux and macOS only.
+        memory: bytes of address space that it may take.
 
     Raises:
-        ApartError: it gave none.
+        ApartError: it gave no result.
         OSError: no process can be started.
     """
-    if not sys.executable:
-        raise OSError("this Python has no executable")
     path = json.dumps([entry for entry in sys.path if entry])
     command = [sys.executable, "-c", CODE, path, json.dumps([function, list(arguments), memory])]
     from llmc.runtime.host.probe import run_steps  # wanted once per tokenizer and machine, and slow to import
@@ -51,11 +48,8 @@ def call_apart(function: str, *arguments: Any, seconds: float, memory: int) -> A
 
 def answer(function: str, arguments: list[Any], memory: int) -> None:
     """Call ``function`` in this process, which ends soon, and write what comes of it as JSON on stdout."""
-    with suppress(ImportError):  # Windows has no such limits
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads reserve memory, each for itself
     module, _, name = function.partition(":")
     try:

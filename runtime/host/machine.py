@@ -17,8 +17,7 @@ VNNI_FLAGS = {"avx512_vnni", "avx_vnni"}
 
 def usable_threads() -> int:
     """Threads worth starting: the affinity mask, cut by the cgroup's CPU quota; at least 1."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota()
+    affinity, quota = len(os.sched_getaffinity(0)), _cpu_quota()
     return max(1, min(affinity, math.ceil(quota)) if quota else affinity)
 
 
@@ -44,9 +43,8 @@ def available_memory() -> int:
 @cache
 def cpu_features() -> frozenset[str]:
     """Features that bundles ask for, as far as this CPU has them: ``vnni``."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return frozenset()
-    return frozenset({"vnni"}) if VNNI_FLAGS.intersection(_value(CPUINFO, "flags").split()) else frozenset()
+    flags = _value(CPUINFO, "flags").split() if platform.machine() == "x86_64" else []
+    return frozenset({"vnni"} if VNNI_FLAGS.intersection(flags) else ())
 
 
 def computable(manifest: Manifest) -> dict[str, Graph]:
@@ -79,10 +77,9 @@ def _value(path: Path, name: str) -> str:
 
 
 def _cpu_quota() -> float | None:
-    """CPUs that the cgroup (version 2, or else 1) grants, or None without a quota."""
-    version_1 = [*_lines(CGROUP / "cpu/cpu.cfs_quota_us"), *_lines(CGROUP / "cpu/cpu.cfs_period_us")]
-    fields = " ".join(_lines(CGROUP / "cpu.max") or version_1).split()
-    return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0] not in ("max", "-1") else None
+    """CPUs that the cgroup grants, or None without a quota."""
+    fields = " ".join(_lines(CGROUP / "cpu.max")).split()
+    return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0] != "max" else None
 
 
 def _meminfo_available() -> int:
@@ -91,14 +88,11 @@ def _meminfo_available() -> int:
 
 def _cgroup_available() -> int | None:
     """Bytes that the cgroup's limit leaves; pages of files count as free, since the kernel drops them first."""
-    limit, usage, folder = "memory.max", "memory.current", CGROUP
-    if not (CGROUP / limit).exists():  # version 1, whose limit is an absurdly large number where there is none
-        limit, usage, folder = "memory.limit_in_bytes", "memory.usage_in_bytes", CGROUP / "memory"
-    most = "".join(_lines(folder / limit)).strip()
+    most = "".join(_lines(CGROUP / "memory.max")).strip()
     if not most or most == "max":
         return None
-    used = int("".join(_lines(folder / usage)) or 0)
-    statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
+    used = int("".join(_lines(CGROUP / "memory.current")) or 0)
+    statistics = dict(line.split() for line in _lines(CGROUP / "memory.stat"))
     return max(0, int(most) - used + int(statistics.get("inactive_file", 0)))
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
 from llmc.errors import BundleError
-from llmc.runtime.host.jetson import ROOT, Jetson, read_jetson
 from llmc.runtime.host.probe_steps import Driver, Library
 from llmc.strict import decode
 
 # A first use of a GPU reads libraries of hundreds of megabytes: a builder took 7 s to make on a server with a T4, and a
 # small board with a cold disk is not to be taken for hanging.
 TIMEOUT_S = 90.0
+ROOT = Path("/")
 # A process in an uninterruptible call of a driver cannot be ended; nobody waits longer for it.
 GRACE_S = 1.0
 STEPS_FILE = Path(__file__).with_name("probe_steps.py")
@@ -54,8 +54,7 @@ class Probe:
         kernel_module: version of NVIDIA's module in the kernel, None where none is loaded.
         libraries: by name: cuda-bindings, onnxruntime, tensorrt, tensorrt-rtx.
         packages: version of each Python package that exporting, building or running needs and that is installed.
-        system_tensorrt: Pythons, as 3.10, for which the system's own packages have TensorRT's module.
-        jetson: None where this is none.
+        jetson: release of Jetson Linux, as 36.4.3; empty on any other machine.
         seconds: what probing took.
     """
 
@@ -65,8 +64,7 @@ class Probe:
     driver: Driver
     libraries: dict[str, Library]
     packages: dict[str, str]
-    system_tensorrt: tuple[str, ...]
-    jetson: Jetson | None
+    jetson: str
     seconds: float
 
 
@@ -92,8 +90,7 @@ def probe(
         driver=_finding(Driver, answers["driver"]),
         libraries={name: _finding(Library, answers[name]) for name in LIBRARIES},
         packages={name: version for name in PACKAGES if (version := _package(name))},
-        system_tensorrt=_system_tensorrt(root),
-        jetson=read_jetson(root),
+        jetson=_jetson(root),
         seconds=round(time.monotonic() - started, 3),
     )
 
@@ -113,12 +110,21 @@ def _finding(kind: type[Found], answer: dict[str, Any]) -> Found:
 
 def _kernel_module(root: Path) -> str | None:
     """``NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 ...``."""
-    try:
-        text = (root / "proc/driver/nvidia/version").read_text(errors="replace")
-    except OSError:
-        return None
-    match = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)*)\s", text)
+    match = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)*)\s", _text(root / "proc/driver/nvidia/version"))
     return match[1] if match else None
+
+
+def _jetson(root: Path) -> str:
+    """``# R36 (release), REVISION: 4.3, ...`` -> 36.4.3."""
+    match = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", _text(root / "etc/nv_tegra_release"))
+    return f"{match[1]}.{match[2]}" if match else ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _package(name: str) -> str:
@@ -126,16 +132,6 @@ def _package(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _system_tensorrt(root: Path) -> tuple[str, ...]:
-    """The folder names its Python, or where it serves all of Python 3 the extension module does."""
-    found = set()
-    for path in (root / "usr/lib").glob("python3*/dist-packages/tensorrt/tensorrt*.so"):
-        tag = re.search(r"cpython-(\d)(\d+)", path.name)
-        folder = re.search(r"python(\d)\.(\d+)$", path.parents[2].name)
-        found |= {f"{match[1]}.{match[2]}" for match in (tag, folder) if match}
-    return tuple(sorted(found))
 
 
 # ------------------------------------------------------------------------------------------------------------ processes

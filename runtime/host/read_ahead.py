@@ -23,8 +23,7 @@ def read_ahead(path: Path) -> Iterator[None]:
     """Have the disk read a file into the page cache, from start to end, while the block runs.
 
     What is mapped is otherwise read where it is touched, and while something is computed nothing is read. A file that
-    is there already costs next to nothing. One that is missing, or larger than :data:`SHARE` of the memory that is
-    available, is left alone, and so is every file where the system takes no such advice (Windows, macOS).
+    is missing, or larger than :data:`SHARE` of the memory that is available, is left alone.
     """
     ended = threading.Event()
 
@@ -36,7 +35,7 @@ def read_ahead(path: Path) -> Iterator[None]:
                 os.posix_fadvise(file.fileno(), start, STEP, os.POSIX_FADV_WILLNEED)
 
     thread = None
-    if hasattr(os, "posix_fadvise") and _fits(path):
+    if _fits(path):
         with suppress(ResourceError):  # no thread can be started: it is only advice
             thread = threads.start(ask, "llmc-read-ahead", ended.set)
     try:

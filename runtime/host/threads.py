@@ -1,11 +1,9 @@
 """Threads of llmc's own, told to end and waited for before Python ends.
 
-Up to CPython 3.13 a thread that comes out of a library while Python ends is unwound there and then, which frames of C++
-turn into SIGABRT; from 3.14 on it hangs instead (https://github.com/python/cpython/issues/87135). So nobody may be in a
-library by then. The threads are daemons, for Python would wait for others before anything could tell them to end; and
-:mod:`atexit` stops them, which runs after the application's own threads have ended, whom a model may serve up to then,
-and before Python takes anything away. ``ThreadPoolExecutor`` is of no use here: it takes no work once the main thread
-has ended, and Python's end waits for its threads however long they take.
+A thread that comes out of a C++ library while Python ends aborts the process
+(https://github.com/python/cpython/issues/87135), so none may be in one by then. The threads are daemons, which
+:mod:`atexit` stops once the application's own threads have ended. ``ThreadPoolExecutor`` is of no use: it takes no work
+once the main thread has ended, and Python's end waits for its threads however long they take.
 """
 
 import atexit
@@ -38,12 +36,7 @@ _leaving = False
 
 
 def start(target: Callable[[], object], name: str, stop: Callable[[], object] = lambda: None) -> threading.Thread:
-    """Start a thread that ends before Python does.
-
-    Args:
-        target: what it runs.
-        name: of the thread.
-        stop: makes ``target`` return soon, without waiting for it; by default another thread does.
+    """Start a thread that ends before Python does; ``stop`` makes ``target`` return soon, if nobody else does.
 
     Raises:
         ResourceError: no thread can be started.
@@ -73,13 +66,9 @@ def start(target: Callable[[], object], name: str, stop: Callable[[], object] = 
 
 
 class Pool(Executor):
-    """Threads that work for one owner. Each starts when there is work for one more; where no further one can be
-    started, those that there are do it all.
+    """At most ``size`` threads for one owner, each of which calls ``initializer`` first.
 
-    Args:
-        size: threads at most.
-        name: of each.
-        initializer: called first in each.
+    Each starts when there is work for one more; where no further one can be started, those that there are do it all.
     """
 
     def __init__(self, size: int, name: str, initializer: Callable[[], object]) -> None:
@@ -155,5 +144,4 @@ def _join(deadline: float) -> list[threading.Thread]:
     return [thread for thread in left if thread.is_alive()]
 
 
-if hasattr(os, "register_at_fork"):  # in a forked process there are none of them
-    os.register_at_fork(after_in_child=_running.clear)
+os.register_at_fork(after_in_child=_running.clear)  # in a forked process there are none of them

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from llmc.runtime.host.jetson import JETPACKS, Jetson
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.host.probe_steps import Device, Driver, Library
 
@@ -26,8 +25,7 @@ NO_GPU = Probe(
         "tensorrt-rtx": Library("ok", "", "1.7.1.116", "13", WHOLE),
     },
     packages=PACKAGES,
-    system_tensorrt=(),
-    jetson=None,
+    jetson="",
     seconds=0.5,
 )
 
@@ -70,12 +68,7 @@ ORIN = replace(
         "tensorrt": Library("ok", "", "10.3.0", "", ("runtime", "builder")),
         "tensorrt-rtx": MISSING,
     },
-    system_tensorrt=("3.10",),
-    jetson=Jetson(
-        model="NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super",
-        l4t="36.4.3",
-        jetpack=JETPACKS[36, 4],
-    ),
+    jetson="36.4.3",
 )
 THOR = replace(
     ORIN,
@@ -88,17 +81,14 @@ THOR = replace(
         "tensorrt": Library("ok", "", "10.16.2", "", WHOLE),
         "tensorrt-rtx": MISSING,
     },
-    system_tensorrt=("3.12",),
-    jetson=replace(ORIN.jetson, model="NVIDIA Jetson AGX Thor Developer Kit", l4t="39.2.0", jetpack=JETPACKS[39, 2]),
+    jetson="39.2.0",
 )
 
 ORIN_FILES = {
     "etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64, "
     "DATE: Wed Jan  8 01:49:37 UTC 2025\n",
-    "proc/device-tree/model": "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super\0",
     "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  540.4.0  Release Build  "
     "(buildbrain@host)  Wed Jan  8\nGCC version:  collect2: error\n",
-    "usr/lib/python3.10/dist-packages/tensorrt/tensorrt.so": "",
 }
 
 

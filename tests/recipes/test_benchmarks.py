@@ -12,8 +12,6 @@ import pytest
 
 # float64 sums of the same products in another order.
 CLOSE = 1e-12
-# Half a step of the inner width, in 2 gated MLPs, is 1.2 % of the model.
-SIZE_TOLERANCE = 0.02
 
 
 @pytest.fixture
@@ -61,9 +59,9 @@ def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch
 # ------------------------------------------------------------------------------------------------------------ scripts
 
 
-@pytest.mark.parametrize("measurement", ["concurrency", "overhead", "prefixes", "speculation"])
+@pytest.mark.parametrize("measurement", ["concurrency", "overhead"])
 def test_engine_runs_on_the_small_model(run, tiny_bundle: Path, measurement: str):
-    sizes = ("--prompt", 16, "--new-tokens", 8, "--long-prompt", 64, "--prefix", 200)
+    sizes = ("--prompt", 16, "--new-tokens", 8, "--long-prompt", 64)
     found = run("engine", measurement, tiny_bundle, "--threads", 1, "--rounds", 1, *sizes)
     assert len(found["rows"]) >= 3 and all("x; " in row[-1] for row in found["rows"][1:])
 
@@ -119,13 +117,6 @@ def test_quality_per_bit_compares_and_refuses_another_model(
     assert kl["llama.cpp f16", "decode"] == 0 < ours < kl["llama.cpp q4_0", "decode"]
     scale["f16"] = 0.9
     assert module.main() == 1 and "computes another model" in capsys.readouterr().err
-
-
-def test_families_have_about_as_many_weights_as_llama(script):
-    families = script("families")
-    goal = families.count(families.geometry("llama", None))
-    for family in ("gpt2", "gemma2", "granitemoehybrid", "phi", "hunyuan_v1_dense"):
-        assert families.count(families.geometry(family, goal)) == pytest.approx(goal, rel=SIZE_TOLERANCE), family
 
 
 # ---------------------------------------------------------------------------------------------------------- converted

@@ -179,7 +179,7 @@ def test_a_library_that_is_too_old_is_told_with_the_oldest():
     old = with_library(H200, "tensorrt", Library("ok", "", "10.0.1", "12", ("runtime", "builder")))
     assert "tensorrt is 10.0.1, 10.15 is the oldest for this target: pip install -U" in found(outlook("tensorrt", old))
     jetson = with_library(ORIN, "tensorrt", Library("ok", "", "8.6.2", "", ("runtime", "builder")))
-    assert "install JetPack 7.2 or newer" in found(outlook("tensorrt", jetson))
+    assert "JetPack 7.2 or newer" in found(outlook("tensorrt", jetson))
 
 
 def test_a_library_that_can_make_nothing_here_is_an_obstacle():
@@ -223,25 +223,9 @@ def test_orin_has_no_fp8_and_thor_has():
     assert "fp8" not in " ".join(outlook("tensorrt", THOR).notes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "remedy"),
-    [
-        ({}, "python3.12 -m venv --system-site-packages"),
-        ({"python": "3.11.9"}, "TensorRT's module is for Python 3.12, this is 3.11"),
-        ({"system_tensorrt": ()}, "sudo apt-get install python3-libnvinfer"),
-        ({"jetson": ORIN.jetson}, "JetPack 6.1 or 6.2 has TensorRT 10.3: install JetPack 7.2 or newer"),
-    ],
-)
-def test_a_jetson_hears_how_its_systems_tensorrt_is_reached(changes: dict[str, object], remedy: str):
-    hidden = replace(with_library(THOR, "tensorrt", MISSING), **changes)
-    assert remedy in outlook("tensorrt", hidden).obstacles[0].remedy
-
-
-def test_an_old_jetpack_is_to_be_replaced():
-    from llmc.runtime.host.jetson import JETPACKS
-
-    old = replace(with_library(ORIN, "tensorrt", MISSING), jetson=replace(ORIN.jetson, jetpack=JETPACKS[36, 2]))
-    assert "JetPack 6.0 has TensorRT 8.6: install JetPack 7.2" in outlook("tensorrt", old).obstacles[0].remedy
+def test_a_jetson_hears_that_tensorrt_is_its_systems():
+    hidden = with_library(THOR, "tensorrt", MISSING)
+    assert "JetPack 7.2 or newer" in outlook("tensorrt", hidden).obstacles[0].remedy
 
 
 # -------------------------------------------------------------------------------------------------------------- bundles

@@ -20,7 +20,7 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def four_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 4, 6}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 4, 6})
 
 
 @pytest.fixture
@@ -40,12 +40,9 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("max 100000", 4),
         ("100000 100000", 1),
-        ("50000 100000", 1),
         ("150000 100000", 2),
         ("200000 100000", 2),
         ("1600000 100000", 4),
-        ("30000 10000", 3),
-        ("max", 4),
         ("", 4),
     ],
 )
@@ -100,7 +97,6 @@ def test_resident_memory_is_now_and_at_its_peak():
     [
         ("x86_64", "fpu sse avx2 avx512_vnni", {"vnni"}),
         ("x86_64", "fpu sse avx2 avx_vnni", {"vnni"}),
-        ("AMD64", "avx_vnni", {"vnni"}),
         ("x86_64", "fpu sse avx2 avx512f avx512_vnnix", set()),
         ("x86_64", "", set()),
         ("aarch64", "asimd asimddp avx_vnni", set()),

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.machines import ORIN, ORIN_FILES, write_files
+from doubles.machines import ORIN_FILES, write_files
 
 from llmc.runtime.host import probe_steps
-from llmc.runtime.host.jetson import jetpack_of, read_jetson
 from llmc.runtime.host.probe import (
     LIBRARIES,
     probe,
@@ -261,44 +260,9 @@ def test_cuda_bindings_without_a_driver_say_so():
     assert ("initialised" in found["abilities"]) != bool(found["problem"])
 
 
-# --------------------------------------------------------------------------------------------------------------- Jetson
-
-
-def test_a_jetson_is_read_from_its_files(tmp_path: Path):
-    assert ORIN.jetson is not None
-    found = read_jetson(write_files(tmp_path, ORIN_FILES))
-    assert found == ORIN.jetson
-
-
-def test_a_jetson_in_a_container_is_known_by_its_model(tmp_path: Path):
-    found = read_jetson(write_files(tmp_path, {"proc/device-tree/model": "NVIDIA Jetson AGX Orin\0"}))
-    assert found is not None
-    assert (found.model, found.l4t, found.jetpack) == ("NVIDIA Jetson AGX Orin", "", None)
-
-
-@pytest.mark.parametrize(
-    ("l4t", "jetpack"),
-    [
-        ("35.6.0", "5.x"),
-        ("36.3.0", "6.0"),
-        ("36.4.3", "6.1 or 6.2"),
-        ("38.2.1", "7.0"),
-        ("38.4", "7.1"),
-        ("39.2.0", "7.2"),
-        ("36.1", None),
-        ("37.0", None),
-        ("", None),
-    ],
-)
-def test_a_release_belongs_to_a_jetpack(l4t: str, jetpack: str | None):
-    found = jetpack_of(l4t)
-    assert (found.name if found else None) == jetpack
-
-
 def test_files_of_the_system_are_read_below_the_root(tmp_path: Path):
     found = probe(root=write_files(tmp_path, ORIN_FILES), commands=commands())
-    assert (found.kernel_module, found.system_tensorrt) == ("540.4.0", ("3.10",))
-    assert found.jetson == ORIN.jetson
+    assert (found.kernel_module, found.jetson) == ("540.4.0", "36.4.3")
 
 
 @pytest.mark.parametrize(
