@@ -18,7 +18,7 @@ import onnxruntime
 from machine import Disturbance, in_turns, positive, publish, ratio, table
 
 from llmc.runtime import Engine, Model, Request, SamplingParams, load
-from llmc.runtime.bench.client import Visit, draw_prompt
+from llmc.runtime.bench.benchmark import Clock, draw_prompt
 from llmc.runtime.host.machine import usable_threads
 
 ROWS, STREAMS = 8, 4
@@ -28,7 +28,7 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 Rows = list[tuple[str, ...]]
 
 
-def greedy(prompt: list[int], new_tokens: int, visit: Visit | None = None, **options: Any) -> Request:
+def greedy(prompt: list[int], new_tokens: int, visit: Clock | None = None, **options: Any) -> Request:
     """A request for exactly so many tokens; ``options`` are sampling parameters."""
     params = SamplingParams(**{"max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True, **options})
     return Request(prompt, params, on_delta=visit and visit.note)
@@ -85,7 +85,7 @@ def concurrency(args: argparse.Namespace) -> Rows:
 def gaps_beside(model: Model, args: argparse.Namespace, number: int) -> tuple[float, float]:
     """The 95th percentile of the streams' gaps in seconds, before and beside the prefill of a long prompt."""
     engine, vocabulary = model.engine, model.manifest.geometry.vocab_size
-    visits, first = [Visit(0.0) for _ in range(STREAMS)], Visit(0.0)
+    visits, first = [Clock() for _ in range(STREAMS)], Clock()
     streams = [
         engine.submit(greedy(draw_prompt(vocabulary, SHORT, number, i), engine.max_context - SHORT, visit))
         for i, visit in enumerate(visits)

@@ -1,25 +1,29 @@
 """Speed of a bundle on this machine for one request at a time, with what it takes to judge the figures."""
 
+import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc import __version__
 from llmc.bundle import read_bundle
 from llmc.errors import UsageError
-from llmc.runtime.bench.client import Report, common, draw_prompt, visit
-from llmc.runtime.host.machine import available_memory, resident_bytes
+from llmc.runtime.api.request import Request
+from llmc.runtime.api.results import Delta
+from llmc.runtime.host.machine import available_memory, cpu_model, resident_bytes
 from llmc.runtime.model import Model, load
+from llmc.runtime.sampling.params import SamplingParams
 
 BYTES_PER_THREAD = 256 << 20  # far beyond any cache
 PASSES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkReport(Report):
+class BenchmarkReport:
     """Seconds unless named otherwise; p50 and p95 over ``repeats`` prompts (TTFT) or all decode steps (TPOT).
 
     Attributes:
@@ -30,7 +34,19 @@ class BenchmarkReport(Report):
         roofline_fraction: share of that bandwidth which the median decode step reached.
     """
 
+    bundle: str
+    model: str
+    precision: str
+    threads: int
+    llmc_version: str
+    engine: str
+    engine_version: str
+    python_version: str
+    cpu: str
+    prompt_length: int
+    new_tokens: int
     repeats: int
+    load_s: float
     ttft_p50_s: float
     ttft_p95_s: float
     tpot_p50_s: float
@@ -38,6 +54,7 @@ class BenchmarkReport(Report):
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     rss_after_load_bytes: int
+    rss_peak_bytes: int
     weight_bytes_per_token: int
     read_bandwidth: float
     roofline_fraction: float
@@ -65,11 +82,21 @@ def benchmark(
         rss = resident_bytes()[0]
         _time_request(model, prompt_length, 2, 0)  # the first calls allocate; they are not counted
         runs = [_time_request(model, prompt_length, new_tokens, index + 1) for index in range(repeats)]
-        known = common(model)  # before the bandwidth loop takes its own buffers
+        peak = resident_bytes()[1]  # before the bandwidth loop takes its own buffers
+        manifest = model.manifest
         ttft, steps = np.array([first for first, _ in runs]), np.concatenate([rest for _, rest in runs])
         step, step_bytes = float(np.median(steps)), model.manifest.graphs["decode"].step_weight_bytes
         bandwidth = max(read_bandwidth(model.threads), step_bytes / float(steps.min()))
         return BenchmarkReport(
+            bundle=str(folder),
+            model=manifest.source.name,
+            precision=manifest.recipe.precision,
+            threads=model.threads,
+            llmc_version=__version__,
+            engine=manifest.target.engine,
+            engine_version=model.engine_version,
+            python_version=platform.python_version(),
+            cpu=cpu_model(),
             prompt_length=prompt_length,
             new_tokens=new_tokens,
             repeats=repeats,
@@ -81,21 +108,38 @@ def benchmark(
             prefill_tokens_per_s=prompt_length / float(np.median(ttft)),
             decode_tokens_per_s=len(steps) / float(steps.sum()),
             rss_after_load_bytes=rss,
+            rss_peak_bytes=peak,
             weight_bytes_per_token=step_bytes,
             read_bandwidth=bandwidth,
             roofline_fraction=step_bytes / step / bandwidth,
-            **known,
         )
+
+
+@dataclass
+class Clock:
+    """When a request was made and when each of its tokens came; seconds of ``time.monotonic``."""
+
+    made: float = field(default_factory=time.monotonic)
+    tokens: list[float] = field(default_factory=list)
+
+    def note(self, delta: Delta) -> None:
+        """Tokens came; called on the engine's thread."""
+        self.tokens += [time.monotonic()] * len(delta.token_ids)
 
 
 def _time_request(model: Model, prompt_length: int, new_tokens: int, index: int) -> tuple[float, list[float]]:
     """Seconds until the first token, and from each token to the next; ``index`` tells the prompts apart."""
     prompt = draw_prompt(model.manifest.geometry.vocab_size, prompt_length, 0, index)
-    [answer] = visit(model, lambda _: prompt, [0.0], new_tokens)
-    if answer.error is not None:
-        raise answer.error
-    first, *steps = np.diff([answer.due, *answer.tokens]).tolist()
+    params, clock = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True), Clock()
+    model.submit(Request(prompt, params, on_delta=clock.note)).result()
+    first, *steps = np.diff([clock.made, *clock.tokens]).tolist()
     return first, steps
+
+
+def draw_prompt(vocab_size: int, length: int, seed: int, index: int) -> list[int]:
+    """Draw tokens evenly, so that no two prompts share a prefix worth caching."""
+    tokens: list[int] = np.random.default_rng([seed, 1, index]).integers(0, vocab_size, length).tolist()
+    return tokens
 
 
 def read_bandwidth(threads: int) -> float:

@@ -3,7 +3,10 @@
 At a rate (an open loop) no arrival waits for an answer, as users do not wait for one another; beside latencies from the
 moment of sending there are those from the moment at which a request was due, so a late client hides nothing. At a
 concurrency (a closed loop) so many clients send their next request when they have their last answer; such a load slows
-down together with the server and never shows its queue. See :mod:`llmc.runtime.bench.load_test` for the sources.
+down together with the server and never shows its queue.
+
+Sources: Tene, How NOT to Measure Latency (https://www.infoq.com/presentations/latency-response-time); Schroeder et
+al., Open Versus Closed: A Cautionary Tale (NSDI 2006).
 """
 
 import datetime
@@ -24,7 +27,6 @@ import numpy as np
 
 from llmc import __version__
 from llmc.errors import LlmcError, UsageError
-from llmc.runtime.bench.client import due_times
 from llmc.runtime.bench.serve_report import Exchange, figures
 from llmc.runtime.host.machine import cpu_model, usable_threads
 
@@ -407,3 +409,11 @@ def closed_loop(
     while time.perf_counter() < until and (number := next(numbers)) < settings.most_requests:
         body = bodies(number)
         send(body, time.perf_counter())
+
+
+def due_times(rate: float, seed: int) -> Iterator[float]:
+    """Seconds from the first arrival to each of a Poisson process of ``rate`` per second, without end."""
+    generator, moment = np.random.default_rng(seed), 0.0
+    while True:
+        yield moment
+        moment += float(generator.exponential(1 / rate))

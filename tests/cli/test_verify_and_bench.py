@@ -1,6 +1,5 @@
 """``llmc verify`` and ``llmc bench``: one call with the same names, and a report for people or programs."""
 
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import pytest
 
 from llmc.errors import BundleError
 from llmc.runtime.bench.benchmark import BenchmarkReport
-from llmc.runtime.bench.load_test import LoadReport, Percentiles
 from llmc.runtime.selftest import VerifyReport
 
 COMMON: dict[str, Any] = {
@@ -42,45 +40,6 @@ BENCHMARK = BenchmarkReport(
     read_bandwidth=33.45e9,
     roofline_fraction=0.29,
 )
-LOAD = LoadReport(
-    **COMMON,
-    concurrency=8,
-    max_queue=256,
-    rate=20.0,
-    arrival_seed=0,
-    requests=40,
-    determinism="fast",
-    draft="lookup",
-    load_s=0.25,
-    arrived_rate=17.26,
-    completed=37,
-    rejected=2,
-    failed=1,
-    failure="the deadline passed",
-    duration_s=3.25,
-    achieved_rate=11.38,
-    output_tokens_per_s=728.6,
-    total_tokens_per_s=2185.8,
-    ttft=Percentiles(0.001, 0.002, 0.003),
-    tpot=Percentiles(0.004, 0.005, 0.006),
-    itl=Percentiles(0.007, 0.008, 0.009),
-    e2e=Percentiles(0.010, 0.011, 0.012),
-    queue=Percentiles(0.013, 0.014, 0.015),
-    draft_acceptance=0.75,
-    rss_peak_bytes=144_300_000,
-)
-
-
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    calls: list[dict[str, Any]] = []
-
-    def load_test(bundle: Path, **options: Any) -> LoadReport:
-        calls.append({"bundle": bundle, **options})
-        return LOAD
-
-    monkeypatch.setattr("llmc.runtime.bench.load_test.load_test", load_test)
-    return calls
 
 
 @pytest.fixture
@@ -120,54 +79,6 @@ def test_bench_passes_its_options_on_and_shows_latencies_speeds_memory_and_roofl
         {"bundle": tmp_path, "prompt_length": 128, "new_tokens": 64, "repeats": 3, "threads": None},
         {"bundle": tmp_path, "prompt_length": 512, "new_tokens": 16, "repeats": 5, "threads": 1},
     ]
-
-
-def test_bench_under_load_passes_on_what_was_given_and_shows_every_figure(llmc, loads, tmp_path: Path):
-    given = {"max_queue": 5, "requests": 9, "seed": 3, "draft": "lookup", "determinism": "strict", "rate": 2.5}
-    options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
-    assert json.loads(llmc("bench", tmp_path, *options, "--json").out) == dataclasses.asdict(LOAD)
-    assert loads == [{"bundle": tmp_path, "prompt_length": 128, "new_tokens": 64, "threads": None, **given}]
-    out = llmc("bench", tmp_path, "--concurrency", 4).out
-    for text in (
-        "1.00 ms p50, 2.00 ms p95, 3.00 ms p99",
-        "4.00 ms p50",
-        "7.00 ms p50",
-        "12.00 ms p99",
-        "14.00 ms p95",
-        "20 per second, seed 0, which gave 17.26 per second",
-        "37 completed, 2 rejected by a full queue, 1 failed: the deadline passed",
-        "of the 37 that completed",
-        "728.6 new tok/s, 2185.8 with prompts",
-        "11.38 per second, for 3.2 s",
-        "8 rows, a queue of 256, determinism fast, draft lookup",
-        "75%",
-    ):
-        assert text in out
-
-
-def test_bench_under_load_says_nothing_of_requests_that_all_completed(
-    llmc, loads: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    whole = dataclasses.replace(LOAD, completed=40, rejected=0, failed=0, failure=None)
-    monkeypatch.setattr("llmc.runtime.bench.load_test.load_test", lambda bundle, **options: whole)
-    out = llmc("bench", tmp_path, "--rate", 20).out
-    assert "40 completed, 0 rejected, 0 failed\n" in out
-    assert "that completed" not in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--draft", "lookup"], "--draft is for the engine under load: give --concurrency or --rate too"),
-        (["--rate", 3, "--repeats", 3], "--repeats is for one sequence; under load, say --requests"),
-        (["--repeats", 0], "Invalid value for '--repeats': 0 is not in the range x>=1; see llmc bench --help"),
-    ],
-)
-def test_bench_refuses_what_cannot_be_and_options_of_its_other_half(
-    llmc, benchmarks: list, loads: list, tmp_path: Path, arguments: list[object], sentence: str
-):
-    ran = llmc("bench", tmp_path, *arguments)
-    assert (ran.code, ran.err, benchmarks, loads) == (2, f"llmc: error: {sentence}\n", [], [])
 
 
 def test_verify_passes_its_options_on_and_says_sound(llmc, verifications: list[dict[str, Any]], tmp_path: Path):

@@ -8,10 +8,9 @@ import pytest
 from llmc import __version__
 from llmc.bundle import read_bundle
 from llmc.errors import BundleError, UsageError
+from llmc.runtime import load
 from llmc.runtime.bench import benchmark as module
-from llmc.runtime.bench import client
 from llmc.runtime.bench.benchmark import BenchmarkReport, benchmark
-from llmc.runtime.bench.client import Visit
 
 
 @pytest.fixture(autouse=True)
@@ -60,23 +59,11 @@ def test_the_figures_follow_from_the_times(tiny_bundle: Path, monkeypatch: pytes
     assert report.roofline_fraction == pytest.approx(0.01 / 0.035)
 
 
-def test_the_engine_answers_and_no_prompt_comes_from_the_prefix_cache(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-):
-    seen: list[Visit] = []
-
-    def visit(*arguments: Any) -> list[Visit]:
-        seen.extend(found := client.visit(*arguments))
-        return found
-
-    monkeypatch.setattr(module, "visit", visit)
-    benchmark(tiny_bundle, prompt_length=200, new_tokens=4, repeats=2, threads=1)
-    answered = [each.metrics for each in seen if each.metrics is not None]
-    assert [(own.prompt_tokens, own.cached_tokens, own.output_tokens) for own in answered] == [
-        (200, 0, 2),
-        (200, 0, 4),
-        (200, 0, 4),
-    ]
+def test_no_prompt_comes_from_the_prefix_cache(tiny_bundle: Path):
+    with load(tiny_bundle, self_test=False) as model:
+        for index in range(2):
+            module._time_request(model, 200, 4, index)
+        assert model.engine.prefixes.counters.hit_tokens == 0
 
 
 def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, tmp_path: Path):
