@@ -20,6 +20,8 @@ _BLANK_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _COUNTS = re.compile(r"\{\s*([0-9]{1,9})\s*(?:(,)\s*([0-9]{1,9})?\s*)?\}")
 _ESCAPE = re.compile(r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([nrt"\\\[\]-]))')
 _SHORT = {"n": "\n", "r": "\r", "t": "\t"}
+_ANY = re.compile(".", re.DOTALL)
+_SIGNS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 # The reader recurses over parentheses; nobody nests as many.
 _DEEPEST = 100
 _SURROGATES = (0xD800, 0xDFFF)
@@ -80,18 +82,11 @@ def is_gbnf(grammar: str) -> bool:
 
 
 def read_gbnf(grammar: str) -> dict[str, Node]:
-    """The rules by their names; ``root`` is the whole output.
-
-    Raises:
-        GrammarError: where it stands and what was expected.
-    """
+    """The rules by their names, ``root`` for the whole output; GrammarError says what was expected where."""
     rules = _Reader(grammar).rules()
-    if "root" not in rules:
-        raise GrammarError("grammar: No 'root' rule; name the rule of the whole output so")
-    for node in rules.values():
-        for name in references(node):
-            if name not in rules:
-                raise GrammarError(f"grammar: Rule {name!r} not found; define it or correct its name")
+    missing = {"root"}.union(*map(references, rules.values())) - rules.keys()
+    if missing:
+        raise GrammarError(f"grammar: No {min(missing)!r} rule; define it or correct its name ('root' is the output)")
     return rules
 
 
@@ -151,23 +146,21 @@ class _Reader:
             self._skip(_BLANK_LINES)
             if name in found:
                 raise self._error(f"a rule that is defined once, {name!r} is already")
-            found[name] = self._choice(nested=False)
-            if self._at < len(self._text) and self._text[self._at] not in "\r\n":
+            found[name] = self._choice(_BLANKS)
+            if self._sign() not in ("", "\r", "\n"):
                 raise self._error("the end of the line, or one of | * + ? { and what a rule consists of")
             self._skip(_BLANK_LINES)
         return found
 
-    def _choice(self, nested: bool) -> Node:
-        parts = [self._sequence(nested)]
-        while self._text.startswith("|", self._at):
-            self._at += 1
+    def _choice(self, blanks: re.Pattern[str]) -> Node:
+        parts = [self._sequence(blanks)]
+        while self._takes("|"):
             self._skip(_BLANK_LINES)
-            parts.append(self._sequence(nested))
+            parts.append(self._sequence(blanks))
         return parts[0] if len(parts) == 1 else Choice(tuple(parts))
 
-    def _sequence(self, nested: bool) -> Node:
+    def _sequence(self, blanks: re.Pattern[str]) -> Node:
         parts: list[Node] = []
-        blanks = _BLANK_LINES if nested else _BLANKS
         while (part := self._part()) is not None:
             self._skip(blanks)
             while (counts := self._counts()) is not None:
@@ -177,40 +170,34 @@ class _Reader:
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def _part(self) -> Node | None:
-        sign = self._text[self._at : self._at + 1]
-        if sign == '"':
+        if self._takes('"'):
             return self._literal()
-        if sign == "[":
+        if self._takes("["):
             return self._class()
-        if sign == "(":
+        if self._takes("("):
             return self._group()
-        if sign == ".":
-            self._at += 1
+        if self._takes("."):
             return Characters(ANY)
-        if sign in ("<", "!"):
+        if self._sign() in ("<", "!"):
             raise self._error("characters, for tokens (<name>, <[17]>, !<name>) are not supported")
-        if sign and (name := _NAME.match(self._text, self._at)):
-            self._at = name.end()
-            return Reference(name[0])
-        return None
+        name = _NAME.match(self._text, self._at)
+        return Reference(self._match(_NAME, "")[0]) if name else None
 
     def _group(self) -> Node:
-        self._at += 1
         self._depth += 1
         if self._depth > _DEEPEST:
             raise self._error(f"at most {_DEEPEST} parentheses in each other")
         self._skip(_BLANK_LINES)
-        found = self._choice(nested=True)
+        found = self._choice(_BLANK_LINES)
         self._expect(")")
         self._depth -= 1
         return found
 
     def _counts(self) -> tuple[int, int | None] | None:
-        sign = self._text[self._at : self._at + 1]
-        if sign and sign in "*+?":
-            self._at += 1
-            return int(sign == "+"), 1 if sign == "?" else None
-        if sign != "{":
+        for sign, counts in _SIGNS.items():
+            if self._takes(sign):
+                return counts
+        if self._sign() != "{":
             return None
         found = self._match(_COUNTS, "{2}, {2,} or {2,3}, with the smaller number first")
         least = int(found[1])
@@ -220,39 +207,30 @@ class _Reader:
         return least, most
 
     def _literal(self) -> Node:
-        self._at += 1
         parts = []
-        while not self._text.startswith('"', self._at):
+        while not self._takes('"'):
             code = self._character("a quote that ends the text")
             parts.append(Characters(((code, code),)))
-        self._at += 1
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def _class(self) -> Node:
-        self._at += 1
-        negated = self._text.startswith("^", self._at)
-        self._at += negated
+        negated = self._takes("^")
         ranges = []
-        while not self._text.startswith("]", self._at):
+        while not self._takes("]"):
             first = last = self._character("] that ends the class")
-            if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
-                self._at += 1
+            if not self._text.startswith("-]", self._at) and self._takes("-"):
                 last = self._character("the end of a range")
                 if last < first:
                     raise self._error(f"a range that does not end below its start, U+{first:04X}")
             ranges.append((first, last))
         if not ranges:
             raise self._error("a member of the class")
-        self._at += 1
         found = merged(ranges)
         return Characters(excluding(found) if negated else found)
 
     def _character(self, expected: str) -> int:
-        if self._at >= len(self._text):
-            raise self._error(expected)
-        if self._text[self._at] != "\\":
-            self._at += 1
-            return ord(self._text[self._at - 1])
+        if self._sign() != "\\":
+            return ord(self._match(_ANY, expected)[0])
         before = self._at
         found = self._match(_ESCAPE, r"one of the escapes \n \r \t \" \\ \[ \] \- \xHH \uHHHH \UHHHHHHHH")
         if found[4]:
@@ -263,10 +241,16 @@ class _Reader:
             raise self._error(f"a character, which {found[0]} is not")
         return code
 
+    def _sign(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _takes(self, sign: str) -> bool:
+        found = self._sign() == sign
+        self._at += found
+        return found
+
     def _skip(self, blanks: re.Pattern[str]) -> None:
-        found = blanks.match(self._text, self._at)
-        assert found is not None  # it matches the empty text
-        self._at = found.end()
+        self._match(blanks, "")  # it matches the empty text
 
     def _match(self, pattern: re.Pattern[str], expected: str) -> re.Match[str]:
         found = pattern.match(self._text, self._at)
@@ -276,9 +260,7 @@ class _Reader:
         return found
 
     def _expect(self, sign: str) -> None:
-        if not self._text.startswith(sign, self._at):
-            raise self._error(sign)
-        self._at += len(sign)
+        self._match(re.compile(re.escape(sign)), sign)
 
     def _error(self, expected: str) -> GrammarError:
         before = self._text[: self._at]

@@ -67,7 +67,7 @@ class Grammars:
             compiled = self._compiled.pop(source, None)
             vocabulary = self._vocabulary
         if compiled is None:  # outside of the lock: it may take a second
-            grammar, laborious = source.compile(vocabulary)
+            grammar, laborious = source.compile()
             compiled = CompiledGrammar(source.kind, grammar, vocabulary, clock, laborious)
         with self._lock:
             self._compiled[source] = compiled
@@ -97,13 +97,13 @@ class _Source:
             raise GrammarError(f"{kind} has {len(text)} characters, expected at most {_LONGEST[kind]}")
         return cls(kind, text)
 
-    def compile(self, vocabulary: Vocabulary) -> tuple[str, bool]:
+    def compile(self) -> tuple[str, bool]:
         """The grammar in the library's own format, and whether compiling that may take long."""
         matcher = require("llguidance", "guided").LLMatcher
         laborious = len(self.text) > _LONGEST_QUICK[self.kind]
         try:
             if self.kind == "choice":
-                return str(matcher.grammar_from_lark(_choice_grammar(json.loads(self.text), vocabulary))), laborious
+                return str(matcher.grammar_from_lark(_choice_grammar(json.loads(self.text)))), laborious
             if self.kind == "regex":
                 check_regex(self.text, "regex")
                 return str(matcher.grammar_from_regex(self.text)), laborious
@@ -120,9 +120,7 @@ class _Source:
             raise GrammarError(f"{self.kind} cannot be read: {shortened(str(error))}") from error
 
 
-def _choice_grammar(choices: list[str], vocabulary: Vocabulary) -> str:
-    for choice in choices:
-        vocabulary.check_spelling(choice)
+def _choice_grammar(choices: list[str]) -> str:
     # One terminal, which the lexer follows in a table, instead of a rule with many.
     literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return f"start: CHOICE\nCHOICE: {literals}\n"

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,30 +54,6 @@ class Vocabulary:
         eos[list(known)] = True
         writable = exists[:vocab_size] & ~eos
         return cls(tokens, vocab_size, known, *(np.packbits(flags, bitorder="little") for flags in (eos, writable)))
-
-    @cached_property
-    def spellings(self) -> frozenset[bytes]:
-        """The texts of all tokens that the model can write."""
-        ids: list[int] = np.flatnonzero(np.unpackbits(self.writable, bitorder="little")).tolist()
-        return frozenset(self.tokens.decode_bytes([token]) for token in ids if not self.tokens.is_special_token(token))
-
-    @cached_property
-    def longest_spelling(self) -> int:
-        return max(map(len, self.spellings), default=0)
-
-    def check_spelling(self, text: str) -> None:
-        """Refuse a text that no sequence of tokens spells.
-
-        Raises:
-            GrammarError: there is none.
-        """
-        content = text.encode()
-        reached = [True] + [False] * len(content)
-        for end in range(1, len(content) + 1):
-            starts = range(max(0, end - self.longest_spelling), end)
-            reached[end] = any(reached[start] and content[start:end] in self.spellings for start in starts)
-        if not reached[-1]:
-            raise GrammarError(f"choice: no tokens of the model's vocabulary spell {shortened(repr(text))}")
 
 
 class _Spellings:

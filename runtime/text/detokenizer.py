@@ -34,9 +34,8 @@ class TextStream:
     def push(self, token_id: int, stopping: bool = True) -> str:
         """Take the next token and return the text that has become certain, often none.
 
-        Without ``stopping`` nothing ends the stream and nothing is held back for a stop string: all text up to here is
-        returned, and a stop string found later lies wholly behind it. (vLLM, which looks for stop strings from
-        ``min_tokens`` on as well, also takes one that begins before and ends after.)
+        Without ``stopping`` nothing ends the stream and no text is held back for a stop string; one that is found later
+        lies wholly behind it.
         """
         if self.stopped is not None:
             return ""
@@ -89,25 +88,19 @@ class NoText(TextStream):
         self.stopped = None
 
     def push(self, token_id: int, stopping: bool = True) -> str:
-        """Nothing, whatever the token is."""
         return ""
 
     def finish(self) -> str:
-        """Nothing is left."""
         return ""
 
 
 class _IncrementalDecoder:
     """Decodes over a short window of the last tokens.
 
-    Two things make a token's text depend on its neighbours, and both are met without reading everything again. A
-    decoder may treat the first token differently (Metaspace and Strip drop a space), so the window keeps some tokens
-    whose text was returned already. And a character may be spread over tokens: byte-level tokens are joined before
-    UTF-8 is decoded, where what is incomplete shows as one U+FFFD at the end, so that one is held back. Byte-fallback
-    tokens are stricter: one bad byte turns a whole run of them into U+FFFD, so a run waits for its end.
-
-    Where tokens are bytes and nothing else, the window is empty after whole characters: most tokens are decoded alone,
-    once.
+    A decoder may treat the first token differently (Metaspace and Strip drop a space), so the window keeps some tokens
+    whose text was returned already. A character may be spread over tokens: what is incomplete shows as one U+FFFD at
+    the end, which is held back; one bad byte-fallback token turns a whole run of them into U+FFFD, so a run waits for
+    its end. Where tokens are bytes and nothing else, the window is empty after whole characters.
     """
 
     # An incomplete character has at most 3 bytes, hence 3 tokens; one more stands before them.

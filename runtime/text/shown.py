@@ -25,18 +25,15 @@ def rendered(
     ignored: Callable[[str], None] | None = None,
     **variables: Any,
 ) -> str:
-    """The prompt for ``messages``, as :meth:`ChatTemplate.render` writes it.
+    """The prompt for ``messages``, with the arguments and errors of :meth:`ChatTemplate.render`.
 
     Args:
-        write: spells calls, names with arguments, where the client knows that the template shows neither tools nor
-            calls, and tells the model of tools in another way; calls are then part of the content.
+        write: spells calls, names with arguments, as part of the content where the template shows none, for clients
+            that tell the model of tools in another way.
         ignored: is told that names of messages are not shown, which are refused without it.
-        template, messages, add_generation_prompt, tools, documents, continue_final_message, disguise, variables: as
-            there.
 
     Raises:
         UsageError: the template does not read what is given, or shows nothing of names, calls or results in messages.
-        RequestError, UsageError: as there.
     """
     known = template.variables(tools is not None)
     tools = tools and [_without_strict(tool) for tool in tools]
@@ -90,11 +87,7 @@ def _same(render: Callable[[Messages], str], messages: Messages, prompt: str) ->
 
 
 def _spelt(message: Any, write: Write) -> Any:
-    """A message with its calls in its content.
-
-    Raises:
-        UsageError: arguments are no object, as those of an answer that was cut.
-    """
+    """A message with its calls in its content; UsageError for those of an answer that was cut."""
     if not (_is(message, "assistant") and message.get("tool_calls")):
         return message
     calls = [(call["function"]["name"], call["function"].get("arguments") or {}) for call in message["tool_calls"]]

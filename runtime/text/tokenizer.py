@@ -36,8 +36,7 @@ class Tokenizer:
         special_tokens: texts by name (``bos_token``, ``eos_token``, ...), as chat templates see them.
 
     Attributes:
-        joins_bytes: whether a text is the bytes of its tokens one after the other, whichever these are: after whole
-            characters a token's text is that of the token alone.
+        joins_bytes: True if a text is the bytes of its tokens one after the other, whichever these are.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
@@ -90,11 +89,9 @@ class Tokenizer:
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_cut(self, text: str, most: int | None, pair: str | None = None) -> list[int]:
-        """:meth:`encode` of as much of the beginning of ``text`` as ``most`` tokens hold, with what the tokenizer puts
-        around it; of two texts it is the second one, ``pair``, that is cut. None cuts nothing.
+        """:meth:`encode` of the beginning of ``text`` in at most ``most`` tokens, with what the tokenizer puts around.
 
-        Raises:
-            RequestError: not even what cannot be cut has room.
+        Of two texts the second one, ``pair``, is cut; None cuts nothing. RequestError if the rest alone is too long.
         """
         with _encoding(text), _encoding(pair or ""):
             first = self._backend.encode(text, add_special_tokens=False)
@@ -110,7 +107,7 @@ class Tokenizer:
         """Token ids of a prompt that a template with marks rendered: nothing else in it is a control token.
 
         Raises:
-            RequestError: as :meth:`encode`, or the tokenizer has no other way to encode such a text.
+            RequestError: as :meth:`encode`, or the tokenizer cannot encode such a text otherwise.
         """
         if not disguise.hidden:
             ids = self.encode(self.controls.unmark(prompt), add_special_tokens=False)
@@ -120,14 +117,7 @@ class Tokenizer:
             return self.controls.encode(prompt, disguise)
 
     def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, in which what spells a special token stays text.
-
-        Args:
-            add_special_tokens: put what the tokenizer puts around every text, such as BOS.
-
-        Raises:
-            RequestError: as :meth:`encode_disguised`.
-        """
+        """:meth:`encode`, in which what spells a special token stays text; errors as :meth:`encode_disguised`."""
         disguise = Disguise(self.controls)
         ids = self.encode_disguised(disguise.hide(text), disguise)
         if not add_special_tokens:
@@ -150,8 +140,8 @@ class Tokenizer:
             from_end: keep the end of the text, not its beginning.
 
         Returns:
-            The tokens, and the number of characters that they are of. Where these are not all, the last (or first)
-            :data:`CUT_TOKENS` may differ from those of the whole.
+            The tokens, and how many characters they are of. If not all, the last (or first) :data:`CUT_TOKENS` tokens
+            may differ from those of the whole text.
         """
         read = PLAIN_CHARACTERS * (most + CUT_TOKENS)
         while read < len(text):
@@ -201,8 +191,7 @@ class Tokenizer:
         return token_id in self._byte_ids
 
     def spelling(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text that goes on; those of a special token are its name's, and an id
-        without a token has none. A character may be spread over tokens, so they need not be UTF-8."""
+        """The bytes that a token adds to a text that goes on, for a special token its name; they need not be UTF-8."""
         if token_id in self._added:
             return self._added[token_id]
         token = self._backend.id_to_token(token_id)
@@ -224,12 +213,7 @@ _BYTE_LEVEL = {0x100 + place: byte for place, byte in enumerate(sorted({*range(2
 
 @contextmanager
 def _encoding(text: Any) -> Iterator[None]:
-    """Translates what encoding raises.
-
-    Raises:
-        UsageError: ``text`` is not a string.
-        RequestError: ``text`` is no Unicode text, or the tokenizer fails.
-    """
+    """Translate what encoding raises."""
     if not isinstance(text, str):
         raise UsageError(f"the text is {type(text).__name__}, expected str")
     try:
@@ -257,11 +241,7 @@ REMEDY = "take it from the checkpoint again"
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, empty if there is none, merged with special_tokens_map.json where older files need it.
-
-    Raises:
-        BundleError: a file is not a JSON object.
-    """
+    """tokenizer_config.json with special_tokens_map.json where older files need it, empty without; BundleError."""
     config = read_object(folder / CONFIG_FILE)
     if "added_tokens_decoder" not in config:  # the rule of transformers
         config |= read_object(folder / SPECIAL_TOKENS_FILE)
@@ -269,6 +249,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if there is no file, or BundleError."""
     try:
         found = read_json(path)
     except FileNotFoundError:
@@ -296,7 +277,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def return_freed_memory() -> None:
-    """Give the heap's unused pages back: glibc keeps 60 MB of what parsing 150,000 tokens took."""
+    """Give unused pages back: glibc keeps 60 MB of what parsing 150,000 tokens took."""
     with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,6 +1,5 @@
 """What is refused, and what one request must not do to another."""
 
-import itertools
 import json
 import re
 import sys
@@ -51,7 +50,7 @@ GRAMMAR = [
     ({"regex": "(a|bc)?" * 2000}, "lexer"),
     ({"regex": r"[^\x00-\U0010FFFF]"}, "it allows no text"),
     ({"grammar": "start: foo"}, "unknown name"),
-    ({"grammar": "root ::= foo\n"}, "Rule 'foo' not found"),
+    ({"grammar": "root ::= foo\n"}, "No 'foo' rule; define it"),
     ({"grammar": "start: start"}, "it allows no text"),
     ({"grammar": ""}, "No 'root' rule"),
     ({"grammar": "start: " + "(" * 20_000}, "deeply nested|lexer error"),
@@ -84,11 +83,6 @@ class TestErrors:
     def test_say_why_a_grammar_is_refused(self, tiny: Any, form: dict[str, Any], message: str) -> None:
         with pytest.raises(GrammarError, match=message):
             tiny.ask(**form)
-
-    def test_name_the_choice_that_no_tokens_spell(self, words: Any) -> None:
-        words.start(choice=("ab", "abc", "xbc"))
-        with pytest.raises(GrammarError, match="spell 'maybe'"):
-            words.ask(choice=("ab", "maybe"))
 
     def test_say_which_extra_is_missing(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "llguidance", None)
@@ -134,14 +128,6 @@ class TestLexerStates:
             tokens = tiny.walk(tiny.start(grammars, regex=MANY_STATES), seed, most=FEW_TOKENS)
             assert re.fullmatch("[ab]+", tiny.text(tokens))
 
-    def test_would_end_another_if_nothing_were_built_anew(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(guide_module, "_MOST_LEXER_STATES", FEW_STATES)
-        monkeypatch.setattr(guide_module.CompiledGrammar, "renew", lambda self: None)
-        grammars = tiny.grammars()
-        with pytest.raises(GrammarError, match="too many states"):
-            for seed in range(30):
-                tiny.walk(tiny.start(grammars, regex=MANY_STATES), seed, most=FEW_TOKENS)
-
     def test_used_up_by_one_request_end_it_with_an_error(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """The library's mask would then allow the end of the sequence, and nothing else."""
         monkeypatch.setattr(guide_module, "_MOST_LEXER_STATES", FEW_STATES)
@@ -154,15 +140,12 @@ class TestLexerStates:
                 guide.accept(int(guide.mask(logits).argmax()))
 
 
-class TestParser:
-    def test_that_finds_a_grammar_too_complex_ends_the_request_at_once(
-        self, tiny: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(guide_module.CompiledGrammar, "renew", lambda self: pytest.fail("compiled again, in vain"))
-        guide = tiny.start(tiny.grammars(), grammar='start: ((("a"~1..1000)~1..1000)~1..1000)')
-        with pytest.raises(GrammarError, match="max is 2000"):
-            for _ in range(100):
-                guide.accept(*tiny.spell(b"a"))
+def test_a_grammar_too_complex_for_the_parser_ends_its_request_at_once(tiny: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(guide_module.CompiledGrammar, "renew", lambda self: pytest.fail("compiled again, in vain"))
+    guide = tiny.start(tiny.grammars(), grammar='start: ((("a"~1..1000)~1..1000)~1..1000)')
+    with pytest.raises(GrammarError, match="max is 2000"):
+        for _ in range(100):
+            guide.accept(*tiny.spell(b"a"))
 
 
 LITTLE_S = 0.3  # of a processor, for a grammar that takes some hundredths
@@ -185,12 +168,10 @@ class TestTime:
         with pytest.raises(DeadlineError, match=r"deadline of 0.2 s passed while json_schema was compiled"):
             tiny.shared.compiled(tiny.form(json_schema=MANY_COMBINATIONS), 0.2)
 
-    def test_is_bounded_without_a_process_as_well(self, tiny: Any) -> None:
-        with pytest.raises(DeadlineError, match="deadline of 1e-06 s passed while regex was compiled"):
-            tiny.shared.compiled(tiny.form(regex="never compiled before"), 1e-6)
-
-    def test_suffices_for_a_large_grammar_tried_in_a_process(self, tiny: Any) -> None:
-        assert tiny.reads(tiny.start(json_schema=FEW_COMBINATIONS), "7")
+    def test_is_bounded_without_a_process_as_well(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(guide_module.CompiledGrammar, "_build", lambda self: time.sleep(0.2))
+        with pytest.raises(DeadlineError, match=r"deadline of 0.01 s passed while regex was compiled"):
+            tiny.shared.compiled(tiny.form(regex="never compiled before"), 0.01)
 
     def test_counts_what_the_grammar_takes_and_not_what_a_busy_machine_does(
         self, tiny: Any, monkeypatch: pytest.MonkeyPatch
@@ -243,16 +224,11 @@ class TestCache:
         tiny.start(grammars, json_schema=json.dumps(SCHEMA))
         assert compiled == ["json_schema", "regex", "choice"]
 
-    def test_keeps_the_last_used(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_keeps_the_last_used_and_none_that_failed(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(grammars_module, "_MOST_GRAMMARS", 2)
         grammars = tiny.grammars()
         for regex in ("a", "b", "a", "c"):
             tiny.start(grammars, regex=regex)
+        with pytest.raises(GrammarError):
+            tiny.start(grammars, regex="(")
         assert [source.text for source in grammars._compiled] == ["a", "c"]
-
-    def test_keeps_no_grammar_that_failed(self, tiny: Any) -> None:
-        grammars = tiny.grammars()
-        for _, regex in itertools.product(range(2), ["(", "start"]):
-            with pytest.raises(GrammarError) if regex == "(" else pytest.MonkeyPatch.context():
-                tiny.start(grammars, regex=regex)
-        assert [source.text for source in grammars._compiled] == ["start"]

@@ -94,6 +94,13 @@ class TestFormats:
             assert not tiny.reads(tiny.start(json_schema=schema), text)
 
 
+def test_the_number_of_listed_properties_is_enforced(tiny: Any):
+    schema = {"minProperties": 2, "type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "b"]}
+    schema["additionalProperties"] = False
+    assert tiny.reads(tiny.start(json_schema=schema), '{"a":1,"b":1}')
+    assert not tiny.reads(tiny.start(json_schema=schema), '{"a":1}')
+
+
 class TestText:
     def test_keeps_the_order_of_properties(self) -> None:
         text = '{"properties": {"b": {}, "a": {}}}'

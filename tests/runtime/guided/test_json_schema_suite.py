@@ -6,6 +6,7 @@ The cases stand in json_schema_test_suite.jsonl, a line each, with their licence
 import json
 import re
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from llmc.errors import GrammarError
+from llmc.runtime.guided import json_schema
 from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 
 SUITE = Path(__file__).with_name("json_schema_test_suite.jsonl")
@@ -109,6 +111,15 @@ class TestSuite:
                     assert valid or not read, (where, instance)
                     unwritten += valid and not read and not integral_float(instance)
         assert unwritten <= (MOST_UNWRITTEN if file in UNWRITTEN else 0)
+
+    @pytest.mark.parametrize("keyword", sorted(json_schema._KEYWORDS - json_schema._ANNOTATIONS - {"minProperties"}))
+    def test_takes_every_keyword_that_is_not_refused_by_name(self, byte_level: Any, keyword: str) -> None:
+        schemas = [case["schema"] for found in CASES.values() for case in found if keyword in keywords(case["schema"])]
+        for schema in sorted(schemas, key=lambda schema: len(json.dumps(schema))):
+            with suppress(GrammarError):
+                byte_level.start(json_schema=schema)
+                return
+        pytest.fail("all cases with it are refused")
 
     def test_notices_an_output_that_breaks_a_schema(self, byte_level: Any) -> None:
         """The planted error: a validator of another schema."""
