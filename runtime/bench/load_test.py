@@ -1,11 +1,9 @@
 """An engine under requests that come whether or not it keeps pace: an open-loop benchmark.
 
-Requests arrive as a Poisson process, and none waits for another's answer. Latencies count from the moment at which a
-request was due, so a client that falls behind hides nothing (Tene, How NOT to Measure Latency,
-https://www.infoq.com/presentations/latency-response-time/). A closed loop would slow down together with the engine
-and never see a queue
-(Schroeder et al., Open Versus Closed: A Cautionary Tale, NSDI 2006,
-https://www.usenix.org/legacy/event/nsdi06/tech/schroeder/schroeder.pdf).
+Requests arrive as a Poisson process, and none waits for another's answer: a closed loop would slow down together with
+the engine and never see a queue (Schroeder et al., Open Versus Closed: A Cautionary Tale, NSDI 2006). Latencies count
+from the moment at which a request was due, so a late client hides nothing (Tene, How NOT to Measure Latency,
+https://www.infoq.com/presentations/latency-response-time/).
 """
 
 import time
@@ -105,10 +103,8 @@ def load_test(
         concurrency: rows that run at once; default and upper bound: what the bundle was built for.
         rate: requests per second, from 1e-6; None lets all arrive at once.
         requests: how many arrive, from 1 to 1,000,000.
-        prompt_length: tokens of each prompt, from 1.
-        new_tokens: tokens of each answer, from 2; the end-of-sequence token does not end it.
+        prompt_length, new_tokens: of each request, from 1 and 2; the end-of-sequence token does not end it.
         seed: of the arrivals and the prompts.
-        threads: threads for the model.
         options: more fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
@@ -170,11 +166,7 @@ def _check(given: dict[str, int], rate: float | None, limits: Limits, room: int)
 
 
 def figures(visits: Sequence[Visit], prompt_length: int) -> dict[str, Any]:
-    """The fields of a report that follow from what the clients saw.
-
-    Raises:
-        LlmcError: no request was answered.
-    """
+    """The fields of a report that follow from what the clients saw; the first error where nobody was answered."""
     done = [visit for visit in visits if visit.metrics is not None]
     metrics = [visit.metrics for visit in visits if visit.metrics is not None]
     errors = [visit.error for visit in visits if visit.error is not None]
