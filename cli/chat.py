@@ -128,11 +128,7 @@ def converse(
 
 
 def refuse_without_template(model: Model) -> None:
-    """Refuse to answer messages with a model that only completes text.
-
-    Raises:
-        RequestError: its bundle has no chat template, or none that works.
-    """
+    """Refuse to answer messages with a model that only completes text."""
     try:
         _ = model.chat_template
     except RequestError as error:

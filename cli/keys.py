@@ -32,11 +32,7 @@ class Interrupts:
             self.handle.cancel()
 
     def refuse_pressed(self) -> None:
-        """Hear what came since the last answer or prompt.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C.
-        """
+        """Hear what came since the last answer or prompt."""
         if self.pressed:
             self.pressed = False
             raise KeyboardInterrupt

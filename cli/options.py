@@ -198,11 +198,7 @@ class SectionCommand(click.Command):
                     formatter.write_dl(records)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it.
-
-        Raises:
-            UsageError, RequestError: with flags for names.
-        """
+        """Run it."""
         try:
             return super().invoke(ctx)
         except (UsageError, RequestError) as error:

@@ -43,22 +43,14 @@ def stdin_limit(max_context: int) -> int:
 
 
 def read_stdin(limit: int) -> str:
-    """All of stdin, nothing where it is closed.
-
-    Raises:
-        UsageError: it has more than ``limit`` bytes, or is not UTF-8.
-    """
+    """All of stdin, nothing where it is closed."""
     if sys.stdin is None:
         return ""
     return _text(sys.stdin.buffer.read(limit + 1), limit, "the prompt")
 
 
 def stdin_lines(limit: int) -> Iterator[str]:
-    """The lines of stdin without their ends, none where it is closed.
-
-    Raises:
-        UsageError: one has more than ``limit`` bytes, or is not UTF-8.
-    """
+    """The lines of stdin without their ends, none where it is closed."""
     while sys.stdin is not None and (line := sys.stdin.buffer.readline(limit + 1)):
         yield _text(line, limit, "a line").rstrip("\r\n")
 

@@ -15,11 +15,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def named_path(file: str, command: str) -> Path:
-    """The file that a person named after a command, ``~`` being a home.
-
-    Raises:
-        UsageError: there is no name, or it can be none of a file.
-    """
+    """The file that a person named after a command, ``~`` being a home."""
     if not file:
         raise UsageError(f"{command} needs a file: {command} FILE")
     if "\0" in file:
@@ -39,11 +35,7 @@ def target(path: Path) -> Path:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to overwrite what no ``/save`` wrote.
-
-    Raises:
-        UsageError: naming the file.
-    """
+    """Refuse to overwrite what no ``/save`` wrote."""
     if os.path.lexists(path):
         try:
             read_messages(path)
@@ -52,11 +44,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def read_messages(path: Path) -> list[Message]:
-    """The messages of a file that :func:`write_messages` wrote.
-
-    Raises:
-        UsageError: it cannot be read, or is not such a file.
-    """
+    """The messages of a file that :func:`write_messages` wrote."""
     try:
         content = json.loads(read_text(path))
     except OSError as error:
@@ -94,9 +82,6 @@ def write_messages(path: Path, model: str, messages: list[Message]) -> None:
 
     Args:
         model: name of the model that it was with, for people.
-
-    Raises:
-        UsageError: the place cannot be written, or a message has no form in UTF-8.
     """
     content = {"format": FORMAT, "version": VERSION, "model": model, "messages": messages}
     try:

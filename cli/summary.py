@@ -54,11 +54,7 @@ class Summary:
 
 
 def summarize(path: Path) -> Summary:
-    """Read a checkpoint, an export or a bundle, whichever ``path`` is.
-
-    Raises:
-        BundleError, CheckpointError: the folder is none of these, or broken.
-    """
+    """Read a checkpoint, an export or a bundle, whichever ``path`` is."""
     kind = kind_of(path)
     if kind == "bundle":
         return _of_bundle(path)

@@ -12,11 +12,7 @@ __all__ = ["ExportReport", "export"]
 
 
 def require_packages() -> None:
-    """Refuse to begin without what an export needs.
-
-    Raises:
-        MissingExtraError: one of its packages is not installed.
-    """
+    """Refuse to begin without what an export needs."""
     for module in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "gguf"):
         require(module, "export")
 

@@ -86,12 +86,7 @@ def take_order(
     dump: Path | None,
     progress: Progress,
 ) -> tuple[Order, EngineRequest | None]:
-    """Resolve what is asked for, over what the recipe says; the order, and the wishes for its engine.
-
-    Raises:
-        UsageError: the request is out of range or contradicts itself.
-        LlmcError: the export is broken.
-    """
+    """Resolve what is asked for, over what the recipe says; the order, and the wishes for its engine."""
     refuse_bytes(source)
     export = read_export(source)
     check_unchanged(source, export)

@@ -48,11 +48,7 @@ class Ending:
 
 
 def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
-    """The end of the encoder in ``folder``, whose ``config.json`` holds ``config``; None for a model that generates.
-
-    Raises:
-        CheckpointError: there is a module or a setting that is not supported, or no word about pooling.
-    """
+    """The end of the encoder in ``folder``, whose ``config.json`` holds ``config``; None for a model that generates."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifies = architecture.endswith("ForSequenceClassification")

@@ -279,11 +279,7 @@ def _with_zeros(made: QuantizedTensor, zero_points: Callable[[], NDArray[np.int8
 
 
 def read_rows(folder: Path, tensor: StoredTensor, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-    """Rows of a stored tensor, in its own type.
-
-    Raises:
-        CheckpointError: the file is gone or ends early.
-    """
+    """Rows of a stored tensor, in its own type."""
     dtype = array_type(tensor.dtype)
     rows = tensor.shape[0] if tensor.shape else 1
     stop = rows if stop is None else stop

@@ -56,11 +56,7 @@ def tolerance(least: float, spread: float) -> float:
 
 
 def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> Golden:
-    """Run the golden prompts through the bundle and the unquantized model; perplexities are over the prompts alone.
-
-    Raises:
-        BundleError: the bundle computes NaN or infinity.
-    """
+    """Run the golden prompts through the bundle and the unquantized model; perplexities are over the prompts alone."""
     progress("running the golden prompts")
     answered = greedy_answers(model)
     reference = Reference(export)

@@ -32,13 +32,7 @@ KILLED = -9
 
 
 def replay_apart(folder: Path, *, emulate: bool = False) -> None:
-    """Load a bundle in a process of its own and replay its golden prompts there, with ``emulate`` on the CPU.
-
-    Raises:
-        BuildError: it computes something else than was recorded, or the process ended.
-        ResourceError: memory does not suffice.
-        GpuError, MissingExtraError: the device or its library failed.
-    """
+    """Load a bundle in a process of its own and replay its golden prompts there, with ``emulate`` on the CPU."""
     kind, message = _answer(folder, emulate)
     log.debug("%s: %s", folder, message)
     if kind == BundleError.__name__:

@@ -66,9 +66,6 @@ def inverse_factor(moment: Tensor, damping: float = DAMPING) -> Tensor:
 
     If H reversed is L L^T, then H = R R^T with R = L reversed, which is upper, and U = R^-1; so the inverse of H, the
     part that float32 would suffer from, is never formed.
-
-    Raises:
-        BuildError: no damping makes it positive definite.
     """
     reversed_moment = moment.flip(0, 1)
     diagonal = reversed_moment.diagonal()

@@ -69,12 +69,6 @@ def build_engine(
         output: the engine's file; its folder must be there.
         profiles: sizes of the graph's named dimensions.
         progress: called with how far the build is.
-
-    Raises:
-        BuildError: the parser or the builder refuses the graph, or would leave out a part of it.
-        GpuError: the library finds no GPU and needs one, or does not build for one that was named.
-        ResourceError: memory or disk does not suffice.
-        KeyboardInterrupt: Ctrl-C stopped the build.
     """
     progress(PARSING)
     model = read_graph(graph, spec.config.buckets[-1])

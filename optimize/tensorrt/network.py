@@ -25,11 +25,7 @@ Ranges = Mapping[str, tuple[int, int, int]]
 
 
 def read_graph(path: Path, capacity: int) -> onnx.ModelProto:
-    """The file without its weights; its dimension ``capacity`` is made static, as cache updates ask.
-
-    Raises:
-        BuildError: it is no ONNX file.
-    """
+    """The file without its weights; its dimension ``capacity`` is made static, as cache updates ask."""
     try:
         model = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
@@ -165,11 +161,7 @@ def _scale(node: onnx.NodeProto) -> float | None:
 
 
 def profile_shapes(graph: onnx.GraphProto, ranges: Ranges) -> dict[str, list[tuple[int, ...]]]:
-    """Least, best and largest shape of each input that has named dimensions.
-
-    Raises:
-        BuildError: a dimension has a name that the profiles say nothing about.
-    """
+    """Least, best and largest shape of each input that has named dimensions."""
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for value in graph.input:
         dims = list(value.type.tensor_type.shape.dim)

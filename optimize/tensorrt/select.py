@@ -39,9 +39,6 @@ def build_select(
     """Build the engine of :func:`select_graph` for as many rows as a decode step has, with one profile.
 
     It holds no weights, so it is never stripped.
-
-    Raises:
-        LlmcError: as :func:`llmc.optimize.tensorrt.builder.build_engine`.
     """
     graph, whole = output.with_name(f".{output.name}.onnx"), replace(spec, config=replace(spec.config, stripped=False))
     profile = {"rows": (1, 1, spec.config.decode.batch)}

@@ -200,9 +200,6 @@ def check_growth(
 
     Args:
         device_memory: bytes of the GPU's memory that may be taken in all; None for any.
-
-    Raises:
-        ResourceError: with the numbers.
     """
     plan, (rows, positions) = manifest.memory, wanted
     needed, available = plan.total(positions, rows) - plan.total(held[1], max(1, held[0])), available_memory()

@@ -81,12 +81,7 @@ def write_block(path: Path, root: bytes, chain: bytes, block: NDArray[Any]) -> N
 
 
 def read_block(path: Path, root: bytes, chain: bytes, max_bytes: int) -> NDArray[Any] | None:
-    """The block of a file, checked; None if it has more than ``max_bytes``.
-
-    Raises:
-        OSError: there is no file, or it may not be read.
-        UnreadableError: it is no whole file of ours, or others may have written it.
-    """
+    """The block of a file, checked; None if it has more than ``max_bytes``."""
     if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe would never end
         raise UnreadableError("it is no regular file", damaged=False)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:

@@ -249,11 +249,7 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def listening(config: ServerConfig) -> Iterator[list[socket.socket]]:
-    """Sockets that listen: systemd's if it gave any, the Unix socket, or host and port.
-
-    Raises:
-        UsageError: the place is taken, or cannot be used.
-    """
+    """Sockets that listen: systemd's if it gave any, the Unix socket, or host and port."""
     found = inherited_sockets()
     made = None
     try:

@@ -124,11 +124,7 @@ def writer(name: str | None) -> Callable[[Sequence[tuple[str, Mapping[str, Any]]
 
 
 def format_named(name: str) -> CallFormat:
-    """The format of that name.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The format of that name."""
     if name not in FORMATS:
         raise UsageError(f"tool_format is {written(name)}, expected one of {', '.join(FORMATS)}")
     return FORMATS[name]

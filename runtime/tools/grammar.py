@@ -72,11 +72,7 @@ def without_annotations(schema: Any) -> Any:
 
 
 def parameters_of(tool: Tool) -> Iterator[Parameter]:
-    """The parameters of a tool one by one, for formats that write them so.
-
-    Raises:
-        GrammarError: the schema has rules for all of them together.
-    """
+    """The parameters of a tool one by one, for formats that write them so."""
     schema = without_annotations(tool.schema)
     unknown = schema.keys() - _OF_PARAMETERS
     if unknown:
@@ -97,11 +93,7 @@ def parameters_of(tool: Tool) -> Iterator[Parameter]:
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse a parameter whose name would end where the format's own marks begin.
-
-    Raises:
-        GrammarError: it has other characters than letters, digits, ``_``, ``-`` and ``.``.
-    """
+    """Refuse a parameter whose name would end where the format's own marks begin."""
     if not _NAME.fullmatch(name):
         raise GrammarError(
             f"{where} has the parameter {written(name)}, expected letters, digits, _, - and ., for the model's format "

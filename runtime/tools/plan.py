@@ -166,11 +166,7 @@ def plan_chat(
 
 
 def _refuse_beside_a_beginning(required: bool, reasoning_budget: int | None) -> None:
-    """Refuse what would have to stand before the beginning that an answer has already.
-
-    Raises:
-        UsageError: it is asked for.
-    """
+    """Refuse what would have to stand before the beginning that an answer has already."""
     if required or reasoning_budget is not None:
         asked = "tool_choice wants a call" if required else "reasoning_budget is given"
         raise UsageError(

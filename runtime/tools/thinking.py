@@ -62,11 +62,7 @@ class Thinking:
 
 
 def check_budget(budget: object) -> None:
-    """Refuse a budget that is none.
-
-    Raises:
-        UsageError: it is neither None nor an integer of at least 0.
-    """
+    """Refuse a budget that is none."""
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
         raise UsageError(f"reasoning_budget is {written(budget)}, expected an integer of at least 0, or None")
 

@@ -88,11 +88,7 @@ def parameter(name: str, family: str) -> str:
 
 
 def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
-    """All values of a vector in float32.
-
-    Raises:
-        CheckpointError: it has more than one dimension, or is of another type.
-    """
+    """All values of a vector in float32."""
     if entry.kind != "F32" or len(entry.shape) != 1:
         raise CheckpointError(f"{path}: {entry.name} is {entry.kind} {list(entry.shape)}, expected a vector in F32")
     return next(_rows(path, entry, 0, partial(_plain, entry)))

@@ -28,11 +28,7 @@ TABLE = f"{EMBEDDING}.weight"
 
 
 def narrowed(values: Float, compute: str, name: str) -> Array:
-    """Values in the compute type, rounded to nearest.
-
-    Raises:
-        BuildError: a value is beyond the type's range.
-    """
+    """Values in the compute type, rounded to nearest."""
     with np.errstate(over="ignore"):
         found: Array = values.astype(ARRAY_TYPES[compute])
     if not np.isfinite(found.astype(np.float32)).all():
@@ -118,11 +114,7 @@ def _each_piece(tensor: Weight, work: Callable[[tuple[int, int]], None]) -> None
 
 
 def integer_columns(linear: Linear, grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
-    """A linear's weights int8 or int4 [K, N] and their scales, [N], or [groups, N] of blocks, in the compute type.
-
-    Raises:
-        BuildError: the grid has zero points or scales below zero, or int4 weights have an odd number of outputs.
-    """
+    """A linear's weights int8 or int4 [K, N] and their scales, [N], or [groups, N] of blocks, in the compute type."""
     if not grid.symmetric:
         raise BuildError(f"{linear.module}: TensorRT has no zero points; build with symmetric = true")
     if not grid.positive:
@@ -150,9 +142,6 @@ def as_stored(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np
     """A matrix on a positive grid with scales of type ``dtype``: int8 [N, K], and scales [N, groups].
 
     Where ``dtype`` holds a scale only roughly, integers are rounded anew to what it holds.
-
-    Raises:
-        BuildError: a scale is beyond the type's range, or none above zero, as codes of a checkpoint may have.
     """
     if not (found.scales > 0).all():
         raise BuildError(
@@ -175,11 +164,7 @@ def as_stored(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np
 
 
 def stored_scales(scales: Float, dtype: np.dtype[np.generic]) -> Array:
-    """Scales above zero in the type that they are stored in.
-
-    Raises:
-        BuildError: a scale is beyond the type's range.
-    """
+    """Scales above zero in the type that they are stored in."""
     with np.errstate(over="ignore"):
         found: Array = np.maximum(scales, SMALLEST_SCALE).astype(dtype)
     if not np.isfinite(found.astype(np.float32)).all():

@@ -60,11 +60,7 @@ class Answer:
         self._held.clear()
 
     async def break_off(self, error: ApiError | None = None) -> None:
-        """End an answer that nobody finishes: a stream with an error, anything else by closing the connection.
-
-        Raises:
-            ConnectionError: it is no stream; the server closes the connection, so the client sees that much is missing.
-        """
+        """End an answer that nobody finishes: a stream with an error, anything else by closing the connection."""
         if not self._streams:
             raise ConnectionError(LOST)
         error = error or ApiError(500, LOST, code="replica_lost")

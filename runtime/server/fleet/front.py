@@ -93,11 +93,7 @@ class Front:
         return Response(joined(await self._replicas.metrics()), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _relay(self, call: Call, answer: Answer) -> None:
-        """The answer of the first replica that is not lost before it says something.
-
-        Raises:
-            ApiError: all attempts failed, no replica has room, or the key's rates have none.
-        """
+        """The answer of the first replica that is not lost before it says something."""
         with opened_tab() as tab:
             await self._try_all(call, answer, tab)
 

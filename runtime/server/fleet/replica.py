@@ -88,12 +88,7 @@ class Replica:
         return _name(), None
 
     async def check_health(self) -> None:
-        """Called by Ray now and then; a replica that fails three times is replaced.
-
-        Raises:
-            GpuError: the GPU was lost.
-            EngineClosedError: an engine stopped by itself.
-        """
+        """Called by Ray now and then; a replica that fails three times is replaced."""
         pool = self._ready_pool
         if pool.lost is not None:
             raise pool.lost

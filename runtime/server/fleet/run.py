@@ -47,11 +47,7 @@ def serve(config: ServerConfig) -> None:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Ray, of the cluster at this address, or one that is started here and ends with the block.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Ray, of the cluster at this address, or one that is started here and ends with the block."""
     own: dict[str, Any] = {}
     event(log, "starting Ray" if address is None else "joining Ray's cluster", address=address)
     if address is None:
@@ -73,9 +69,6 @@ class Fleet:
 
     Args:
         config: the server's settings.
-
-    Raises:
-        BundleError: a folder is no bundle.
     """
 
     lost: GpuError | None = None  # a replica that loses its GPU is replaced

@@ -149,9 +149,6 @@ def check_json(content: bytes, deepest: int) -> Any:
 
     JSON is refused that is too deep or has too many values, before a parser spends memory on it, or that holds half of
     an escaped character, which nobody could send back; and so are names that an object has twice.
-
-    Raises:
-        ApiError: 400, with the limit.
     """
     if b"\0" in content:  # UTF-16, which Python's parser would read, and this one would count wrongly
         raise ApiError(400, "the body holds a zero byte, expected JSON in UTF-8")

@@ -177,11 +177,7 @@ class Sampled(_Sampling):
     @model_validator(mode="before")
     @classmethod
     def _respell(cls, given: Any) -> Any:
-        """Other servers' spellings in llmc's words.
-
-        Raises:
-            ApiError: a parameter is given under two names.
-        """
+        """Other servers' spellings in llmc's words."""
         if not isinstance(given, Mapping):
             return given
         found = {name: value for name, value in given.items() if not (name == "seed" and _is(value, ANY))}

@@ -64,11 +64,7 @@ class Key:
 
 
 class Keyring:
-    """The keys of a file, which :meth:`reload` reads anew.
-
-    Raises:
-        UsageError: as :func:`read_keys`.
-    """
+    """The keys of a file, which :meth:`reload` reads anew."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -98,12 +94,7 @@ class Keyring:
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
-    """The keys of a TOML file: a table for each, named after its client, with ``key`` or ``sha256``.
-
-    Raises:
-        UsageError: it cannot be read, others may write it, or read keys in it, or it is not of that form. No message
-            shows a key.
-    """
+    """The keys of a TOML file: a table for each, named after its client, with ``key`` or ``sha256``."""
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
@@ -228,11 +219,7 @@ class Keys:
         return await self.app(scope, receive, send)
 
     def _identify(self, scope: Scope, presented: str) -> None:
-        """Note whose key was presented.
-
-        Raises:
-            ApiError: 401, it is nobody's.
-        """
+        """Note whose key was presented."""
         key = self._keyring.find(presented) if self._keyring and presented else None
         if self._keyring and key is None and not self._is_open(scope):
             found = "the API key is unknown" if presented else "there is no API key"

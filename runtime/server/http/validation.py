@@ -168,11 +168,7 @@ def given(kind: type[BaseModel]) -> Any:
 
 
 async def read_request(kind: type[M], request: Request) -> M:
-    """The body of a request, which the guard has parsed where there is one.
-
-    Raises:
-        ApiError: it does not fit.
-    """
+    """The body of a request, which the guard has parsed where there is one."""
     content, parsed = await request.body(), request.scope.pop(PARSED, None)  # which nobody is to keep
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content and not re.fullmatch(r"application/(.+\+)?json", declared):

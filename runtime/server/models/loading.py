@@ -41,11 +41,7 @@ class Loader:
         return {name: value for name, value in self.options.items() if name not in left_out}
 
     def check_options(self, folder: Path) -> None:
-        """Refuse options that the bundle was not built for.
-
-        Raises:
-            UsageError: more tokens or rows, or a level of determinism that it cannot keep.
-        """
+        """Refuse options that the bundle was not built for."""
         manifest = self.read(folder)
         options, most = self.options_of(manifest), manifest.limits.max_context
         context = options.get("max_context") or 1

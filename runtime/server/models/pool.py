@@ -199,15 +199,7 @@ class ModelPool:
 
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[Model]:
-        """The model of a name, loaded if it is not; it stays for as long as the block lasts.
-
-        Raises:
-            UsageError: there is no such name.
-            ResourceError: others' requests hold the memory, and did so for ``patience_s`` seconds.
-            EngineClosedError: the pool was closed.
-            LlmcError: whatever loading the bundle raises, to all who waited for it and to those who come within 10 s;
-            never a UsageError.
-        """
+        """The model of a name, loaded if it is not; it stays for as long as the block lasts."""
         note(model=name)
         loaded = await self._take(self._place(name))
         try:

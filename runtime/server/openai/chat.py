@@ -371,11 +371,7 @@ class ChatRequest(Sampled):
 
 
 def thinking_asked(body: ChatRequest) -> dict[str, Any] | None:
-    """The variables of the chat template that a request gives, ``enable_thinking`` among them.
-
-    Raises:
-        ApiError: it is given twice, with two meanings.
-    """
+    """The variables of the chat template that a request gives, ``enable_thinking`` among them."""
     given = dict(body.chat_template_kwargs or {})
     if body.enable_thinking is None:
         return given or None
@@ -386,11 +382,7 @@ def thinking_asked(body: ChatRequest) -> dict[str, Any] | None:
 
 
 def without_idle_switch(model: Model, variables: dict[str, Any] | None, tools: bool) -> dict[str, Any] | None:
-    """Variables of the chat template without a switch of thoughts that the template does not have.
-
-    Raises:
-        UsageError: thoughts are unwanted, and the template asks for them in any case.
-    """
+    """Variables of the chat template without a switch of thoughts that the template does not have."""
     if variables is None or "enable_thinking" not in variables:
         return variables
     if "enable_thinking" in model.chat_template.variables(tools):
@@ -426,9 +418,6 @@ def worded(
     Args:
         tools: whether the request has some, for which a template of its own may be there.
         name: of the parameter.
-
-    Raises:
-        ApiError: the template does not show it, or the given variables say the contrary.
     """
     if verbosity is None:
         return variables

@@ -162,11 +162,7 @@ def _first_token(model: Model, prompt: str, add_special_tokens: bool | None) -> 
 
 
 def check_entries(tokens: int, logprobs: int) -> None:
-    """Refuse prompts whose log-probabilities would fill the memory.
-
-    Raises:
-        ApiError: they are too many.
-    """
+    """Refuse prompts whose log-probabilities would fill the memory."""
     if tokens * (logprobs + 1) > MOST_ENTRIES:
         said = (
             f"prompt holds {tokens} tokens, of which each would be told with {logprobs} others, {MOST_ENTRIES} at most"

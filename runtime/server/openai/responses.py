@@ -799,11 +799,7 @@ async def input_items(
 
 
 def page_of(items: list[Item], after: str | None, limit: int) -> dict[str, Any]:
-    """Some of the items, from the one after ``after`` on.
-
-    Raises:
-        ApiError: there is no such item.
-    """
+    """Some of the items, from the one after ``after`` on."""
     names = [item["id"] for item in items]
     if after is not None and after not in names:
         raise ApiError(400, f"after is {after[:80]!r}, which is no item of this response", param="after")

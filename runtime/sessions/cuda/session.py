@@ -135,9 +135,6 @@ def check_memory(folder: Path, driver: Driver, memory: DeviceMemory | None, posi
         driver: of the GPU.
         memory: what the bundle takes there; None where its manifest does not say, and then the answer is None.
         positions: that the cache has at least.
-
-    Raises:
-        ResourceError: with what is needed, what is free, and what would fit.
     """
     if memory is None:
         return None

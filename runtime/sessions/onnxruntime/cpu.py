@@ -202,12 +202,7 @@ def _takes(graph: Any, name: str) -> bool:
 
 
 def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str], threads: int) -> dict[str, Any]:
-    """ONNX Runtime's sessions by graph file.
-
-    Raises:
-        BundleError: ONNX Runtime refuses them.
-        ResourceError: memory does not suffice.
-    """
+    """ONNX Runtime's sessions by graph file."""
     levels = runtime.GraphOptimizationLevel
     plain = {name: folder / name for name in names}
     with read_ahead(folder / WEIGHTS_FILE):  # all of it is about to be packed

@@ -26,11 +26,7 @@ DECODE, PREFILL = 0, 1  # numbers of the profiles
 
 
 def required_config(folder: Path, manifest: Manifest) -> EngineConfig:
-    """The config of the bundle's engine, which must have been built.
-
-    Raises:
-        BundleError: it has none.
-    """
+    """The config of the bundle's engine, which must have been built."""
     config = manifest.engine
     if config is None or not config.file:
         raise BundleError(f"{folder}: its engine has not been built; build it on this machine: {_remedy(folder)}")
@@ -43,10 +39,6 @@ def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, librar
     Args:
         library: of the engine, as it is here.
         device: the GPU here.
-
-    Raises:
-        BundleError: with what it was built for, what is here, and the command that mends it.
-        GpuError: no engine of this library runs on this GPU.
     """
     version, found = library_version(library), f"{device.name} has {device.compute_capability}"
     if not lists_gpu(library, device.compute_capability):
@@ -252,12 +244,7 @@ class Context:
         return ask is None or bool(ask(stream))
 
     def prepare(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Set what differs from the last run.
-
-        Raises:
-            RequestError: a shape is not in the profile.
-            GpuError: the engine refuses an address.
-        """
+        """Set what differs from the last run."""
         for name, shape in shapes.items():
             if self._shapes.get(name) != shape:
                 self._ran = False

@@ -19,10 +19,6 @@ def refit(library: Any, engine: Any, graph: Path) -> None:
         library: the module tensorrt or tensorrt_rtx.
         engine: a deserialized engine that was built stripped or refittable.
         graph: the ONNX file that it was built from.
-
-    Raises:
-        BundleError: the graph cannot be read, or lacks weights that the engine needs.
-        GpuError: the weights cannot be set.
     """
     native = logger(library)
     with native.collected() as messages:
