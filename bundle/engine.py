@@ -71,8 +71,6 @@ class EngineConfig:
         select: the engine that finds the largest logits, or empty; ``candidates`` of them.
         platform: operating system and processor, as linux-x86_64.
         compute_capabilities: of the GPUs it was built for, as 8.7.
-        version_compatible, hardware_compatibility, stripped: the builder's options; a stripped engine takes its weights
-            from the graph's file when it is loaded.
         verified: ``device`` where the engine itself was run after building, ``cpu`` where only its graph was, on a CPU;
             ``float32`` where that graph was run computing in float32, for CPUs have no bfloat16; ``no`` where nothing
             was.
@@ -91,9 +89,6 @@ class EngineConfig:
     candidates: Annotated[int, range(1 << 24)]
     platform: str
     compute_capabilities: tuple[str, ...]
-    version_compatible: bool
-    hardware_compatibility: str
-    stripped: bool
     verified: str
     workspace: Annotated[int, range(1, 1 << 60)] | None = None
     optimization_level: Annotated[int, range(6)] | None = None
@@ -103,26 +98,16 @@ class EngineConfig:
     @property
     def gpus(self) -> str:
         """The compute capabilities that :meth:`fits_gpu` accepts, in words."""
-        return "8.0 and newer that the library knows" if self._for_ampere else " or ".join(self.compute_capabilities)
+        return " or ".join(self.compute_capabilities) or "8.0 and newer that the library knows"
 
     def fits_gpu(self, capability: str) -> bool:
         """True if the engine has code for a GPU of this compute capability, as 8.7.
 
-        It has for those that it names; where it names none, as TensorRT-RTX builds by default, or was built so, from
-        Ampere on.
+        It has for those that it names; where it names none, as TensorRT-RTX builds by default, from Ampere on.
         """
-        return version(capability) >= AMPERE if self._for_ampere else capability in self.compute_capabilities
-
-    @property
-    def _for_ampere(self) -> bool:
-        return self.hardware_compatibility == "ampere" or not self.compute_capabilities
-
-    def fits_version(self, installed: str, built: str) -> bool:
-        """True if the library's version ``installed`` reads an engine of ``built``: the same, or any later one if the
-        engine was built so."""
-        if self.version_compatible:
-            return version(installed) >= version(built)
-        return version(installed) == version(built)
+        return capability in self.compute_capabilities or (
+            not self.compute_capabilities and version(capability) >= AMPERE
+        )
 
     def is_sound(self, max_context: int, max_batch: int, prefill_chunk: int) -> bool:
         """True if a build with these limits can have written these numbers."""

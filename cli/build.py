@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # What --rebuild looks at.
 REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
-ENGINE = ("compute_capabilities", "hardware_compatibility", "version_compatible", "stripped", "deferred")
+ENGINE = ("compute_capabilities", "deferred")
 
 
 @click.command("build")
@@ -55,12 +55,8 @@ ENGINE = ("compute_capabilities", "hardware_compatibility", "version_compatible"
 @click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
-@click.option("--hardware-compatibility", help="TensorRT: none, ampere or same.  [default: none]")
-@click.option("--version-compatible", is_flag=True, default=None, help="TensorRT: newer libraries may run the engine.")
-@click.option("--stripped", is_flag=True, default=None, help="TensorRT: leave weights out of the engine file.")
 @click.option("--deferred", is_flag=True, default=None, help="TensorRT: no engine yet; --rebuild makes it there.")
 @memory_option
-@click.option("--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the graph after each pass here.")
 @force_option
 @json_option
 @debug_option

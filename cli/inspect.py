@@ -138,14 +138,10 @@ def engine_of(target: Target) -> str:
 
 def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
     """Rows for the calls that an engine takes, and the machines that it runs on."""
-    options = {
-        "runs on newer libraries": engine.version_compatible,
-        "without weights, which come from the graph's file": engine.stripped,
-    }
     gpus = f"{engine.platform}, compute capability {engine.gpus}"
     decode, prefill = engine.decode, engine.prefill
     return [
-        ("engine", ", ".join([engine.file or NOT_BUILT, *(words for words, said in options.items() if said)])),
+        ("engine", engine.file or NOT_BUILT),
         ("engine runs on", gpus if engine.file else "the machine that it will be built on"),
         ("computes in", engine.compute),
         *([("compiler flags", engine.flags)] if engine.flags else []),

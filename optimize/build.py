@@ -64,7 +64,6 @@ def build(
     judged: bool = False,
     memory: int | None = None,
     force: bool = False,
-    dump: Path | None = None,
     progress: Progress = silent,
 ) -> BuildReport:
     """Compile an exported decoder for one target and publish the bundle, or publish nothing.
@@ -85,7 +84,6 @@ def build(
         judged: judge quality on a text even without a budget.
         memory: bytes that building may take; default: what is available.
         force: replace an existing bundle.
-        dump: folder for the graph's text after each pass.
         progress: called with each step and how far it is.
 
     Raises:
@@ -100,9 +98,9 @@ def build(
     start, source, output = time.perf_counter(), Path(source), Path(output)
     asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine)
     order, wishes = take_order(
-        source, target, asked, recipe, calibration=calibration, text=text, judged=judged, dump=dump, progress=progress
+        source, target, asked, recipe, calibration=calibration, text=text, judged=judged, progress=progress
     )
-    check_places(source, output, dump)
+    check_places(source, output)
     _check_memory(order, memory)
     try_tokenizer(source)
     order = order.with_engine(wishes)

@@ -47,7 +47,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
                 ragged_rows=order.ragged_rows,
                 overwritten=order.overwritten,
             )
-            lower(model, order.passes, context, order.dump)
+            lower(model, order.passes, context)
             _declare_opsets(model, order)
             whole = "encoder" if geometry.encoder else "decoder"
             name = f"{phase if phase in ('prefill', 'decode') else whole}.onnx"

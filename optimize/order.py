@@ -34,7 +34,6 @@ class Order:
     calibration: CalibrationRequest | None
     text: Path | None
     judged: bool
-    dump: Path | None
     progress: Progress
     engine: "EngineSpec | None" = None
 
@@ -83,7 +82,6 @@ def take_order(
     calibration: CalibrationRequest | None,
     text: Path | None,
     judged: bool,
-    dump: Path | None,
     progress: Progress,
 ) -> tuple[Order, EngineRequest | None]:
     """Resolve what is asked for, over what the recipe says; the order, and the wishes for its engine."""
@@ -101,19 +99,15 @@ def take_order(
     with_text = calibration is not None and calibration.text is not None
     chosen, limits = recipes.resolve(asked, abilities, geometry.max_positions, name, with_text, bool(geometry.coded))
     judged = judged or text is not None or bool(chosen.budget)
-    order = Order(source, export, abilities, chosen, limits, calibration, text, judged, dump, progress)
+    order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress)
     return order, asked.engine
 
 
-def check_places(source: Path, output: Path, dump: Path | None) -> None:
-    """Raise UsageError where the bundle or the dumps would be written over what is read or written."""
+def check_places(source: Path, output: Path) -> None:
+    """Raise UsageError where the bundle would be written over what is read."""
     place = Path(os.path.realpath(output))  # unlike resolve, at a loss for no loop of links
     if place == Path(os.path.realpath(source)):
         raise UsageError(f"{output} is the export itself; choose another output folder")
-    if dump is not None and Path(os.path.realpath(dump)).is_relative_to(place):
-        raise UsageError(f"{dump} lies in the output folder {output}; choose another folder for the dumps")
-    if dump is not None and dump.exists() and not dump.is_dir():
-        raise UsageError(f"{dump} is no folder; choose another one for the dumps")
 
 
 def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:

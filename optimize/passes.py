@@ -7,7 +7,6 @@ lowering that finds nothing to lower is an error and never a slow or wrong graph
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import onnx_ir as ir
 
@@ -133,18 +132,15 @@ PASSES: dict[str, tuple[Step, ...]] = {
 }
 
 
-def lower(model: ir.Model, target: str, plan: LoweringContext, dump: Path | None = None) -> None:
-    """Run the target's passes on ``model`` in place; with ``dump`` write the graph's text after each.
+def lower(model: ir.Model, target: str, plan: LoweringContext) -> None:
+    """Run the target's passes on ``model`` in place.
 
     Raises:
         BuildError: a pass did not apply as often as the geometry demands.
     """
-    for number, step in enumerate(PASSES[target], 1):
+    for step in PASSES[target]:
         times = step.run(model.graph, plan)
         log.info("%s: applied %d times", step.name, times)
-        if dump is not None:
-            dump.mkdir(parents=True, exist_ok=True)
-            (dump / f"{plan.phase}-{number:02d}-{step.name.replace(' ', '-')}.txt").write_text(str(model.graph))
         if step.times is not None and times != step.times(plan.geometry):
             raise BuildError(
                 f"pass '{step.name}' applied {times} times to the {plan.phase} graph, {step.times(plan.geometry)} "

@@ -120,9 +120,6 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
 def _as_asked(old: EngineConfig) -> EngineRequest:
     """A request for an engine like the old one, but for its GPUs."""
     return EngineRequest(
-        hardware_compatibility=old.hardware_compatibility,
-        version_compatible=old.version_compatible,
-        stripped=old.stripped,
         workspace=old.workspace,
         optimization_level=old.optimization_level,
     )

@@ -121,7 +121,6 @@ def automatic(
     engine: EngineRequest | None = None,
     text: Path | None = None,
     memory: int | None = None,
-    dump: Path | None = None,
     force: bool = False,
     progress: Progress = silent,
 ) -> AutoReport:
@@ -143,8 +142,6 @@ def automatic(
     limits = asked.budget or Budget()
     if not limits:
         raise UsageError("--auto needs a budget: give --max-kl, --min-agreement or --max-perplexity-increase")
-    if dump is not None:
-        raise UsageError("--dump shows one recipe's passes; leave it or --auto out")
 
     def make(candidate: Request, folder: Path) -> None:
         # A text that the candidate does not look at is left out, for a build refuses what it does not use.

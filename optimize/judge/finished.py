@@ -155,7 +155,7 @@ def _opened(order: Order, folder: Path, manifest: Manifest, weights: Calibrated,
 def _in_float32(order: Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Path:
     """The same graph computing in float32: no CPU kernel knows bfloat16."""
     recipe = replace(order.recipe, compute="float32", cache="float32")
-    graphs = compile_graphs(replace(order, recipe=recipe, dump=None), folder, weights)
+    graphs = compile_graphs(replace(order, recipe=recipe), folder, weights)
     copy_tokenizer(order.source, folder)
     check_unchanged(order.source, order.export)  # the weights have been read now
     files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}  # nobody else will see it

@@ -56,6 +56,6 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
 
 def with_engine(plan: DeviceMemory, folder: Path, engine: EngineConfig | None) -> DeviceMemory:
     """The plan with the weights that the engine really holds: it may keep a layout for each profile."""
-    if engine is None or not engine.file or engine.stripped:
+    if engine is None or not engine.file:
         return plan
     return replace(plan, weights=(folder / engine.file).stat().st_size)

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmc.bundle import EngineConfig
 from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.tensorrt import timing_cache
@@ -23,7 +22,7 @@ from llmc.optimize.tensorrt.flags import compiled_with
 from llmc.optimize.tensorrt.messages import failure
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
 from llmc.optimize.tensorrt.network import Network, Ranges, profile_shapes, read_graph
-from llmc.optimize.tensorrt.spec import HARDWARE_COMPATIBILITY, EngineSpec
+from llmc.optimize.tensorrt.spec import EngineSpec
 from llmc.runtime.sessions.tensorrt.library import Message, library_version, logger, made, nameable_gpus
 
 PARSING = "reading the graph"
@@ -121,16 +120,11 @@ def _config(work: _Work, monitor: Monitor, times: Path | None) -> Any:
     """The builder's configuration."""
     library, asked = work.spec.library, work.spec.config
     config = work.builder.create_builder_config()
-    for flag in _flags(asked, work.names_gpus):
-        config.set_flag(_member(library, "BuilderFlag", flag))
     config.clear_flag(library.BuilderFlag.TF32)  # on by default; who asks for float32 does not want 10 bits of it
     if asked.workspace is not None:
         config.set_memory_pool_limit(library.MemoryPoolType.WORKSPACE, asked.workspace)
     if asked.optimization_level is not None:
         config.builder_optimization_level = asked.optimization_level
-    level = HARDWARE_COMPATIBILITY[asked.hardware_compatibility]
-    if level != "NONE":
-        config.hardware_compatibility_level = _member(library, "HardwareCompatibilityLevel", level)
     if work.names_gpus:
         _set_gpus(config, library, asked.compute_capabilities)
     config.progress_monitor = monitor.native(library)
@@ -139,18 +133,6 @@ def _config(work: _Work, monitor: Monitor, times: Path | None) -> Any:
     for ranges in work.profiles:
         _add_profile(work, config, ranges)
     return config
-
-
-def _flags(asked: EngineConfig, names_gpus: bool) -> list[str]:
-    """Names of the builder's flags. A stripped engine holds what its weights must be set to, and nothing else."""
-    flags = []
-    if asked.version_compatible:
-        flags.append("VERSION_COMPATIBLE")
-        if names_gpus:
-            flags.append("EXCLUDE_LEAN_RUNTIME")  # TensorRT-RTX's package has no lean runtime to include
-    if asked.stripped:
-        flags += ["STRIP_PLAN", "REFIT_IDENTICAL"]  # the same weights again: no kernel need be ready for others
-    return flags
 
 
 def _set_gpus(config: Any, library: Any, wanted: Sequence[str]) -> None:

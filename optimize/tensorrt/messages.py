@@ -70,7 +70,5 @@ def failure(what: str, messages: Sequence[Message], workspace: int | None = None
     if OUT_OF_MEMORY.search(said):
         return ResourceError(f"{what} ran out of memory: {said}; ask for a smaller context, chunk or batch")
     if errors and NO_DRIVER.search(errors[0]):
-        return GpuError(
-            f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU, or leave out stripped"
-        )
+        return GpuError(f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU")
     return BuildError(f"{what} failed: {said}; try another precision (--fp16, --int4), and report this")

@@ -1,6 +1,5 @@
 """The small engine beside a decoder's: from logits on the device to their largest, so that few bytes leave it."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -36,14 +35,11 @@ def select_graph(vocab_size: int, candidates: int) -> onnx.ModelProto:
 def build_select(
     spec: EngineSpec, output: Path, *, vocab_size: int, candidates: int, progress: Progress = silent
 ) -> EngineReport:
-    """Build the engine of :func:`select_graph` for as many rows as a decode step has, with one profile.
-
-    It holds no weights, so it is never stripped.
-    """
-    graph, whole = output.with_name(f".{output.name}.onnx"), replace(spec, config=replace(spec.config, stripped=False))
+    """Build the engine of :func:`select_graph` for as many rows as a decode step has, with one profile."""
+    graph = output.with_name(f".{output.name}.onnx")
     profile = {"rows": (1, 1, spec.config.decode.batch)}
     try:
         graph.write_bytes(select_graph(vocab_size, candidates).SerializeToString())
-        return build_engine(whole, graph, output, [profile], progress=progress)
+        return build_engine(spec, graph, output, [profile], progress=progress)
     finally:
         graph.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.bundle import EngineConfig, Geometry, Limits, Profile, Recipe, version
-from llmc.errors import GpuError, UsageError
+from llmc.errors import UsageError
 from llmc.optimize.recipe import between
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
@@ -29,10 +29,7 @@ BLOCK = 64
 PREFILL_OUTPUTS = 32
 # Names of the types of activations among precisions.
 COMPUTES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-AMPERE_GPU = "8.0"
-AMPERE = version(AMPERE_GPU)
-# What a bundle calls them, and the library's names.
-HARDWARE_COMPATIBILITY = {"none": "NONE", "ampere": "AMPERE_PLUS", "same": "SAME_COMPUTE_CAPABILITY"}
+AMPERE = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -76,18 +73,9 @@ def resolve_engine(
     """
     precisions = _wanted(recipe, own_bits)
     library = None if request.deferred else load_library(target.engine)
-    level = _hardware_compatibility(request.hardware_compatibility, library, target)
-    if level != "none" and request.compute_capabilities is not None:
-        raise UsageError(f"hardware_compatibility is {level!r} and GPUs are named; give one of them")
-    for precision, first in absent(target.name, AMPERE_GPU).items():
-        if level == "ampere" and precision in precisions:
-            raise UsageError(
-                f"hardware_compatibility is 'ampere', but GPUs before {first} know no {precision}; leave it out"
-            )
     buckets = bucket_sizes(limits.max_context)
     gpu = next(iter(probe_driver().devices), None) if library is not None else None
-    included = gpu if level == "none" else None
-    wanted = _compute_capabilities(request.compute_capabilities, library, target, precisions, included)
+    wanted = _compute_capabilities(request.compute_capabilities, library, target, precisions, gpu)
     bound = library is not None and not nameable_gpus(library)  # to the GPU that it builds on, as TensorRT is
     flags = ""
     if bound or here:
@@ -95,8 +83,6 @@ def resolve_engine(
     if bound:
         flags = _tried(library, gpu)
         wanted = (gpu.compute_capability,) if gpu is not None else ()
-    if library is not None and not bound and request.stripped and gpu is None:
-        raise GpuError(f"{target.engine} leaves weights out of engines only beside a GPU; leave --stripped out")
     effort, memory = request.optimization_level, request.workspace
     config = EngineConfig(
         file="",
@@ -108,9 +94,6 @@ def resolve_engine(
         candidates=0,
         platform=platform_name(),
         compute_capabilities=wanted,
-        version_compatible=bool(request.version_compatible),
-        hardware_compatibility=level,
-        stripped=bool(request.stripped),
         verified="no",
         workspace=memory if memory is None else between("workspace", memory, 1 << 20, 1 << 50),
         optimization_level=effort and between("optimization_level", effort, 0, 5),
@@ -119,21 +102,6 @@ def resolve_engine(
     if gpu is not None:
         _warn_of_other(gpu, config, library, target)
     return EngineSpec(library, library_version(library) if library is not None else "none", gpu, config)
-
-
-def _hardware_compatibility(asked: str | None, library: Any, target: Capabilities) -> str:
-    """The level asked for, if the library has it: hours of calibration may come before the builder is asked."""
-    possible = [
-        name
-        for name, member in HARDWARE_COMPATIBILITY.items()
-        if library is None or hasattr(library.HardwareCompatibilityLevel, member)
-    ]
-    level = "none" if asked is None else asked
-    if level not in possible:
-        raise UsageError(
-            f"hardware_compatibility is {level!r}, expected one of {', '.join(possible)} for {target.engine} here"
-        )
-    return level
 
 
 def bucket_sizes(max_context: int) -> tuple[int, ...]:

@@ -159,7 +159,7 @@ CHECKS: tuple[Check[BundleFacts], ...] = (
     Check(_about("platform"), lambda f: f.engine and f.engine.platform != f.probe.platform,
           "its engine was built for {f.engine.platform}, this is {f.probe.platform}", REBUILT),
     Check(_about("version"),
-          lambda f: f.engine and f.works and not f.engine.fits_version(f.library.version, f.made_for.engine_version),
+          lambda f: f.engine and f.works and version(f.library.version) != version(f.made_for.engine_version),
           "its engine was built by {f.made_for.engine} {f.made_for.engine_version}, {f.library.version} is installed",
           REBUILT),
     Check(_about("GPU"), lambda f: f.engine and f.capability and not f.engine.fits_gpu(f.capability),

@@ -84,7 +84,6 @@ DEFAULTS = {
     "text": None,
     "memory": None,
     "force": False,
-    "dump": None,
     "engine": EngineRequest(),
 }
 
@@ -112,14 +111,12 @@ def test_options_reach_the_library_under_their_own_names(
         "--recipe",
         recipe,
         "--force",
-        "--dump",
-        tmp_path,
         "--target",
         "x",
     ]
     llmc("build", export_folder, "-o", "out", "--int4", *options)
     asked = {"precision": "int4", "max_context": 64, "max_batch": 2, "recipe": recipe, "force": True}
-    assert library.built[0].items() >= {**asked, "dump": tmp_path, "target": "x"}.items()
+    assert library.built[0].items() >= {**asked, "target": "x"}.items()
 
 
 def test_a_budget_and_a_calibration_reach_the_library(llmc, library: FakeLibrary, export_folder: Path, tmp_path: Path):

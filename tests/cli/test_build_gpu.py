@@ -112,14 +112,10 @@ def test_target_and_precision_reach_the_library(
 
 
 def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: FakeLibrary, export_folder: Path):
-    options = ["--compute-capabilities", "8.6,8.9", "--hardware-compatibility", "ampere"]
-    options += ["--version-compatible", "--stripped", "--deferred"]
+    options = ["--compute-capabilities", "8.6,8.9", "--deferred"]
     assert llmc("build", export_folder, "-o", "out", "--target", "tensorrt-rtx", *options).code == 0
     assert library.built[0]["engine"] == EngineRequest(
         compute_capabilities="8.6,8.9",
-        hardware_compatibility="ampere",
-        version_compatible=True,
-        stripped=True,
         deferred=True,
     )
 
@@ -132,15 +128,11 @@ def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: Fake
         (["--auto", "--target", "cuda"], "--auto measures candidates on the CPU, the target is cuda"),
         (["--auto", "--deferred"], "--auto measures candidates on the CPU"),
         (["--target", "gpu"], "target 'gpu' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
-        (["--target", "cuda", "--stripped"], "engine: is for TensorRT, the target is cuda"),
+        (["--target", "cuda", "--deferred"], "engine: is for TensorRT, the target is cuda"),
         (["--target", "cuda", "--bf16"], "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
         (
             ["--target", "tensorrt-rtx", "--deferred", "--compute-capabilities", "8.9"],
             "a deferred engine is for the GPU",
-        ),
-        (
-            ["--target", "tensorrt", "--deferred", "--hardware-compatibility", "any"],
-            "expected one of none, ampere, same",
         ),
     ],
 )
@@ -304,7 +296,7 @@ def rows(out: str) -> dict[str, str]:
 def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path]):
     shown = rows(llmc("inspect", save()).out)
     assert shown["target"] == "tensorrt, tensorrt 10.16.1 (needs 10.15 or newer)"
-    assert shown["engine"] == "engine.plan, runs on newer libraries, without weights, which come from the graph's file"
+    assert shown["engine"] == "engine.plan"
     assert shown["engine runs on"] == "linux-aarch64, compute capability 8.7"
     assert shown["computes in"] == "float16"
     assert shown["buckets"] == "256, 512 positions"
@@ -331,7 +323,7 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
         ({"select": "", "candidates": 0}, "candidates", "none, all logits are copied"),
         ({"flags": "-peep:fc_h_fusion=off"}, "compiler flags", "-peep:fc_h_fusion=off"),
         (
-            {**NOT_BUILT, "stripped": False, "version_compatible": False},
+            NOT_BUILT,
             "engine",
             "none yet: llmc build --rebuild makes it on the machine that is to run it",
         ),

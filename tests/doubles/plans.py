@@ -14,9 +14,6 @@ PLAN = EngineConfig(
     candidates=0,
     platform="linux-x86_64",
     compute_capabilities=("8.9",),
-    version_compatible=False,
-    hardware_compatibility="none",
-    stripped=False,
     verified="cpu",
 )
 # With everything that an engine can have, for another machine.
@@ -26,6 +23,4 @@ FULL = replace(
     candidates=64,
     platform="linux-aarch64",
     compute_capabilities=("8.7",),
-    version_compatible=True,
-    stripped=True,
 )

@@ -315,9 +315,6 @@ BEHAVIOURS: dict[tuple[str, str], Callable[..., Any]] = {
     ),
     ("IBuilderConfig", "get_timing_cache"): lambda library, self: self.__dict__.get("_times"),
     ("ITimingCache", "serialize"): lambda library, self: b"times",
-    ("OnnxParserRefitter", "refit_from_file"): accept,
-    ("Refitter", "get_missing_weights"): lambda library, self: [],
-    ("Refitter", "refit_cuda_engine"): accept,
 }
 
 

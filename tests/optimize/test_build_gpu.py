@@ -118,7 +118,7 @@ def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle: Bui
     assert (manifest.recipe.compute, manifest.cache, manifest.golden_tolerance) == ("float16", "float16", 0.5)
     planned = device_plan(manifest.geometry, manifest.limits, manifest.recipe)
     assert manifest.device == dataclasses.replace(planned, weights=manifest.files["engine.plan"].size)
-    assert (manifest.memory.weights, manifest.memory.cache_per_token, manifest.compiled) == (0, 0, None)
+    assert (manifest.memory.weights, manifest.memory.cache_per_token) == (0, 0)
     assert manifest.graphs["prefill"] == manifest.graphs["decode"]
     assert len(manifest.golden) == 4
 
@@ -183,7 +183,7 @@ def test_graphs_for_cuda_are_judged_on_the_cpu(exported: Callable[[str], Any], t
     report = build(exported(TIED).export, output, target="cuda", recipe=recipe, **SMALL)
     assert whole(report)
     check_quality(report.manifest, precision)
-    assert (report.manifest.engine, report.manifest.compiled) == (None, None)
+    assert report.manifest.engine is None
     assert report.manifest.device is not None
     assert verify(output, emulate=True).equal_tokens == 64
 
@@ -235,7 +235,7 @@ def test_static_activations_are_calibrated(reads_text: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("target", "engine"), [("tensorrt-rtx", DEFERRED), ("cuda", None)])
-def test_a_broken_budget_publishes_nothing_and_names_overrides(
+def test_a_broken_budget_publishes_nothing_and_names_the_worst_layers(
     reads_text: Path, tmp_path: Path, target: str, engine: EngineRequest | None
 ):
     with pytest.raises(BuildError) as refused:
@@ -251,8 +251,7 @@ def test_a_broken_budget_publishes_nothing_and_names_overrides(
     said = str(refused.value)
     assert list(tmp_path.iterdir()) == []
     assert "at most 0.1 is allowed" in said
-    assert "The cheapest overrides in the recipe's [layers]" in said
-    assert '= "int8" (+' in said
+    assert "Worst layers: " in said
 
 
 @pytest.mark.parametrize(("target", "engine"), [("tensorrt-rtx", DEFERRED), ("cuda", None)])
@@ -282,17 +281,17 @@ def mean_kl(manifest: Manifest) -> float:
 def test_what_a_recipe_says_of_the_engine_holds_unless_the_caller_says_otherwise(
     exported: Callable[[str], Any], tmp_path: Path
 ):
-    (tmp_path / "mine.toml").write_text("[engine]\nversion_compatible = true\nstripped = true\ndeferred = true\n")
+    (tmp_path / "mine.toml").write_text("[engine]\noptimization_level = 1\nworkspace = 2097152\ndeferred = true\n")
     report = build(
         exported(TIED).export,
         tmp_path / "bundle",
         target="tensorrt",
         recipe=tmp_path / "mine.toml",
-        engine=EngineRequest(version_compatible=False),
+        engine=EngineRequest(optimization_level=2),
         **SMALL,
     )
     plan = engine_of(report.manifest)
-    assert (plan.version_compatible, plan.stripped, plan.file) == (False, True, "")
+    assert (plan.optimization_level, plan.workspace, plan.file) == (2, 2097152, "")
 
 
 def test_tensorrt_makes_an_engine_for_the_gpu_at_hand(
@@ -300,17 +299,15 @@ def test_tensorrt_makes_an_engine_for_the_gpu_at_hand(
 ):
     library = installed(H200)
     output = tmp_path / "out" / "bundle"
-    asked = EngineRequest(stripped=True, version_compatible=True, hardware_compatibility="ampere")
+    asked = EngineRequest(optimization_level=2)
     report = build(exported(TIED).export, output, target="tensorrt", precision="fp16", engine=asked, **SMALL)
     assert whole(report)
     plan = engine_of(report.manifest)
-    assert (plan.stripped, plan.version_compatible, plan.hardware_compatibility) == (True, True, "ampere")
+    assert plan.optimization_level == 2
     assert plan.compute_capabilities == (H200.driver.devices[0].compute_capability,)
     assert report.manifest.target.engine_version == library.__version__
     assert (output / "engine.plan").read_bytes() == (output / "select.plan").read_bytes() == PLAN
     assert list((disk_cache.cache_root() / "timing").glob("tensorrt-10.16*/timing.cache"))
-    flags = [arguments[0].name for arguments in library.arguments("IBuilderConfig", "set_flag")]
-    assert (flags.count("VERSION_COMPATIBLE"), flags.count("STRIP_PLAN")) == (2, 1), "one selects, without weights"
 
 
 def test_on_its_gpu_a_bundle_is_verified_by_running_it(

@@ -30,7 +30,7 @@ def test_static_activations_without_a_decoder_are_refused(exported: Callable[[st
 @pytest.mark.parametrize(
     ("target", "order", "message"),
     [
-        ("cuda", {"engine": EngineRequest(stripped=True)}, "engine: is for TensorRT, the target is cuda"),
+        ("cuda", {"engine": EngineRequest(optimization_level=1)}, "engine: is for TensorRT, the target is cuda"),
         ("cpu", {"engine": DEFERRED}, "engine: is for TensorRT, the target is cpu"),
         ("cuda", {"precision": "bf16"}, "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
         ("cpu", {"precision": "fp8"}, "precision is 'fp8', expected one of fp32, fp16, int8, int4"),

@@ -8,12 +8,6 @@ from llmc.optimize.build import build
 # --------------------------------------------------------------------------------------------------------- the request
 
 
-def test_dumps_do_not_go_into_the_bundle(source, untouched):
-    for dump in (untouched, untouched / "dump"):
-        with pytest.raises(UsageError, match="lies in the output folder"):
-            build(source, untouched, force=True, dump=dump)
-
-
 @pytest.fixture
 def kept(tmp_path):
     """A folder with a file in it; afterwards the file must be all that there is, unchanged."""

@@ -45,7 +45,7 @@ def no_gpu() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def built(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose engine is deferred, made once."""
-    engine = EngineRequest(deferred=True, hardware_compatibility="ampere", stripped=True)
+    engine = EngineRequest(deferred=True, optimization_level=2)
     output = tmp_path_factory.mktemp("deferred") / "bundle"
     build(exported(NAME).export, output, target="tensorrt", precision="fp16", engine=engine, **SMALL)
     return output
@@ -134,7 +134,7 @@ def test_a_deferred_engine_is_made_in_place(bundle: Callable[..., Path], machine
     assert manifest.target.engine_version == library.__version__
     assert (plan.file, plan.select, plan.log) == ENGINE_FILES
     assert (folder / "engine.plan").read_bytes() == PLAN
-    assert (plan.hardware_compatibility, plan.stripped) == ("ampere", True), "as the bundle was asked"
+    assert plan.optimization_level == 2, "as the bundle was asked"
     assert plan.verified == "cpu", "the golden prompts are of this very graph"
     assert (manifest.golden, manifest.quality, manifest.recipe) == (before.golden, before.quality, before.recipe)
     assert {name: manifest.files[name] for name in before.files} == before.files
@@ -204,12 +204,12 @@ def test_what_was_asked_of_the_builder_is_asked_again(
     folder = bundle()
     manifest = read_bundle(folder)
     assert manifest.engine is not None
-    asked = dataclasses.replace(manifest.engine, workspace=1 << 22, optimization_level=1, version_compatible=True)
+    asked = dataclasses.replace(manifest.engine, workspace=1 << 22, optimization_level=1)
     write_manifest(dataclasses.replace(manifest, engine=asked), folder)
     library = machine(H200)
     plan = rebuild(folder, folder, force=True).manifest.engine
     assert plan is not None
-    assert (plan.workspace, plan.optimization_level, plan.version_compatible) == (1 << 22, 1, True)
+    assert (plan.workspace, plan.optimization_level) == (1 << 22, 1)
     limits = [arguments[-1] for arguments in library.arguments("IBuilderConfig", "set_memory_pool_limit")]
     assert 1 << 22 in limits
 

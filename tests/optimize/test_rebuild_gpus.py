@@ -18,8 +18,6 @@ OLD = replace(
     prefill=Profile(1, 64, 32),
     platform="linux-x86_64",
     compute_capabilities=(),
-    version_compatible=False,
-    stripped=False,
 )
 
 

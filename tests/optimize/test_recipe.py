@@ -70,9 +70,6 @@ max_perplexity_increase = 1
 
 [engine]
 compute_capabilities = "8.6"
-hardware_compatibility = "ampere"
-version_compatible = true
-stripped = false
 deferred = false
 workspace = 2000000
 optimization_level = 3
@@ -87,7 +84,7 @@ decode_top1_agreement = 0.99
     assert list(request.layers.items()) == [("*.mlp.down_proj", "int8"), ("model.layers.0.*", "fp32")]
     assert request.budget == Budget(0.1, 0.9, 1.0)
     assert request.expected == Expected(0.01, 0.0, 0.99)
-    assert request.engine == EngineRequest("8.6", "ampere", True, False, False, 2_000_000, 3)
+    assert request.engine == EngineRequest("8.6", False, 2_000_000, 3)
     assert replace(request, layers=None, budget=None, engine=None, expected=None) == Request(
         "all keys", "int4", "gptq", 64, False, "int8", "split", "static", 0.5, "int8-channel", "float32",
         None, 9, 2, 5,

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmc.bundle import EngineConfig, Geometry, Manifest
+from llmc.bundle import EngineConfig, Geometry, Manifest, version
 from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.host.cuda import DeviceInfo
 from llmc.runtime.kv.cache import tensors_of
@@ -40,18 +40,18 @@ def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, librar
         library: of the engine, as it is here.
         device: the GPU here.
     """
-    version, found = library_version(library), f"{device.name} has {device.compute_capability}"
+    installed, found = library_version(library), f"{device.name} has {device.compute_capability}"
     if not lists_gpu(library, device.compute_capability):
         raise GpuError(
-            f"{folder}: {manifest.target.engine} {version} runs on compute capability "
+            f"{folder}: {manifest.target.engine} {installed} runs on compute capability "
             f"{', '.join(nameable_gpus(library))} and newer, {found}; build for the target tensorrt or cuda"
         )
     built, here = config.platform, platform_name()
     if built != here:
         raise BundleError(f"{folder}: its engine was built for {built}, this is {here}; {_remedy(folder)}")
     name, built = manifest.target.engine, manifest.target.engine_version
-    if not config.fits_version(version, built):
-        raise BundleError(f"{folder}: its engine was built by {name} {built}, here is {version}; {_remedy(folder)}")
+    if version(installed) != version(built):
+        raise BundleError(f"{folder}: its engine was built by {name} {built}, here is {installed}; {_remedy(folder)}")
     if not config.fits_gpu(device.compute_capability):
         raise BundleError(
             f"{folder}: its engine was built for compute capability {config.gpus}, {found}; {_remedy(folder)}"
@@ -118,13 +118,11 @@ class Engine:
         GpuError: the library cannot start.
     """
 
-    def __init__(self, library: Any, file: Path, folder: Path, *, version_compatible: bool = False) -> None:
+    def __init__(self, library: Any, file: Path, folder: Path) -> None:
         self.library = library
         self.log = logger(library)
         self._folder, self._where = folder, file
         self._runtime = made(library, library.Runtime)
-        if version_compatible:
-            self._runtime.engine_host_code_allowed = True
         with self.log.collected() as messages, mapped(file) as content:
             native = self._runtime.deserialize_cuda_engine(content)
         if native is None:

@@ -20,7 +20,6 @@ from llmc.runtime.kv.cache import tensors_of
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import INT64, Part, Shape, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
-from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 from llmc.runtime.sessions.tensorrt.calls import Piece, Sparse, pieces
 from llmc.runtime.sessions.tensorrt.engine import (
     DECODE,
@@ -34,7 +33,6 @@ from llmc.runtime.sessions.tensorrt.engine import (
 )
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels, kernels_file
 from llmc.runtime.sessions.tensorrt.library import library_version, load_library
-from llmc.runtime.sessions.tensorrt.refit import refit
 from llmc.runtime.sessions.tensorrt.steps import Call, Pair, Step, Steps
 
 
@@ -82,12 +80,8 @@ class TensorRTSession(DeviceSession):
 
         An integrated GPU needs no second one: all logits are in the host's memory as they are.
         """
-        config, folder = self._config, self._folder
+        config = self._config
         engine = self._loaded(manifest, config.file)
-        if config.stripped:
-            graph = folder / manifest.graphs["decode"].file
-            check_weights(graph, manifest.files)
-            refit(self._library, engine.native, graph)
         engine.check(decoder_interface(self._geometry, manifest.cache, config.buckets[-1]), profiles=2)
         if not config.select or not config.candidates or self._driver.device.integrated:
             return engine, None
@@ -96,8 +90,8 @@ class TensorRTSession(DeviceSession):
         return engine, select
 
     def _loaded(self, manifest: Manifest, file: str) -> Engine:
-        path, compatible = self._folder / file, self._config.version_compatible
-        engine = Engine(self._library, path, self._folder, version_compatible=compatible)
+        path = self._folder / file
+        engine = Engine(self._library, path, self._folder)
         self._later(engine.close)
         if compiles_kernels(self._library):
             built = manifest.files[file].sha256 if file in manifest.files else str(path)

@@ -50,7 +50,7 @@ def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path: Path):
     (tmp_path / "engine.plan").write_bytes(b"x" * 1234)
     engine = replace(PLAN, buckets=(1024,), decode=Profile(4, 1, 1), compute_capabilities=())
     assert with_engine(plan, tmp_path, engine) == replace(plan, weights=1234)
-    for other in (None, replace(engine, file=""), replace(engine, stripped=True)):
+    for other in (None, replace(engine, file="")):
         assert with_engine(plan, tmp_path, other) == plan
 
 

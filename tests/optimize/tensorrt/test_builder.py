@@ -110,14 +110,6 @@ def test_truncated_weights_are_refused_by_name(rtx: Any, decoder: Path, config: 
 # ------------------------------------------------------------------------------------------------------- options
 
 
-def test_without_a_driver_stripped_engines_ask_for_a_gpu(rtx: Any, decoder: Path, config: EngineConfig):
-    if Path("/dev/nvidiactl").exists():
-        pytest.skip("there is a GPU")
-    with pytest.raises(GpuError, match=r"needs a GPU and its driver.*leave out stripped"):
-        build_decoder(rtx, decoder, replace(config, stripped=True))
-    assert leftovers(decoder) == []
-
-
 def test_a_gpu_that_the_library_does_not_build_for_is_named(rtx: Any, decoder: Path, config: EngineConfig):
     with pytest.raises(GpuError, match=r"tensorrt_rtx \S+ does not build for SM90; .* SM86"):
         build_decoder(rtx, decoder, replace(config, compute_capabilities=("9.0",)))

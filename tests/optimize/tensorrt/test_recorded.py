@@ -35,26 +35,18 @@ def test_every_option_is_one_that_it_has(decoder: Path, config: EngineConfig):
         config,
         workspace=1 << 20,
         optimization_level=5,
-        version_compatible=True,
-        hardware_compatibility="ampere",
         compute_capabilities=("8.7",),  # TensorRT cannot be told its GPU; that is only recorded
-        stripped=True,
     )
     library = RecordedLibrary()
     build_decoder(library, decoder, asked)
-    flags = [flag.name for (flag,) in library.arguments("IBuilderConfig", "set_flag")]
-    assert flags == ["VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL"]
     assert library.arguments("IBuilderConfig", "set_memory_pool_limit") == [(library.MemoryPoolType.WORKSPACE, 1 << 20)]
     assert library.arguments("IBuilderConfig", "builder_optimization_level=") == [(5,)]
-    ((level,),) = library.arguments("IBuilderConfig", "hardware_compatibility_level=")
-    assert level.name == "AMPERE_PLUS"
 
 
-def test_the_engine_that_selects_is_never_stripped(config: EngineConfig, tmp_path: Path):
+def test_the_engine_that_selects_has_a_profile_for_every_row(config: EngineConfig, tmp_path: Path):
     library = RecordedLibrary()
-    asked = spec_of(library, replace(config, stripped=True))
+    asked = spec_of(library, config)
     build_select(asked, tmp_path / "select.plan", vocab_size=96, candidates=8)
-    assert library.arguments("IBuilderConfig", "set_flag") == [], "it has no graph to be refitted from"
     assert library.arguments("IOptimizationProfile", "set_shape") == [("logits", (1, 96), (1, 96), (4, 96))]
     assert [path.name for path in tmp_path.iterdir()] == ["select.plan"]
 

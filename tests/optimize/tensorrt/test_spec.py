@@ -76,16 +76,12 @@ def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
     config = spec.config
     assert (config.decode, config.prefill) == (Profile(4, 1, 1), Profile(1, 128, PREFILL_OUTPUTS))
     assert (config.workspace, config.optimization_level, config.flags) == (None, None, "")
-    assert (config.hardware_compatibility, config.version_compatible, config.stripped) == ("none", False, False)
     assert (config.compute_capabilities, spec.gpu) == ((), None)
 
 
 def test_what_is_asked_for_is_taken(here: Callable[..., Any]):
     here()
     asked = {
-        "hardware_compatibility": "same",
-        "version_compatible": True,
-        "stripped": True,
         "workspace": 1 << 20,
         "optimization_level": 0,
     }
@@ -129,14 +125,6 @@ def test_an_engine_for_other_gpus_says_that_it_does_not_run_here(
 
 
 FLOAT8_GPUS = ("8.9", "12.0", "12.1")
-
-
-def test_weights_are_left_out_of_tensorrt_rtx_only_beside_a_gpu(here: Callable[..., Any], rtx: Any):
-    with pytest.raises(GpuError, match="leaves weights out of engines only beside a GPU; leave --stripped out"):
-        resolve("tensorrt-rtx", stripped=True)
-    assert resolve("tensorrt-rtx", stripped=True, deferred=True).config.stripped
-    here(rtx, RTX_4090)
-    assert resolve("tensorrt-rtx", stripped=True).config.stripped
 
 
 # ---------------------------------------------------------------------------------------------- precisions, workspace
@@ -196,7 +184,6 @@ def test_flags_for_thor_are_set_before_any_builder_is_made_and_are_recorded(
     ("asked", "message"),
     [
         ({"compute_capabilities": "8.9"}, "is '8.9', but tensorrt builds for the GPU it runs on"),
-        ({"hardware_compatibility": "all"}, "is 'all', expected one of none, ampere, same for tensorrt here"),
         ({"workspace": 1000}, "workspace is 1000, expected 1048576 ... "),
         ({"workspace": 1 << 51}, "workspace is 2251799813685248, expected"),
         ({"optimization_level": 6}, "optimization_level is 6, expected 0 ... 5"),
@@ -236,9 +223,9 @@ def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("untouchable")
 def test_a_deferred_engine_touches_no_library():
-    spec = resolve(deferred=True, hardware_compatibility="same")
+    spec = resolve(deferred=True, optimization_level=3)
     assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
-    assert spec.config.hardware_compatibility == "same"
+    assert spec.config.optimization_level == 3
 
 
 # -------------------------------------------------------------------------------------------------------- timing cache
@@ -303,14 +290,13 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
 ):
     here(probe=H200)
     made = builder(2 * manifest.geometry.layers)
-    spec = resolve(stripped=True, optimization_level=2, hardware_compatibility="ampere", version_compatible=True)
+    spec = resolve(optimization_level=2)
     plan = compile_engine(spec, tmp_path / "decoder.onnx", manifest.geometry, silent)
     [(given, profiles)], [select] = made.engines, made.selects
     assert given is select["spec"] is spec
     assert profiles == profiles_of(spec.config)
     config = spec.config
-    assert (config.stripped, config.optimization_level, config.version_compatible) == (True, 2, True)
-    assert (config.hardware_compatibility, config.workspace) == ("ampere", None)
+    assert (config.optimization_level, config.workspace) == (2, None)
     assert (select["vocab_size"], select["candidates"]) == (320, 64)
     assert (plan.file, plan.select, plan.log) == ("engine.plan", "select.plan", "build-log.json")
     said = json.loads((tmp_path / plan.log).read_text())

@@ -164,9 +164,6 @@ def bundle(graphs: Path, manifest: Manifest, tmp_path: Path) -> Callable[..., Se
             candidates=CANDIDATES if select else 0,
             platform=platform_name(),
             compute_capabilities=(device.compute_capability,),
-            version_compatible=False,
-            hardware_compatibility="none",
-            stripped=False,
             verified="cpu",
         )
         return Setup(tmp_path, with_engine(manifest, plan, compute), driver, FakeTensorRT(driver))

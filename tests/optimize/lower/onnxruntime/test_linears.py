@@ -141,15 +141,3 @@ def test_no_dead_node_and_no_unread_initializer_is_left(case, lowering):
 def decode_plan(export: Path, folder: Path) -> LoweringContext:
     geometry, limits = read_export(export).geometry, Limits(24, 1, 24)
     return LoweringContext("decode", geometry, limits, QuantConfigs(BLOCKS, BLOCKS), WeightFile(folder), Calibrated())
-
-
-def test_a_dump_holds_the_graph_after_each_pass(exported, tmp_path):
-    export = exported(UNTIED).export
-    plan = decode_plan(export, tmp_path)
-    passes.lower(ir.load(export / "decoder.onnx"), "cpu", plan, tmp_path / "dump")
-    plan.weights.close()
-    files = sorted((tmp_path / "dump").iterdir())
-    assert len(files) == len(passes.PASSES["cpu"])
-    assert files[0].name == "decode-01-raise-linears.txt"
-    assert "GroupQueryAttention" not in files[1].read_text()
-    assert "GroupQueryAttention" in files[2].read_text()

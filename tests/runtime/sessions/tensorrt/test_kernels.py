@@ -12,7 +12,6 @@ from doubles.cuda import SERVER, FakeDriver
 from doubles.tensorrt import CudaGraphStrategy, Engine, FakeTensorRT, KernelStrategy
 
 from llmc.errors import GpuError
-from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.tensorrt import kernels as module
 
@@ -102,13 +101,3 @@ def test_kernels_are_kept_from_run_to_run(bundle: Callable[..., Any], kept: Path
     used(third, steps=17)
     assert len(third.library.compiled) == 1  # of the next bucket
     assert file.stat().st_mtime_ns > 0
-
-
-def test_kernels_of_another_version_are_not_used(bundle: Callable[..., Any], kept: Path, monkeypatch: Any):
-    monkeypatch.setattr(module, "kernels_file", lambda *what: disk_cache.entry(module.KIND, "one") / module.FILE)
-    monkeypatch.setattr("llmc.runtime.sessions.tensorrt.session.kernels_file", module.kernels_file)
-    setup = bundle().plan(version_compatible=True)
-    used(compiling(setup))
-    later = compiling(setup, "10.17.0.1")
-    used(later)
-    assert len(later.library.compiled) == 1

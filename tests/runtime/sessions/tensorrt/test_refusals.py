@@ -53,25 +53,10 @@ def test_an_engine_for_another_machine_is_refused(bundle: Callable[..., Any], ch
     assert setup.driver.leaks == []
 
 
-@pytest.mark.parametrize(
-    ("built", "found", "compatible", "opens"),
-    [
-        ("10.16.1.11", "10.16.1.11", False, True),
-        ("10.16.1.11", "10.16.2.10", False, False),
-        ("10.16.1.11", "10.16.2.10", True, True),
-    ],
-)
-def test_an_engine_is_for_its_version_or_built_for_later_ones(
-    bundle: Callable[..., Any], built: str, found: str, compatible: bool, opens: bool
-):
-    setup = bundle().plan(version_compatible=compatible)
-    setup.manifest = replace(setup.manifest, target=replace(setup.manifest.target, engine_version=built))
-    setup.library.__version__ = found
-    if not opens:
-        refused(setup, BundleError, f"built by tensorrt {built}, here is {found}; llmc build --rebuild")
-        return
-    setup.open()
-    assert [runtime.engine_host_code_allowed for runtime in setup.library.runtimes] == [compatible] * 2
+def test_an_engine_is_for_its_version(bundle: Callable[..., Any]):
+    setup = bundle()
+    setup.library.__version__ = "10.17.2.10"
+    refused(setup, BundleError, "built by tensorrt .*, here is 10.17.2.10; llmc build --rebuild")
 
 
 def test_rows_that_do_not_begin_on_a_boundary_are_refused(bundle: Callable[..., Any]):
@@ -127,17 +112,6 @@ def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle: Callable[.
     other = replace(setup, driver=FakeDriver())
     other.library = FakeTensorRT(other.driver)
     refused(other, BundleError, "present.1.key is updated in place of nothing; llmc build --rebuild")
-
-
-def test_a_stripped_engine_takes_its_weights_from_the_graph(bundle: Callable[..., Any], monkeypatch: Any):
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("llmc.runtime.sessions.tensorrt.session.refit", lambda *given: calls.append(given))
-    setup = bundle().plan(stripped=True)
-    setup.open()
-    ((library, engine, graph),) = calls
-    assert library is setup.library
-    assert engine.num_optimization_profiles == 2
-    assert graph == setup.folder / "decoder.onnx"
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
