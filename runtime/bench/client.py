@@ -21,11 +21,7 @@ from llmc.runtime.sampling.params import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A run: the bundle, the requests, the machine, what it took.
-
-    Attributes:
-        rss_peak_bytes: resident memory of this process at its peak.
-    """
+    """A run: the bundle, the requests, the machine, what it took; ``rss_peak_bytes`` is of this process."""
 
     bundle: str
     model: str

@@ -73,12 +73,6 @@ def test_a_request_is_measured_from_its_submission(engine: EngineMetrics, clock:
     assert metrics.finish_reason == "stop"
 
 
-def test_a_time_that_starts_at_admission_is_noticed(engine: EngineMetrics, clock: Clock):
-    timeline = served(engine, clock, [0.1])
-    timeline.queued = timeline.admitted
-    assert timeline.metrics().ttft_s != pytest.approx(3.0, abs=EXACT)
-
-
 def test_what_has_not_happened_is_none(clock: Clock):
     timeline = EngineMetrics(clock).timeline(3)
     waiting = timeline.metrics()
@@ -118,31 +112,6 @@ def test_gaps_are_measured_within_each_output(engine: EngineMetrics, clock: Cloc
     assert (metrics.itl_p50_s, metrics.tpot_s) == (pytest.approx(0.2, abs=EXACT), pytest.approx(0.2, abs=EXACT))
     assert (snapshot.ttft.count, snapshot.itl.count) == (1, 9)
     assert snapshot.itl.mean == pytest.approx(0.2, abs=EXACT)
-
-
-def test_outputs_that_are_taken_for_one_are_noticed(engine: EngineMetrics, clock: Clock):
-    timeline = engine.timeline(1)
-    for _ in range(4):
-        for _ in range(3):
-            timeline.token()
-        clock.after(0.2)
-    assert timeline.metrics().tpot_s != pytest.approx(0.2, abs=EXACT)
-
-
-def test_times_are_those_of_the_clock(clock: Clock):
-    timeline = EngineMetrics(clock).timeline(1)
-    clock.after(1)
-    timeline.admit()
-    clock.after(1)
-    timeline.token()
-    clock.after(2)
-    timeline.token()
-    clock.after(1)
-    timeline.finish("length")
-    assert timeline.output_tokens == 2
-    assert timeline.first_token == 102.0
-    metrics = timeline.metrics()
-    assert (metrics.queue_s, metrics.ttft_s, metrics.tpot_s, metrics.e2e_s) == (1.0, 2.0, 2.0, 5.0)
 
 
 # --------------------------------------------------------------------------------------------------------------- engine

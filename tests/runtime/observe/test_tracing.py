@@ -157,13 +157,6 @@ def test_spans_lie_where_the_calendar_had_them(exporter: InMemorySpanExporter):
     assert abs(spans(exporter)["queue"].end_time - line.queued_unix_ns - SECOND) < ROUNDING_NS
 
 
-def test_a_shifted_timeline_is_noticed(exporter: InMemorySpanExporter):
-    line = timeline()
-    line.admitted += 0.001
-    record_spans(line, model="tiny")
-    assert seconds(spans(exporter)["queue"], line) != (0, 1)
-
-
 def test_attributes_are_those_of_the_conventions(exporter: InMemorySpanExporter):
     line = timeline("length")
     line.draft(6, 4)
