@@ -13,10 +13,10 @@ import pytest
 from doubles.machines import ORIN_FILES, write_files
 
 from llmc.runtime.host import probe_steps
+from llmc.runtime.host.apart import run_apart
 from llmc.runtime.host.probe import (
     LIBRARIES,
     probe,
-    run_steps,
     step_commands,
 )
 from llmc.runtime.host.probe_steps import Device, Driver, Library
@@ -59,7 +59,7 @@ def test_a_crash_is_a_finding_and_hides_nothing_else(tmp_path: Path):
 
 def test_a_hang_is_a_finding_and_ends(tmp_path: Path):
     started = time.monotonic()
-    found = run_steps(commands(driver=HANG), SHORT_S)
+    found = run_apart(commands(driver=HANG), SHORT_S)
     assert time.monotonic() - started < SHORT_S + PATIENCE_S
     assert found["driver"] == {"state": "hung", "problem": "no answer within 0.5 s"}
 
@@ -106,9 +106,9 @@ def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyP
         started.append(step.process)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llmc.runtime.host.probe._answer", interrupted)
+    monkeypatch.setattr("llmc.runtime.host.apart._answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_steps({"hung": HANG}, PATIENCE_S)
+        run_apart({"hung": HANG}, PATIENCE_S)
     assert started[0].poll() is not None
 
 
@@ -129,7 +129,7 @@ def test_what_a_library_prints_does_not_spoil_the_answer(modules: Callable[..., 
 def test_steps_do_not_import_from_the_folder_that_the_command_runs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "tensorrt.py").write_text("raise ImportError('a file of the user')")
     monkeypatch.chdir(tmp_path)
-    found = run_steps({"tensorrt": step_commands()["tensorrt"]}, PATIENCE_S)["tensorrt"]
+    found = step("tensorrt")
     assert "a file of the user" not in found["problem"]
 
 
@@ -224,7 +224,8 @@ def Builder(logger): raise TypeError("pybind11::init(): factory function returne
 
 
 def step(name: str) -> dict[str, Any]:
-    return run_steps({name: step_commands()[name]}, PATIENCE_S)[name]
+    found: dict[str, Any] = run_apart({name: step_commands()[name]}, PATIENCE_S)[name]["result"]
+    return found
 
 
 def test_tensorrt_without_a_gpu_makes_no_builder(modules: Callable[..., Path]):
