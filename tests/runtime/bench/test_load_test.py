@@ -128,14 +128,6 @@ def test_the_report_says_what_was_run_and_every_request_is_answered_in_full(tiny
     assert report.queue.p50_s <= report.ttft.p50_s <= report.e2e.p50_s <= report.duration_s
 
 
-@pytest.mark.vnni
-def test_the_report_says_how_many_rows_there_were_where_they_run_in_pairs(tiny_bundle: Path):
-    report = load_test(
-        tiny_bundle, concurrency=3, requests=2, prompt_length=4, new_tokens=2, threads=1, determinism="batch"
-    )
-    assert report.concurrency == 2
-
-
 def test_a_full_queue_rejects(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
     models: list[Any] = []
     monkeypatch.setattr(module, "load", lambda *given, **more: models.append(load(*given, **more)) or models[0])

@@ -93,12 +93,6 @@ def test_a_library_that_crashes_when_imported_is_found_by_its_own_step(modules: 
     assert found["tensorrt-rtx"].state == "failed" and "libnvonnxparser.so.11" in found["tensorrt-rtx"].problem
 
 
-def test_a_library_that_hangs_when_imported_is_found_by_its_own_step(modules: Callable[..., Path], tmp_path: Path):
-    modules(onnxruntime="import time; time.sleep(600)")
-    found = probe(SHORT_S, tmp_path, {**commands(), "onnxruntime": step_commands()["onnxruntime"]}).libraries
-    assert found["onnxruntime"] == Library("hung", "no answer within 0.5 s")
-
-
 def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch):
     started: list[subprocess.Popen[bytes]] = []
 
@@ -242,23 +236,10 @@ def test_tensorrt_rtx_makes_builders_without_a_gpu():
     assert "builder" in found["abilities"]
 
 
-def test_onnxruntime_tells_its_providers():
-    found = step("onnxruntime")
-    assert (found["state"], found["version"][:2]) == ("ok", "1.")
-    assert "CPUExecutionProvider" in found["abilities"]
-
-
 def test_a_provider_counts_when_it_takes_a_graph():
     import onnxruntime
 
     assert probe_steps._loads_provider(onnxruntime, "CPUExecutionProvider") == ""
-
-
-def test_cuda_bindings_without_a_driver_say_so():
-    pytest.importorskip("cuda.bindings")
-    found = step("cuda-bindings")
-    assert found["state"] == "ok"
-    assert ("initialised" in found["abilities"]) != bool(found["problem"])
 
 
 def test_files_of_the_system_are_read_below_the_root(tmp_path: Path):
