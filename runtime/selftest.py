@@ -42,11 +42,8 @@ CACHE_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Counts of what was checked. ``largest_difference`` is between logits here and when the bundle was built.
-
-    ``unlisted`` are names in the folder that the manifest does not list, the first 16 of them: nothing reads those
-    files.
-    """
+    """Counts of what was checked. ``largest_difference`` is between logits here and when the bundle was built;
+    ``unlisted`` are the first 16 names in the folder that the manifest does not list."""
 
     files: int
     prompts: int
@@ -82,12 +79,7 @@ def _key(model: Any) -> str:
     """A hash of the manifest, this machine, and the size and time of change of every file that is computed with."""
     files = sorted(model.folder.iterdir())
     found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    parts = [
-        asdict(model.manifest),
-        environment(model.engine_version),
-        model.processor,
-        found,
-    ]
+    parts = [asdict(model.manifest), environment(model.engine_version), model.processor, found]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -146,15 +138,10 @@ def _replay_vectors(model: Any, progress: Callable[[str], None], prompts: int | 
             and np.isfinite(values).all()
         )
         if not sound:
-            raise BundleError(
-                f"{model.folder}: golden text {number} of the manifest is corrupt; build the bundle again"
-            )
+            raise _corrupt(model, f"text {number}")
         apart = difference(model.encoder.encode([case.prompt])[0, : len(values)], values)
         if not apart <= tolerance:
-            raise BundleError(
-                f"{model.folder}: a vector differs by {apart:.3g} from that recorded when it was built, at most "
-                f"{tolerance} is expected; this machine computes something else: build the bundle on it"
-            )
+            raise _differs(model, f"a vector differs by {apart:.3g} from that")
         largest = max(largest, apart)
     return VerifyReport(len(model.manifest.files), len(cases), 0, 0, largest)
 
@@ -173,7 +160,18 @@ def _check(model: Any, case: GoldenPrompt, number: int) -> None:
         and len(case.prompt) + len(case.tokens) <= model.runner.max_context
     )
     if not sound:
-        raise BundleError(f"{model.folder}: golden prompt {number} of the manifest is corrupt; build the bundle again")
+        raise _corrupt(model, f"prompt {number}")
+
+
+def _corrupt(model: Any, what: str) -> BundleError:
+    return BundleError(f"{model.folder}: golden {what} of the manifest is corrupt; build the bundle again")
+
+
+def _differs(model: Any, what: str) -> BundleError:
+    return BundleError(
+        f"{model.folder}: {what} recorded when it was built, at most {model.manifest.golden_tolerance} is expected; "
+        "this machine computes something else: build the bundle on it"
+    )
 
 
 def _first_logits(model: Any, case: GoldenPrompt, graph: Phase) -> float:
@@ -186,10 +184,7 @@ def _first_logits(model: Any, case: GoldenPrompt, graph: Phase) -> float:
         difference = float(np.abs(logits[list(case.top_ids)] - recorded).max())
         # NaN compares false with everything, so ask for what must hold.
         if not difference <= tolerance:
-            raise BundleError(
-                f"{model.folder}: logits differ by {difference:.3g} from those recorded when it was built, at most "
-                f"{tolerance} is expected; this machine computes something else: build the bundle on it"
-            )
+            raise _differs(model, f"logits differ by {difference:.3g} from those")
         differences.append(difference)
     return differences[0]
 

@@ -48,14 +48,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> str:
 
 
 def publish(path: Path | None, other_cpus: float | None, tables: Sequence[str], **found: Any) -> None:
-    """Print the tables and the machine, and write the JSON file where one is asked for.
-
-    Args:
-        path: the file.
-        other_cpus: CPUs that something else kept busy; None where nobody knows.
-        tables: what is printed.
-        found: what the file holds beside machine, date and command.
-    """
+    """Print tables, machine and how many CPUs something else kept busy; write ``found``, too, to a JSON file."""
     origin = provenance()
     print("\n\n".join(tables))
     print(f"\n{origin['machine']['threads']} CPUs usable, {origin['machine']['cpu']}, {origin['date']}")
@@ -81,23 +74,17 @@ def table(head: Sequence[str], *rows: Sequence[str]) -> str:
 class Disturbance:
     """Mean number of CPUs that were busy with something else while this process, or its children, ran.
 
-    A run is disturbed when this is not close to zero; what the hypervisor took away counts too. Linux only, elsewhere
-    :meth:`cpus` is None.
-
-    Args:
-        processes: ids of children that run all the time; others count when they have ended.
+    What the hypervisor took away counts too. ``processes`` are children that run all the time; others count when they
+    have ended.
     """
 
     def __init__(self, processes: Sequence[int] = ()) -> None:
         self._processes = processes
         self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), self._own_seconds()
 
-    def cpus(self) -> float | None:
+    def cpus(self) -> float:
         """Busy CPUs other than its own, on average since this object was made."""
-        busy = _busy_seconds()
-        if self._busy is None or busy is None:
-            return None
-        others = busy - self._busy - (self._own_seconds() - self._own)
+        others = _busy_seconds() - self._busy - (self._own_seconds() - self._own)
         return round(max(others, 0.0) / (time.perf_counter() - self._wall), 2)
 
     def _own_seconds(self) -> float:
@@ -105,10 +92,8 @@ class Disturbance:
         return sum(ended) + sum(map(_process_seconds, self._processes))
 
 
-def _busy_seconds() -> float | None:
+def _busy_seconds() -> float:
     """Seconds that all CPUs together have been busy since boot."""
-    if not STAT.exists():
-        return None
     ticks = STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     return sum(int(ticks[field]) for field in BUSY_FIELDS) / os.sysconf("SC_CLK_TCK")
 

@@ -151,7 +151,7 @@ def run_all(args: argparse.Namespace, pythons: dict[str, Path], entries: Sequenc
                 row.rounds.append(run_round(args, pythons[row.entry.runner], row.entry))
             except RuntimeError as error:
                 row.trouble = str(error)
-            busy = disturbance.cpus() or 0.0
+            busy = disturbance.cpus()
             noise = f" (disturbed: {busy} CPUs busy with something else)" if busy > QUIET_CPUS else ""
             said = row.trouble or ", ".join(f"{name} {figure:g}" for name, figure in row.rounds[-1].items())
             print(f"round {number}/{args.rounds}: {row.entry.name}: {said}{noise}", file=sys.stderr)

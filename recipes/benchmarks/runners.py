@@ -11,14 +11,12 @@ import argparse
 import importlib
 import json
 import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 WARM_UP_TOKENS = 4  # new tokens of the untimed call before each timed one: pages in, allocates, builds kernels
-HIGHEST_RESIDENT_UNIT = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux, bytes on macOS
 MICRO_BATCH = 512  # llama.cpp's own default
 
 # Generates exactly so many tokens after a prompt, greedily and whatever the end token says, from an empty cache. Gives
@@ -77,77 +75,63 @@ def llmc_together(args: argparse.Namespace) -> Together:
     return generate
 
 
-def llamacpp(args: argparse.Namespace) -> Generate:
-    """A GGUF file, by the C interface directly: nothing of the high-level Python class is in the measured loop.
+class LlamaCpp:
+    """A GGUF file by the C interface directly, for ``most`` sequences: prompts in batches, then a token of each a call.
 
     Greedy: the arg max is numpy's, over llama.cpp's own buffer of logits.
     """
-    import llama_cpp
-    import numpy as np
-    from llamacpp_logits import open_context
 
-    positions = max(args.prompts) + args.new_tokens
-    context, vocabulary = open_context(
-        args.model, args.threads, n_ctx=positions, n_batch=max(*args.prompts, MICRO_BATCH), n_ubatch=MICRO_BATCH
-    )
-    latest = [0]
+    def __init__(self, args: argparse.Namespace, most: int) -> None:
+        import llama_cpp
+        from llamacpp_logits import open_context
 
-    def feed(tokens: list[int]) -> None:
-        array = (llama_cpp.llama_token * len(tokens))(*tokens)
-        if llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(tokens))) != 0:
-            raise SystemExit(f"llama_decode failed on {len(tokens)} tokens")
-        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (vocabulary,))
-        latest[0] = int(logits.argmax())
+        self._api, positions = llama_cpp, most * (max(args.prompts) + args.new_tokens)
+        self._size = max(llama_cpp.llama_context_default_params().n_batch, most)
+        self._context, self._vocabulary = open_context(
+            args.model, args.threads, n_ctx=positions, n_batch=self._size, n_ubatch=MICRO_BATCH, n_seq_max=most
+        )
+        self._batch = llama_cpp.llama_batch_init(self._size, 0, 1)
+        self._latest: dict[int, tuple[int, int]] = {}  # by sequence, the next token and its position
 
-    def generate(prompt: list[int], new_tokens: int) -> tuple[float, float]:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-        return time_steps(lambda: feed(prompt), lambda: feed(latest), new_tokens)
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Forget everything, and read prompts."""
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        entries = [(t, i, s, i + 1 == len(p)) for s, p in enumerate(prompts) for i, t in enumerate(p)]
+        for start in range(0, len(entries), self._size):
+            self._feed(entries[start : start + self._size])
 
-    return generate
+    def step(self) -> None:
+        """One more token of each sequence."""
+        self._feed([(token, position, s, True) for s, (token, position) in self._latest.items()])
 
+    def _feed(self, entries: list[tuple[int, int, int, bool]]) -> None:
+        """Feed (token, position, sequence, last) in one call; what follows each last one is kept."""
+        import numpy as np
 
-def llamacpp_together(args: argparse.Namespace) -> Together:
-    """A GGUF file: prompts in batches of ``n_batch`` tokens, then a token of every sequence in each call."""
-    import llama_cpp
-    import numpy as np
-    from llamacpp_logits import open_context
-
-    most = max(args.together)
-    positions = most * (max(args.prompts) + args.new_tokens)
-    size = max(llama_cpp.llama_context_default_params().n_batch, most)
-    context, vocabulary = open_context(
-        args.model, args.threads, n_ctx=positions, n_batch=size, n_ubatch=MICRO_BATCH, n_seq_max=most
-    )
-    batch = llama_cpp.llama_batch_init(size, 0, 1)
-
-    def feed(entries: list[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """Feed (token, position, sequence, last) in one call; the token that follows each last one, by sequence."""
+        batch = self._batch
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, last) in enumerate(entries):
             batch.token[i], batch.pos[i], batch.logits[i] = token, position, last
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-        if llama_cpp.llama_decode(context, batch) != 0:
+        if self._api.llama_decode(self._context, batch) != 0:
             raise SystemExit(f"llama_decode failed on {len(entries)} tokens")
-        found = {}
-        for i, (_, _, sequence, last) in enumerate(entries):
+        for i, (_, position, sequence, last) in enumerate(entries):
             if last:
-                logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), (vocabulary,))
-                found[sequence] = int(logits.argmax())
-        return found
+                logits = self._api.llama_get_logits_ith(self._context, i)
+                best = np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax()
+                self._latest[sequence] = int(best), position + 1
 
-    def generate(prompts: list[list[int]], new_tokens: int) -> float:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-        started = time.perf_counter()
-        entries = [(t, i, s, i + 1 == len(p)) for s, p in enumerate(prompts) for i, t in enumerate(p)]
-        latest: dict[int, int] = {}
-        for start in range(0, len(entries), size):
-            latest |= feed(entries[start : start + size])
-        for step in range(new_tokens - 1):
-            latest = feed([(latest[s], len(p) + step, s, True) for s, p in enumerate(prompts)])
-        check_count(len(latest), len(prompts))
-        return time.perf_counter() - started
 
-    return generate
+def llamacpp(args: argparse.Namespace) -> Generate:
+    """llama.cpp, one sequence."""
+    system = LlamaCpp(args, 1)
+    return lambda prompt, new_tokens: time_steps(lambda: system.prefill([prompt]), system.step, new_tokens)
+
+
+def llamacpp_together(args: argparse.Namespace) -> Together:
+    """llama.cpp, a token of every sequence in each call."""
+    system = LlamaCpp(args, max(args.together))
+    return lambda prompts, new_tokens: sum(time_steps(lambda: system.prefill(prompts), system.step, new_tokens))
 
 
 def openvino_greedy(new_tokens: int) -> Any:
@@ -271,13 +255,13 @@ def lengths(parser: argparse.ArgumentParser) -> None:
 
 def one_by_one(generate: Generate, args: argparse.Namespace) -> dict[str, float]:
     """Tokens per second of every prompt length, each after an untimed call; decode leaves out the first new token."""
-    found: dict[str, dict[str, float]] = {"prefill": {}, "decode after": {}}
+    prefill, decode = {}, {}
     for i, length in enumerate(args.prompts):
         generate(prompt_ids(min(length, args.warm_up or length), 2 * i), WARM_UP_TOKENS)
         ttft_s, decode_s = generate(prompt_ids(length, 2 * i + 1), args.new_tokens)
-        found["prefill"][f"{length}"] = length / ttft_s
-        found["decode after"][f"{length}"] = (args.new_tokens - 1) / decode_s
-    return {f"{phase} {length}": rate for phase, rates in found.items() for length, rate in rates.items()}
+        prefill[f"prefill {length}"] = length / ttft_s
+        decode[f"decode after {length}"] = (args.new_tokens - 1) / decode_s
+    return prefill | decode
 
 
 def all_together(generate: Together, args: argparse.Namespace) -> dict[str, float]:
@@ -292,21 +276,20 @@ def all_together(generate: Together, args: argparse.Namespace) -> dict[str, floa
 
 
 def first_token(open_system: Callable[[argparse.Namespace], Generate], args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of opening the system and of the first token after a prompt; on Linux, 10^6 bytes read from the disk."""
+    """Seconds of opening the system and of the first token after a prompt; 10^6 bytes read from the disk."""
     for module in MODULES[args.system]:
         importlib.import_module(module)
-    started, read = time.perf_counter(), Path("/proc/self/io")
+    started = time.perf_counter()
     open_system(args)(prompt_ids(args.prompts[0], 0), 1)
-    found = {"s": time.perf_counter() - started}
-    if read.exists():
-        found["MB read"] = int(read.read_text(encoding="ascii").split("\nread_bytes:")[1].split()[0]) // 10**6
-    return found
+    seconds = time.perf_counter() - started
+    read = Path("/proc/self/io").read_text(encoding="ascii").split("\nread_bytes:")[1].split()[0]
+    return {"s": seconds, "MB read": int(read) // 10**6}
 
 
 def sizes(model: Path) -> dict[str, float]:
     """10^6 bytes: of the model's files, and of the process's resident peak, mapped weights included."""
     files = [model] if model.is_file() else [file for file in model.rglob("*") if file.is_file()]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * HIGHEST_RESIDENT_UNIT
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"MB on disk": sum(file.stat().st_size for file in files) // 10**6, "MB at the peak": peak // 10**6}
 
 

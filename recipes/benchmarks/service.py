@@ -1,7 +1,6 @@
-"""Measure the service: what HTTP adds to the engine in the process, and how it compares with llama.cpp's server.
+"""Measure the service: what HTTP adds to the engine in the process.
 
-    python service.py overhead BUNDLE
-    python service.py peers BUNDLE GGUF --python venvs/llamacpp/bin/python   # the interpreter that has xllamacpp
+    python service.py BUNDLE
 
 Clients of a server are `llmc bench serve` in a process of its own. In the process, threads call `Model.stream_chat` and
 note each token on the engine's thread, which is the least that a client can cost. What is compared takes turns. Answers
@@ -35,18 +34,6 @@ from llmc.runtime.host.machine import usable_threads
 
 PATIENCE_S = 180.0  # for a server to load its model
 LIMIT_S = 540.0  # of one process of clients
-# llama.cpp's own server, its continuous batching included, as a library.
-LLAMACPP_SERVER = """
-import signal, sys, xllamacpp
-model, port, threads, rows, context = sys.argv[1], *map(int, sys.argv[2:])
-params = xllamacpp.CommonParams()
-params.model.path, params.hostnames, params.port = model, ["127.0.0.1"], port
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-params.n_parallel, params.n_ctx = rows, rows * context
-params.cont_batching = params.use_jinja = True
-server = xllamacpp.Server(params)
-signal.pause()
-"""
 Ask = Callable[[int, int], dict[str, Any]]  # concurrency and number of the round -> figures of llmc bench serve
 
 
@@ -148,20 +135,11 @@ def seed_of(number: int, concurrency: int) -> int:
     return 1000 * number + concurrency
 
 
-def overhead(args: argparse.Namespace, held: ExitStack, pids: list[int]) -> dict[str, Ask]:
+def ways(args: argparse.Namespace, held: ExitStack, pids: list[int]) -> dict[str, Ask]:
     """The bundle in this process, and in a server's."""
     rows = max(args.concurrency)
     model = held.enter_context(load(args.bundle, threads=args.threads, max_batch=rows))
     return {"in the process": partial(in_process, args, model), "llmc serve": our_server(args, held, pids)}
-
-
-def peers(args: argparse.Namespace, held: ExitStack, pids: list[int]) -> dict[str, Ask]:
-    """Both servers, with as many rows, threads and positions."""
-    port = free_port()
-    sizes = (args.threads, max(args.concurrency), args.prompt + args.new_tokens + 64)
-    command = (args.python, "-c", LLAMACPP_SERVER, args.gguf, port, *sizes)
-    pids.append(held.enter_context(server(command, port, "/health")))
-    return {"llama.cpp": partial(over_http, args, port), "llmc serve": our_server(args, held, pids)}
 
 
 def our_server(args: argparse.Namespace, held: ExitStack, pids: list[int]) -> Ask:
@@ -175,11 +153,11 @@ def our_server(args: argparse.Namespace, held: ExitStack, pids: list[int]) -> As
 
 def lines(found: dict[str, dict[str, list[dict[str, Any]]]]) -> Iterator[tuple[str, ...]]:
     """Cells of the table: medians over rounds of both sides, by the name of a concurrency, and the ratio."""
-    for name, ways in found.items():
+    for name, sides_of in found.items():
         for figure, label in (("output_tokens_per_s", "tok/s"), ("ttft", "TTFT p50, ms"), ("tpot", "TPOT p50, ms")):
             sides = [
                 [point[figure] if label == "tok/s" else point[figure]["p50"] * 1e3 for point in rounds]
-                for rounds in ways.values()
+                for rounds in sides_of.values()
             ]
             medians = (f"{statistics.median(side):.2f}" for side in sides)
             yield f"{name}: {label}", *medians, ratio(sides[1], sides[0])
@@ -188,10 +166,7 @@ def lines(found: dict[str, dict[str, list[dict[str, Any]]]]) -> Iterator[tuple[s
 def main() -> None:
     """Measure, print the table, and write everything with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measurement", choices=("overhead", "peers"))
     parser.add_argument("bundle", type=Path, help="built with --max-batch of at least the concurrency")
-    parser.add_argument("gguf", type=Path, nargs="?", help="of peers: the same checkpoint, from convert_gguf.py")
-    parser.add_argument("--python", type=Path, help="of peers: the interpreter that has xllamacpp")
     parser.add_argument("--concurrency", type=positive, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=positive, default=128, help="tokens of a prompt")
     parser.add_argument("--new-tokens", type=positive, default=64)
@@ -200,11 +175,9 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, default=usable_threads())
     parser.add_argument("--json", type=Path, help="file for every round")
     args = parser.parse_args()
-    if args.measurement == "peers" and not (args.gguf and args.python):
-        parser.error("peers needs the GGUF file and --python")
     with ExitStack() as held:
         pids: list[int] = []
-        asked = (overhead if args.measurement == "overhead" else peers)(args, held, pids)
+        asked = ways(args, held, pids)
         meanwhile = Disturbance(pids)
         found = {
             f"{number} clients": in_turns({name: partial(ask, number) for name, ask in asked.items()}, args.rounds)

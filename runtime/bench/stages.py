@@ -1,4 +1,4 @@
-"""Memory of the stages ahead, held against what there is; planning a bundle needs no more than a device has."""
+"""Memory of the stages ahead, compared with what there is; planning a bundle needs no more than a device has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,17 +38,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Memories:
-    """The memory that stages are held against: the machine's and the GPU's, None where no GPU can be asked.
-
-    ``unified`` tells that both are the same bytes, as on a Jetson.
-    """
+    """The machine's memory and the GPU's, None where no GPU can be asked; ``unified`` where both are the same bytes."""
 
     machine: Available
     gpu: Available | None
     unified: bool
 
     def stage(self, plan: MemoryEstimate) -> Stage:
-        """Hold a plan against the memory that it is for; without a verdict for a GPU that cannot be asked."""
+        """Compare a plan with the memory that it is for; without a verdict for a GPU that cannot be asked."""
         memory = self.gpu if plan.stage == GPU else self.machine
         return Stage(plan, None if memory is None else plan.verdict(memory.bytes))
 
@@ -63,7 +60,7 @@ class Ahead:
 
 
 def hold(plans: list[MemoryEstimate], found: Memories, on_gpu: bool) -> Ahead:
-    """Hold plans against the memory there is; the last two are one where CPU and GPU share it."""
+    """Compare plans with the memory there is; the last two are one where CPU and GPU share it."""
     if found.unified:
         plans = [*plans[:-2], in_one_memory(*plans[-2:])]
     return Ahead(tuple(found.stage(plan) for plan in plans), found, on_gpu)
@@ -96,10 +93,10 @@ def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[Mem
 
 
 def find_memories(on_gpu: bool, memory: int | None, gpu_memory: int | None, unified: bool | None) -> Memories:
-    """The memory that a plan is held against: bytes that are given, or else what the machine or the cgroup leaves.
+    """The memory to plan for: bytes that are given, or else what the machine or the cgroup leaves.
 
-    Whether CPU and GPU share one memory is asked of the first GPU, unless ``unified`` tells, or ``gpu_memory`` tells of
-    another one. Free in one memory is what its driver or the system calls free, whatever is more, as for sessions.
+    The first GPU tells if it shares the machine's memory, unless ``unified`` does, or ``gpu_memory`` is of another one.
+    Free in one memory is what its driver or the system calls free, whichever is more.
 
     Raises:
         UsageError: a GPU's memory without a GPU, or two sizes of one memory.
@@ -142,10 +139,7 @@ def in_one_memory(host: MemoryEstimate, device: MemoryEstimate) -> MemoryEstimat
 
 
 def refusal(stages: Sequence[Stage]) -> str:
-    """A sentence that says what is missing, and another one what can be done; what the parts are is in the table.
-
-    Empty where no stage is known not to fit.
-    """
+    """A sentence that says what is missing, and one that says what can be done; empty where nothing is missing."""
     lacks, advice = [], dict[str, list[str]]()
     for stage in stages:
         plan, verdict = stage.plan, stage.verdict
@@ -155,7 +149,5 @@ def refusal(stages: Sequence[Stage]) -> str:
         lacks.append(f"to {plan.stage} it needs {needed} MB, {missing} MB are missing")
         what = LARGER_MACHINE if plan.stage == EXPORT else what_fits(plan, verdict)
         advice.setdefault(what, []).append(f"to {plan.stage}")
-    if len(advice) <= 1:
-        return "".join(f"{'; '.join(lacks)}. Advice: {what}" for what in advice)
-    each = [f"{' and '.join(names)}: {what}" for what, names in advice.items()]
-    return f"{'; '.join(lacks)}. Advice {'; '.join(each)}"
+    each = [f" {' and '.join(names)}: {what}" if len(advice) > 1 else f": {what}" for what, names in advice.items()]
+    return f"{'; '.join(lacks)}. Advice{';'.join(each)}" if lacks else ""

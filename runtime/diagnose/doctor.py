@@ -33,10 +33,7 @@ UNREADABLE = (LlmcError, ArithmeticError, LookupError, OSError, TypeError, Value
 
 @dataclass(frozen=True)
 class BundleOutlook:
-    """One bundle on this machine: why it does not run, if so, and the one command (or deed) that mends it.
-
-    ``instead`` is what can be done without that: run a GPU's graph on the CPU; empty where that cannot be done either.
-    """
+    """One bundle on this machine: why it does not run, the command (or deed) that mends it, and what to do without."""
 
     path: Path
     target: str
@@ -91,22 +88,21 @@ def judge_bundle(folder: Path, probe: Probe, targets: dict[str, Outlook]) -> Bun
         return _judged(folder, read_bundle(folder), probe, targets)
     except UNREADABLE as error:
         reason = str(error) if isinstance(error, LlmcError) else text_of(error)
-        rebuild = f"{REBUILD} {folder}" if _only_engine_damaged(folder) else None
-        remedy = rebuild or build_command(folder if unbuilt(folder) else "CHECKPOINT")
-        return BundleOutlook(folder, "", (reason,), remedy)
+        remedy = build_command(folder if unbuilt(folder) else "CHECKPOINT")
+        return BundleOutlook(folder, "", (reason,), f"{REBUILD} {folder}" if _only_engine_damaged(folder) else remedy)
 
 
 def _only_engine_damaged(folder: Path) -> bool:
-    """True for a bundle that cannot be read and could be if its engine were made anew."""
+    """True for a bundle that can be read but for its engine."""
+    return _readable(folder, engine_matters=False) and not _readable(folder, engine_matters=True)
+
+
+def _readable(folder: Path, engine_matters: bool) -> bool:
     try:
-        read_bundle(folder, engine_matters=False)
+        read_bundle(folder, engine_matters=engine_matters)
     except UNREADABLE:
         return False
-    try:
-        read_bundle(folder)
-    except UNREADABLE:
-        return True
-    return False
+    return True
 
 
 class BundleFacts(Facts):

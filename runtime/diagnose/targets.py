@@ -46,7 +46,6 @@ SEE_GPU = "see that nvidia-smi works and that the GPU has free memory"
 DRIVER_REMEDIES = {
     "NO_DEVICE": NO_GPU,
     "MISMATCH": "the driver's library and kernel module are of different versions: restart the machine",
-    "NOT_READY": "start nvidia-fabricmanager",
     "OUT_OF_MEMORY": "end what fills the GPU's memory (nvidia-smi lists it)",
     "": "restart the machine, then see that nvidia-smi works",
 }
@@ -54,11 +53,7 @@ DRIVER_REMEDIES = {
 
 @dataclass(frozen=True)
 class Issue:
-    """Something that stands in the way, and the remedy.
-
-    ``blocks`` holds what cannot be done: ``build``, ``run``, or ``judge`` where engines can be rebuilt and no export
-    can be built.
-    """
+    """Something that stands in the way, the remedy, and what cannot be done: ``build``, ``run`` or ``judge``."""
 
     blocks: tuple[str, ...]
     found: str
@@ -67,10 +62,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class Outlook:
-    """One target's abilities here.
-
-    ``defers`` tells that its bundles can be built here without their engines, which ``--rebuild`` makes elsewhere.
-    """
+    """One target's abilities here; ``defers``: its bundles can be built without their engines."""
 
     obstacles: tuple[Issue, ...]
     notes: tuple[str, ...]
@@ -111,15 +103,12 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a target.
+    """Requirements of a target: the engine's library, its oldest version, and the extra that brings it.
 
     Attributes:
-        library, minimum: the engine's library, and its oldest version.
-        extra: that brings what pip can bring.
         gpu, judging: what cannot be done without a GPU, and without an ONNX Runtime that judges.
-        gpus, later: compute capabilities, or their major numbers, that the library has code for; it has for all
-            beyond ``later``.
-        instead: what to do with another GPU.
+        gpus, later: compute capabilities, or their major numbers, that the library has code for, as for all beyond
+            ``later``; ``instead`` is what to do with another GPU.
     """
 
     library: str
@@ -168,15 +157,11 @@ class Facts:
         self.name, self.library = self.needs.library, probe.libraries[self.needs.library]
         self.judge, self.bindings = probe.libraries["onnxruntime"], probe.libraries["cuda-bindings"]
         self.driver, self.jetson = probe.driver, probe.jetson
-        self.works, self.too_old = (
-            self.library.state == "ok",
-            version(self.library.version) < version(self.needs.minimum),
-        )
+        self.works = self.library.state == "ok"
+        self.too_old = version(self.library.version) < version(self.needs.minimum)
         self.device = next(iter(probe.driver.devices), None)  # the first GPU is the one that is used
         self.capability = "" if self.device is None else self.device.compute_capability
-        self.absent = ", ".join(
-            f"{precision} (from {first} on)" for precision, first in absent(target, self.capability).items()
-        )
+        self.absent = ", ".join(f"{name} (from {first} on)" for name, first in absent(target, self.capability).items())
         self.python = ".".join(probe.python.split(".")[:2])
         self.lacking = ", ".join(name for name in BUILD_PACKAGES if name not in probe.packages)
         self.judges = self.judge.state == "ok" and version(self.judge.version) >= version(JUDGE_MINIMUM)
@@ -269,11 +254,9 @@ F = TypeVar("F", bound=Facts)
 
 @dataclass(frozen=True)
 class Subject:
-    """A thing that is looked at.
+    """A thing that is looked at, of whose checks only the first that holds is told.
 
     Attributes:
-        name: of it; only the first of its checks that holds is told.
-        targets: those that it concerns.
         blocks: what cannot be done where a check holds; nothing for notes.
         unless: told only where nothing before it blocks this, and so explains it.
     """

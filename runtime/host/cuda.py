@@ -1,7 +1,7 @@
 """The CUDA driver in the few calls that a session needs: memory, copies, a stream and graphs of recorded work.
 
-Built on NVIDIA's ``cuda-bindings``, imported when a driver is opened: one code path for servers and for Jetson, no
-toolkit, no compiler. All work goes to streams of our own, never to the default one. Not run on a GPU yet.
+Built on NVIDIA's ``cuda-bindings``, imported when a driver is opened. All work goes to streams of our own, never to the
+default one. Not run on a GPU yet.
 """
 
 import logging
@@ -22,15 +22,12 @@ STICKY = frozenset({4, 46, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716
 EMULATE = "llmc run, verify and eval take --emulate, which runs a bundle's graph on the CPU, slowly"
 # Of codes that mean that there is nothing to work with: what to do.
 ADVICE = {
-    3: "the driver was not initialised; check that nvidia-smi (on Jetson: tegrastats) works",
     34: "libcuda is the stub of the toolkit; remove the toolkit's stubs folder from LD_LIBRARY_PATH",
-    36: "the driver is too old; update it",
     46: "the GPU is in use or unavailable; check nvidia-smi for exclusive mode or a process that holds it",
     100: "no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES, and start containers with --gpus all; "
     + EMULATE,
     101: "there is no such device; check CUDA_VISIBLE_DEVICES",
     803: "driver and kernel module have different versions; restart the machine",
-    804: "the driver's forward compatibility does not cover this GPU; update the driver",
     999: "the driver failed to start; restart the machine or reload the nvidia kernel modules",
 }
 MB = 1_000_000
@@ -38,13 +35,9 @@ MB = 1_000_000
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A GPU's properties.
+    """A GPU: its compute capability, as 8.7, memory in bytes, and the newest CUDA that the driver speaks, as 13.0.
 
-    Attributes:
-        compute_capability: as 8.7.
-        total_memory: bytes; of an integrated GPU they are the machine's own.
-        integrated: whether host and device share their memory, as on Jetson.
-        driver_version: the newest CUDA that the driver speaks, as 13.0.
+    The memory of an ``integrated`` GPU is the machine's own, as on a Jetson.
     """
 
     name: str
@@ -60,10 +53,7 @@ class DeviceInfo:
 class Driver:
     """The first GPU through the driver API, in its primary context, which libraries share. Any thread may call it.
 
-    Addresses, streams and graphs are integers; sizes are bytes.
-
-    Args:
-        api: the module ``cuda.bindings.driver``.
+    Addresses, streams and graphs are integers; sizes are bytes. ``api`` is the module ``cuda.bindings.driver``.
     """
 
     def __init__(self, api: Any) -> None:
@@ -132,11 +122,7 @@ class Driver:
         return int(free), int(total)
 
     def alloc(self, size: int) -> int:
-        """Device memory, aligned to 256 bytes at least; its contents are undefined.
-
-        Raises:
-            ResourceError: there is not so much.
-        """
+        """Device memory, aligned to 256 bytes at least; its contents are undefined."""
         return int(self._do(f"allocating {size} bytes of GPU memory", "cuMemAlloc", size))
 
     def free(self, address: int) -> None:
@@ -144,11 +130,7 @@ class Driver:
         self._do("freeing GPU memory", "cuMemFree", address)
 
     def alloc_host(self, size: int) -> int:
-        """Pinned host memory; on an integrated GPU the device reads and writes it in place.
-
-        Raises:
-            ResourceError: there is not so much.
-        """
+        """Pinned host memory; on an integrated GPU the device reads and writes it in place."""
         flags = int(self._api.CU_MEMHOSTALLOC_PORTABLE)
         if self._info.integrated:
             flags |= int(self._api.CU_MEMHOSTALLOC_DEVICEMAP)
@@ -258,12 +240,7 @@ class Driver:
 
 
 def open_driver() -> Driver:
-    """The first of the GPUs that are visible.
-
-    Raises:
-        MissingExtraError: cuda-bindings is not installed.
-        GpuError: it is broken, there is no driver, one that is too old, or no GPU; with what to do.
-    """
+    """The first of the visible GPUs; MissingExtraError or GpuError says what is missing or broken, and what to do."""
     try:
         api = require("cuda.bindings.driver", "gpu")
     except MissingExtraError as error:
@@ -272,17 +249,11 @@ def open_driver() -> Driver:
             + install_command("tensorrt")
         ) from error
     except Exception as error:  # a broken installation raises anything
-        raise _broken_bindings(text_of(error)) from error
-    if not hasattr(api, "cuInit"):
-        raise _broken_bindings("it has no cuInit")
+        raise GpuError(
+            f"cuda-bindings is installed and cannot be loaded ({text_of(error)}): pip uninstall cuda-bindings, then "
+            + install_command("tensorrt")
+        ) from error
     return Driver(api)
-
-
-def _broken_bindings(why: str) -> GpuError:
-    return GpuError(
-        f"cuda-bindings is installed and cannot be loaded ({why}): pip uninstall cuda-bindings, then "
-        + install_command("tensorrt")
-    )
 
 
 def _dotted(version: int) -> str:

@@ -6,21 +6,17 @@ its own (:mod:`llmc.runtime.host.probe_steps`), and what becomes of that process
 
 import importlib.metadata
 import json
-import os
 import platform
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from llmc.errors import BundleError
+from llmc.runtime.host.apart import command, run_apart
 from llmc.runtime.host.probe_steps import Driver, Library
 from llmc.strict import decode
 
@@ -28,14 +24,6 @@ from llmc.strict import decode
 # small board with a cold disk is not to be taken for hanging.
 TIMEOUT_S = 90.0
 ROOT = Path("/")
-# A process in an uninterruptible call of a driver cannot be ended; nobody waits longer for it.
-GRACE_S = 1.0
-STEPS_FILE = Path(__file__).with_name("probe_steps.py")
-# Steps see the modules that this process sees, and no others: not those of the folder that it was started in.
-STEP_CODE = (
-    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-)
 LIBRARIES = ("cuda-bindings", "onnxruntime", "tensorrt", "tensorrt-rtx")
 # What building needs beside an engine, what exporting needs beside that, and what all bundles need.
 PACKAGES = ("numpy", "tokenizers", "onnx", "onnx-ir", "ml_dtypes", "torch", "safetensors", "transformers")
@@ -50,9 +38,8 @@ class Probe:
 
     Attributes:
         platform: operating system and processor, as linux-x86_64.
-        python: this interpreter's version.
         kernel_module: version of NVIDIA's module in the kernel, None where none is loaded.
-        libraries: by name: cuda-bindings, onnxruntime, tensorrt, tensorrt-rtx.
+        libraries: of :data:`LIBRARIES`, by name.
         packages: version of each Python package that exporting, building or running needs and that is installed.
         jetson: release of Jetson Linux, as 36.4.3; empty on any other machine.
         seconds: what probing took.
@@ -73,16 +60,13 @@ def probe(
 ) -> Probe:
     """Examine this machine; takes a second or two, and never more than about twice ``timeout_s``.
 
-    Args:
-        timeout_s: seconds after which a step counts as hung.
-        root: folder in place of /, for files of the system.
-        commands: what each step runs; default: :func:`step_commands`.
+    ``root`` is a folder in place of /, and ``commands`` are in place of :func:`step_commands`.
     """
     started = time.monotonic()
     wanted = dict(step_commands() if commands is None else commands)
     # The driver first, and alone: libraries take memory of the GPU while they are tried.
-    answers = run_steps({"driver": wanted.pop("driver")}, timeout_s)
-    answers |= run_steps(wanted, timeout_s)
+    answers = run_apart({"driver": wanted.pop("driver")}, timeout_s)
+    answers |= run_apart(wanted, timeout_s)
     return Probe(
         platform=f"{sys.platform}-{platform.machine()}",
         python=platform.python_version(),
@@ -97,13 +81,22 @@ def probe(
 
 def probe_driver(timeout_s: float = TIMEOUT_S) -> Driver:
     """Only the driver and its GPUs; takes a tenth of a second where there is none."""
-    return _finding(Driver, run_steps({"driver": step_commands()["driver"]}, timeout_s)["driver"])
+    return _finding(Driver, run_apart({"driver": step_commands()["driver"]}, timeout_s)["driver"])
+
+
+def step_commands() -> dict[str, list[str]]:
+    """The command of each step."""
+    return {name: command("llmc.runtime.host.probe_steps:take", name) for name in ("driver", *LIBRARIES)}
 
 
 def _finding(kind: type[Found], answer: dict[str, Any]) -> Found:
+    """What a step found, or became of its process; its end after it had answered is a problem too."""
+    found = answer.get("result", answer)
+    if found is not answer:
+        found["problem"] = "; ".join(filter(None, (found["problem"], answer.get("problem"))))
     defaults = json.loads(json.dumps(asdict(kind("", ""))))
     try:
-        return cast(Found, decode(kind, defaults | answer))
+        return cast(Found, decode(kind, defaults | found))
     except BundleError as error:
         return kind("failed", f"the probe's answer makes no sense: {error}")
 
@@ -132,81 +125,3 @@ def _package(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-# ------------------------------------------------------------------------------------------------------------ processes
-
-
-class _Started(NamedTuple):
-    process: subprocess.Popen[bytes]
-    out: IO[bytes]
-    err: IO[bytes]
-
-
-def step_commands() -> dict[str, list[str]]:
-    """The command of each step."""
-    return {name: [*_step_start(), name] for name in ("driver", *LIBRARIES)}
-
-
-def _step_start() -> list[str]:
-    return [sys.executable, "-c", STEP_CODE, json.dumps([path for path in sys.path if path]), str(STEPS_FILE)]
-
-
-def run_steps(commands: Mapping[str, Sequence[str]], timeout_s: float) -> dict[str, dict[str, Any]]:
-    """The answer of each command, all run at the same time; one that gives none is described in its place."""
-    deadline = time.monotonic() + timeout_s
-    with ExitStack() as files:
-        started = {name: _start(command, files) for name, command in commands.items()}
-        return {name: _answer(step, deadline, timeout_s) for name, step in started.items()}
-
-
-def _start(command: Sequence[str], files: ExitStack) -> _Started:
-    # Files and not pipes: a process that cannot be ended would hold a pipe, and whoever reads it.
-    out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))  # noqa: SIM115
-    environment = {**os.environ, "ORT_DISABLE_TELEMETRY": "1"}
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
-    )
-    files.callback(_end, process)  # of one that is still there, where the caller is interrupted
-    return _Started(process, out, err)
-
-
-def _answer(step: _Started, deadline: float, timeout_s: float) -> dict[str, Any]:
-    try:
-        code = step.process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        _end(step.process)
-        return {"state": "hung", "problem": _said(f"no answer within {timeout_s:g} s", step.err)}
-    end = f"ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    step.out.seek(0)
-    try:
-        answer = dict(json.loads(step.out.read()))
-    except (TypeError, ValueError):
-        return {"state": "crashed", "problem": _said(end, step.err)}
-    if code:  # after it had answered, as some libraries do when they are unloaded
-        answer["problem"] = "; ".join(part for part in (str(answer.get("problem", "")), end) if part)
-    return answer
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.returncode is not None:
-        return
-    process.kill()
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.returncode = -signal.SIGKILL  # it goes when the driver lets it; Popen must not complain until then
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _said(what: str, err: IO[bytes]) -> str:
-    """The event, and the last line that the process wrote on stderr."""
-    err.seek(0)
-    lines = err.read().decode(errors="replace").strip().splitlines()
-    return f"{what}; last it said: {lines[-1][:300]}" if lines else what

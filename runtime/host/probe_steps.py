@@ -1,8 +1,6 @@
-"""The steps of a probe, each in a process of its own that may crash or hang without harm to whoever asked.
+"""The steps of a probe, each for a process of its own that may crash or hang without harm to whoever asked.
 
-Runs as a script, ``python probe_steps.py STEP``, and writes one JSON object:
-the fields of a :class:`Driver` or a :class:`Library`. It imports only the standard library and what it examines, so it
-starts fast, and nothing but the examined library can go wrong.
+It imports only the standard library and what it examines, so it starts fast, and nothing else can go wrong.
 """
 
 import contextlib
@@ -11,7 +9,6 @@ import glob
 import importlib
 import importlib.metadata
 import io
-import json
 import os
 import re
 import sys
@@ -241,10 +238,10 @@ STEPS: dict[str, Callable[[], Driver | Library]] = {
 }
 
 
-def take(step: Callable[[], Driver | Library]) -> dict[str, Any]:
+def take(name: str) -> dict[str, Any]:
     """Take a step; an exception is a finding too."""
     try:
-        return asdict(step())
+        return asdict(STEPS[name]())
     except ModuleNotFoundError as error:
         absent = error.name in EXAMINED
         return {"state": "missing" if absent else "failed", "problem": _first_line(error)}
@@ -254,16 +251,3 @@ def take(step: Callable[[], Driver | Library]) -> dict[str, Any]:
 
 def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def main(name: str) -> None:
-    """Take the step ``name`` and write what it finds; what libraries print goes to stderr."""
-    result = os.dup(1)
-    os.dup2(2, 1)
-    text = json.dumps(take(STEPS[name]))
-    with os.fdopen(result, "w", encoding="utf-8") as file:
-        file.write(text)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

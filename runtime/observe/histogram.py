@@ -4,18 +4,14 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from llmc.errors import UsageError
-
 
 @dataclass
 class Histogram:
-    """Counts of observations by bucket. Not thread-safe: whoever owns it holds the lock, and gives copies away.
+    """Counts of observations by bucket, with their sum and maximum. Not thread-safe: its owner gives copies away.
 
     Attributes:
         bounds: upper bounds of the buckets, included, strictly ascending; one more bucket above the last is open.
         counts: observations in each bucket, ``len(bounds) + 1`` of them, not accumulated.
-        sum: of all observations.
-        max: largest observation, 0 where there is none.
     """
 
     bounds: tuple[float, ...]
@@ -57,15 +53,7 @@ class Histogram:
 
         Interpolates linearly in the bucket, as histogram_quantile does
         (https://prometheus.io/docs/prometheus/latest/querying/functions/#histogram_quantile), and never above ``max``.
-
-        Args:
-            q: 0 to 1.
-
-        Raises:
-            UsageError: ``q`` is out of range.
         """
-        if not 0 <= q <= 1:
-            raise UsageError(f"quantile {q} was asked for; expected one from 0 to 1")
         if not self.count:
             return None
         cumulative, rank = self.cumulative, q * self.count

@@ -36,23 +36,15 @@ _SECONDS = ("ttft", "tpot", "itl", "e2e", "queue")
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Figures of one request; a time is None as long as what it measures has not happened.
+    """Figures of one request; a time, or the reason to end, is None as long as what it measures has not happened.
 
     Attributes:
-        queue_s: from submission to admission.
-        ttft_s: time to first token, from submission.
+        queue_s, ttft_s, e2e_s: from submission to admission, to the first token, to the end.
         tpot_s: time per output token, the mean gap between the tokens of an output; None below two tokens.
-        itl_p50_s: median inter-token latency. Tokens that one step commits share its time: the gaps between them are 0.
-        itl_p95_s: its 95th percentile.
-        itl_max_s: its maximum.
-        e2e_s: from submission to the end.
-        prompt_tokens: length of the prompt.
-        cached_tokens: of these, taken from the prefix cache.
-        output_tokens: tokens generated.
-        drafted: tokens proposed by speculation.
-        accepted: of these, those that the model agreed with.
+        itl_p50_s, itl_p95_s, itl_max_s: inter-token latency; gaps between tokens that one step commits are 0.
+        cached_tokens: tokens of the prompt that were taken from the prefix cache.
+        drafted, accepted: tokens proposed by speculation, and those of them that the model agreed with.
         overflows: how often its context was cut, as its overflow policy allows.
-        finish_reason: why it ended, None while it runs.
     """
 
     queue_s: float | None
@@ -157,15 +149,8 @@ _COUNTERS = [name for name, kind in get_type_hints(EngineSnapshot).items() if ki
 class EngineMetrics:
     """Counters, histograms and gauges of one engine.
 
-    Requests are recorded through the timelines that :meth:`timeline` gives out; what belongs to no request is recorded
-    here. Every method may be called from any thread, and mostly takes a microsecond: events are counted some at a time,
-    or when somebody looks.
-
-    Args:
-        clock: seconds that never go back; the default is ``time.monotonic``.
-
-    Attributes:
-        read_gauges: gives the levels of this moment, on the thread of whoever looks; the engine sets it.
+    Any thread may call any method. It mostly takes a microsecond: events are counted some at a time, or when somebody
+    looks. The engine sets ``read_gauges``, which gives the levels of this moment on the thread of whoever looks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -179,11 +164,6 @@ class EngineMetrics:
         self._histograms = {name: Histogram(SECONDS_BUCKETS) for name in _SECONDS}
         self._batch_size = Histogram(BATCH_BUCKETS)
         self._step = {phase: Histogram(SECONDS_BUCKETS) for phase in PHASES}
-
-    @property
-    def gauges(self) -> Gauges:
-        """The levels of this moment."""
-        return self.read_gauges()
 
     def timeline(self, prompt_tokens: int) -> "RequestTimeline":
         """A request enters the queue now; whatever its timeline records is counted here too."""
@@ -202,13 +182,7 @@ class EngineMetrics:
         self._note(self._count, {"output_tokens": count}, "", {"ttft": ttft, "itl": itl})
 
     def count(self, added: Mapping[str, int], outcome: str = "", **seconds: Iterable[float]) -> None:
-        """Count an event of a request in one step, so that no reader sees half of it.
-
-        Args:
-            added: to counters, by name.
-            outcome: of the request, if it ended.
-            **seconds: observations by the name of their histogram.
-        """
+        """Count an event of a request in one step: ``added`` to counters, its outcome, ``seconds`` by histogram."""
         self._note(self._count, added, outcome, seconds)
 
     def _note(self, count: Callable[..., None], *event: Any) -> None:
@@ -238,7 +212,7 @@ class EngineMetrics:
 
     def snapshot(self) -> EngineSnapshot:
         """All numbers of one moment: no event is counted in one and missing in another."""
-        gauges = self.gauges
+        gauges = self.read_gauges()
         with self._lock:
             self._settle()
             histograms = {name: histogram.copy() for name, histogram in self._histograms.items()}
@@ -254,39 +228,25 @@ class EngineMetrics:
 
 
 class RequestTimeline:
-    """The moments of one request's events; made when it enters the queue. One thread writes, any may read.
-
-    Args:
-        prompt_tokens: length of the prompt.
-        engine: counts the same events, and has the clock.
-    """
+    """The moments of one request's events, which its engine counts too; one thread writes, any may read."""
 
     def __init__(self, prompt_tokens: int, engine: EngineMetrics) -> None:
         self._engine = engine
         self._clock = engine.clock
-        self._times = array("d")
         self._gaps = array("d")
         self._latest: dict[int, float] = {}  # output -> time of its latest token
         self.queued = self._clock()
         self.queued_unix_ns = time.time_ns()  # where the timeline lies on the calendar, for spans
         self.admitted: float | None = None
+        self.first_token: float | None = None
         self.ended: float | None = None
         self.finish_reason: str | None = None
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
+        self.output_tokens = 0
         self.drafted = 0
         self.accepted = 0
         self.overflows = 0
-
-    @property
-    def first_token(self) -> float | None:
-        """Moment when the first token was committed; None before."""
-        return self._times[0] if self._times else None
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens committed so far."""
-        return len(self._times)
 
     def admit(self, cached_tokens: int = 0) -> None:
         """The request gets a place; ``cached_tokens`` of its prompt came from the prefix cache."""
@@ -309,8 +269,10 @@ class RequestTimeline:
         at = self._clock()
         since, self._latest[output] = self._latest.get(output), at
         gaps = [0.0] * (count - 1) if since is None else [at - since] + [0.0] * (count - 1)
-        first = () if self._times else (at - self.queued,)
-        self._times.extend([at] * count)
+        first = ()
+        if self.first_token is None:
+            self.first_token, first = at, (at - self.queued,)
+        self.output_tokens += count
         self._gaps.extend(gaps)
         self._engine.tokens(count, first, gaps)
 

@@ -17,10 +17,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def exposition(metrics: EngineMetrics, labels: Mapping[str, str] | None = None) -> str:
-    """All metrics of an engine as text, to be sent as CONTENT_TYPE.
-
-    Args:
-        labels: put on every sample, such as ``{"model_name": "tiny"}``.
+    """All metrics of an engine as text, to be sent as CONTENT_TYPE; ``labels`` go on every sample.
 
     Raises:
         MissingExtraError: prometheus-client is not installed.
@@ -35,11 +32,7 @@ def exposition(metrics: EngineMetrics, labels: Mapping[str, str] | None = None) 
 class EngineCollector:
     """An engine's metrics for a registry of prometheus-client to collect; each scrape is one snapshot.
 
-    Args:
-        labels: put on every sample, such as ``{"model_name": "tiny"}``; two engines in one process need different ones.
-
-    Raises:
-        MissingExtraError: prometheus-client is not installed.
+    ``labels``, such as ``{"model_name": "tiny"}``, go on every sample; two engines in one process need different ones.
     """
 
     def __init__(self, metrics: EngineMetrics, labels: Mapping[str, str] | None = None) -> None:

@@ -34,14 +34,7 @@ _OPERATION = "text_completion"  # a request brings its chat as text
 
 
 def event(logger: logging.Logger, name: str, /, level: int = logging.INFO, **fields: object) -> None:
-    """Log an event by name with its data; costs one comparison where its level is off.
-
-    Args:
-        name: what happened, in a word or two; becomes the message.
-        level: of :mod:`logging`.
-        **fields: data, for JsonFormatter to write beside the message; formatters that do not ask for
-            :func:`fields_of` leave it out.
-    """
+    """Log an event: its name is the message, and JsonFormatter writes its ``fields`` beside it."""
     logger.log(level, name, extra={_FIELDS: fields}, stacklevel=2)
 
 
@@ -132,12 +125,8 @@ def record_spans(timeline: RequestTimeline, *, model: str, parent: "Context | No
     (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/). A phase that the request did not reach has no
     span; one in which it ended lasts until then.
 
-    Args:
-        model: name of the model, ``gen_ai.request.model``.
-        parent: from :func:`current_context`; None for the context that the calling thread is in.
-
-    Returns:
-        True if spans were made: not without a configured tracer provider, nor before the request has ended.
+    ``parent`` is from :func:`current_context`, or None for the calling thread's own. False if no tracer provider is
+    configured, or the request has not ended.
     """
     tracer = _tracer()
     if tracer is None or timeline.ended is None:

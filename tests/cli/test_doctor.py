@@ -49,14 +49,6 @@ def test_a_server_is_described_in_rows(llmc, machine: Callable[[Probe], None]):
     assert "tensorrt-rtx does not list compute capability 9.0 (NVIDIA H200): use the target tensorrt or cuda" in ran.out
 
 
-def test_a_jetson_is_described_in_rows(llmc, machine: Callable[[Probe], None]):
-    machine(ORIN)
-    ran = llmc("doctor")
-    shown = rows(ran.out)
-    assert shown["Jetson"] == "Jetson Linux 36.4.3"
-    assert "8.00 GB memory, the machine's own" in shown["GPU 0"]
-
-
 def test_crashes_are_rows_of_the_report(llmc, machine: Callable[[Probe], None]):
     libraries = NO_GPU.libraries | {"tensorrt": Library("crashed", "ended by SIGSEGV")}
     machine(Probe(**{**vars(NO_GPU), "driver": Driver("hung", "no answer within 20 s"), "libraries": libraries}))
@@ -64,14 +56,6 @@ def test_crashes_are_rows_of_the_report(llmc, machine: Callable[[Probe], None]):
     assert ran.code == 0
     assert rows(ran.out)["tensorrt"] == "crashed: ended by SIGSEGV"
     assert rows(ran.out)["driver"] == "hung: no answer within 20 s (CUDA unknown, no kernel module)"
-
-
-def test_what_the_line_of_the_driver_says_is_not_said_again(llmc, machine: Callable[[Probe], None]):
-    machine(NO_GPU)
-    assert rows(llmc("doctor").out)["cuda-bindings"] == "13.5.0 for CUDA 13"
-    bindings = Library("ok", "cuInit: CUDA_ERROR_UNKNOWN (999)", "13.5.0", "13", ())
-    machine(Probe(**{**vars(H200), "libraries": H200.libraries | {"cuda-bindings": bindings}}))
-    assert rows(llmc("doctor").out)["cuda-bindings"] == "13.5.0 for CUDA 13 (cuInit: CUDA_ERROR_UNKNOWN (999))"
 
 
 def test_json_holds_the_probe_and_the_verdicts(llmc, machine: Callable[[Probe], None]):

@@ -69,7 +69,7 @@ def test_engine_runs_on_the_small_model(run, tiny_bundle: Path, measurement: str
 def test_service_runs_on_the_small_model(run, tiny_bundle: Path):
     pytest.importorskip("uvicorn")
     sizes = ("--rounds", 1, "--requests", 1, "--new-tokens", 3, "--concurrency", 2, "--threads", 1)
-    found = run("service", "overhead", tiny_bundle, *sizes)["rounds"]["2 clients"]
+    found = run("service", tiny_bundle, *sizes)["rounds"]["2 clients"]
     inside, outside = (found[way][0] for way in ("in the process", "llmc serve"))
     assert inside["completed"] == outside["completed"] == 2
     assert inside["output_tokens"]["mean"] == outside["output_tokens"]["mean"] == 3

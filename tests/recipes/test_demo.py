@@ -2,9 +2,12 @@
 
 import runpy
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from llmc.optimize.judge import evaluate
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -13,7 +16,9 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 def test_demo_streams_from_every_bundle_and_compares_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """With the small model, for tests ask no package index."""
+    """With the small model, for tests ask no package index, and judged on little."""
+    monkeypatch.setattr(evaluate, "read_windows", partial(evaluate.read_windows, window=32, max_windows=2))
+    monkeypatch.setattr("llmc.runtime.bench.benchmark.BYTES_PER_THREAD", 1 << 20)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLMC_DEMO_OFFLINE", "1")
     runpy.run_path(str(RECIPES / "demo.py"), run_name="__main__")

@@ -147,11 +147,3 @@ class TestTriton:
         (answers,) = ask(model, request)
         assert answers[-1].error is not None and answers[-1].error.code == "CANCELLED"
         assert len(answers) == 3
-
-    def test_the_configuration_names_what_the_model_reads_and_answers(self) -> None:
-        text = (RECIPES / "triton" / "llmc" / "config.pbtxt").read_text()
-        source = (RECIPES / "triton" / "llmc" / "1" / "model.py").read_text()
-        names = re.findall(r'\{ name: "(\w+)" data_type', text)
-        assert names == ["text_input", "sampling_parameters", "stream", "text_output", "finish_reason"]
-        assert all(f'"{name}"' in source for name in names)
-        assert "decoupled: true" in text and text.count("{") == text.count("}")

@@ -13,7 +13,7 @@ from llmc.errors import UsageError
 from llmc.optimize.recipe import read_recipe, resolve
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import TARGETS
-from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE, LOG_FILE
+from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = {str: "text", bool: "true or false", int: "whole number"}
@@ -69,11 +69,6 @@ def recipes() -> Table:
 def test_every_key_of_an_engine_is_listed_with_its_type(keys: Table):
     assert wrong_types(keys) == []
     assert f"at least {LEAST_WORKSPACE >> 30} GiB" in keys["workspace"][1]
-
-
-def test_the_page_names_what_a_build_says_of_itself():
-    page = (RECIPES / "gpu.md").read_text(encoding="utf-8")
-    assert [name for name in (f"`{LOG_FILE}`", "`engine.flags`") if name not in page] == []
 
 
 def test_all_keys_but_the_last_two_are_flags(keys: Table):

@@ -73,8 +73,3 @@ def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, tmp_path: Path):
             benchmark(tiny_bundle, **arguments)
     with pytest.raises(BundleError, match="llmc build"):
         benchmark(tmp_path)
-
-
-def test_bandwidth_counts_what_all_threads_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_timed_pass", lambda pool, arrays: 0.5)
-    assert module.read_bandwidth(3) == 3 * (1 << 20) / 0.5

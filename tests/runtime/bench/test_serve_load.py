@@ -40,11 +40,6 @@ def test_only_output_is_timed_and_the_servers_count_wins():
     assert "tpot" not in played(text("a", "stop")).latencies()
 
 
-def test_reasoning_and_tool_calls_are_output():
-    for delta in ({"reasoning_content": "a"}, {"tool_calls": [{"index": 0}]}):
-        assert played({"choices": [{"delta": delta}]}, b"[DONE]").chunks == [11.0]
-
-
 @pytest.mark.parametrize(
     ("events", "expected"),
     [

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.caches import read, write
-from doubles.cuda import FakeDriver, RuleBrokenError, array_at
+from doubles.cuda import array_at
 from doubles.geometries import uniform
 
 from llmc.bundle import Manifest
@@ -120,25 +120,6 @@ def test_opening_describes_the_gpu_and_takes_its_primary_context(api: Api):
     assert api.names().count("cuDevicePrimaryCtxRelease") == 1
 
 
-ASKED: list[tuple[str, tuple[Any, ...], Any, list[tuple[Any, ...]]]] = [
-    ("memory_info", (), (3_000_000_000, 8_000_000_000), [("cuMemGetInfo",)]),
-    ("alloc", (100,), 4096, [("cuMemAlloc", 100)]),
-    ("free", (4096,), None, [("cuMemFree", 4096)]),
-    ("alloc_host", (100,), 8192, [("cuMemHostAlloc", 100, 1)]),
-    ("free_host", (8192,), None, [("cuMemFreeHost", 8192)]),
-    ("device_address", (8192,), 12288, [("cuMemHostGetDevicePointer", 8192, 0)]),
-    ("stream", (), 21, [("cuStreamCreate", 1)]),
-    ("destroy_stream", (21,), None, [("cuStreamDestroy", 21)]),
-    ("synchronize", (21,), None, [("cuStreamSynchronize", 21)]),
-    ("copy", (1, 2, 3, 21), None, [("cuMemcpyAsync", 1, 2, 3, 21)]),
-    ("fill", (1, 9, 21), None, [("cuMemsetD8Async", 1, 0, 9, 21)]),
-    ("begin_capture", (21,), None, [("cuStreamBeginCapture", 21, "thread local")]),
-    ("end_capture", (21,), 32, [("cuStreamEndCapture", 21), ("cuGraphInstantiate", 31, 0), ("cuGraphDestroy", 31)]),
-    ("launch", (32, 21), None, [("cuGraphLaunch", 32, 21)]),
-    ("destroy_graph", (32,), None, [("cuGraphExecDestroy", 32)]),
-]
-
-
 def test_a_copy_of_rows_names_both_sides_in_one_space_of_addresses(driver: Driver, api: Api):
     driver.copy_2d(1000, 64, 2000, 128, 48, 5, 21)
     ((name, order, stream),) = api.calls
@@ -207,10 +188,7 @@ def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver: Driver, 
             r"no NVIDIA driver is here .*libcuda.*install.*--emulate",
         ),
         ("cuInit", CUresult.CUDA_ERROR_NO_DEVICE, "starting CUDA failed .*100.*: no GPU is visible; check nvidia-smi"),
-        ("cuInit", CUresult.CUDA_ERROR_UNKNOWN, "the driver failed to start; restart the machine"),
         ("cuInit", 34, "libcuda is the stub of the toolkit"),
-        ("cuInit", 803, "driver and kernel module have different versions"),
-        ("cuDeviceGet", 101, "finding GPU 0 failed .*there is no such device"),
         ("cuDevicePrimaryCtxRetain", 46, "opening the GPU failed .*the GPU is in use"),
     ],
 )
@@ -298,46 +276,3 @@ def test_a_gpu_keeps_a_cache(gpu: cuda.Driver, manifest: Manifest):
     assert not cache.read(2, 0, 64).any()
     cache.close()
     gpu.destroy_stream(stream)
-
-
-# ----------------------------------------------------------------------------------------------------------- the double
-
-
-def filled(driver: Any, size: int, value: int, host: bool = False) -> int:
-    address = driver.alloc_host(size) if host else driver.alloc(size)
-    array_at(address, (size,))[:] = value
-    return int(address)
-
-
-def test_the_doubles_work_is_done_when_the_stream_is_waited_for():
-    driver = FakeDriver()
-    stream, target, source = driver.stream(), filled(driver, 8, 0), filled(driver, 8, 7)
-    driver.copy(target, source, 8, stream)
-    assert not array_at(target, (8,)).any()
-    driver.synchronize(stream)
-    assert (array_at(target, (8,)) == 7).all()
-    driver.fill(target, 4, stream)
-    driver.synchronize(stream)
-    assert array_at(target, (8,)).tolist() == [0] * 4 + [7] * 4
-
-
-BREACHES: list[tuple[str, Callable[[Any, int, int], object], str]] = [
-    ("past the end", lambda d, a, s: (d.copy(a, a + 4, 8, s), d.synchronize(s)), "lie in no allocation"),
-    ("use after free", lambda d, a, s: (d.free(a), d.fill(a, 8, s), d.synchronize(s)), "lie in no allocation"),
-    ("free twice", lambda d, a, s: (d.free(a), d.free(a)), "was freed before"),
-    ("free as host memory", lambda d, a, s: d.free_host(a), "no host memory"),
-    ("default stream", lambda d, a, s: d.fill(a, 8, 0), "stream 0 is the default one"),
-    ("host memory on the device", lambda d, a, s: d.check_device(d.alloc_host(8), 8), "not mapped"),
-    ("mapping on a server", lambda d, a, s: d.device_address(d.alloc_host(8)), "discrete GPU is not mapped"),
-    ("overlapping rows", lambda d, a, s: d.copy_2d(a, 2, a, 4, 4, 1, s), "wider than a pitch"),
-    ("no size", lambda d, a, s: d.alloc(0), "CUDA refuses that"),
-    ("launch of nothing", lambda d, a, s: d.launch(5, s), "no graph 5"),
-    ("after close", lambda d, a, s: (d.close(), d.alloc(1)), "after close"),
-]
-
-
-@pytest.mark.parametrize(("what", "breach", "match"), BREACHES, ids=[what for what, _, _ in BREACHES])
-def test_the_double_notices(what: str, breach: Callable[[Any, int, int], object], match: str):
-    driver = FakeDriver()
-    with pytest.raises(RuleBrokenError, match=match):
-        breach(driver, driver.alloc(8), driver.stream())

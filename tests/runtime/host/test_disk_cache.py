@@ -74,23 +74,6 @@ def test_the_first_of_two_that_publish_one_entry_wins():
     assert list(entry.parent.iterdir()) == [entry]
 
 
-RACE = """
-from llmc.runtime.host import disk_cache
-for i in range(20):
-    entry = disk_cache.entry("kind", str(i))
-    with disk_cache.published(entry) as folder:
-        for name in "abc":
-            (folder / name).write_text(str(i))
-    assert sorted(file.name for file in entry.iterdir()) == ["a", "b", "c"]
-"""
-
-
-def test_processes_that_race_end_well(root: Path):
-    racers = [subprocess.Popen([sys.executable, "-c", RACE]) for _ in range(2)]
-    assert [racer.wait(120) for racer in racers] == [0, 0]
-    assert sorted(path.name for path in (root / "kind").iterdir()) == sorted(map(str, range(20)))
-
-
 def test_pruning_removes_the_least_recently_used_until_the_rest_fits(root: Path):
     old, older, oldest = (filled(root, str(age), 100, age * LONG_AGO) for age in (1, 2, 3))
     disk_cache.prune("kind", 250)

@@ -13,10 +13,10 @@ import pytest
 from doubles.machines import ORIN_FILES, write_files
 
 from llmc.runtime.host import probe_steps
+from llmc.runtime.host.apart import run_apart
 from llmc.runtime.host.probe import (
     LIBRARIES,
     probe,
-    run_steps,
     step_commands,
 )
 from llmc.runtime.host.probe_steps import Device, Driver, Library
@@ -59,7 +59,7 @@ def test_a_crash_is_a_finding_and_hides_nothing_else(tmp_path: Path):
 
 def test_a_hang_is_a_finding_and_ends(tmp_path: Path):
     started = time.monotonic()
-    found = run_steps(commands(driver=HANG), SHORT_S)
+    found = run_apart(commands(driver=HANG), SHORT_S)
     assert time.monotonic() - started < SHORT_S + PATIENCE_S
     assert found["driver"] == {"state": "hung", "problem": "no answer within 0.5 s"}
 
@@ -93,12 +93,6 @@ def test_a_library_that_crashes_when_imported_is_found_by_its_own_step(modules: 
     assert found["tensorrt-rtx"].state == "failed" and "libnvonnxparser.so.11" in found["tensorrt-rtx"].problem
 
 
-def test_a_library_that_hangs_when_imported_is_found_by_its_own_step(modules: Callable[..., Path], tmp_path: Path):
-    modules(onnxruntime="import time; time.sleep(600)")
-    found = probe(SHORT_S, tmp_path, {**commands(), "onnxruntime": step_commands()["onnxruntime"]}).libraries
-    assert found["onnxruntime"] == Library("hung", "no answer within 0.5 s")
-
-
 def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch):
     started: list[subprocess.Popen[bytes]] = []
 
@@ -106,9 +100,9 @@ def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyP
         started.append(step.process)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llmc.runtime.host.probe._answer", interrupted)
+    monkeypatch.setattr("llmc.runtime.host.apart._answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_steps({"hung": HANG}, PATIENCE_S)
+        run_apart({"hung": HANG}, PATIENCE_S)
     assert started[0].poll() is not None
 
 
@@ -129,7 +123,7 @@ def test_what_a_library_prints_does_not_spoil_the_answer(modules: Callable[..., 
 def test_steps_do_not_import_from_the_folder_that_the_command_runs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "tensorrt.py").write_text("raise ImportError('a file of the user')")
     monkeypatch.chdir(tmp_path)
-    found = run_steps({"tensorrt": step_commands()["tensorrt"]}, PATIENCE_S)["tensorrt"]
+    found = step("tensorrt")
     assert "a file of the user" not in found["problem"]
 
 
@@ -224,7 +218,8 @@ def Builder(logger): raise TypeError("pybind11::init(): factory function returne
 
 
 def step(name: str) -> dict[str, Any]:
-    return run_steps({name: step_commands()[name]}, PATIENCE_S)[name]
+    found: dict[str, Any] = run_apart({name: step_commands()[name]}, PATIENCE_S)[name]["result"]
+    return found
 
 
 def test_tensorrt_without_a_gpu_makes_no_builder(modules: Callable[..., Path]):
@@ -241,23 +236,10 @@ def test_tensorrt_rtx_makes_builders_without_a_gpu():
     assert "builder" in found["abilities"]
 
 
-def test_onnxruntime_tells_its_providers():
-    found = step("onnxruntime")
-    assert (found["state"], found["version"][:2]) == ("ok", "1.")
-    assert "CPUExecutionProvider" in found["abilities"]
-
-
 def test_a_provider_counts_when_it_takes_a_graph():
     import onnxruntime
 
     assert probe_steps._loads_provider(onnxruntime, "CPUExecutionProvider") == ""
-
-
-def test_cuda_bindings_without_a_driver_say_so():
-    pytest.importorskip("cuda.bindings")
-    found = step("cuda-bindings")
-    assert found["state"] == "ok"
-    assert ("initialised" in found["abilities"]) != bool(found["problem"])
 
 
 def test_files_of_the_system_are_read_below_the_root(tmp_path: Path):

@@ -85,15 +85,6 @@ def test_what_json_lacks_becomes_text_and_costs_the_line_nothing_else(logger: lo
     assert line["keys"] == "{(1, 2): 3}"
 
 
-def test_an_exception_keeps_its_traceback(logger: logging.Logger, lines: Lines):
-    try:
-        raise ValueError("no such token")
-    except ValueError:
-        logger.exception("failed")
-    assert "ValueError: no such token" in lines.last()["exception"]
-    assert len(lines.lines[0].splitlines()) == 1
-
-
 # --------------------------------------------------------------------------------------------------------------- spans
 
 
@@ -148,20 +139,6 @@ def test_a_request_has_a_span_and_a_child_for_each_phase(exporter: InMemorySpanE
     assert request.kind is trace.SpanKind.INTERNAL
     assert {span.parent.span_id for span in made.values()} == {request.context.span_id}
     assert request.status.is_unset
-
-
-def test_spans_lie_where_the_calendar_had_them(exporter: InMemorySpanExporter):
-    line = timeline()
-    record_spans(line, model="tiny")
-    assert spans(exporter)["queue"].start_time == line.queued_unix_ns
-    assert abs(spans(exporter)["queue"].end_time - line.queued_unix_ns - SECOND) < ROUNDING_NS
-
-
-def test_a_shifted_timeline_is_noticed(exporter: InMemorySpanExporter):
-    line = timeline()
-    line.admitted += 0.001
-    record_spans(line, model="tiny")
-    assert seconds(spans(exporter)["queue"], line) != (0, 1)
 
 
 def test_attributes_are_those_of_the_conventions(exporter: InMemorySpanExporter):
