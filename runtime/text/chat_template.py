@@ -133,8 +133,7 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
                 **{key: copies.plain(value, key) for key, value in others.items()},
             }
-            rendered = compiled.render(name, values)
-            return disguise.unescaped(rendered) if disguise else rendered
+            return compiled.render(name, values)
 
         rendered = render(_Copies(disguise.hide if disguise else str))
         if disguise is not None:
