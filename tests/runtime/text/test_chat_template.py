@@ -325,8 +325,8 @@ class TestMessages:
     @pytest.mark.parametrize(
         ("messages", "message"),
         [
-            ("Hello", "messages is a str, expected a list of mappings with role and content"),
-            ([], "messages is empty, expected a list"),
+            ("Hello", "messages is 'Hello', expected a list of mappings with role and content"),
+            ([], r"messages is \[\], expected a list"),
             (["Hello"], r"messages\[0\] is a str, expected a mapping"),
             ([{"content": "a"}], r"messages\[0\] has the role None"),
             ([{"role": "user"}], r"messages\[0\] has the content None"),
