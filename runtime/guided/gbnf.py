@@ -69,13 +69,6 @@ class Repetition(Node):
     most: int | None
 
 
-@dataclass(frozen=True, eq=False)
-class Lexeme(Node):
-    """A part that a lexer reads at once; the reader makes none."""
-
-    part: Node
-
-
 def is_gbnf(grammar: str) -> bool:
     """True for llama.cpp's notation, False for llguidance's dialect of Lark."""
     return _RULE.search(grammar) is not None or _LARK.search(grammar) is None
@@ -94,15 +87,12 @@ def children(node: Node) -> tuple[Node, ...]:
     """The parts of a node, one level down."""
     if isinstance(node, Sequence | Choice):
         return node.parts
-    return (node.part,) if isinstance(node, Repetition | Lexeme) else ()
+    return (node.part,) if isinstance(node, Repetition) else ()
 
 
 def references(node: Node) -> set[str]:
-    """Names of the rules that a node names, outside of lexemes if it has any."""
-    if isinstance(node, Reference):
-        return {node.name}
-    parts = () if isinstance(node, Lexeme) else children(node)
-    return set().union(*map(references, parts))
+    """Names of the rules that a node names."""
+    return {node.name} if isinstance(node, Reference) else set().union(*map(references, children(node)))
 
 
 def excluding(ranges: Ranges) -> Ranges:

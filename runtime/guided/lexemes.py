@@ -6,6 +6,7 @@ without recursion are lexemes: every output is one of the grammar's, but one tha
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import groupby
 
@@ -14,7 +15,6 @@ from llmc.runtime.guided.gbnf import (
     ANY,
     Characters,
     Choice,
-    Lexeme,
     Node,
     Ranges,
     Reference,
@@ -37,8 +37,7 @@ def to_lark(rules: Mapping[str, Node]) -> str:
         raise GrammarError("grammar: it allows no text: all that 'root' derives goes on without an end")
     flat = _find_names(used, _names_only)
     _check_repetitions(used, flat)
-    bodies: dict[str, Node] = {name: _grouped(rule, flat) for name, rule in used.items() if name not in flat}
-    return _Text(used, bodies or {"root": Lexeme(used["root"])}).lines()
+    return "\n".join(_Text(used, flat).lines) + "\n"
 
 
 def _reachable(rules: Mapping[str, Node]) -> dict[str, Node]:
@@ -102,62 +101,53 @@ def _check_repetitions(rules: Mapping[str, Node], flat: Iterable[str]) -> None:
             )
 
 
-def _grouped(node: Node, flat: Container[str]) -> Node:
-    """A part of a rule, its largest parts without recursion as lexemes."""
-    if _names_only(node, flat):
-        return Lexeme(node)
-    if isinstance(node, Choice):
-        words = tuple(part for part in node.parts if _is_word(part))
-        others = (_grouped(part, flat) for part in node.parts if not _is_word(part))
-        return Choice((*([Lexeme(Choice(words))] if words else ()), *others))
-    return _rebuilt(node, lambda part: _grouped(part, flat))
-
-
 def _is_word(node: Node) -> bool:
     """True for some characters one after the other, of which a grammar may have thousands side by side."""
     return isinstance(node, Characters) or (isinstance(node, Sequence) and all(map(_is_word, node.parts)))
 
 
-def _rebuilt(node: Node, change: Callable[[Node], Node]) -> Node:
-    if isinstance(node, Sequence | Choice):
-        return type(node)(tuple(map(change, node.parts)))
-    return Repetition(change(node.part), node.least, node.most) if isinstance(node, Repetition) else node
-
-
 class _Text:
-    """Rules with lexemes, written in Lark's notation: lexemes and the rules in them in capitals."""
+    """Rules in Lark's notation: parts without recursion are terminals, in capitals."""
 
-    def __init__(self, rules: Mapping[str, Node], bodies: Mapping[str, Node]) -> None:
+    def __init__(self, rules: Mapping[str, Node], flat: Container[str]) -> None:
+        self._rules, self._flat = rules, flat
         self._empty = _find_names(rules, _may_be_empty)
-        self._rules = rules
-        self._names = {name: f"r{number}" for number, name in enumerate(bodies)}
-        self._terminals: dict[str, str] = {}
-        self._lexemes: dict[str | Node | Ranges, tuple[str, Node]] = {}
-        self._lines = [f"start: {self._names['root']}"]
-        self._lines += [f"{self._names[name]}: {self._of(body)}" for name, body in bodies.items()]
-        self._lines += [f"{name}: {self._of(part, True)}" for name, part in self._lexemes.values()]
-        waiting = list(self._terminals)
-        while waiting:
-            name, before = waiting.pop(), len(self._terminals)
-            self._lines.append(f"{self._terminals[name]}: {self._of(rules[name], True)}")
-            waiting += list(self._terminals)[before:]
-
-    def lines(self) -> str:
-        return "\n".join(self._lines) + "\n"
+        self._names = {name: f"r{number}" for number, name in enumerate(rules) if name not in flat}
+        self._terminals: dict[str | Node | Ranges, str] = {}
+        self._waiting: deque[tuple[str, Node]] = deque()
+        self.lines = [f"start: {self._of(Reference('root'))}"]
+        self.lines += [f"{label}: {self._of(rules[name])}" for name, label in self._names.items()]
+        while self._waiting:
+            label, node = self._waiting.popleft()
+            self.lines.append(f"{label}: {self._of(node, True)}")
 
     def _of(self, node: Node, terminal: bool = False) -> str:
-        if isinstance(node, Lexeme):
-            return self._lexeme(node)
+        if not terminal and _names_only(node, self._flat):
+            label = self._terminal(node)
+            return f"({label})?" if _may_be_empty(node, self._empty) else label
         if isinstance(node, Characters):
             return _class(node.ranges)
         if isinstance(node, Reference):
-            known = self._terminals.setdefault(node.name, f"R{len(self._terminals)}") if terminal else ""
-            return known or self._names[node.name]
+            return self._terminal(node) if terminal else self._names[node.name]
         if isinstance(node, Sequence):
             return " ".join(self._runs(node.parts, terminal)) or '""'
         if isinstance(node, Repetition):
             return self._repetition(node, terminal)
-        return f"({' | '.join(self._of(part, terminal) for part in children(node))})"
+        return f"({' | '.join(self._of(part, terminal) for part in self._options(children(node), terminal))})"
+
+    def _terminal(self, node: Node) -> str:
+        key = node.ranges if isinstance(node, Characters) else node.name if isinstance(node, Reference) else node
+        if key not in self._terminals:
+            self._terminals[key] = f"T{len(self._terminals)}"
+            self._waiting.append(
+                (self._terminals[key], self._rules[node.name] if isinstance(node, Reference) else node)
+            )
+        return self._terminals[key]
+
+    def _options(self, parts: tuple[Node, ...], terminal: bool) -> tuple[Node, ...]:
+        """The parts of a choice, words as one beside parts with recursion."""
+        words = () if terminal else tuple(filter(_is_word, parts))
+        return (Choice(words), *(part for part in parts if not _is_word(part))) if words else parts
 
     def _runs(self, parts: Iterable[Node], terminal: bool) -> Iterator[str]:
         """Texts of the parts, characters beside each other as one."""
@@ -173,13 +163,6 @@ class _Text:
         bounds = {(0, None): "*", (1, None): "+", (0, 1): "?"}
         counts = bounds.get((node.least, node.most)) or f"{{{node.least},{'' if node.most is None else node.most}}}"
         return f"({self._of(node.part, terminal)}){counts}"
-
-    def _lexeme(self, lexeme: Lexeme) -> str:
-        """A lexeme's name; one that may be empty is left out instead."""
-        part = lexeme.part
-        key = part.ranges if isinstance(part, Characters) else part.name if isinstance(part, Reference) else lexeme
-        name, _ = self._lexemes.setdefault(key, (f"L{len(self._lexemes)}", part))
-        return f"({name})?" if _may_be_empty(lexeme.part, self._empty) else name
 
 
 def _is_single(ranges: Ranges) -> bool:
