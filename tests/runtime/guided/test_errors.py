@@ -231,4 +231,4 @@ class TestCache:
             tiny.start(grammars, regex=regex)
         with pytest.raises(GrammarError):
             tiny.start(grammars, regex="(")
-        assert [source.text for source in grammars._compiled] == ["a", "c"]
+        assert [text for _, text in grammars._compiled] == ["a", "c"]
