@@ -143,7 +143,7 @@ def enforceable(schema: dict[str, Any]) -> tuple[dict[str, Any], bool]:
             "where no object has patternProperties, and each with properties has additionalProperties false"
         )
     escapes = closed and bool(needed or any(pattern.controls for _, pattern in patterns))
-    spelt = {pattern.text: pattern.spelt(escapes) for _, pattern in patterns}
+    spelt = {pattern.text: pattern.write(escapes) for _, pattern in patterns}
     for _, node in nodes:
         if isinstance(node.get("pattern"), str):
             node["pattern"] = spelt[node["pattern"]]

@@ -91,7 +91,7 @@ class Pattern:
         while self._at < len(text):
             self._parts.append(self._part())
 
-    def spelt(self, escapes: bool) -> str:
+    def write(self, escapes: bool) -> str:
         r"""The pattern for the library, where strings have escapes ``\u00XX`` or have none.
 
         Raises:
@@ -173,39 +173,29 @@ class Pattern:
         self._at += negated
         if self.text.startswith("]", self._at):
             raise self._error("has an empty class")
-        parts = []
-        controls = negated
+        members = []
         while not self.text.startswith("]", self._at):
-            first, holds = self._member()
-            parts.append(first)
-            controls = controls or holds
+            members.append(self._member())
         self._at += 1
-        text = f"[{'^' * negated}{''.join(parts)}]"
-        return text, controls
+        text = f"[{'^' * negated}{''.join(text for text, _ in members)}]"
+        return text, negated or any(holds for _, holds in members)
 
     def _member(self) -> tuple[str, bool]:
         """One member of a class for the library, and whether it may hold control characters."""
         first = self._class_atom()
-        dash = self.text.startswith("-", self._at) and not self.text.startswith("-]", self._at)
-        if len(first) > 1 or not dash:
-            return self._shown(first)
-        before, self._at = self._at, self._at + 1
-        last = self._class_atom()
-        if len(last) > 1:  # as in [+-\d]: the dash itself
-            self._at = before
-            return self._shown(first)
+        if len(first) > 1:
+            return f"[{first}]", True
+        last, before = first, self._at
+        if self.text.startswith("-", self._at) and not self.text.startswith("-]", self._at):
+            self._at += 1
+            last = self._class_atom()
+            if len(last) > 1:  # as in [+-\d]: the dash itself
+                last, self._at = first, before
         if first > last:
             raise self._error(f"has the range {first}-{last}, which is empty")
         self.controls.update(character for character in (first, last) if UNNAMED_CONTROLS.match(character))
-        return f"{_escaped(first)}-{_escaped(last)}", first < " " or first <= "\x7f" <= last
-
-    def _shown(self, atom: str) -> tuple[str, bool]:
-        if len(atom) > 1:
-            return f"[{atom}]", True
-        control = bool(UNNAMED_CONTROLS.match(atom))
-        if control:
-            self.controls.add(atom)
-        return _escaped(atom), control
+        text = _escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}"
+        return text, first < " " or first <= "\x7f" <= last
 
     def _class_atom(self) -> str:
         """A single character, or the longer text of a set of them."""
