@@ -11,7 +11,7 @@ from typing import Any
 from llmc.errors import GrammarError, UsageError, require
 from llmc.runtime.guided.gbnf import is_gbnf, read_gbnf
 from llmc.runtime.guided.guide import CompiledGrammar
-from llmc.runtime.guided.json_schema import check_schema, enforceable, options, schema_text
+from llmc.runtime.guided.json_schema import OPTIONS, check_schema, enforceable, schema_text
 from llmc.runtime.guided.lexemes import to_lark
 from llmc.runtime.guided.patterns import LONGEST_REGEX, MOST_REPETITIONS, check_regex, repetitions
 from llmc.runtime.guided.trial import Clock
@@ -104,8 +104,7 @@ def _library_grammar(kind: str, text: str) -> tuple[str, bool]:
             return str(matcher.grammar_from_lark(lark)), laborious or schemas
         schema = json.loads(text)
         laborious |= check_schema(schema)
-        schema, escapes = enforceable(schema)
-        return str(matcher.grammar_from_json_schema(schema, overrides=options(escapes))), laborious
+        return str(matcher.grammar_from_json_schema(enforceable(schema), overrides=OPTIONS)), laborious
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"{kind} cannot be read: {shortened(str(error))}") from error
 
@@ -132,8 +131,7 @@ def _checked_lark(grammar: str) -> tuple[str, bool]:
             raise GrammarError(f"grammar: what follows %json is no JSON: {error}") from error
         laborious |= check_schema(schema)
         if isinstance(schema, dict):
-            schema, escapes = enforceable(schema)
-            schema["x-guidance"] = options(escapes)
+            schema = {**enforceable(schema), "x-guidance": OPTIONS}
         parts += [grammar[at : piece.end()], json.dumps(schema)]
         at = end
     return "".join([*parts, grammar[at:]]), laborious
