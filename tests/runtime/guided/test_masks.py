@@ -109,10 +109,6 @@ class TestEnd:
         with pytest.raises(GrammarError, match="after its end"):
             guide.accept(0)
 
-    def test_ignores_ids_that_have_no_token(self, tiny: Any) -> None:
-        guide = tiny.start(tiny.grammars(eos=(0, tiny.size - 1, 10**6)), regex="a?")
-        assert tiny.allowed(guide) & {0, tiny.size - 1} == {0}
-
     def test_is_needed(self, tiny: Any) -> None:
         with pytest.raises(GrammarError, match="end-of-sequence"):
             tiny.ask(tiny.grammars(eos=(10**6,)), regex="a")

@@ -92,13 +92,6 @@ class TestStream:
         stops = data.draw(st.lists(letters, max_size=4))
         ids = data.draw(st.sampled_from([tokenizer.encode(text), byte_ids(tokenizer, text.encode())]))
         assert_equals_decoding_at_once(tokenizer, ids, stops)
-
-    @settings(max_examples=60, deadline=None)
-    @given(data=st.data())
-    def test_that_keeps_the_stop_string_ends_with_it(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
-        text = data.draw(st.text(st.sampled_from("ab 🎉\n"), max_size=30))
-        stops = data.draw(st.lists(st.text(st.sampled_from("ab 🎉"), min_size=1, max_size=4), max_size=4))
-        ids = tokenizer.encode(text)
         keeping = TextStream(tokenizer, stops, keep_stop=True)
         found = "".join([*map(keeping.push, ids), keeping.finish()])
         before, stop = until_first_stop(tokenizer.decode(ids), stops)
@@ -223,17 +216,6 @@ class Counting:
     def decode(self, ids: Sequence[int]) -> str:
         self.decoded += len(ids)
         return self._tokenizer.decode(ids)
-
-
-def test_bytes_joined_need_no_token_before(
-    byte_level: Tokenizer, metaspace: Tokenizer, monkeypatch: pytest.MonkeyPatch
-):
-    assert byte_level.joins_bytes and not metaspace.joins_bytes
-    ids, windows = byte_ids(byte_level, "ab👍c".encode()), []
-    decode = byte_level.decode
-    monkeypatch.setattr(byte_level, "decode", lambda window: windows.append(len(window)) or decode(window))
-    assert "".join(stream(byte_level, ids)[0]) == "ab👍c"
-    assert windows[:-1] == [1, 1, 1, 2, 3, 4, 1]  # the last one is the end's
 
 
 def test_a_decoder_that_joins_no_bytes_is_not_taken_for_one(metaspace: Tokenizer, monkeypatch: pytest.MonkeyPatch):

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from llmc.errors import BundleError, RequestError
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -123,18 +121,6 @@ class TestTokenizer:
         assert any(lets_others_run(lambda: tokenizer.encode(text)) for _ in range(ATTEMPTS))
         assert not any(lets_others_run(lambda: tokenizer._backend.encode(text)) for _ in range(3))  # holds the lock
         assert tokenizer.encode(text) == tokenizer._backend.encode(text).ids
-
-    @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(text=st.text(st.characters(codec="utf-8"), max_size=40))
-    def test_any_text_can_be_encoded(self, folder: Path, text: str) -> None:
-        tokenizer = Tokenizer.from_folder(folder)
-        assert all(0 <= token < tokenizer.vocab_size for token in tokenizer.encode(text))
-
-    def test_knows_its_special_tokens(self, byte_level_folder: Path, metaspace_folder: Path) -> None:
-        one, other = Tokenizer.from_folder(byte_level_folder), Tokenizer.from_folder(metaspace_folder)
-        assert one.special_tokens == {"eos_token": "<|end|>", "pad_token": "<|end|>"}
-        assert other.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-        assert other.token_to_id("</s>") == 2 and other.token_to_id("no such token") is None
 
     def test_does_not_truncate_or_pad_whatever_the_file_says(self, byte_level_folder: Path, tmp_path: Path) -> None:
         folder = changed(byte_level_folder, tmp_path)
