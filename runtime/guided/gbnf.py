@@ -4,13 +4,12 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. Be
 What stands for tokens (``<name>``, ``<[17]>``) is refused, and so are a class without members and ``{,2}``.
 """
 
+import json
 import re
 from dataclasses import dataclass
 
 from llmc.errors import GrammarError
 
-Ranges = tuple[tuple[int, int], ...]
-"""Characters as pairs of the first and the last code point, in order, apart from each other, without surrogates."""
 # A rule's name and ::= at the start of a line: no grammar in Lark's notation has that.
 _RULE = re.compile(r"^[ \t]*[-\w]+[ \t]*::=", re.MULTILINE)
 _LARK = re.compile(r"^\s*(%llguidance\b|start\s*:)", re.MULTILINE)
@@ -34,9 +33,9 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Characters(Node):
-    """One character of a set."""
+    """A text, or one character of a set, in Lark's notation."""
 
-    ranges: Ranges
+    lark: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,31 +94,6 @@ def references(node: Node) -> set[str]:
     return {node.name} if isinstance(node, Reference) else set().union(*map(references, children(node)))
 
 
-def excluding(ranges: Ranges) -> Ranges:
-    """All other characters."""
-    found, start = [], 0
-    for first, last in (*ranges, (_LAST + 1, _LAST + 1)):
-        found += [(start, first - 1)] if start < first else []
-        start = last + 1
-    return merged(found)
-
-
-def merged(ranges: list[tuple[int, int]]) -> Ranges:
-    """Ranges in any order, brought into that of :data:`Ranges`."""
-    found: list[tuple[int, int]] = []
-    low, high = _SURROGATES
-    cut = [part for a, b in ranges for part in ((a, min(b, low - 1)), (max(a, high + 1), b)) if part[0] <= part[1]]
-    for first, last in sorted(set(cut)):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(found[-1][1], last))
-        else:
-            found.append((first, last))
-    return tuple(found)
-
-
-ANY = merged([(0, _LAST)])
-
-
 class _Reader:
     def __init__(self, text: str) -> None:
         self._text = text
@@ -167,7 +141,7 @@ class _Reader:
         if self._takes("("):
             return self._group()
         if self._takes("."):
-            return Characters(ANY)
+            return Characters("/(?s:.)/")
         if self._sign() in ("<", "!"):
             raise self._error("characters, for tokens (<name>, <[17]>, !<name>) are not supported")
         name = _NAME.match(self._text, self._at)
@@ -197,26 +171,24 @@ class _Reader:
         return least, most
 
     def _literal(self) -> Node:
-        parts = []
+        text = ""
         while not self._takes('"'):
-            code = self._character("a quote that ends the text")
-            parts.append(Characters(((code, code),)))
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+            text += chr(self._character("a quote that ends the text"))
+        return Characters(json.dumps(text))
 
     def _class(self) -> Node:
         negated = self._takes("^")
-        ranges = []
+        members = []
         while not self._takes("]"):
             first = last = self._character("] that ends the class")
             if not self._text.startswith("-]", self._at) and self._takes("-"):
                 last = self._character("the end of a range")
                 if last < first:
                     raise self._error(f"a range that does not end below its start, U+{first:04X}")
-            ranges.append((first, last))
-        if not ranges:
+            members.append(f"\\x{{{first:x}}}-\\x{{{last:x}}}")
+        if not members:
             raise self._error("a member of the class")
-        found = merged(ranges)
-        return Characters(excluding(found) if negated else found)
+        return Characters(f"/[{'^' * negated}{''.join(members)}]/")
 
     def _character(self, expected: str) -> int:
         if self._sign() != "\\":

@@ -5,18 +5,14 @@ found. So a grammar without recursion becomes a single lexeme, which has exactly
 without recursion are lexemes: every output is one of the grammar's, but one that needs a shorter lexeme is not found.
 """
 
-import json
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from llmc.errors import GrammarError
 from llmc.runtime.guided.gbnf import (
-    ANY,
     Characters,
     Choice,
     Node,
-    Ranges,
     Reference,
     Repetition,
     Sequence,
@@ -67,13 +63,11 @@ def _names_only(node: Node, names: Container[str]) -> bool:
 
 def _ends(node: Node, ending: Container[str]) -> bool:
     """True if a text of the node has an end."""
-    if isinstance(node, Characters):
-        return bool(node.ranges)
-    return _derives(node, ending, _ends)
+    return isinstance(node, Characters) or _derives(node, ending, _ends)
 
 
 def _may_be_empty(node: Node, empty: Container[str]) -> bool:
-    return not isinstance(node, Characters) and _derives(node, empty, _may_be_empty)
+    return node.lark == '""' if isinstance(node, Characters) else _derives(node, empty, _may_be_empty)
 
 
 def _derives(node: Node, names: Container[str], holds: Callable[[Node, Container[str]], bool]) -> bool:
@@ -113,7 +107,7 @@ class _Text:
         self._rules, self._flat = rules, flat
         self._empty = _find_names(rules, _may_be_empty)
         self._names = {name: f"r{number}" for number, name in enumerate(rules) if name not in flat}
-        self._terminals: dict[str | Node | Ranges, str] = {}
+        self._terminals: dict[str | Node, str] = {}
         self._waiting: deque[tuple[str, Node]] = deque()
         self.lines = [f"start: {self._of(Reference('root'))}"]
         self.lines += [f"{label}: {self._of(rules[name])}" for name, label in self._names.items()]
@@ -126,17 +120,17 @@ class _Text:
             label = self._terminal(node)
             return f"({label})?" if _may_be_empty(node, self._empty) else label
         if isinstance(node, Characters):
-            return _class(node.ranges)
+            return node.lark
         if isinstance(node, Reference):
             return self._terminal(node) if terminal else self._names[node.name]
         if isinstance(node, Sequence):
-            return " ".join(self._runs(node.parts, terminal)) or '""'
+            return " ".join(self._of(part, terminal) for part in node.parts) or '""'
         if isinstance(node, Repetition):
             return self._repetition(node, terminal)
         return f"({' | '.join(self._of(part, terminal) for part in self._options(children(node), terminal))})"
 
     def _terminal(self, node: Node) -> str:
-        key = node.ranges if isinstance(node, Characters) else node.name if isinstance(node, Reference) else node
+        key = node.lark if isinstance(node, Characters) else node.name if isinstance(node, Reference) else node
         if key not in self._terminals:
             self._terminals[key] = f"T{len(self._terminals)}"
             self._waiting.append(
@@ -149,28 +143,9 @@ class _Text:
         words = () if terminal else tuple(filter(_is_word, parts))
         return (Choice(words), *(part for part in parts if not _is_word(part))) if words else parts
 
-    def _runs(self, parts: Iterable[Node], terminal: bool) -> Iterator[str]:
-        """Texts of the parts, characters beside each other as one."""
-        for literal, run in groupby(parts, lambda part: isinstance(part, Characters) and _is_single(part.ranges)):
-            if literal:
-                yield json.dumps("".join(chr(part.ranges[0][0]) for part in run if isinstance(part, Characters)))
-            else:
-                yield from (self._of(part, terminal) for part in run)
-
     def _repetition(self, node: Repetition, terminal: bool) -> str:
         if node.most == 0:
             return '""'
         bounds = {(0, None): "*", (1, None): "+", (0, 1): "?"}
         counts = bounds.get((node.least, node.most)) or f"{{{node.least},{'' if node.most is None else node.most}}}"
         return f"({self._of(node.part, terminal)}){counts}"
-
-
-def _is_single(ranges: Ranges) -> bool:
-    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
-
-
-def _class(ranges: Ranges) -> str:
-    if ranges == ANY:
-        return "/(?s:.)/"
-    members = (f"\\x{{{a:x}}}" if a == b else f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in ranges)
-    return f"/[{''.join(members)}]/"
