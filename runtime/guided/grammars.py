@@ -9,10 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from llmc.errors import GrammarError, UsageError, require
-from llmc.runtime.guided.gbnf import is_gbnf, read_gbnf
+from llmc.runtime.guided.gbnf import is_gbnf, to_lark
 from llmc.runtime.guided.guide import CompiledGrammar
 from llmc.runtime.guided.json_schema import OPTIONS, check_schema, enforceable, schema_text
-from llmc.runtime.guided.lexemes import to_lark
 from llmc.runtime.guided.patterns import LONGEST_REGEX, MOST_REPETITIONS, check_regex, repetitions
 from llmc.runtime.guided.trial import Clock
 from llmc.runtime.guided.vocabulary import Vocabulary, shortened
@@ -100,7 +99,7 @@ def _library_grammar(kind: str, text: str) -> tuple[str, bool]:
             check_regex(text, "regex")
             return str(matcher.grammar_from_regex(text)), laborious
         if kind == "grammar":
-            lark, schemas = (to_lark(read_gbnf(text)), False) if is_gbnf(text) else _checked_lark(text)
+            lark, schemas = (to_lark(text), False) if is_gbnf(text) else _checked_lark(text)
             return str(matcher.grammar_from_lark(lark)), laborious or schemas
         schema = json.loads(text)
         laborious |= check_schema(schema)
