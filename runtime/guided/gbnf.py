@@ -3,8 +3,9 @@
 Source: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. Beyond it, a minus sign may be escaped.
 What stands for tokens (``<name>``, ``<[17]>``) is refused, and so are a class without members and ``{,2}``.
 
-Lark's lexer takes the longest lexeme and never looks back: with ``("b" | "bc") "c"`` as two lexemes, it misses ``bc``. So a grammar without recursion becomes a single lexeme, which has exactly its texts. In others the largest parts
-without recursion are lexemes: every output is one of the grammar's, but one that needs a shorter lexeme is not found.
+Lark's lexer takes the longest lexeme and never looks back: with ``("b" | "bc") "c"`` as two lexemes, it misses ``bc``.
+So a grammar without recursion becomes a single lexeme, which has exactly its texts. In others the largest parts without
+recursion are lexemes: every output is one of the grammar's, but one that needs a shorter lexeme is not found.
 """
 
 import json
