@@ -1,16 +1,22 @@
-"""llama.cpp's grammars, read into rules.
+"""llama.cpp's grammars, read into rules and written in llguidance's dialect of Lark.
 
 Source: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. Beyond it, a minus sign may be escaped.
 What stands for tokens (``<name>``, ``<[17]>``) is refused, and so are a class without members and ``{,2}``.
+
+Lark's lexer takes the longest lexeme and never looks back: with ``("b" | "bc") "c"`` as two lexemes, it misses ``bc``.
+So a grammar without recursion becomes a single lexeme, which has exactly its texts. In others the largest parts without
+recursion are lexemes: every output is one of the grammar's, but one that needs a shorter lexeme is not found.
 """
 
+import json
 import re
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from llmc.errors import GrammarError
+from llmc.runtime.guided.patterns import MOST_REPETITIONS
 
-Ranges = tuple[tuple[int, int], ...]
-"""Characters as pairs of the first and the last code point, in order, apart from each other, without surrogates."""
 # A rule's name and ::= at the start of a line: no grammar in Lark's notation has that.
 _RULE = re.compile(r"^[ \t]*[-\w]+[ \t]*::=", re.MULTILINE)
 _LARK = re.compile(r"^\s*(%llguidance\b|start\s*:)", re.MULTILINE)
@@ -34,9 +40,9 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Characters(Node):
-    """One character of a set."""
+    """A text, or one character of a set, in Lark's notation."""
 
-    ranges: Ranges
+    lark: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,65 +75,150 @@ class Repetition(Node):
     most: int | None
 
 
-@dataclass(frozen=True, eq=False)
-class Lexeme(Node):
-    """A part that a lexer reads at once; the reader makes none."""
-
-    part: Node
-
-
 def is_gbnf(grammar: str) -> bool:
     """True for llama.cpp's notation, False for llguidance's dialect of Lark."""
     return _RULE.search(grammar) is not None or _LARK.search(grammar) is None
 
 
-def read_gbnf(grammar: str) -> dict[str, Node]:
-    """The rules by their names, ``root`` for the whole output; GrammarError says what was expected where."""
-    rules = _Reader(grammar).rules()
-    missing = {"root"}.union(*map(references, rules.values())) - rules.keys()
-    if missing:
-        raise GrammarError(f"grammar: No {min(missing)!r} rule; define it or correct its name ('root' is the output)")
-    return rules
-
-
-def children(node: Node) -> tuple[Node, ...]:
+def _children(node: Node) -> tuple[Node, ...]:
     """The parts of a node, one level down."""
     if isinstance(node, Sequence | Choice):
         return node.parts
-    return (node.part,) if isinstance(node, Repetition | Lexeme) else ()
+    return (node.part,) if isinstance(node, Repetition) else ()
 
 
-def references(node: Node) -> set[str]:
-    """Names of the rules that a node names, outside of lexemes if it has any."""
+def _references(node: Node) -> set[str]:
+    """Names of the rules that a node names."""
+    return {node.name} if isinstance(node, Reference) else set().union(*map(_references, _children(node)))
+
+
+def to_lark(grammar: str) -> str:
+    """A grammar in llguidance's notation; GrammarError says what was expected where, or why it is refused."""
+    rules = _Reader(grammar).rules()
+    missing = {"root"}.union(*map(_references, rules.values())) - rules.keys()
+    if missing:
+        raise GrammarError(f"grammar: No {min(missing)!r} rule; define it or correct its name ('root' is the output)")
+    used = _reachable(rules)
+    if "root" not in _find_names(used, _ends):
+        raise GrammarError("grammar: it allows no text: all that 'root' derives goes on without an end")
+    flat = _find_names(used, _names_only)
+    _check_repetitions(used, flat)
+    return "\n".join(_Text(used, flat).lines) + "\n"
+
+
+def _reachable(rules: Mapping[str, Node]) -> dict[str, Node]:
+    found, waiting = {"root": rules["root"]}, ["root"]
+    while waiting:
+        for name in _references(rules[waiting.pop()]) - found.keys():
+            found[name] = rules[name]
+            waiting.append(name)
+    return found
+
+
+def _find_names(rules: Mapping[str, Node], holds: Callable[[Node, Container[str]], bool]) -> dict[str, None]:
+    """The smallest set of rules of which ``holds`` is true, given that set; each after those that it needs."""
+    found: dict[str, None] = {}
+    before = -1
+    while before < len(found):
+        before = len(found)
+        for name in (*rules, *list(rules)[::-1]):
+            if name not in found and holds(rules[name], found):
+                found[name] = None
+    return found
+
+
+def _names_only(node: Node, names: Container[str]) -> bool:
+    return all(name in names for name in _references(node))
+
+
+def _ends(node: Node, ending: Container[str]) -> bool:
+    """True if a text of the node has an end."""
+    return isinstance(node, Characters) or _derives(node, ending, _ends)
+
+
+def _may_be_empty(node: Node, empty: Container[str]) -> bool:
+    return node.lark == '""' if isinstance(node, Characters) else _derives(node, empty, _may_be_empty)
+
+
+def _derives(node: Node, names: Container[str], holds: Callable[[Node, Container[str]], bool]) -> bool:
     if isinstance(node, Reference):
-        return {node.name}
-    parts = () if isinstance(node, Lexeme) else children(node)
-    return set().union(*map(references, parts))
+        return node.name in names
+    if isinstance(node, Repetition) and (node.least == 0 or node.most == 0):
+        return True
+    return (any if isinstance(node, Choice) else all)(holds(part, names) for part in _children(node))
 
 
-def excluding(ranges: Ranges) -> Ranges:
-    """All other characters."""
-    found, start = [], 0
-    for first, last in (*ranges, (_LAST + 1, _LAST + 1)):
-        found += [(start, first - 1)] if start < first else []
-        start = last + 1
-    return merged(found)
+def _check_repetitions(rules: Mapping[str, Node], flat: Iterable[str]) -> None:
+    largest: dict[str, int] = {}
+
+    def of(node: Node) -> int:
+        if isinstance(node, Reference):
+            return largest.get(node.name, 1)
+        below = max(map(of, _children(node)), default=1)
+        return below * max(1, node.least, node.most or 0) if isinstance(node, Repetition) else below
+
+    for name in (*flat, *rules):
+        largest[name] = max(largest.get(name, 1), of(rules[name]))
+        if largest[name] > MOST_REPETITIONS:
+            raise GrammarError(
+                f"grammar: rule {name!r} repeats something {largest[name]} times, expected at most {MOST_REPETITIONS}"
+            )
 
 
-def merged(ranges: list[tuple[int, int]]) -> Ranges:
-    """Ranges in any order, brought into that of :data:`Ranges`."""
-    found: list[tuple[int, int]] = []
-    low, high = _SURROGATES
-    cut = [part for a, b in ranges for part in ((a, min(b, low - 1)), (max(a, high + 1), b)) if part[0] <= part[1]]
-    for first, last in sorted(set(cut)):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(found[-1][1], last))
-        else:
-            found.append((first, last))
-    return tuple(found)
+def _is_word(node: Node) -> bool:
+    """True for some characters one after the other, of which a grammar may have thousands side by side."""
+    return isinstance(node, Characters) or (isinstance(node, Sequence) and all(map(_is_word, node.parts)))
 
 
-ANY = merged([(0, _LAST)])
+class _Text:
+    """Rules in Lark's notation: parts without recursion are terminals, in capitals."""
+
+    def __init__(self, rules: Mapping[str, Node], flat: Container[str]) -> None:
+        self._rules, self._flat = rules, flat
+        self._empty = _find_names(rules, _may_be_empty)
+        self._names = {name: f"r{number}" for number, name in enumerate(rules) if name not in flat}
+        self._terminals: dict[str | Node, str] = {}
+        self._waiting: deque[tuple[str, Node]] = deque()
+        self.lines = [f"start: {self._of(Reference('root'))}"]
+        self.lines += [f"{label}: {self._of(rules[name])}" for name, label in self._names.items()]
+        while self._waiting:
+            label, node = self._waiting.popleft()
+            self.lines.append(f"{label}: {self._of(node, True)}")
+
+    def _of(self, node: Node, terminal: bool = False) -> str:
+        if not terminal and _names_only(node, self._flat):
+            label = self._terminal(node)
+            return f"({label})?" if _may_be_empty(node, self._empty) else label
+        if isinstance(node, Characters):
+            return node.lark
+        if isinstance(node, Reference):
+            return self._terminal(node) if terminal else self._names[node.name]
+        if isinstance(node, Sequence):
+            return " ".join(self._of(part, terminal) for part in node.parts) or '""'
+        if isinstance(node, Repetition):
+            return self._repetition(node, terminal)
+        return f"({' | '.join(self._of(part, terminal) for part in self._options(_children(node), terminal))})"
+
+    def _terminal(self, node: Node) -> str:
+        key = node.lark if isinstance(node, Characters) else node.name if isinstance(node, Reference) else node
+        if key not in self._terminals:
+            self._terminals[key] = f"T{len(self._terminals)}"
+            self._waiting.append(
+                (self._terminals[key], self._rules[node.name] if isinstance(node, Reference) else node)
+            )
+        return self._terminals[key]
+
+    def _options(self, parts: tuple[Node, ...], terminal: bool) -> tuple[Node, ...]:
+        """The parts of a choice, words as one beside parts with recursion."""
+        words = () if terminal else tuple(filter(_is_word, parts))
+        return (Choice(words), *(part for part in parts if not _is_word(part))) if words else parts
+
+    def _repetition(self, node: Repetition, terminal: bool) -> str:
+        if node.most == 0:
+            return '""'
+        bounds = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+        counts = bounds.get((node.least, node.most)) or f"{{{node.least},{'' if node.most is None else node.most}}}"
+        return f"({self._of(node.part, terminal)}){counts}"
 
 
 class _Reader:
@@ -177,7 +268,7 @@ class _Reader:
         if self._takes("("):
             return self._group()
         if self._takes("."):
-            return Characters(ANY)
+            return Characters("/(?s:.)/")
         if self._sign() in ("<", "!"):
             raise self._error("characters, for tokens (<name>, <[17]>, !<name>) are not supported")
         name = _NAME.match(self._text, self._at)
@@ -207,26 +298,24 @@ class _Reader:
         return least, most
 
     def _literal(self) -> Node:
-        parts = []
+        text = ""
         while not self._takes('"'):
-            code = self._character("a quote that ends the text")
-            parts.append(Characters(((code, code),)))
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+            text += chr(self._character("a quote that ends the text"))
+        return Characters(json.dumps(text))
 
     def _class(self) -> Node:
         negated = self._takes("^")
-        ranges = []
+        members = []
         while not self._takes("]"):
             first = last = self._character("] that ends the class")
             if not self._text.startswith("-]", self._at) and self._takes("-"):
                 last = self._character("the end of a range")
                 if last < first:
                     raise self._error(f"a range that does not end below its start, U+{first:04X}")
-            ranges.append((first, last))
-        if not ranges:
+            members.append(f"\\x{{{first:x}}}-\\x{{{last:x}}}")
+        if not members:
             raise self._error("a member of the class")
-        found = merged(ranges)
-        return Characters(excluding(found) if negated else found)
+        return Characters(f"/[{'^' * negated}{''.join(members)}]/")
 
     def _character(self, expected: str) -> int:
         if self._sign() != "\\":

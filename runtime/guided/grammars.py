@@ -5,15 +5,13 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from llmc.errors import GrammarError, UsageError, require
-from llmc.runtime.guided.gbnf import is_gbnf, read_gbnf
+from llmc.runtime.guided.gbnf import is_gbnf, to_lark
 from llmc.runtime.guided.guide import CompiledGrammar
-from llmc.runtime.guided.json_schema import check_schema, enforceable, options, schema_text
-from llmc.runtime.guided.lexemes import to_lark
+from llmc.runtime.guided.json_schema import OPTIONS, check_schema, enforceable, schema_text
 from llmc.runtime.guided.patterns import LONGEST_REGEX, MOST_REPETITIONS, check_regex, repetitions
 from llmc.runtime.guided.trial import Clock
 from llmc.runtime.guided.vocabulary import Vocabulary, shortened
@@ -46,7 +44,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[_Source, CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
 
     def compiled(self, params: SamplingParams, deadline_s: float | None = None) -> CompiledGrammar | None:
         """The grammar of the output that ``params`` asks for, None if they ask for none.
@@ -60,15 +58,14 @@ class Grammars:
             MissingExtraError: llguidance is not installed.
         """
         clock = Clock(deadline_s)
-        source = _Source.of(params)
+        source = _source(params)
         if source is None:
             return None
         with self._lock:
             compiled = self._compiled.pop(source, None)
             vocabulary = self._vocabulary
         if compiled is None:  # outside of the lock: it may take a second
-            grammar, laborious = source.compile()
-            compiled = CompiledGrammar(source.kind, grammar, vocabulary, clock, laborious)
+            compiled = CompiledGrammar(source[0], *_library_grammar(*source), vocabulary, clock)
         with self._lock:
             self._compiled[source] = compiled
             while len(self._compiled) > _MOST_GRAMMARS:
@@ -80,44 +77,35 @@ class Grammars:
         return Vocabulary.load(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
-@dataclass(frozen=True)
-class _Source:
+def _source(params: SamplingParams) -> tuple[str, str] | None:
     """A request's grammar as written: the name of its parameter, and its text."""
+    kind = next((kind for kind in _READ if getattr(params, kind) is not None), None)
+    if kind is None:
+        return None
+    text = _READ[kind](getattr(params, kind), kind)
+    if len(text) > _LONGEST[kind]:
+        raise GrammarError(f"{kind} has {len(text)} characters, expected at most {_LONGEST[kind]}")
+    return kind, text
 
-    kind: str
-    text: str
 
-    @classmethod
-    def of(cls, params: SamplingParams) -> "_Source | None":
-        kind = next((kind for kind in _READ if getattr(params, kind) is not None), None)
-        if kind is None:
-            return None
-        text = _READ[kind](getattr(params, kind), kind)
-        if len(text) > _LONGEST[kind]:
-            raise GrammarError(f"{kind} has {len(text)} characters, expected at most {_LONGEST[kind]}")
-        return cls(kind, text)
-
-    def compile(self) -> tuple[str, bool]:
-        """The grammar in the library's own format, and whether compiling that may take long."""
-        matcher = require("llguidance", "guided").LLMatcher
-        laborious = len(self.text) > _LONGEST_QUICK[self.kind]
-        try:
-            if self.kind == "choice":
-                return str(matcher.grammar_from_lark(_choice_grammar(json.loads(self.text)))), laborious
-            if self.kind == "regex":
-                check_regex(self.text, "regex")
-                return str(matcher.grammar_from_regex(self.text)), laborious
-            if self.kind == "grammar":
-                lark, schemas = (
-                    (to_lark(read_gbnf(self.text)), False) if is_gbnf(self.text) else _checked_lark(self.text)
-                )
-                return str(matcher.grammar_from_lark(lark)), laborious or schemas
-            schema = json.loads(self.text)
-            laborious |= check_schema(schema)
-            schema, escapes = enforceable(schema)
-            return str(matcher.grammar_from_json_schema(schema, overrides=options(escapes))), laborious
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(f"{self.kind} cannot be read: {shortened(str(error))}") from error
+def _library_grammar(kind: str, text: str) -> tuple[str, bool]:
+    """The grammar in the library's own format, and True if compiling that may take long."""
+    matcher = require("llguidance", "guided").LLMatcher
+    laborious = len(text) > _LONGEST_QUICK[kind]
+    try:
+        if kind == "choice":
+            return str(matcher.grammar_from_lark(_choice_grammar(json.loads(text)))), laborious
+        if kind == "regex":
+            check_regex(text, "regex")
+            return str(matcher.grammar_from_regex(text)), laborious
+        if kind == "grammar":
+            lark, schemas = (to_lark(text), False) if is_gbnf(text) else _checked_lark(text)
+            return str(matcher.grammar_from_lark(lark)), laborious or schemas
+        schema = json.loads(text)
+        laborious |= check_schema(schema)
+        return str(matcher.grammar_from_json_schema(enforceable(schema), overrides=OPTIONS)), laborious
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"{kind} cannot be read: {shortened(str(error))}") from error
 
 
 def _choice_grammar(choices: list[str]) -> str:
@@ -142,8 +130,7 @@ def _checked_lark(grammar: str) -> tuple[str, bool]:
             raise GrammarError(f"grammar: what follows %json is no JSON: {error}") from error
         laborious |= check_schema(schema)
         if isinstance(schema, dict):
-            schema, escapes = enforceable(schema)
-            schema["x-guidance"] = options(escapes)
+            schema = {**enforceable(schema), "x-guidance": OPTIONS}
         parts += [grammar[at : piece.end()], json.dumps(schema)]
         at = end
     return "".join([*parts, grammar[at:]]), laborious

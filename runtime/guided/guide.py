@@ -38,16 +38,16 @@ class CompiledGrammar:
     Args:
         kind: the request's parameter that it came in.
         grammar: in the library's own format.
+        laborious: True to try it in a process of its own first.
         vocabulary: of the model.
         clock: the time that it may take.
-        laborious: True to try it in a process of its own first.
 
     Raises:
         GrammarError: it cannot be enforced, allows no text or takes too long.
         DeadlineError: the request's time is over.
     """
 
-    def __init__(self, kind: str, grammar: str, vocabulary: Vocabulary, clock: Clock, laborious: bool) -> None:
+    def __init__(self, kind: str, grammar: str, laborious: bool, vocabulary: Vocabulary, clock: Clock) -> None:
         self.kind = kind
         self.vocabulary = vocabulary
         self._grammar = grammar

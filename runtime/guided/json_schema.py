@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from llmc.errors import GrammarError, UsageError
-from llmc.runtime.guided.patterns import UNNAMED_CONTROLS, Pattern, check_regex
+from llmc.runtime.guided.patterns import UNNAMED_CONTROLS, check_regex, library_pattern
 
 # Keywords of JSON Schema (https://json-schema.org/draft/2020-12/schema, and draft 7) by what they hold. The library
 # enforces these, in the combinations that it does not refuse itself, and ignores every keyword that it does not know.
@@ -69,20 +69,15 @@ _NUMBERS = ("const", "enum", "multipleOf", *_BOUNDS)
 # Keywords beside which another one with subschemas makes the library enforce both at once.
 _MERGING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 
-# One spelling for each character: with \u0061 for "a", a model could repeat a property under a name that the schema's
-# rules for "a" miss. Control characters without a short escape are thereby left out, unless a schema names one.
-_SHORT_ESCAPES = '"\\bfnrt'
-
-
-def options(escapes: bool) -> dict[str, Any]:
-    r"""The library's reading of schemas: strict, and with escapes ``\u00XX`` in strings or without."""
-    return {
-        "lenient": False,
-        "coerce_one_of": False,
-        "json_allowed_escapes": _SHORT_ESCAPES + "u" * escapes,
-        # Bounded, since models at a loss write blanks without end; a line break and an indentation of 31 fit.
-        "whitespace_pattern": r"[ \n\r\t]{1,32}",
-    }
+# How the library reads schemas: strictly. One spelling for each character: with \u0061 for "a", a model could repeat a
+# property under a name that the schema's rules for "a" miss. Blanks are bounded, since models at a loss write them
+# without end; a line break and an indentation of 31 fit.
+OPTIONS = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "json_allowed_escapes": '"\\bfnrt',
+    "whitespace_pattern": r"[ \n\r\t]{1,32}",
+}
 
 
 def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
@@ -120,36 +115,21 @@ def check_schema(schema: Any) -> bool:
     return states > LARGEST_MULTIPLE or (meeting and alternatives > _MOST_QUICK_ALTERNATIVES)
 
 
-def enforceable(schema: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    r"""A checked schema as the library has to have it, and whether its strings need escapes ``\u00XX``.
-
-    It has them only if its objects take no names beside their own: in two spellings, one could have a name twice.
+def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
+    """A checked schema as the library has to have it: with formats spelt out, and patterns in its notation.
 
     Raises:
         GrammarError: naming the keyword whose value cannot be enforced.
     """
     schema = json.loads(json.dumps(schema))
-    nodes = list(_nodes(schema))
-    for path, node in nodes:
+    for path, node in list(_nodes(schema)):
         _spell_format(path, node)
-    nodes = list(_nodes(schema))
-    patterns = [(path, Pattern(text, path)) for path, node in nodes for text in _patterns(node)]
-    closed = all(_takes_no_other_names(node) for _, node in nodes)
-    needed = [path for path, node in nodes if _holds_unnamed_control([node.get("const"), node.get("enum")])]
-    needed += [path for path, pattern in patterns if pattern.must_escape]
-    if needed and not closed:
-        raise GrammarError(
-            f"json_schema: {needed[0]} holds a control character that JSON writes as \\u00XX only, which is enforced "
-            "where no object has patternProperties, and each with properties has additionalProperties false"
-        )
-    escapes = closed and bool(needed or any(pattern.controls for _, pattern in patterns))
-    spelt = {pattern.text: pattern.spelt(escapes) for _, pattern in patterns}
-    for _, node in nodes:
+    for path, node in list(_nodes(schema)):
         if isinstance(node.get("pattern"), str):
-            node["pattern"] = spelt[node["pattern"]]
-        if isinstance(node.get("patternProperties"), dict):
-            node["patternProperties"] = {spelt[name]: value for name, value in node["patternProperties"].items()}
-    return schema, escapes
+            node["pattern"] = library_pattern(node["pattern"], path)
+        if isinstance(named := node.get("patternProperties"), dict):
+            node["patternProperties"] = {library_pattern(name, path): value for name, value in named.items()}
+    return schema
 
 
 def without_unenforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -216,11 +196,6 @@ def _patterns(node: dict[str, Any]) -> list[str]:
     return [pattern for pattern in found if isinstance(pattern, str)]
 
 
-def _takes_no_other_names(node: dict[str, Any]) -> bool:
-    named = node.get("properties") or node.get("required")
-    return not node.get("patternProperties") and (not named or node.get("additionalProperties") is False)
-
-
 def _holds_unnamed_control(value: Any) -> bool:
     """True if a text in a JSON value, names aside, has a control character without a short escape."""
     if isinstance(value, str):
@@ -267,6 +242,11 @@ def _check_keywords(path: str, node: dict[str, Any]) -> None:
     # Draft 7 ignores what stands beside a $ref, so that the drafts differ about where it leads.
     if {"$id", "$ref"} <= node.keys() and not (path == "#" and str(node["$ref"]).startswith("#")):
         raise GrammarError(f"json_schema: keyword '$ref' at {path} stands beside '$id'; leave out one of them")
+    for name in ("const", "enum"):
+        if _holds_unnamed_control(node.get(name)):
+            raise GrammarError(
+                f"json_schema: keyword {name!r} at {path} holds a control character that JSON writes as \\u00XX only"
+            )
     for pattern in _patterns(node):
         check_regex(pattern, f"json_schema: a pattern at {path}")
     for name in _NUMBERS:

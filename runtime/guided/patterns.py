@@ -1,6 +1,7 @@
 """Bounds of regular expressions; JSON Schema's patterns as the grammar library enforces them, in ECMA-262's meaning."""
 
 import re
+from collections.abc import Iterator
 
 from llmc.errors import GrammarError
 
@@ -12,6 +13,7 @@ MOST_REPETITIONS = LONGEST_REGEX
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|\{([0-9]*)(,?)([0-9]*)\}|.", re.DOTALL)
 UNNAMED_CONTROLS = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 r"""Control characters that JSON can only write as ``\u00XX``."""
+_WRITTEN = r"[^\x00-\x07\x0b\x0e-\x1f\x7f]"  # all others, in the library's notation
 _NAMED = {"t": "\t", "n": "\n", "r": "\r", "v": "\v", "f": "\f", "0": "\0"}
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[xu]\{([0-9A-Fa-f]{1,8})\}|c([A-Za-z])")
 _PROPERTY = re.compile(r"[pP](?:\{[^{}]*\}|[A-Za-z])")
@@ -63,51 +65,30 @@ def _number(digits: str) -> int:
     return int(digits[:20] or "0")  # more digits are far above every bound, and slow to read
 
 
-class Pattern:
-    r"""A pattern of a schema, spelt so that the library enforces it inside of a JSON string.
+def library_pattern(text: str, where: str) -> str:
+    r"""A pattern of the schema at ``where``, spelt so that the library enforces it inside of a JSON string.
 
     The library lets a class that holds all control characters match every escape, ``\"`` and ``\\`` among them, whether
-    the class holds the quote and the backslash or not. So no class keeps all of them: without escapes ``\u00XX``, all
-    that need one are left out; with them, one that the pattern does not name. Names of groups go, too, for the library
-    gives one a meaning of its own.
-
-    Args:
-        text: as in the schema.
-        where: the path of the schema, for messages.
+    the class holds the quote and the backslash or not. So classes keep none that JSON only writes as ``\u00XX``, which
+    no output has. Names of groups go, too, for the library gives one a meaning of its own.
 
     Raises:
-        GrammarError: the pattern cannot be read.
+        GrammarError: the pattern cannot be read, or names such a character outside of a class.
     """
+    return "".join(_Reader(text, where).parts())
 
+
+class _Reader:
     def __init__(self, text: str, where: str) -> None:
         self.text = text
         self._where = where
         self._at = 0
-        self.controls: set[str] = set()
-        """Characters of :data:`UNNAMED_CONTROLS` that it names, in classes or outside of them."""
-        self.must_escape = False
-        """True if one of them stands outside of a class, so that an output may need its escape."""
-        self._parts: list[tuple[str, bool]] = []  # text, and whether control characters are to be taken out of it
-        while self._at < len(text):
-            self._parts.append(self._part())
 
-    def spelt(self, escapes: bool) -> str:
-        r"""The pattern for the library, where strings have escapes ``\u00XX`` or have none.
+    def parts(self) -> Iterator[str]:
+        while self._at < len(self.text):
+            yield self._part()
 
-        Raises:
-            GrammarError: with escapes, if it names every control character.
-        """
-        left_out = UNNAMED_CONTROLS.pattern[1:-1]
-        if escapes:
-            unnamed = [chr(code) for code in range(0x20) if UNNAMED_CONTROLS.match(chr(code))]
-            spare = [character for character in unnamed if character not in self.controls]
-            if not spare:
-                raise self._error("names every control character")
-            left_out = spare[-1]
-        left_out = re.sub("[\x00-\x1f\x7f]", lambda match: _escaped(match[0]), left_out)
-        return "".join(f"[{part}&&[^{left_out}]]" if controls else part for part, controls in self._parts)
-
-    def _part(self) -> tuple[str, bool]:
+    def _part(self) -> str:
         character = self.text[self._at]
         if character == "[":
             return self._class()
@@ -117,27 +98,24 @@ class Pattern:
             if _UNREADABLE_FLAGS.intersection(group[1] or ""):
                 raise self._error(f"has the flags {group[1]!r}; write the pattern without them")
             self._at = group.end()
-            return (group[0] if group[1] else "("), False
+            return group[0] if group[1] else "("
         self._at += 1
-        return self._literal(character) if UNNAMED_CONTROLS.match(character) else character, False
+        return self._literal(character) if UNNAMED_CONTROLS.match(character) else character
 
-    def _escape(self) -> tuple[str, bool]:
+    def _escape(self) -> str:
         self._at += 1
         name = self.text[self._at : self._at + 1]
-        if name.lower() in ("d", "w"):  # the library knows these, and adds what is not ASCII to neither
+        if found := None if name.lower() in ("d", "w") else self._set():
+            return f"[[{found}]&&{_WRITTEN}]"
+        # Of sets the library knows these, and adds what is not ASCII to neither; anchors and references it refuses.
+        if name.isalnum() and name in "dDwWbBAzk123456789":
             self._at += 1
-            return f"\\{name}", False
-        if found := self._set():
-            return f"[{found}]", True
-        if name.isalnum() and name in "bBAzk123456789":  # anchors and references, which the library refuses or knows
-            self._at += 1
-            return f"\\{name}", False
-        return self._literal(self._character()), False
+            return f"\\{name}"
+        return self._literal(self._character())
 
     def _literal(self, character: str) -> str:
         if UNNAMED_CONTROLS.match(character):
-            self.controls.add(character)
-            self.must_escape = True
+            raise self._error("names a control character that JSON writes as \\u00XX only")
         return _escaped(character)
 
     def _set(self) -> str | None:
@@ -167,45 +145,32 @@ class Pattern:
         self._at += 1
         return _NAMED.get(name, name)
 
-    def _class(self) -> tuple[str, bool]:
+    def _class(self) -> str:
         self._at += 1
         negated = self.text.startswith("^", self._at)
         self._at += negated
         if self.text.startswith("]", self._at):
             raise self._error("has an empty class")
-        parts = []
-        controls = negated
+        members = []
         while not self.text.startswith("]", self._at):
-            first, holds = self._member()
-            parts.append(first)
-            controls = controls or holds
+            members.append(self._member())
         self._at += 1
-        text = f"[{'^' * negated}{''.join(parts)}]"
-        return text, controls
+        found = f"[{'^' * negated}{''.join(members)}]"
+        return f"[{found}&&{_WRITTEN}]"
 
-    def _member(self) -> tuple[str, bool]:
-        """One member of a class for the library, and whether it may hold control characters."""
+    def _member(self) -> str:
         first = self._class_atom()
-        dash = self.text.startswith("-", self._at) and not self.text.startswith("-]", self._at)
-        if len(first) > 1 or not dash:
-            return self._shown(first)
-        before, self._at = self._at, self._at + 1
-        last = self._class_atom()
-        if len(last) > 1:  # as in [+-\d]: the dash itself
-            self._at = before
-            return self._shown(first)
+        if len(first) > 1:
+            return f"[{first}]"
+        last, before = first, self._at
+        if self.text.startswith("-", self._at) and not self.text.startswith("-]", self._at):
+            self._at += 1
+            last = self._class_atom()
+            if len(last) > 1:  # as in [+-\d]: the dash itself
+                last, self._at = first, before
         if first > last:
             raise self._error(f"has the range {first}-{last}, which is empty")
-        self.controls.update(character for character in (first, last) if UNNAMED_CONTROLS.match(character))
-        return f"{_escaped(first)}-{_escaped(last)}", first < " " or first <= "\x7f" <= last
-
-    def _shown(self, atom: str) -> tuple[str, bool]:
-        if len(atom) > 1:
-            return f"[{atom}]", True
-        control = bool(UNNAMED_CONTROLS.match(atom))
-        if control:
-            self.controls.add(atom)
-        return _escaped(atom), control
+        return _escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}"
 
     def _class_atom(self) -> str:
         """A single character, or the longer text of a set of them."""

@@ -18,7 +18,7 @@ import jinja2.nodes
 from llmc.errors import BundleError, RequestError, UsageError, written
 from llmc.runtime.text.control_tokens import FIRST_STAND, LAST_STAND, ControlTokens, Disguise
 from llmc.runtime.text.sandbox import Sandbox
-from llmc.runtime.text.tokenizer import CONFIG_FILE, Tokenizer, read_tokenizer_config
+from llmc.runtime.text.tokenizer import CONFIG_FILE, REMEDY, Tokenizer, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
 # Characters and items of messages, tools, documents and variables together. Of contexts in use none holds more.
@@ -51,17 +51,12 @@ class ChatTemplate:
     ) -> None:
         self._special_tokens = dict(special_tokens)
         self._sources = dict(templates)
-        self._variables: dict[str, frozenset[str]] = {}
-        self._compiled: dict[bool, _Compiled] = {}
-        self._controls = controls
-        self._compile(marked=True)
+        self._marked = _Compiled(self._sources, special_tokens, controls.mark if controls else str)
 
-    def _compile(self, marked: bool) -> "_Compiled":
-        """The templates with marks, or without them for texts that may spell control tokens."""
-        if marked not in self._compiled:
-            mark = self._controls.mark if self._controls is not None and marked else str
-            self._compiled[marked] = _Compiled(self._sources, self._special_tokens, mark)
-        return self._compiled[marked]
+    @cached_property
+    def _plain(self) -> "_Compiled":
+        """The templates without marks, for texts that may spell control tokens."""
+        return _Compiled(self._sources, self._special_tokens, str)
 
     @classmethod
     def from_folder(cls, folder: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
@@ -79,12 +74,14 @@ class ChatTemplate:
 
     def variables(self, tools: bool) -> frozenset[str]:
         """Names that the template for messages with tools, or without, may read of what it is given."""
-        name = self._name(tools)
-        if name not in self._variables:
-            sandbox = self._compile(marked=True).sandbox
-            names = jinja2.meta.find_undeclared_variables(sandbox.parse(self._sources[name]))
-            self._variables[name] = frozenset(names) - sandbox.globals.keys() - self._special_tokens.keys()
-        return self._variables[name]
+        return self._known[self._name(tools)]
+
+    @cached_property
+    def _known(self) -> dict[str, frozenset[str]]:
+        sandbox = self._marked.sandbox
+        given = sandbox.globals.keys() | self._special_tokens.keys()
+        read = {name: jinja2.meta.find_undeclared_variables(sandbox.parse(s)) for name, s in self._sources.items()}
+        return {name: frozenset(names - given) for name, names in read.items()}
 
     def _name(self, tools: bool) -> str:
         return "tool_use" if tools and "tool_use" in self._sources else "default"
@@ -117,8 +114,10 @@ class ChatTemplate:
             RequestError: the template refuses the messages, leaves out the text that is to be gone on with, or fails;
                 or they have more than :data:`LARGEST_INPUT` characters and items.
         """
-        compiled, name = self._compile(marked=disguise is not None), self._name(tools is not None)
-        checked = with_calls_as_mappings(_checked(messages))
+        compiled, name = self._marked if disguise else self._plain, self._name(tools is not None)
+        if not isinstance(messages, list | tuple) or not messages:
+            raise UsageError(f"messages is {written(messages)}, expected a list of mappings with role and content")
+        checked = with_calls_as_mappings(messages)
         mark = secrets.token_hex(16) if continue_final_message else None
         if mark is not None:
             if add_generation_prompt:
@@ -133,12 +132,11 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
                 **{key: copies.plain(value, key) for key, value in others.items()},
             }
-            rendered = compiled.render(name, values)
-            return disguise.unescaped(rendered) if disguise else rendered
+            return compiled.render(name, values)
 
         rendered = render(_Copies(disguise.hide if disguise else str))
         if disguise is not None:
-            rendered = disguise.controls.settle(rendered, lambda: render(_HarmlessCopies(compiled.words)))
+            rendered = disguise.controls.settle(rendered, lambda: render(_Copies(_hide_all, compiled.words)))
         return rendered if mark is None else _until(rendered, mark)
 
 
@@ -174,7 +172,10 @@ def _read_templates(folder: Path) -> dict[str, str]:
     """Sources by name; the file goes before the configuration."""
     file = folder / TEMPLATE_FILE
     if file.is_file():
-        return {"default": _read_text(file)}
+        try:
+            return {"default": file.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise BundleError(f"{file} cannot be read ({error}); {REMEDY}") from error
     found = read_tokenizer_config(folder).get("chat_template")
     if found is None:
         raise RequestError(f"{folder}: the model has no chat template; pass a prompt instead of messages")
@@ -190,21 +191,7 @@ def _read_templates(folder: Path) -> dict[str, str]:
     return templates
 
 
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BundleError(f"{file} cannot be read ({error}); take it from the checkpoint again") from error
-
-
 # ---------------------------------------------------------------------------------------------------------- messages
-
-
-def _checked(messages: Any) -> Sequence[Any]:
-    if not isinstance(messages, (list, tuple)) or not messages:
-        found = "empty" if isinstance(messages, (list, tuple)) else f"a {type(messages).__name__}"
-        raise UsageError(f"messages is {found}, expected a list of mappings with role and content")
-    return messages
 
 
 def with_calls_as_mappings(messages: Sequence[Any]) -> list[Any]:
@@ -264,10 +251,17 @@ def _call(call: Any) -> Any:
 
 
 class _Copies:
-    """Copies of what clients pass, made of JSON's types only, of texts what ``hide`` makes of them."""
+    """Copies of what clients pass, made of JSON's types only.
 
-    def __init__(self, hide: Callable[[str], str]) -> None:
+    Args:
+        hide: what becomes of every text.
+        words: of copies that can be no part of a control token, what they keep: roles and what the template looks for.
+    """
+
+    def __init__(self, hide: Callable[[str], str], words: frozenset[str] | None = None) -> None:
         self._text = hide
+        self._words = words
+        self._keys: dict[Any, str] = {}
         self._size = 0  # characters and items copied
 
     def message(self, message: Any, where: str) -> dict[str, Any]:
@@ -295,7 +289,8 @@ class _Copies:
         if isinstance(value, str):
             return self._text(str.__str__(value))  # whatever a subclass makes of str()
         if isinstance(value, int | float):
-            return self._number(int(value) if isinstance(value, int) else float(value))
+            number = int(value) if isinstance(value, int) else float(value)
+            return number if self._words is None else number + 1  # another token, if it is a part of one
         if depth == DEEPEST:
             raise UsageError(f"{where:.200} is nested more than {DEEPEST} deep; nest less")
         if isinstance(value, Mapping):
@@ -310,38 +305,17 @@ class _Copies:
             raise UsageError(f"{where} has the key {written(key)}, expected text or a number")
         if key in _COMPARED and isinstance(item, str) and item.isidentifier():
             self._size += len(item)
-            return key, self._word(str.__str__(item))
-        key = self._key(self.plain(key, f"a key of {where}"), key)
-        return key, self.plain(item, f"{where}.{key if isinstance(key, str) else written(key):.40}", depth + 1)
-
-    def _word(self, word: str) -> str:
-        """The copy of a role or a type."""
-        return word
-
-    def _key(self, copied: Any, key: Any) -> Any:
-        """The copy of a key, of which ``copied`` is made as of any value."""
-        return copied
-
-    def _number(self, number: Any) -> Any:
-        return number
+            kept = self._words is None or item in self._words | _ROLES
+            return key, str.__str__(item) if kept else self._text(item)
+        copied = self.plain(key, f"a key of {where}")
+        if self._words is not None:
+            other = chr(FIRST_STAND + len(self._keys) % 1000) * 2
+            copied = key if key in self._words else self._keys.setdefault(key, other)
+        return copied, self.plain(item, f"{where}.{key if isinstance(key, str) else written(key):.40}", depth + 1)
 
 
-class _HarmlessCopies(_Copies):
-    """Copies that can be no part of a control token, but for roles and the ``words`` that the template looks for."""
-
-    def __init__(self, words: frozenset[str]) -> None:
-        super().__init__(lambda text: re.sub(r"\S", chr(LAST_STAND), text))
-        self._words = words
-        self._keys: dict[Any, str] = {}
-
-    def _word(self, word: str) -> str:
-        return word if word in self._words | _ROLES else self._text(word)
-
-    def _key(self, copied: Any, key: Any) -> Any:
-        return key if key in self._words else self._keys.setdefault(key, chr(FIRST_STAND + len(self._keys) % 1000) * 2)
-
-    def _number(self, number: Any) -> Any:
-        return number + 1  # another token, if it is a part of one
+def _hide_all(text: str) -> str:
+    return re.sub(r"\S", chr(LAST_STAND), text)
 
 
 def _line(message: object) -> str:

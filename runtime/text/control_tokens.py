@@ -10,7 +10,6 @@ A template may also put a control token together, as ``'<|' + role + '|>'``. Suc
 conversation with harmless texts makes the same sequence of tokens.
 """
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,14 +19,11 @@ import tokenizers
 
 from llmc.errors import RequestError
 
-# Stands are Tangut ideographs: letters without case, which only JSON in ASCII escapes, and which no template writes.
-# Those that messages write are hidden, too, and what would make an escaped one of a backslash.
+# Stands are Tangut ideographs: letters without case, which no template writes. Those of messages are hidden, too.
 FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
 # Marks are of the first private area, which has room for any tokenizer's.
 FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD
-_STAND = f"[{chr(FIRST_STAND)}-{chr(LAST_STAND)}{chr(FIRST_MARK)}-{chr(LAST_MARK)}]"
-_HIGH = "ud(?:8[12]|b[89ab])[0-9a-f]"
-_ESCAPED_STAND = re.compile(rf"\\{_HIGH}\\ud[c-f][0-9a-f]{{2}}")
+STANDS = f"{chr(FIRST_STAND)}-{chr(LAST_STAND)}{chr(FIRST_MARK)}-{chr(LAST_MARK)}"  # and marks, for a class
 
 
 class ControlTokens:
@@ -55,8 +51,8 @@ class ControlTokens:
         self.marked = {mark: text for text, mark in self._marks.items()}
         """Control tokens by their marks."""
         plain = [token.content for token in added.values() if not token.special and not token.normalized]
-        self._written = re.compile(f"{_any_of([*self._names, *plain])}|{_STAND}")
-        self.spelt = re.compile(f"{_any_of(self._names)}|{_STAND}|{_HIGH}")
+        self._written = re.compile(f"{_any_of([*self._names, *plain])}|[{STANDS}]")
+        self.spelt = re.compile(f"{_any_of(self._names)}|[{STANDS}]")
 
     def mark(self, text: str) -> str:
         """``text`` of a template, with a mark in place of each control token."""
@@ -142,18 +138,6 @@ class Disguise:
             self._stands[text] = chr(FIRST_STAND + len(self._stands))
             self.hidden[self._stands[text]] = text
         return self._stands[text]
-
-    def unescaped(self, rendered: str) -> str:
-        """The rendered text, with stands and marks as they were where JSON in ASCII has escaped them."""
-
-        def character(match: re.Match[str]) -> str:
-            found: str = json.loads(f'"{match[0]}"')
-            text = self.hidden.get(found)
-            if text is None:
-                return found if found in self.controls.marked else match[0]
-            return json.dumps(text)[1:-1] if re.fullmatch(_STAND, text) else found
-
-        return _ESCAPED_STAND.sub(character, rendered)
 
 
 def _twin_of(

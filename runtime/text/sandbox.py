@@ -6,6 +6,7 @@ use.
 """
 
 import json
+import re
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn
@@ -16,8 +17,11 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from llmc.runtime.text.control_tokens import STANDS
+
 # Characters; templates in use have up to some 30,000, and compiling takes up to 0.1 ms for each.
 LONGEST_SOURCE = 100_000
+_ESCAPED = re.compile(f"[^\x00-\x7f{STANDS}]+")  # of JSON in ASCII
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -65,8 +69,9 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """jinja's own filter would escape HTML, and ``json`` the characters that stand for control tokens."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _ESCAPED.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -139,7 +139,7 @@ def test_a_model_without_a_chat_template_reads_texts_and_refuses_chats(read, fil
         ('{"conversations": [{"from": "human"}]}', r"holds \{'conversations': "),
         ('{"messages": []}', r"holds \{'messages': \[\]\}"),
         ('{"text": 3}', r"holds \{'text': 3\}"),
-        ('{"messages": "hello"}', "messages is a str, expected a list"),
+        ('{"messages": "hello"}', "messages is 'hello', expected a list"),
         ('[{"from": "human", "value": "hello"}]', r"messages\[0\] has the role None, expected text"),
         ('[{"role": "user"}]', r"messages\[0\] has the content None, expected text"),
         (r'{"text": "\ud800"}', r"the text is not valid Unicode: character 0 is the lone surrogate U\+D800"),

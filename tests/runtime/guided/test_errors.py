@@ -29,29 +29,23 @@ def references(count: int) -> dict[str, Any]:
 
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}}
-CIRCULAR: dict[str, Any] = {"type": "array"}
-CIRCULAR["items"] = CIRCULAR
 
 USAGE = [
     ({"regex": "a\ud800"}, "character 1 is a lone surrogate"),
     ({"json_schema": "{"}, "no JSON: Expecting property name"),
     ({"json_schema": "[1]"}, "JSON of type list, expected an object"),
     ({"json_schema": '{"a":' * 100_000}, "no JSON: maximum recursion depth"),
-    ({"json_schema": {"enum": {1, 2}}}, "no JSON: Object of type set"),
     ({"json_schema": {"minimum": float("nan")}}, "no JSON"),
-    ({"json_schema": CIRCULAR}, "no JSON: Circular reference"),
 ]
 GRAMMAR = [
     ({"regex": "(a"}, "unclosed group"),
     ({"regex": r"(a)\1"}, "backreferences are not supported"),
     ({"regex": "(?=a)b"}, "look-around"),
-    ({"regex": r"(?-u:\xff)"}, "invalid UTF-8"),
     ({"regex": "a?" * 100_000}, "200000 characters, expected at most 16384"),
     ({"regex": "(a|bc)?" * 2000}, "lexer"),
     ({"regex": r"[^\x00-\U0010FFFF]"}, "it allows no text"),
     ({"grammar": "start: foo"}, "unknown name"),
     ({"grammar": "root ::= foo\n"}, "No 'foo' rule; define it"),
-    ({"grammar": "start: start"}, "it allows no text"),
     ({"grammar": ""}, "No 'root' rule"),
     ({"grammar": "start: " + "(" * 20_000}, "deeply nested|lexer error"),
     ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "'x-guidance' at # cannot be enforced"),
@@ -65,9 +59,7 @@ GRAMMAR = [
     ({"json_schema": {"$ref": "#/$defs/none"}}, "none"),
     ({"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "it allows no text"),
     ({"json_schema": {"const": "\ud800"}}, "cannot be read"),
-    ({"json_schema": {"enum": []}}, "Unsatisfiable"),
     ({"json_schema": {"enum": ["x" * 300_000]}}, "expected at most 262144"),
-    ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
     ({"json_schema": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "oneOf"),
     ({"json_schema": {"type": "string", "format": "colour"}}, "Unknown format: colour"),
 ]
@@ -231,4 +223,4 @@ class TestCache:
             tiny.start(grammars, regex=regex)
         with pytest.raises(GrammarError):
             tiny.start(grammars, regex="(")
-        assert [source.text for source in grammars._compiled] == ["a", "c"]
+        assert [text for _, text in grammars._compiled] == ["a", "c"]

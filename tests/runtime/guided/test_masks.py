@@ -65,10 +65,6 @@ class TestMask:
         ordinary = {token for token, spelling in enumerate(vocabulary.spellings) if spelling is not None}
         assert vocabulary.allowed(guide) - set(vocabulary.eos) <= ordinary
 
-    def test_allows_no_padding_by_its_number(self, tiny: Any) -> None:
-        with pytest.raises(GrammarError, match="no token"):
-            tiny.ask(grammar=f"start: <[{len(tiny.spellings) + 1}]>")
-
     def test_allows_a_special_token_that_the_grammar_names(self, byte_level: Any) -> None:
         guide = byte_level.start(byte_level.grammars(eos=(0,)), grammar='start: <|turn|> "x"')
         assert byte_level.allowed(guide) == {1}
@@ -112,10 +108,6 @@ class TestEnd:
         assert byte_level.allowed(guide) == {0, 1}
         with pytest.raises(GrammarError, match="after its end"):
             guide.accept(0)
-
-    def test_ignores_ids_that_have_no_token(self, tiny: Any) -> None:
-        guide = tiny.start(tiny.grammars(eos=(0, tiny.size - 1, 10**6)), regex="a?")
-        assert tiny.allowed(guide) & {0, tiny.size - 1} == {0}
 
     def test_is_needed(self, tiny: Any) -> None:
         with pytest.raises(GrammarError, match="end-of-sequence"):

