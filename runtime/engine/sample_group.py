@@ -8,8 +8,8 @@ from llmc.errors import ProcessorError, text_of
 from llmc.runtime.api.results import Delta, FinishReason, Output
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
+from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.logprobs import TokenLogprobs
-from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.sampling.processors import Guide
 from llmc.runtime.sampling.samplers import Choice, Sampler
 from llmc.runtime.search.consensus import SIMILARITIES, expected_similarities

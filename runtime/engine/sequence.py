@@ -13,8 +13,8 @@ from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, U
 from llmc.runtime.kv.rows import Slot
 from llmc.runtime.observe.metrics import RequestTimeline
 from llmc.runtime.observe.tracing import current_context
+from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.logprobs import TokenLogprobs
-from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.samplers import Choice
 

@@ -22,7 +22,7 @@ from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, prefill
 from llmc.runtime.runner.shared_prefill import shared_batch, sharing
-from llmc.runtime.sampling.masses import suffice
+from llmc.runtime.sampling.logits import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
 # From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the bits

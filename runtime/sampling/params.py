@@ -43,29 +43,8 @@ _BAD_WORDS = texts(1_024, 8_192)  # 4 us per token for a thousand usual ones
 _SEQUENCES = sequences(100, 1_024, 8_192)  # 0.3 ms per token where all end with the same token, in as many lengths
 _LARGEST_PENALTY = 1e30  # its sums over groups and steps stay within float32
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint has defaults for
-_CUTS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
+_CUTS = ("top_k", "top_p", "min_p", "top_n_sigma", "xtc_probability")
 GUIDES = ("json_schema", "regex", "grammar", "choice")  # parameters that say which form the output has
-
-# The steps between the model's logits and the draw, in the order that llmc.runtime.sampling.processors explains.
-STEPS = (
-    "logit_bias",
-    "allowed_tokens",
-    "min_tokens",
-    "repetition_penalty",
-    "frequency_penalty",
-    "dry",
-    "no_repeat_ngram_size",
-    "processors",
-    "guide",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "xtc",
-)
-
 
 # The headings of the tables in runtime/README.md, which a test holds against the fields below.
 _end = partial(parameter, section="Length and end")
@@ -119,12 +98,6 @@ class SamplingParams:
     ignore_eos: bool = _end(False, FLAG, "go on after the checkpoint's end-of-sequence tokens")
     min_tokens: int = _end(
         0, integer(0), "new tokens before one that ends the output may come", short="0 to `max_tokens`"
-    )
-    typical_p: float = _shape(
-        1.0,
-        above(0, 1),
-        "keep the tokens whose surprise is nearest to the entropy, up to this mass",
-        source="[Meister et al.](https://arxiv.org/abs/2202.00666)",
     )
     top_n_sigma: float = _shape(
         0.0,

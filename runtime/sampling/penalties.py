@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.logits import Logits
 
 _FIRST_SIZE = 256
 _NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.float32))

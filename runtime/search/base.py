@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import LlmcError, ProcessorError, RequestError, text_of
-from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.processors import Processor
 
 Floats = NDArray[np.float32]

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from llmc.errors import RequestError
-from llmc.runtime.sampling.masses import most_probable
+from llmc.runtime.sampling.logits import most_probable
 from llmc.runtime.sampling.processors import Processor
 from llmc.runtime.search.base import Branch, Ending, Floats, Hypothesis, StopCriterion, log_softmax, processed
 

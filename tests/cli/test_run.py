@@ -131,7 +131,6 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "stop_token_ids": (["2, 13"], (2, 13)),
     "ignore_eos": ([], True),
     "min_tokens": (["3"], 3),
-    "typical_p": (["0.5"], 0.5),
     "top_n_sigma": (["1"], 1.0),
     "xtc_probability": (["0.5"], 0.5),
     "xtc_threshold": (["0.2"], 0.2),

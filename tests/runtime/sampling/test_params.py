@@ -95,7 +95,6 @@ class TestRanges:
         ("name", "value", "expected"),
         [
             ("min_tokens", -1, "an integer of at least 0"),
-            ("typical_p", 0, "a number above 0 and at most 1"),
             ("top_n_sigma", math.inf, "a number of at least 0 (0 is off)"),
             ("xtc_probability", 1.1, "a number from 0 to 1"),
             ("xtc_threshold", -0.1, "a number from 0 to 1"),
@@ -239,12 +238,12 @@ class TestCombinations:
 
 
 class TestDefaults:
-    @pytest.mark.parametrize("asked", [{"n": 2}, {"best_of": 2}, {"typical_p": 0.5}, {"xtc_probability": 0.5}], ids=str)
+    @pytest.mark.parametrize("asked", [{"n": 2}, {"best_of": 2}, {"xtc_probability": 0.5}], ids=str)
     def test_of_a_greedy_checkpoint_give_way_to_what_only_sampling_can_give(self, asked: dict[str, Any]) -> None:
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, **asked) == SamplingParams(**asked)
 
     def test_of_a_greedy_checkpoint_stay_for_what_is_neutral(self) -> None:
-        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, n=1, typical_p=1.0).temperature == 0
+        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, n=1, top_n_sigma=0.0).temperature == 0
 
     @pytest.mark.parametrize("asked", [{"num_beams": 2}], ids=str)
     def test_to_sample_are_left_out_of_searches(self, asked: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ class TestOwnProcessors:
             return kept
 
         logits, tokens = random_logits(), [1, 2]
-        params = SamplingParams(temperature=0.5, typical_p=0.5)
+        params = SamplingParams(temperature=0.5, top_p=0.5)
         make_sampler(SamplingContext(params, SIZE, prompt_length=0, processors=[greedy_writer]))(logits, tokens)
         np.testing.assert_array_equal(logits, random_logits())
         np.testing.assert_array_equal(kept, np.full(SIZE, 2.0, np.float32))
@@ -173,7 +173,7 @@ class TestOwnProcessors:
         def broken(tokens: Sequence[int], logits: np.ndarray) -> Any:
             return result
 
-        for params in ({"temperature": 0.0}, {"top_p": 0.9}, {"typical_p": 0.5}):
+        for params in ({"temperature": 0.0}, {"top_p": 0.9}, {"top_n_sigma": 0.5}):
             sampler = make_sampler(
                 SamplingContext(SamplingParams(**params), SIZE, prompt_length=0, processors=[broken])
             )
@@ -209,7 +209,7 @@ class TestOwnProcessors:
             logits[6] = logits[5] + 1
             return logits
 
-        params = SamplingParams(temperature=0.5, typical_p=0.5)
+        params = SamplingParams(temperature=0.5, top_p=0.5)
         sampler = make_sampler(SamplingContext(params, SIZE, prompt_length=0, processors=[freeze, rather_six, freeze]))
         assert sampler(random_logits(), [1]).token == 6
 
@@ -294,7 +294,7 @@ class TestGuide:
 def test_settings_that_leave_no_token_are_named() -> None:
     logits = np.full(SIZE, -np.inf, np.float32)
     logits[EOS[0]] = 1.0
-    for params in ({"temperature": 0}, {"top_p": 0.5}, {"typical_p": 0.5}):
+    for params in ({"temperature": 0}, {"top_p": 0.5}, {"top_n_sigma": 0.5}):
         sampler = make_sampler(
             SamplingContext(SamplingParams(min_tokens=2, **params), SIZE, prompt_length=1, eos_token_ids=EOS)
         )
@@ -308,7 +308,7 @@ def test_settings_that_leave_no_token_are_named() -> None:
     [
         {"temperature": 0, "repetition_penalty": 1.5},
         {"top_p": 0.9, "frequency_penalty": 1.0, "logit_bias": ((3, 4.0),)},
-        {"typical_p": 0.5, "temperature": 0.3},
+        {"top_n_sigma": 0.5, "temperature": 0.3},
         {"allowed_tokens": (1, 2, 3), "logprobs": 3},
     ],
     ids=str,
