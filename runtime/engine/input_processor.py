@@ -19,7 +19,7 @@ from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
 from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling.dry import Breakers
-from llmc.runtime.sampling.params import GUIDES, MOST_COMPARED, SamplingParams
+from llmc.runtime.sampling.params import GUIDES, SamplingParams
 from llmc.runtime.sampling.processors import Guide, SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.search.base import Hypothesis, StopCriterion
@@ -135,10 +135,6 @@ class InputProcessor:
     def _check(self, request: Request) -> None:
         """Refuse what the request's parts ask for together and cannot have."""
         params = request.params
-        if request.similarity is not None and (params.n == 1 or params.best_of is not None):
-            raise UsageError("similarity compares the n samples of a request: ask for n above 1, and not for best_of")
-        if request.similarity is not None and not (params.detokenize and params.n <= MOST_COMPARED):
-            raise UsageError(f"similarity compares texts: it needs detokenize, and n of at most {MOST_COMPARED}")
         if request.thinking is not None and params.num_beams > 1:
             raise UsageError("a budget of reasoning and tool calls need samples: leave beams out")
         if params.speculate and self._speculate is None:
@@ -185,8 +181,6 @@ class InputProcessor:
         for name in ("stop_token_ids", "banned_tokens", "allowed_tokens"):
             check_tokens(f"{name} holds", getattr(request.params, name) or (), self._vocab_size)
         check_tokens("logit_bias holds", [token for token, _ in request.params.logit_bias], self._vocab_size)
-        for sequence, _ in request.params.sequence_bias:
-            check_tokens("sequence_bias holds", sequence, self._vocab_size)
         return ids
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

@@ -38,7 +38,7 @@ class OutputProcessor:
         self._guarded = guarded
         self._ended = ended
         self._pool = Pool(threads, "llmc-sampling", mark_serving) if threads > 1 else None
-        # Of its own, for a similarity that takes long must not keep others from sampling.
+        # Of its own, for a comparison that takes long must not keep others from sampling.
         self._comparing = Pool(1, "llmc-comparing", mark_serving)
 
     def prefilled(self, sequence: Tokens, start: int, logits: Floats) -> None:
@@ -74,7 +74,7 @@ class OutputProcessor:
 
     def _end(self, request: RequestState) -> None:
         """All is drawn. Comparing samples with one another may take long, so that is left to another thread."""
-        if request.compares:
+        if request.params.consensus is not None:
             request.comparing = True
             self._comparing.submit(self._deliver, request)
         else:

@@ -229,13 +229,11 @@ class SampleGroup(SequenceGroup[Sample]):
         return len(self._finished) == self.draws
 
     def outputs(self) -> list[Output]:
-        """The finished samples in their order, or the best first. Raises ProcessorError if the request's similarity
-        fails."""
+        """The finished samples in their order, or the best first."""
         outputs = sorted(self._finished, key=lambda output: output.index)
         params = self.request.params
-        if self.request.compares:
-            similarity = self.request.request.similarity or SIMILARITIES[params.consensus or ""]
-            scores = expected_similarities([output.text for output in outputs], similarity)
+        if params.consensus is not None:
+            scores = expected_similarities([output.text for output in outputs], SIMILARITIES[params.consensus])
             outputs = [replace(output, score=score) for output, score in zip(outputs, scores, strict=True)]
         elif params.best_of is None:
             return outputs

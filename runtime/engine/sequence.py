@@ -198,11 +198,6 @@ class RequestState:
         """Tokens of the prompt and of all outputs, at most."""
         return len(self.prompt) + self.params.max_tokens * self.streams
 
-    @property
-    def compares(self) -> bool:
-        """True if its samples are ranked by one another, which may take long."""
-        return self.params.consensus is not None or self.request.similarity is not None
-
     def progress(self) -> str:
         """Its progress, for messages."""
         if self.timeline.admitted is None:

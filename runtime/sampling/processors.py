@@ -19,7 +19,7 @@ from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.dry import Breakers, Dry
 from llmc.runtime.sampling.logits import Logits, largest
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.sampling.penalties import NoRepeatNGram, OutputPenalty, RepetitionPenalty, SequenceBias
+from llmc.runtime.sampling.penalties import BadWords, NoRepeatNGram, OutputPenalty, RepetitionPenalty
 
 # Edits the logits of one sequence, in place or by returning other ones [V]; -inf forbids a token. Arguments: the tokens
 # so far (prompt and output), and the logits of the token to come.
@@ -106,18 +106,6 @@ def build_processors(context: SamplingContext) -> list[Processor]:
 # ------------------------------------------------------------------------------------------------------------- steps
 
 
-def _both(first: Processor | None, second: Processor | None) -> Processor | None:
-    """Two processors that make one step."""
-    if first is None or second is None:
-        return first or second
-    return lambda tokens, logits: second(tokens, first(tokens, logits))
-
-
-def _biases(context: SamplingContext) -> Processor | None:
-    sequences = context.params.sequence_bias
-    return _both(_logit_bias(context), SequenceBias(sequences) if sequences else None)
-
-
 def _logit_bias(context: SamplingContext) -> Processor | None:
     if not context.params.logit_bias:
         return None
@@ -132,8 +120,10 @@ def _logit_bias(context: SamplingContext) -> Processor | None:
 
 
 def _bans(context: SamplingContext) -> Processor | None:
-    words = context.bad_words
-    return _both(_allowed_tokens(context), SequenceBias((word, -np.inf) for word in words) if words else None)
+    allow, words = _allowed_tokens(context), BadWords(context.bad_words)
+    if not context.bad_words:
+        return allow
+    return words if allow is None else lambda tokens, logits: words(tokens, allow(tokens, logits))
 
 
 def _allowed_tokens(context: SamplingContext) -> Processor | None:
@@ -281,7 +271,7 @@ def _xtc(context: SamplingContext) -> Cut | None:
 
 
 PROCESSORS: dict[str, Callable[[SamplingContext], Processor | None]] = {
-    "logit_bias": _biases,  # and those of sequences
+    "logit_bias": _logit_bias,
     "allowed_tokens": _bans,  # and banned ones, and bad words
     "min_tokens": _min_tokens,
     "repetition_penalty": _repetition_penalty,

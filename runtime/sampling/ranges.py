@@ -13,7 +13,7 @@ class Range:
     """A set of values.
 
     Attributes:
-        kind: of the values: integer, number, flag, choice, text, texts, tokens, biases, sequences or schema.
+        kind: of the values: integer, number, flag, choice, text, texts, tokens, biases or schema.
         expected: the set in an error, such as "a number from 0 to 1".
         holds: true for a value that belongs to it.
         short: the set in documentation, such as "0 to 1"; empty where the type says it all.
@@ -182,26 +182,6 @@ def biases(size: float, most: int) -> Range:
 
     expected = f"a tuple of (token id, number from {pair}) with different ids, at most {most:,} of them"
     return Range("biases", expected, holds, f"up to {most:,} (id, {pair}) pairs")
-
-
-def sequences(size: float, most: int, longest: int) -> Range:
-    """Tuples of at most ``most`` pairs (different non-empty tuples of token ids, ``longest`` ids in all, number from
-    -size to size)."""
-    pair, fits = f"-{size} to {size}", number(-size, size).holds
-
-    def holds(value: Any) -> bool:
-        if not _is_tuple(value, _is_pair, most):
-            return False
-        ids = [item for item, _ in value]
-        if not all(item != () and _is_tuple(item, _is_token, longest) for item in ids):
-            return False
-        return sum(map(len, ids)) <= longest and len(set(ids)) == len(ids) and all(fits(bias) for _, bias in value)
-
-    expected = (
-        f"a tuple of (non-empty tuple of token ids, number from {pair}) with different ids, at most {most:,} of them "
-        f"with {longest:,} ids in all"
-    )
-    return Range("sequences", expected, holds, f"up to {most:,} (ids, {pair}) pairs with {longest:,} ids in all")
 
 
 def filled(values: Range) -> Range:

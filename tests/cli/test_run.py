@@ -158,7 +158,6 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "speculate": ([], True),
     "include_stop_str_in_output": ([], True),
     "bad_words": (["one", "two three"], ("one", "two three")),
-    "sequence_bias": (["13+198=-5, 7=2.5"], (((13, 198), -5.0), ((7,), 2.5))),
     "detokenize": ([], True),
 }
 

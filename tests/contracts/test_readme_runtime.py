@@ -52,7 +52,7 @@ IN_WORDS = [
     f"more than {trial.COMPILE_SECONDS:g} seconds to compile, or {trial._MEMORY_BYTES // 1024**3} GiB",
     f"The last {grammars._MOST_GRAMMARS} grammars",
     f"with {DECODE_STEPS_PER_CHUNK} decode steps",
-    f"it needs `n` of 2 to {MOST_COMPARED}, as `similarity` does",
+    f"it needs `n` of 2 to {MOST_COMPARED}",
     f"in blocks of {BLOCK} tokens",
     f"from {PREFILL_GRAPH_FROM['int8']} rows (int8) or {PREFILL_GRAPH_FROM['int4']} (int4) on",
 ]
