@@ -22,8 +22,7 @@ from llmc.runtime.sampling.dry import Breakers
 from llmc.runtime.sampling.params import GUIDES, SamplingParams
 from llmc.runtime.sampling.processors import Guide, SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
-from llmc.runtime.search.base import Hypothesis, StopCriterion
-from llmc.runtime.search.beam import BeamSearch
+from llmc.runtime.search.beam import BeamSearch, Hypothesis, StopCriterion
 from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.detokenizer import NoText, TextStream, decoded
 from llmc.runtime.text.tokenizer import PLAIN_CHARACTERS, Tokenizer

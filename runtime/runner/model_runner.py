@@ -20,8 +20,7 @@ from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.runner.prefill import Floats, prefill
-from llmc.runtime.runner.shared_prefill import shared_batch, sharing
+from llmc.runtime.runner.prefill import Floats, prefill, shared_batch, sharing
 from llmc.runtime.sampling.logits import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
