@@ -59,7 +59,7 @@ class OutputProcessor:
         """Draw the tokens of a call's sequences, from logits [B, 1 + drafts, V]; a dummy row may come after them."""
         work = zip(call, logits, strict=False)
         if self._pool and len(call) > 1:
-            return list(self._pool.map(_sampled, work))
+            return list(self._pool.map(lambda item: item[0].sample(item[1]), work))
         return [sequence.sample(row) for sequence, row in work]
 
     def commit(self, outputs: Sequence[SamplerOutput[Any]]) -> None:
@@ -109,8 +109,3 @@ class OutputProcessor:
         self._comparing.shutdown(wait=False)
         if self._pool is not None:
             self._pool.shutdown(wait=False)
-
-
-def _sampled(work: tuple[Tokens, Floats]) -> SamplerOutput[Any]:
-    sequence, logits = work
-    return sequence.sample(logits)

@@ -20,15 +20,9 @@ from llmc.runtime.text.detokenizer import TextStream
 class Sample(Sequence):
     """A sequence whose tokens are chosen one by one, and streamed as text.
 
-    Args:
-        index: its number among the request's samples.
-        sampler, text: choose its tokens, and turn them into text.
-        ends: tokens that end it, each with the reason to tell.
-        guide: ends it too, where nothing more is allowed.
-        speculate: makes its speculator by key and scope; None for no drafts.
-
-    Attributes:
-        tokens: prompt and new tokens; ``context`` is the same list until the window slides.
+    ``ends`` are tokens that end it, each with the reason to tell; ``guide`` ends it where nothing more is allowed, and
+    ``speculate`` makes its speculator by key and scope. ``tokens`` are prompt and new ones; ``context`` is the same
+    list until the window slides.
     """
 
     def __init__(
@@ -81,12 +75,6 @@ class Sample(Sequence):
         """Draw tokens as long as they agree with the drafts, and one more."""
         output: SamplerOutput[Sample] = SamplerOutput(self)
         choices = output.choices
-        if not self.drafts:
-            try:
-                choices.append(self.sampler(logits[0], self.tokens))
-            except BaseException as error:  # noqa: BLE001  # raised again where the request is known
-                output.error = error
-            return output
 
         def token(i: int) -> int:
             tokens = [*self.tokens, *(choice.token for choice in choices)] if choices else self.tokens

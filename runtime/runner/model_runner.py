@@ -168,7 +168,7 @@ class ModelRunner:
         return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
 
     def _one_by_one(self, call: Sequence[Slot]) -> Floats:
-        # copies, for the next call overwrites them
+        # Copies, for the next call overwrites them.
         return np.stack([self._verify(sequence, ())[:1].copy() for sequence in call])
 
     def _verify(self, sequence: Slot, drafts: Sequence[int]) -> Floats:

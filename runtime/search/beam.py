@@ -1,7 +1,7 @@
 """Beam search, which knows nothing of caches and sessions."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,8 +44,8 @@ class BeamSearch:
 
     Args:
         num_beams: rows in all, from 1.
-        num_return_sequences: outputs, from 1 to ``num_beams``. There are fewer if the processors forbid the rest.
-        length_penalty: above 0 favours long outputs, below 0 short ones; from -20 to 20.
+        num_return_sequences: outputs, up to ``num_beams``. There are fewer if the processors forbid the rest.
+        length_penalty: above 0 favours long outputs, below 0 short ones.
         early_stopping: when ``num_beams`` outputs are finished, True stops at once; False stops unless the best
             beam, ended here, would be better than the worst of them; "never" stops when no beam can become better.
         max_tokens: new tokens at most, from 1.
@@ -62,7 +62,7 @@ class BeamSearch:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
         max_tokens: int,
-        eos_token_ids: Collection[int] = (),
+        eos_token_ids: Iterable[int] = (),
         processors: Sequence[Processor] = (),
         stops: StopCriterion | None = None,
     ) -> None:
