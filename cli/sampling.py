@@ -23,7 +23,6 @@ SAMPLING_NAMES = frozenset(PARAMETERS)
 
 
 _ID = r"\s*\d{1,18}\s*"  # Python reads no integer of thousands of digits, and no vocabulary needs one
-_IDS = rf"{_ID}(?:\+{_ID})*"
 _NUMBER = r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*"
 
 
@@ -49,16 +48,6 @@ def biases(text: str) -> tuple[tuple[int, float], ...]:
     if not all(pairs):
         raise click.BadParameter(f"{written(text)} is no list of biases, expected ID=NUMBER, for example 13=-5,198=2.5")
     return tuple((int(pair[1]), float(pair[2])) for pair in pairs if pair)
-
-
-def sequences(text: str) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """Sequences of token ids with what to add to the logit of their last one: 13+198=-5,7=2.5."""
-    pairs = [re.fullmatch(f"({_IDS})=({_NUMBER})", part, re.ASCII) for part in text.split(",")]
-    if not all(pairs):
-        raise click.BadParameter(
-            f"{written(text)} is no list of biases, expected ID+ID=NUMBER, for example 13+198=-5,7=2.5"
-        )
-    return tuple((tuple(map(int, pair[1].split("+"))), float(pair[2])) for pair in pairs if pair)
 
 
 def schema(text: str) -> str:
@@ -106,7 +95,6 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "texts": (str, "may be repeated"),
     "tokens": (tokens, "as 2,13"),
     "biases": (biases, "as 13=-5,198=2.5"),
-    "sequences": (sequences, "as 13+198=-5,7=2"),
     "choice": (str, ""),
     "schema": (schema, "a file, or the schema itself"),
 }

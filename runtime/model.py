@@ -94,54 +94,48 @@ def load(
         ResourceError: memory does not suffice.
         UsageError: an argument is out of range.
     """
-    folder = _folder(bundle)
-    arguments = (threads, max_context, prefill_chunk, self_test, verify, memory, emulate)
-    return undisturbed(folder, lambda place: _load(place, *arguments, options), Model.close)
+
+    def open_bundle(folder: Path) -> "Model":
+        manifest = emulated(read_bundle(folder)) if emulate else read_bundle(folder)
+        limits, engine_options = manifest.limits, _options(options)
+        _in_range("memory", memory, 0, 1 << 50)
+        fitting = limits.max_context if memory is None else _fitting_context(folder, manifest, memory, max_context)
+        context = _in_range("max_context", max_context, fitting, limits.max_context)
+        chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
+        workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
+        _check_options(folder, manifest, context, engine_options, options)
+        check_load(folder, manifest, context, memory)
+        check_files(folder, manifest, False if verify is None and self_test is False else verify)
+        with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
+            tokenizer = pool.submit(tried_tokenizer, folder)
+            runner: SingleRunner | TextEncoder
+            if manifest.geometry.encoder:
+                session = EncoderSession(folder, manifest, workers)
+                runner = TextEncoder(folder, manifest, session, tokenizer.result(), context)
+            else:
+                runner = SingleRunner(open_session(folder, manifest, workers), context, chunk)
+            model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
+        try:
+            check_once(model, self_test)
+            if engine_options.draft is not None:
+                _ = model.engine  # a draft that does not fit is refused now, and not by the first request
+        except BaseException:
+            model.close()
+            raise
+        return model
+
+    return undisturbed(_folder(bundle), open_bundle, Model.close)
 
 
-def _load(
-    folder: Path,
-    threads: int | None,
-    max_context: int | None,
-    prefill_chunk: int | None,
-    self_test: bool | None,
-    verify: bool | None,
-    memory: int | None,
-    emulate: bool,
-    options: Mapping[str, Any],
-) -> "Model":
-    manifest = emulated(read_bundle(folder)) if emulate else read_bundle(folder)
-    limits = manifest.limits
-    _in_range("memory", memory, 0, 1 << 50)
-    fitting = limits.max_context if memory is None else _fitting_context(folder, manifest, memory, max_context)
-    context = _in_range("max_context", max_context, fitting, limits.max_context)
-    chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
-    workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
-    engine_options = _options(options)
-    row_limit(manifest, engine_options)
-    if engine_options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
+def _check_options(
+    folder: Path, manifest: Manifest, context: int, options: EngineOptions, given: Mapping[str, Any]
+) -> None:
+    """Refuse options that the bundle cannot have, with a UsageError."""
+    row_limit(manifest, options)
+    if options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
         raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
-    if manifest.geometry.encoder and options.keys() - ({"draft"} if options.get("draft") == "auto" else set()):
-        raise UsageError(f"{next(iter(options))} is for a bundle that generates, and {folder} does not; leave it out")
-    check_load(folder, manifest, context, memory)
-    check_files(folder, manifest, False if verify is None and self_test is False else verify)
-    with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
-        tokenizer = pool.submit(tried_tokenizer, folder)
-        runner: SingleRunner | TextEncoder
-        if manifest.geometry.encoder:
-            session = EncoderSession(folder, manifest, workers)
-            runner = TextEncoder(folder, manifest, session, tokenizer.result(), context)
-        else:
-            runner = SingleRunner(open_session(folder, manifest, workers), context, chunk)
-        model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
-    try:
-        check_once(model, self_test)
-        if engine_options.draft is not None:
-            _ = model.engine  # a draft that does not fit is refused now, and not by the first request
-    except BaseException:
-        model.close()
-        raise
-    return model
+    if manifest.geometry.encoder and given.keys() - ({"draft"} if given.get("draft") == "auto" else set()):
+        raise UsageError(f"{next(iter(given))} is for a bundle that generates, and {folder} does not; leave it out")
 
 
 def verify(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmc.runtime import load
-from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.logits import Logits
 
 
 def main(bundle: str) -> str:

@@ -25,7 +25,6 @@ class Request:
         logits_processors: called as ``f(tokens, logits)`` before every choice, in this order, from the engine's
             threads; they return float32 logits [vocab], edited in place or not.
         stopping_criteria: called as ``f(new_tokens, text)`` after every token.
-        similarity: ``f(text, text)``, for ``params.consensus``, in place of the built-in ones.
         priority: lower is sooner. A step of one is worth ``scheduler.ARRIVALS_PER_PRIORITY`` arrivals, so nobody waits
             for ever.
         deadline_s: seconds from the submission after which the request fails; None waits.
@@ -43,7 +42,6 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     logits_processors: tuple[Processor, ...] = ()
     stopping_criteria: tuple[StoppingCriterion, ...] = ()
-    similarity: Callable[[str, str], float] | None = None
     priority: int = 0
     deadline_s: float | None = None
     on_delta: Callable[[Delta], None] | None = None
@@ -63,9 +61,8 @@ class Request:
             object.__setattr__(self, name, tuple(listed))
             if not all(callable(item) for item in listed):
                 raise UsageError(f"{name} holds {written(listed)}, expected functions")
-        for name in ("similarity", "on_delta"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise UsageError(f"{name} is {written(getattr(self, name))}, expected a function or None")
+        if self.on_delta is not None and not callable(self.on_delta):
+            raise UsageError(f"on_delta is {written(self.on_delta)}, expected a function or None")
         if self.thinking is not None and not isinstance(self.thinking, Thinking):
             raise UsageError(f"thinking is {written(self.thinking)}, expected Thinking or None")
         _check_scope("draft_scope", self.draft_scope)

@@ -19,11 +19,10 @@ from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
 from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling.dry import Breakers
-from llmc.runtime.sampling.params import GUIDES, MOST_COMPARED, SamplingParams
+from llmc.runtime.sampling.params import GUIDES, SamplingParams
 from llmc.runtime.sampling.processors import Guide, SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
-from llmc.runtime.search.base import Hypothesis, StopCriterion
-from llmc.runtime.search.beam import BeamSearch
+from llmc.runtime.search.beam import BeamSearch, Hypothesis, StopCriterion
 from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.detokenizer import NoText, TextStream, decoded
 from llmc.runtime.text.tokenizer import PLAIN_CHARACTERS, Tokenizer
@@ -101,7 +100,16 @@ class InputProcessor:
         )
         if params.num_beams == 1:
             return SampleGroup(state, partial(self._sample, grammar=grammar, context=context))
-        search = self._beam_search(state, context)
+        search = BeamSearch(
+            num_beams=params.num_beams,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            num_return_sequences=params.num_return_sequences or 1,
+            max_tokens=params.max_tokens,
+            eos_token_ids=self._ends(params),
+            processors=build_processors(context),
+            stops=self._stops(state.request),
+        )
         return SearchGroup(state, search, params.num_beams, partial(self._output, state.request))
 
     def _sample(
@@ -119,26 +127,9 @@ class InputProcessor:
         speculate = None if params.speculate is False else self._speculate
         return Sample(group, index, sampler, text, self._ends(params), guide, speculate)
 
-    def _beam_search(self, state: RequestState, context: SamplingContext) -> BeamSearch:
-        params = state.params
-        return BeamSearch(
-            num_beams=params.num_beams,
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-            num_return_sequences=params.num_return_sequences or 1,
-            max_tokens=params.max_tokens,
-            eos_token_ids=frozenset(self._ends(params)),
-            processors=build_processors(context),
-            stops=self._stops(state.request),
-        )
-
     def _check(self, request: Request) -> None:
         """Refuse what the request's parts ask for together and cannot have."""
         params = request.params
-        if request.similarity is not None and (params.n == 1 or params.best_of is not None):
-            raise UsageError("similarity compares the n samples of a request: ask for n above 1, and not for best_of")
-        if request.similarity is not None and not (params.detokenize and params.n <= MOST_COMPARED):
-            raise UsageError(f"similarity compares texts: it needs detokenize, and n of at most {MOST_COMPARED}")
         if request.thinking is not None and params.num_beams > 1:
             raise UsageError("a budget of reasoning and tool calls need samples: leave beams out")
         if params.speculate and self._speculate is None:
@@ -185,8 +176,6 @@ class InputProcessor:
         for name in ("stop_token_ids", "banned_tokens", "allowed_tokens"):
             check_tokens(f"{name} holds", getattr(request.params, name) or (), self._vocab_size)
         check_tokens("logit_bias holds", [token for token, _ in request.params.logit_bias], self._vocab_size)
-        for sequence, _ in request.params.sequence_bias:
-            check_tokens("sequence_bias holds", sequence, self._vocab_size)
         return ids
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
@@ -204,17 +193,7 @@ def text_tokens(
     tokenizer: Tokenizer, text: str, encode: Callable[[str], list[int]], max_context: int, on_overflow: object
 ) -> list[int]:
     """Token ids of a text, without tokenizing what :func:`fit_prompt` cannot keep: tokens take 100 times a text's
-    memory.
-
-    Args:
-        tokenizer: of the model.
-        text: the prompt.
-        encode: makes tokens of a text.
-        max_context: longest sequence.
-        on_overflow: of the request's parameters.
-
-    Raises:
-        ContextError: the text has more tokens than the context, and nothing may be left out.
+    memory. ContextError if they are more than the context, and ``on_overflow`` lets nothing be left out.
     """
     advice = "shorten it, or set on_overflow to truncate_left or sink"
     # Less than this is read anyway, and the longest token need not be known.
@@ -268,11 +247,7 @@ def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tupl
 
 
 def token_ids(prompt: object) -> list[int]:
-    """Token ids as plain integers.
-
-    Raises:
-        UsageError: anything else, such as floats, which numpy would convert without a word.
-    """
+    """Token ids as plain integers; UsageError for anything else, such as floats, which numpy would convert silently."""
     if isinstance(prompt, bytes | bytearray):
         raise UsageError("the prompt is bytes, expected text or token ids; decode it first")
     listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, memoryview)
@@ -285,11 +260,7 @@ def token_ids(prompt: object) -> list[int]:
 
 
 def check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
-    """Refuse token ids outside the vocabulary.
-
-    Raises:
-        UsageError: with the first such id.
-    """
+    """Refuse token ids outside the vocabulary with a UsageError."""
     if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise UsageError(f"{where} token id {written(wrong)}, which is out of range, expected 0 ... {vocab_size - 1}")

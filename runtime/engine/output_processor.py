@@ -38,7 +38,7 @@ class OutputProcessor:
         self._guarded = guarded
         self._ended = ended
         self._pool = Pool(threads, "llmc-sampling", mark_serving) if threads > 1 else None
-        # Of its own, for a similarity that takes long must not keep others from sampling.
+        # Of its own, for a comparison that takes long must not keep others from sampling.
         self._comparing = Pool(1, "llmc-comparing", mark_serving)
 
     def prefilled(self, sequence: Tokens, start: int, logits: Floats) -> None:
@@ -59,7 +59,7 @@ class OutputProcessor:
         """Draw the tokens of a call's sequences, from logits [B, 1 + drafts, V]; a dummy row may come after them."""
         work = zip(call, logits, strict=False)
         if self._pool and len(call) > 1:
-            return list(self._pool.map(_sampled, work))
+            return list(self._pool.map(lambda item: item[0].sample(item[1]), work))
         return [sequence.sample(row) for sequence, row in work]
 
     def commit(self, outputs: Sequence[SamplerOutput[Any]]) -> None:
@@ -74,7 +74,7 @@ class OutputProcessor:
 
     def _end(self, request: RequestState) -> None:
         """All is drawn. Comparing samples with one another may take long, so that is left to another thread."""
-        if request.compares:
+        if request.params.consensus is not None:
             request.comparing = True
             self._comparing.submit(self._deliver, request)
         else:
@@ -109,8 +109,3 @@ class OutputProcessor:
         self._comparing.shutdown(wait=False)
         if self._pool is not None:
             self._pool.shutdown(wait=False)
-
-
-def _sampled(work: tuple[Tokens, Floats]) -> SamplerOutput[Any]:
-    sequence, logits = work
-    return sequence.sample(logits)

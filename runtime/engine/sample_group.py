@@ -8,8 +8,8 @@ from llmc.errors import ProcessorError, text_of
 from llmc.runtime.api.results import Delta, FinishReason, Output
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
+from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.logprobs import TokenLogprobs
-from llmc.runtime.sampling.masses import Logits
 from llmc.runtime.sampling.processors import Guide
 from llmc.runtime.sampling.samplers import Choice, Sampler
 from llmc.runtime.search.consensus import SIMILARITIES, expected_similarities
@@ -20,15 +20,9 @@ from llmc.runtime.text.detokenizer import TextStream
 class Sample(Sequence):
     """A sequence whose tokens are chosen one by one, and streamed as text.
 
-    Args:
-        index: its number among the request's samples.
-        sampler, text: choose its tokens, and turn them into text.
-        ends: tokens that end it, each with the reason to tell.
-        guide: ends it too, where nothing more is allowed.
-        speculate: makes its speculator by key and scope; None for no drafts.
-
-    Attributes:
-        tokens: prompt and new tokens; ``context`` is the same list until the window slides.
+    ``ends`` are tokens that end it, each with the reason to tell; ``guide`` ends it where nothing more is allowed, and
+    ``speculate`` makes its speculator by key and scope. ``tokens`` are prompt and new ones; ``context`` is the same
+    list until the window slides.
     """
 
     def __init__(
@@ -81,12 +75,6 @@ class Sample(Sequence):
         """Draw tokens as long as they agree with the drafts, and one more."""
         output: SamplerOutput[Sample] = SamplerOutput(self)
         choices = output.choices
-        if not self.drafts:
-            try:
-                choices.append(self.sampler(logits[0], self.tokens))
-            except BaseException as error:  # noqa: BLE001  # raised again where the request is known
-                output.error = error
-            return output
 
         def token(i: int) -> int:
             tokens = [*self.tokens, *(choice.token for choice in choices)] if choices else self.tokens
@@ -229,13 +217,11 @@ class SampleGroup(SequenceGroup[Sample]):
         return len(self._finished) == self.draws
 
     def outputs(self) -> list[Output]:
-        """The finished samples in their order, or the best first. Raises ProcessorError if the request's similarity
-        fails."""
+        """The finished samples in their order, or the best first."""
         outputs = sorted(self._finished, key=lambda output: output.index)
         params = self.request.params
-        if self.request.compares:
-            similarity = self.request.request.similarity or SIMILARITIES[params.consensus or ""]
-            scores = expected_similarities([output.text for output in outputs], similarity)
+        if params.consensus is not None:
+            scores = expected_similarities([output.text for output in outputs], SIMILARITIES[params.consensus])
             outputs = [replace(output, score=score) for output, score in zip(outputs, scores, strict=True)]
         elif params.best_of is None:
             return outputs

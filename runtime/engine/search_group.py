@@ -8,9 +8,8 @@ import numpy as np
 from llmc.runtime.api.results import Delta, Output
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
-from llmc.runtime.sampling.masses import Logits
-from llmc.runtime.search.base import Branch, Hypothesis
-from llmc.runtime.search.beam import BeamSearch
+from llmc.runtime.sampling.logits import Logits
+from llmc.runtime.search.beam import BeamSearch, Branch, Hypothesis
 
 
 class SearchSequence(Sequence):

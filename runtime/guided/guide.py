@@ -12,7 +12,7 @@ import numpy as np
 from llmc.errors import GrammarError, ResourceError
 from llmc.runtime.guided.trial import Clock, try_out
 from llmc.runtime.guided.vocabulary import Bits, Vocabulary, shortened
-from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.logits import Logits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -20,9 +20,8 @@ from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.runner.prefill import Floats, prefill
-from llmc.runtime.runner.shared_prefill import shared_batch, sharing
-from llmc.runtime.sampling.masses import suffice
+from llmc.runtime.runner.prefill import Floats, prefill, shared_batch, sharing
+from llmc.runtime.sampling.logits import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
 # From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the bits
@@ -169,7 +168,7 @@ class ModelRunner:
         return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
 
     def _one_by_one(self, call: Sequence[Slot]) -> Floats:
-        # copies, for the next call overwrites them
+        # Copies, for the next call overwrites them.
         return np.stack([self._verify(sequence, ())[:1].copy() for sequence in call])
 
     def _verify(self, sequence: Slot, drafts: Sequence[int]) -> Floats:

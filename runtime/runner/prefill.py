@@ -2,19 +2,25 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import RequestError
 from llmc.runtime.kv.rows import Slot
-from llmc.runtime.runner.shared_prefill import shared_batch
 from llmc.runtime.sessions import Batch, Phase, Session
 
 Floats = NDArray[np.float32]
 
 # Queries per tile of ONNX Runtime's attention on CPUs.
 ATTENTION_TILE = 64
+# Tokens of a call that prompts share. Beyond, reading weights is a sixth of its time (0.5B, int4, two cores), and those
+# who share it wait longer for the others than they would for their turn.
+SHARED_TOKENS = 128
+
+_S = TypeVar("_S", bound=Slot)
 
 
 def prefill(
@@ -59,6 +65,35 @@ def next_end(start: int, total: int, size: int) -> int:
 def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], outputs: Sequence[int], row: int = 0) -> Batch:
     """One row's call: ``ids`` [1, S] after ``past`` [1] positions, logits at ``outputs`` [O]."""
     return Batch(phase, ids, np.asarray(past, np.int64), np.array([outputs], np.int64), row)
+
+
+def sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
+    """The waiting sequences, of which nothing was fed yet, from the first on that are fed whole in the same call:
+    within ``chunk`` tokens, padding included, and within the ``capacity`` of a row.
+    """
+    lengths = [len(sequence.context) - sequence.cached for sequence in waiting]
+    tokens, widths = list(accumulate(lengths)), list(accumulate(lengths, max))
+    past = list(accumulate((sequence.cached for sequence in waiting), max))
+    count = 1
+    while (
+        count < len(waiting)
+        and tokens[count] <= min(SHARED_TOKENS, chunk)
+        and widths[count] * (count + 1) <= chunk
+        and past[count] + widths[count] <= capacity
+    ):
+        count += 1
+    return list(waiting[:count])
+
+
+def shared_batch(sequences: Sequence[Slot]) -> Batch:
+    """The call that feeds what is left of each, with logits after its last token."""
+    rest = [sequence.context[sequence.cached :] for sequence in sequences]
+    lengths = np.array([len(tokens) for tokens in rest], np.int64)
+    ids = np.zeros((len(rest), lengths.max()), np.int64)
+    for row, tokens in zip(ids, rest, strict=True):
+        row[: len(tokens)] = tokens
+    past = np.array([sequence.cached for sequence in sequences], np.int64)
+    return Batch(Phase.PREFILL, ids, past, lengths[:, None] - 1, sequences[0].row, new_lengths=lengths)
 
 
 class SingleRunner:

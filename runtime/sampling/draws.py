@@ -1,14 +1,11 @@
 """Random numbers that are a function of (seed, position, draw), and draws made with them."""
 
-import math
-from collections.abc import Iterator
-from itertools import count
-
 import numpy as np
 import numpy.typing as npt
 
 _UINT64_MAX = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_BLOCK = 256  # weights added up at once: a sum of all, one by one, takes 1 ms for a large vocabulary
 
 
 def uniform(seed: int, position: int, draw: int) -> float:
@@ -28,14 +25,16 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def uniforms(seed: int, position: int) -> Iterator[float]:
-    """The numbers of draws 0, 1, ... at a position."""
-    here = _mix(_mix(seed) ^ position)
-    for draw in count():
-        yield (_mix(here ^ draw) >> 11) * 2.0**-53
+def pick(weights: npt.NDArray[np.float32], point: float) -> int:
+    """The index drawn in proportion to ``weights`` [n] (some above 0) by ``point`` in [0, 1); never one of weight 0."""
+    blocks = np.add.reduceat(weights, np.arange(0, weights.size, _BLOCK), dtype=np.float64)
+    block, rest = _find(blocks, point * float(blocks.sum()))
+    inside = weights[block * _BLOCK : (block + 1) * _BLOCK].astype(np.float64)
+    return block * _BLOCK + _find(inside, rest)[0]
 
 
-def pick(cumulative: npt.NDArray[np.float64], point: float) -> int:
-    """Index of the interval of ``cumulative`` that ``point`` (in [0, 1)) of its total falls into; never empty."""
-    total = float(cumulative[-1])
-    return int(cumulative.searchsorted(min(point * total, math.nextafter(total, 0.0)), side="right"))
+def _find(weights: npt.NDArray[np.float64], point: float) -> tuple[int, float]:
+    """The index of the weight in which ``point`` lies, and the place in it; rounding never leads past the last."""
+    ends = weights.cumsum()
+    index = int(ends.searchsorted(min(point, np.nextafter(ends[-1], 0.0)), side="right"))
+    return index, point - float(ends[index] - weights[index])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.penalties import Follower
 
 # A penalty forbids long before it reaches this, and float32 still divides it by any sensible temperature.

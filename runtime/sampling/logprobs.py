@@ -11,10 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc.errors import UsageError
-from llmc.runtime.sampling.masses import Logits, check_peak, most_probable
-
-# Up to one possible token in so many, they are taken out of the others.
-_FEW = 16
+from llmc.runtime.sampling.logits import Logits, most_probable, weigh
 
 Top = tuple[tuple[int, float], ...]
 
@@ -31,8 +28,7 @@ class TokenLogprobs:
         processed_logprob: of that token in the distribution it was drawn from; for a greedy request in the one that
             its processors leave.
         processed_top: the most probable tokens of that distribution.
-        rank: place of the token among all of the vocabulary, in the order of ``top`` and from 1; so the rank of a
-            token in ``top`` is its place there.
+        rank: place of the token among all of the vocabulary, in the order of ``top`` and from 1.
         processed_rank: the same in the distribution it was drawn from.
     """
 
@@ -63,32 +59,9 @@ def token_logprobs(logits: Logits, token: int, top: int) -> tuple[float, Top]:
     Raises:
         RequestError: the logits hold NaN or +inf, or nothing but -inf.
     """
-    tokens = _few(logits)
-    values = logits if tokens is None else logits.take(tokens)
-    total = log_total(values)
-    return float(logits[token]) - total, _top(values, tokens, total, top)
-
-
-def _few(logits: Logits) -> npt.NDArray[np.intp] | None:
-    """The possible tokens by id, if they are few; None for most of the vocabulary, and for logits that hold NaN."""
-    if logits.min() != -np.inf:
-        return None
-    possible = logits > -np.inf
-    return np.flatnonzero(possible) if 0 < np.count_nonzero(possible) * _FEW < logits.size else None
-
-
-def log_total(logits: Logits) -> float:
-    """log(sum(exp(logits))): a logit less this is the log-probability.
-
-    Raises:
-        RequestError: the logits hold NaN or +inf, or nothing but -inf.
-    """
-    peak = logits.max()
-    check_peak(float(peak))
-    with np.errstate(over="ignore", under="ignore"):
-        weights = logits - peak
-        np.exp(weights, out=weights)  # which, unlike exp2, takes -inf without a detour
-    return float(peak) + math.log(float(np.add.reduce(weights)))  # in pairs, so close to the exact sum
+    total = float(logits.max()) + math.log(float(weigh(logits).sum()))  # in pairs, so close to the exact sum
+    most = most_probable(logits, top).tolist() if top else []
+    return float(logits[token]) - total, tuple((each, float(logits[each]) - total) for each in most)
 
 
 def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
@@ -111,12 +84,3 @@ def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top:
         rank = token_rank(row, token, most)
         found.append(TokenLogprobs(token, logprob, most, logprob, most, rank, rank))
     return found
-
-
-def _top(values: Logits, tokens: npt.NDArray[np.intp] | None, total: float, count: int) -> Top:
-    """The most probable of ``tokens`` (None: all), whose logits are ``values``."""
-    if count == 0:
-        return ()
-    places = most_probable(values, count)
-    ids = places if tokens is None else tokens[places]
-    return tuple((token, value - total) for token, value in zip(ids.tolist(), values[places].tolist(), strict=True))

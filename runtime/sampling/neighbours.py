@@ -9,7 +9,6 @@ _OTHERS = {
     "max_tokens": "max_new_tokens num_predict n_predict max_output_tokens max_completion_tokens max_length max_gen_len",
     "temperature": "temp",
     "repetition_penalty": "repeat_penalty rep_pen",
-    "typical_p": "typical",
     "stop": "stop_sequences stop_strings stop_words reverse_prompt",
     "num_beams": "beam_width beam_size",
     "n": "num_samples num_generations",

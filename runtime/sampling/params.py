@@ -21,7 +21,6 @@ from llmc.runtime.sampling.ranges import (
     one_of,
     optional,
     parameter,
-    sequences,
     texts,
     tokens,
 )
@@ -40,32 +39,10 @@ _MOST_TOKENS = 2**18  # no vocabulary is larger; 0.1 s to check, in the client's
 _STOPS = texts(128, 8_192)  # looked for after every token: 0.15 ms; a million took 1 s
 _BREAKERS = texts(64, 1_024)  # looked for in the bytes of the prompt, 0.3 s for half a megabyte at the worst
 _BAD_WORDS = texts(1_024, 8_192)  # 4 us per token for a thousand usual ones
-_SEQUENCES = sequences(100, 1_024, 8_192)  # 0.3 ms per token where all end with the same token, in as many lengths
 _LARGEST_PENALTY = 1e30  # its sums over groups and steps stay within float32
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint has defaults for
-_CUTS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
+_CUTS = ("top_k", "top_p", "min_p", "top_n_sigma", "xtc_probability")
 GUIDES = ("json_schema", "regex", "grammar", "choice")  # parameters that say which form the output has
-
-# The steps between the model's logits and the draw, in the order that llmc.runtime.sampling.processors explains.
-STEPS = (
-    "logit_bias",
-    "allowed_tokens",
-    "min_tokens",
-    "repetition_penalty",
-    "frequency_penalty",
-    "dry",
-    "no_repeat_ngram_size",
-    "processors",
-    "guide",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "xtc",
-)
-
 
 # The headings of the tables in runtime/README.md, which a test holds against the fields below.
 _end = partial(parameter, section="Length and end")
@@ -119,12 +96,6 @@ class SamplingParams:
     ignore_eos: bool = _end(False, FLAG, "go on after the checkpoint's end-of-sequence tokens")
     min_tokens: int = _end(
         0, integer(0), "new tokens before one that ends the output may come", short="0 to `max_tokens`"
-    )
-    typical_p: float = _shape(
-        1.0,
-        above(0, 1),
-        "keep the tokens whose surprise is nearest to the entropy, up to this mass",
-        source="[Meister et al.](https://arxiv.org/abs/2202.00666)",
     )
     top_n_sigma: float = _shape(
         0.0,
@@ -245,11 +216,6 @@ class SamplingParams:
         "texts that may not come, with or without a space before them",
         more=", see [Sequences](#sequences)",
     )
-    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = _bias(
-        (),
-        _SEQUENCES,
-        "added to the logit of the last token of a sequence, where the tokens before it stand",
-    )
     detokenize: bool = _form(True, FLAG, "make text of the tokens; without it every text is empty")
 
     def __post_init__(self) -> None:
@@ -281,7 +247,7 @@ class SamplingParams:
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 PARAMETERS: dict[str, Parameter] = {field.name: field.metadata["parameter"] for field in fields(SamplingParams)}
 _RANGES = {name: stated.range for name, stated in PARAMETERS.items()}
-_TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases", "sequences")}
+_TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases")}
 _NEEDS_CHANCE = {"n", "best_of", "consensus", *_CUTS}
 
 
@@ -290,16 +256,9 @@ def _as_tuple(name: str, value: Any) -> Any:
         return (value,)
     if name == "logit_bias" and isinstance(value, Mapping):
         return tuple(value.items())
-    if name == "sequence_bias" and isinstance(value, Mapping | list):  # as transformers takes it
-        pairs = map(_tupled, value.items() if isinstance(value, Mapping) else value)
-        return tuple(tuple(map(_tupled, pair)) if isinstance(pair, tuple) else pair for pair in pairs)
     if name == "logit_bias" and isinstance(value, list):
-        return tuple(map(_tupled, value))
+        return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
     return tuple(value) if name in _TUPLES and isinstance(value, list) else value
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _checkpoint_defaults(generation: "Generation", given: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.logits import Logits
 
 _FIRST_SIZE = 256
-_NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 class Follower(ABC):
@@ -131,36 +130,25 @@ class OutputPenalty:
         return logits
 
 
-class SequenceBias:
-    """Adds to the logit of a sequence's last token where the tokens before it stand at the end of prompt and output.
+class BadWords:
+    """Forbids the last token of a sequence where the tokens before it stand at the end of prompt and output.
 
-    As transformers' ``sequence_bias``, and with -inf its ``bad_words_ids``. A step looks at the sequences whose last
-    token but one is the last token of the text, and at those of a single token.
-
-    Args:
-        biases: (sequence, what to add); those of equal sequences add up.
+    As transformers' ``bad_words_ids``. A step looks at the sequences whose last token but one is the last of the text,
+    and at those of a single token.
     """
 
-    def __init__(self, biases: Iterable[tuple[Sequence[int], float]]) -> None:
-        found: dict[tuple[int, ...], dict[int, float]] = {}
-        for sequence, bias in biases:
-            targets, last = found.setdefault(tuple(sequence[:-1]), {}), sequence[-1]
-            targets[last] = targets.get(last, 0.0) + bias
-        self._added = {
-            before: (np.array(list(targets), np.int64), np.array(list(targets.values()), np.float32))
-            for before, targets in found.items()
-        }
-        lengths: dict[int, set[int]] = {}
-        for before in self._added.keys() - {()}:
-            lengths.setdefault(before[-1], set()).add(len(before))
-        self._lengths = {last: sorted(known) for last, known in lengths.items()}  # of what ends with that token
+    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
+        self._last: dict[tuple[int, ...], list[int]] = {}
+        self._lengths: dict[int, set[int]] = {}  # of what comes before, by the token that it ends with
+        for *before, last in sequences:
+            self._last.setdefault(tuple(before), []).append(last)
+            if before:
+                self._lengths.setdefault(before[-1], set()).add(len(before))
 
     def __call__(self, tokens: Sequence[int], logits: Logits) -> Logits:
         for length in (0, *(self._lengths.get(tokens[-1], ()) if tokens else ())):
-            if length > len(tokens):
-                break
-            targets, biases = self._added.get(tuple(tokens[len(tokens) - length :]), _NOTHING)
-            logits[targets] += biases
+            if length <= len(tokens):
+                logits[self._last.get(tuple(tokens[len(tokens) - length :]), [])] = -np.inf
         return logits
 
 

@@ -1,20 +1,15 @@
-"""The steps between the model's logits and the draw, in one fixed order.
+"""The steps between the model's logits and the draw, in one fixed order: :data:`PROCESSORS`, then :data:`CUTS`.
 
-:data:`llmc.runtime.sampling.params.STEPS` is that order. A step runs only if its parameter asks for something. Biases
-and bans come first, as in transformers and OpenAI's servers, so that a penalty sees the logit that counts. Penalties
-follow, then what the request brings itself, which so sees what a penalty did. A grammar has the last word before the
-distribution is shaped: nothing after it can bring a forbidden token back. Temperature precedes the cuts, so that these
-see the distribution that is drawn from. XTC comes last, because it cuts the other way: it drops the most probable of
-what the others kept.
-
-Elsewhere: transformers has the same order (but forbids an early end after the penalties). vLLM masks by the grammar
-first, then allowed tokens, min_tokens, bias, penalties, temperature, min-p, and top-k with top-p at the end. llama.cpp
-runs bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, and temperature at the end.
+A step runs only if its parameter asks for something. Biases and bans come first, as in transformers and OpenAI's
+servers, so that a penalty sees the logit that counts. Penalties follow, then what the request brings itself. A grammar
+has the last word before the distribution is shaped: nothing after it can bring a forbidden token back. Top-k, which
+temperature does not change, comes first of the cuts, for it leaves little work to the others; these see the
+distribution that is drawn from. XTC comes last, because it cuts the other way.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,17 +17,35 @@ from llmc.errors import GrammarError, ProcessorError, text_of
 from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.dry import Breakers, Dry
-from llmc.runtime.sampling.masses import Logits
-from llmc.runtime.sampling.params import STEPS, SamplingParams
-from llmc.runtime.sampling.penalties import NoRepeatNGram, OutputPenalty, RepetitionPenalty, SequenceBias
-from llmc.runtime.sampling.temperature import scaled
+from llmc.runtime.sampling.logits import Logits, largest
+from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.penalties import BadWords, NoRepeatNGram, OutputPenalty, RepetitionPenalty
 
 # Edits the logits of one sequence, in place or by returning other ones [V]; -inf forbids a token. Arguments: the tokens
 # so far (prompt and output), and the logits of the token to come.
 Processor = Callable[[Sequence[int], Logits], Logits]
 
-# XTC's draw at a position, far from those that choose the token.
+# XTC's draw at a position, far from the one that chooses the token.
 _XTC_DRAW = 2**63
+
+_Step = TypeVar("_Step")
+
+
+class Candidates(NamedTuple):
+    """Tokens that may be drawn, by id [n], and their logits [n]."""
+
+    tokens: truncation.Tokens
+    logits: Logits
+
+    def take(self, places: truncation.Tokens) -> "Candidates":
+        return Candidates(self.tokens[places], self.logits[places])
+
+    def keep(self, mask: truncation.Mask) -> "Candidates":
+        return self.take(np.flatnonzero(mask))
+
+
+# Shapes the distribution of the token at a position of the sequence.
+Cut = Callable[[Candidates, int], Candidates]
 
 
 class Guide(Protocol):
@@ -78,33 +91,19 @@ class SamplingContext:
     branching: bool = False
 
 
-Builder = Callable[[SamplingContext], Processor | None]
-
-
-def build_steps(context: SamplingContext) -> list[tuple[str, Processor]]:
-    """The steps that the request needs, by name, in the order in which they run."""
-    built = ((name, BUILDERS[name](context)) for name in STEPS)
-    return [(name, step) for name, step in built if step is not None]
+def build(
+    builders: Mapping[str, Callable[[SamplingContext], _Step | None]], context: SamplingContext
+) -> dict[str, _Step]:
+    """The steps of :data:`PROCESSORS` or :data:`CUTS` that the request needs, by name, in their order."""
+    return {name: step for name, builder in builders.items() if (step := builder(context)) is not None}
 
 
 def build_processors(context: SamplingContext) -> list[Processor]:
-    """The steps before the grammar's, for searches that score several sequences: calls may switch between these."""
-    return [step for name, step in build_steps(replace(context, branching=True)) if name not in FILTERS]
+    """Processors for a search, which scores several sequences: calls may switch between these."""
+    return list(build(PROCESSORS, replace(context, branching=True)).values())
 
 
 # ------------------------------------------------------------------------------------------------------------- steps
-
-
-def _both(first: Processor | None, second: Processor | None) -> Processor | None:
-    """Two processors that make one step."""
-    if first is None or second is None:
-        return first or second
-    return lambda tokens, logits: second(tokens, first(tokens, logits))
-
-
-def _biases(context: SamplingContext) -> Processor | None:
-    sequences = context.params.sequence_bias
-    return _both(_logit_bias(context), SequenceBias(sequences) if sequences else None)
 
 
 def _logit_bias(context: SamplingContext) -> Processor | None:
@@ -121,8 +120,10 @@ def _logit_bias(context: SamplingContext) -> Processor | None:
 
 
 def _bans(context: SamplingContext) -> Processor | None:
-    words = context.bad_words
-    return _both(_allowed_tokens(context), SequenceBias((word, -np.inf) for word in words) if words else None)
+    allow, words = _allowed_tokens(context), BadWords(context.bad_words)
+    if not context.bad_words:
+        return allow
+    return words if allow is None else lambda tokens, logits: words(tokens, allow(tokens, logits))
 
 
 def _allowed_tokens(context: SamplingContext) -> Processor | None:
@@ -234,38 +235,43 @@ def _guide(context: SamplingContext) -> Processor | None:
     return mask
 
 
-def _temperature(context: SamplingContext) -> Processor | None:
-    temperature = context.params.temperature
-    return (lambda tokens, logits: scaled(logits, temperature)) if temperature != 1 else None
-
-
-def _top_k(context: SamplingContext) -> Processor | None:
+def _top_k(context: SamplingContext) -> Cut | None:
     k = context.params.top_k
-    return (lambda tokens, logits: truncation.top_k(logits, k)) if 0 < k < context.vocab_size else None
+    return (lambda found, position: found.take(largest(found.logits, k))) if 0 < k < context.vocab_size else None
 
 
-def _cut(name: str, truncate: Callable[[Logits, float], Logits], neutral: float) -> Builder:
-    """The builder of a truncation by the parameter ``name``, which does nothing where that is ``neutral``."""
-
-    def build(context: SamplingContext) -> Processor | None:
-        value = getattr(context.params, name)
-        return (lambda tokens, logits: truncate(logits, value)) if value != neutral else None
-
-    return build
-
-
-def _xtc(context: SamplingContext) -> Processor | None:
-    probability, threshold = context.params.xtc_probability, context.params.xtc_threshold
-    seed, protected = context.seed, frozenset(context.eos_token_ids)
-    if not probability:
+def _temperature(context: SamplingContext) -> Cut | None:
+    temperature = context.params.temperature
+    if temperature == 1:
         return None
-    return lambda tokens, logits: truncation.xtc(
-        logits, probability, threshold, uniform(seed, len(tokens), _XTC_DRAW), protected
-    )
+    return lambda found, position: found._replace(logits=truncation.scale(found.logits, temperature))
 
 
-BUILDERS: dict[str, Builder] = {
-    "logit_bias": _biases,  # and those of sequences
+def _cut(
+    name: str, make_mask: Callable[[Logits, float], truncation.Mask], neutral: float
+) -> Callable[[SamplingContext], Cut | None]:
+    """The builder of a cut by the parameter ``name``, which does nothing where that is ``neutral``."""
+
+    def build_cut(context: SamplingContext) -> Cut | None:
+        value = getattr(context.params, name)
+        return (lambda found, position: found.keep(make_mask(found.logits, value))) if value != neutral else None
+
+    return build_cut
+
+
+def _xtc(context: SamplingContext) -> Cut | None:
+    probability, threshold = context.params.xtc_probability, context.params.xtc_threshold
+
+    def exclude(found: Candidates, position: int) -> Candidates:
+        if uniform(context.seed, position, _XTC_DRAW) >= probability:
+            return found
+        return found.keep(truncation.xtc(*found, threshold, context.eos_token_ids))
+
+    return exclude if probability else None
+
+
+PROCESSORS: dict[str, Callable[[SamplingContext], Processor | None]] = {
+    "logit_bias": _logit_bias,
     "allowed_tokens": _bans,  # and banned ones, and bad words
     "min_tokens": _min_tokens,
     "repetition_penalty": _repetition_penalty,
@@ -274,16 +280,16 @@ BUILDERS: dict[str, Builder] = {
     "no_repeat_ngram_size": _no_repeat_ngram_size,
     "processors": _processors,
     "guide": _guide,
-    "temperature": _temperature,
+}
+# They shape the distribution; greedy requests and searches have no use for them.
+CUTS: dict[str, Callable[[SamplingContext], Cut | None]] = {
     "top_k": _top_k,
+    "temperature": _temperature,
     "top_p": _cut("top_p", truncation.top_p, neutral=1),
     "min_p": _cut("min_p", truncation.min_p, neutral=0),
-    "typical_p": _cut("typical_p", truncation.typical, neutral=1),
     "top_n_sigma": _cut("top_n_sigma", truncation.top_n_sigma, neutral=0),
     "xtc": _xtc,
 }
-# The steps that shape the distribution; greedy requests have no use for them.
-FILTERS = STEPS[STEPS.index("temperature") :]
 
 
 def _is_usable(logits: Logits) -> bool:
@@ -292,11 +298,7 @@ def _is_usable(logits: Logits) -> bool:
 
 
 def _check_result(where: str, result: object, logits: Logits) -> None:
-    """Refuse what is no logits.
-
-    Raises:
-        ProcessorError: another type or shape, NaN, +inf, or nothing but -inf.
-    """
+    """Refuse what is no logits with a ProcessorError."""
     if not logits.flags.writeable:
         raise ProcessorError(f"{where} made the logits read-only; leave their memory's flags as they are")
     if not isinstance(result, np.ndarray) or result.dtype != np.float32 or result.shape != logits.shape:

@@ -10,15 +10,10 @@ from llmc.errors import UsageError, written
 
 @dataclass(frozen=True)
 class Range:
-    """A set of values.
+    """A set of values, as errors (``expected``) and documentation (``short``) name it; ``holds`` tests a value.
 
-    Attributes:
-        kind: of the values: integer, number, flag, choice, text, texts, tokens, biases, sequences or schema.
-        expected: the set in an error, such as "a number from 0 to 1".
-        holds: true for a value that belongs to it.
-        short: the set in documentation, such as "0 to 1"; empty where the type says it all.
-        note: meaning of the value that switches off, such as "0 keeps all".
-        choices: the values themselves, where they are few and named.
+    ``kind`` is integer, number, flag, choice, text, texts, tokens, biases or schema, ``note`` says which value switches
+    off, and ``choices`` are the values themselves, where they are few and named.
     """
 
     kind: str
@@ -37,14 +32,8 @@ class Range:
 class Parameter:
     """The one statement of a parameter, from which follow its check, its option and its row of documentation.
 
-    Attributes:
-        range: of its values.
-        meaning: a sentence without its first capital and its stop; names of parameters and values are in backticks.
-        section: heading of the table that it is listed in.
-        short: the range in documentation, where other parameters bound it too.
-        more: what only the documentation adds to the meaning.
-        source: a link to where it was described first.
-        common: true for what a command line lists before all sections.
+    ``meaning`` is a sentence without first capital and stop, with names in backticks; ``short`` overrides the range's,
+    ``more`` is in the documentation alone, and a command line lists ``common`` ones before all sections.
     """
 
     range: Range
@@ -182,26 +171,6 @@ def biases(size: float, most: int) -> Range:
 
     expected = f"a tuple of (token id, number from {pair}) with different ids, at most {most:,} of them"
     return Range("biases", expected, holds, f"up to {most:,} (id, {pair}) pairs")
-
-
-def sequences(size: float, most: int, longest: int) -> Range:
-    """Tuples of at most ``most`` pairs (different non-empty tuples of token ids, ``longest`` ids in all, number from
-    -size to size)."""
-    pair, fits = f"-{size} to {size}", number(-size, size).holds
-
-    def holds(value: Any) -> bool:
-        if not _is_tuple(value, _is_pair, most):
-            return False
-        ids = [item for item, _ in value]
-        if not all(item != () and _is_tuple(item, _is_token, longest) for item in ids):
-            return False
-        return sum(map(len, ids)) <= longest and len(set(ids)) == len(ids) and all(fits(bias) for _, bias in value)
-
-    expected = (
-        f"a tuple of (non-empty tuple of token ids, number from {pair}) with different ids, at most {most:,} of them "
-        f"with {longest:,} ids in all"
-    )
-    return Range("sequences", expected, holds, f"up to {most:,} (ids, {pair}) pairs with {longest:,} ids in all")
 
 
 def filled(values: Range) -> Range:

@@ -1,18 +1,39 @@
-"""Beam search."""
+"""Beam search, which knows nothing of caches and sessions."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llmc.errors import RequestError
-from llmc.runtime.sampling.masses import most_probable
+from llmc.errors import ProcessorError, RequestError, text_of
+from llmc.runtime.sampling.logits import most_probable
 from llmc.runtime.sampling.processors import Processor
-from llmc.runtime.search.base import Branch, Ending, Floats, Hypothesis, StopCriterion, log_softmax, processed
 
+Floats = NDArray[np.float32]
 EarlyStopping = bool | Literal["never"]
+FinishReason = Literal["stop", "length"]
+# True if these new tokens (without the prompt) are a finished output.
+StopCriterion = Callable[[Sequence[int]], bool]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One row of the next step: row ``parent`` of this step, continued with ``token``."""
+
+    parent: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished output: its new tokens, with the one that ended it, and the score that :class:`BeamSearch` states."""
+
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
 
 
 class BeamSearch:
@@ -23,8 +44,8 @@ class BeamSearch:
 
     Args:
         num_beams: rows in all, from 1.
-        num_return_sequences: outputs, from 1 to ``num_beams``. There are fewer if the processors forbid the rest.
-        length_penalty: above 0 favours long outputs, below 0 short ones; from -20 to 20.
+        num_return_sequences: outputs, up to ``num_beams``. There are fewer if the processors forbid the rest.
+        length_penalty: above 0 favours long outputs, below 0 short ones.
         early_stopping: when ``num_beams`` outputs are finished, True stops at once; False stops unless the best
             beam, ended here, would be better than the worst of them; "never" stops when no beam can become better.
         max_tokens: new tokens at most, from 1.
@@ -41,13 +62,13 @@ class BeamSearch:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
         max_tokens: int,
-        eos_token_ids: Collection[int] = (),
+        eos_token_ids: Iterable[int] = (),
         processors: Sequence[Processor] = (),
         stops: StopCriterion | None = None,
     ) -> None:
         self.width = num_beams
-        self.ending = Ending(max_tokens, eos_token_ids, stops)
-        self.processors = processors
+        self._max_tokens, self._eos, self._stops = max_tokens, frozenset(eos_token_ids), stops
+        self._processors = processors
         self._length_penalty, self._early_stopping = length_penalty, early_stopping
         self._beams = [_Beam((), 0.0, 0)]
         self._finished: list[Hypothesis] = []
@@ -77,9 +98,11 @@ class BeamSearch:
 
     def _advance(self, logits: Floats) -> list[Branch]:
         scores = log_softmax(logits)
-        if self.processors:
-            for beam in self._beams:
-                scores[beam.row] = processed(self.processors, [*self._prompt, *beam.tokens], scores[beam.row])
+        for beam in self._beams if self._processors else ():
+            tokens, row = [*self._prompt, *beam.tokens], scores[beam.row]
+            for processor in self._processors:
+                row = processor(tokens, row)
+            scores[beam.row] = row
         self._grow(scores[[beam.row for beam in self._beams]])
         if not self._beams and not self._finished:
             raise RequestError("the logits processors forbid every token; allow at least one")
@@ -95,13 +118,13 @@ class BeamSearch:
         if scores.max() == -np.inf:  # the processors forbid all
             self._beams = []
             return
-        best = most_probable(scores.reshape(-1), (1 + self.ending.kinds) * self.width)
+        best = most_probable(scores.reshape(-1), (1 + max(1, len(self._eos))) * self.width)
         going: list[_Beam] = []
         ended: list[Hypothesis] = []
         for rank, (parent, token) in enumerate(zip(*np.unravel_index(best, scores.shape), strict=True)):
             beam = self._beams[parent]
             grown = _Beam((*beam.tokens, int(token)), float(scores[parent, token]), beam.row)
-            reason = self.ending.reason(grown.tokens)
+            reason = self._end_of(grown.tokens)
             if reason is None:
                 going.append(grown)
             elif rank < self.width:
@@ -110,6 +133,18 @@ class BeamSearch:
         going = going[: self.width]
         self._beams = going if self._may_improve(going) else []
 
+    def _end_of(self, tokens: Sequence[int]) -> FinishReason | None:
+        """The reason why the new ``tokens`` are a finished output, or None."""
+        if tokens[-1] in self._eos or self._is_stopped(tokens):
+            return "stop"
+        return "length" if len(tokens) >= self._max_tokens else None
+
+    def _is_stopped(self, tokens: Sequence[int]) -> bool:
+        try:
+            return self._stops is not None and bool(self._stops(tokens))
+        except BaseException as error:  # SystemExit too ends the request, not the engine
+            raise ProcessorError(f"the stopping criterion raised {text_of(error)}; mend it, or leave it out") from error
+
     def _may_improve(self, beams: list["_Beam"]) -> bool:
         """True if a beam could still end as one of the best ``width`` outputs, as far as ``early_stopping`` asks."""
         if not beams or len(self._finished) < self.width:
@@ -117,7 +152,7 @@ class BeamSearch:
         if self._early_stopping is True:
             return False
         longest = self._early_stopping == "never" and self._length_penalty > 0
-        length = self.ending.max_tokens if longest else len(beams[0].tokens)
+        length = self._max_tokens if longest else len(beams[0].tokens)
         return self._normalise(beams[0].score, length) > self._finished[-1].score
 
     def _normalise(self, score: float, length: int) -> float:
@@ -152,3 +187,14 @@ class _Beam:
 
 def _by_score(hypothesis: Hypothesis) -> float:
     return -hypothesis.score
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """Log-probabilities of the rows of ``logits`` [rows, V], a new array; RequestError if they are not finite."""
+    peaks = logits.max(axis=-1, keepdims=True)
+    if not np.isfinite(peaks).all():
+        raise RequestError("the model's logits are not finite numbers; check the bundle with: llmc verify BUNDLE")
+    shifted: Floats = logits - peaks
+    totals = np.exp(shifted).sum(axis=-1, keepdims=True)
+    shifted -= np.log(totals)
+    return shifted

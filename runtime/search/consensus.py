@@ -1,13 +1,9 @@
 """Minimum Bayes risk: of several outputs, the one that the others agree with most."""
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from llmc.errors import ProcessorError
-from llmc.runtime.search.base import guarded
 
 CHRF_ORDER = 6
 CHRF_BETA = 2
@@ -23,44 +19,20 @@ class Similarity:
     def __call__(self, hypothesis: str, reference: str) -> float:
         return self.compare(self.parts(hypothesis), self.parts(reference))
 
-    def among(self, texts: Iterable[str]) -> Callable[[str, str], float]:
-        """The same for pairs of these texts."""
-        parts = {text: self.parts(text) for text in texts}
-        return lambda hypothesis, reference: self.compare(parts[hypothesis], parts[reference])
 
-
-def expected_similarities(texts: Sequence[str], similarity: Callable[[str, str], float]) -> list[float]:
+def expected_similarities(texts: Sequence[str], similarity: Similarity) -> list[float]:
     """The expected similarity of each text to what the model might say, for which the texts themselves stand.
 
     Kumar and Byrne, Minimum Bayes-Risk Decoding for Statistical Machine Translation, https://aclanthology.org/N04-1022;
     Eikema and Aziz, https://arxiv.org/abs/2108.04718
-
-    Args:
-        texts: samples of the model, at least one.
-        similarity: ``f(hypothesis, reference)`` of each pair of different texts; higher is more alike.
-
-    Raises:
-        ProcessorError: the similarity raised, or returned something else than a finite number.
     """
-    masses = {text: count / len(texts) for text, count in Counter(texts).items()}
-    if isinstance(similarity, Similarity):
-        similarity = similarity.among(masses)
+    shares = {text: count / len(texts) for text, count in Counter(texts).items()}
+    parts = {text: similarity.parts(text) for text in shares}
     gains = {
-        hypothesis: sum(mass * _checked(similarity, hypothesis, reference) for reference, mass in masses.items())
-        for hypothesis in masses
+        text: sum(share * similarity.compare(parts[text], parts[other]) for other, share in shares.items())
+        for text in shares
     }
     return [gains[text] for text in texts]
-
-
-def _checked(similarity: Callable[[str, str], float], first: str, second: str) -> float:
-    value = guarded("the similarity", similarity, first, second)
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ProcessorError(f"the similarity returned {value!r}, expected a finite number")
-    return number
 
 
 def _f1(ours: Counter[str], theirs: Counter[str]) -> float:

@@ -54,7 +54,6 @@ class Options(Body):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-    typical_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None

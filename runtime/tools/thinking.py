@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmc.errors import UsageError, written
-from llmc.runtime.sampling.masses import Logits
+from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.processors import Guide
 from llmc.runtime.text.tokenizer import Tokenizer
 

@@ -131,7 +131,6 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "stop_token_ids": (["2, 13"], (2, 13)),
     "ignore_eos": ([], True),
     "min_tokens": (["3"], 3),
-    "typical_p": (["0.5"], 0.5),
     "top_n_sigma": (["1"], 1.0),
     "xtc_probability": (["0.5"], 0.5),
     "xtc_threshold": (["0.2"], 0.2),
@@ -159,7 +158,6 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "speculate": ([], True),
     "include_stop_str_in_output": ([], True),
     "bad_words": (["one", "two three"], ("one", "two three")),
-    "sequence_bias": (["13+198=-5, 7=2.5"], (((13, 198), -5.0), ((7,), 2.5))),
     "detokenize": ([], True),
 }
 

@@ -213,7 +213,6 @@ def attacks() -> dict[str, Attack]:
             lambda name=name, item=item: filled({**chat, name: "@"}, item, VALUES if item == 5 else TEXTS),
         )  # type: ignore[misc]
     add("biases", CHAT, lambda: named({**chat, "logit_bias": "@"}, TEXTS))
-    add("biases of sequences", CHAT, lambda: filled({**chat, "sequence_bias": "@"}, [[5], 1.0], 60_000))
     add("tags", CHAT, lambda: named({**chat, "metadata": "@"}, 64_000, "a"))
     add("variables of a template", CHAT, lambda: named({**chat, "chat_template_kwargs": "@"}, TEXTS))
     add("documents", CHAT, lambda: filled({**chat, "documents": "@"}, {"text": "a"}, 16_000))

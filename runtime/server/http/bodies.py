@@ -23,7 +23,6 @@ KINDS: dict[str, Any] = {
     "text": str,
     "texts": list[str],
     "tokens": list[int],
-    "sequences": list[Annotated[tuple[list[int], float], Field(strict=False)]],  # JSON has lists alone
     "schema": dict[str, Any] | str,
 }
 

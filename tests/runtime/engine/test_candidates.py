@@ -12,7 +12,7 @@ from llmc.bundle import Manifest
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
-from llmc.runtime.sampling.masses import suffice
+from llmc.runtime.sampling.logits import suffice
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import Processor
 from llmc.runtime.sessions import Batch, Phase
@@ -109,8 +109,6 @@ FEW: dict[str, tuple[dict[str, Any], int]] = {
 ALL: dict[str, dict[str, Any]] = {
     "plain": {},
     "min_p": {"min_p": 0.05},
-    "typical_p": {"typical_p": 0.7},
-    "temperature rounds before a cut": {"temperature": 0.8, "top_k": 8, "typical_p": 0.8},
     "more than there are": {"top_k": CANDIDATES + 1},
     "logprobs": {"temperature": 0.0, "logprobs": 2},
     "best_of": {"top_k": 8, "n": 1, "best_of": 2},

@@ -30,7 +30,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.05, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"temperature": 1.0, "dry_multiplier": 0.8},
     {"temperature": 1.0, "n": 3},
-    {"temperature": 1.0, "xtc_probability": 0.5, "typical_p": 0.9},
+    {"temperature": 1.0, "xtc_probability": 0.5},
 ]
 
 Alone = Callable[..., list[int]]

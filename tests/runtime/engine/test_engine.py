@@ -197,7 +197,6 @@ def test_a_deadline_holds_while_a_grammar_is_compiled(make_engine: Any, session:
         ("deadline_s", 0, "deadline_s is 0, expected seconds above 0"),
         ("deadline_s", True, "deadline_s is True"),
         ("on_delta", 5, "on_delta is 5, expected a function"),
-        ("similarity", "f1", "similarity is 'f1', expected a function"),
         ("logits_processors", [3], r"logits_processors holds \[3\], expected functions"),
         ("stopping_criteria", ["x"], r"stopping_criteria holds \['x'\], expected functions"),
     ],

@@ -22,7 +22,7 @@ models = [
     load(bundle, self_test=False, sampling_threads=2, prefix_cache_folder=folder),
     load(bundle, self_test=False, draft=bundle),
 ]
-models[0].generate(PROMPT, max_tokens=2, n=2, temperature=1.0, similarity=lambda a, b: 1.0)
+models[0].generate(PROMPT, max_tokens=2, n=2, temperature=1.0, consensus="f1")
 streams = [model.stream(PROMPT, **settings) for model in models for _ in range(2)]
 for stream in streams:
     next(stream)
@@ -45,7 +45,7 @@ def work():
     main.join()
     handles = [model.stream(PROMPT, max_tokens=9, temperature=0, ignore_eos=True) for _ in range(2)]
     print(main.is_alive(), [len(handle.result().token_ids) for handle in handles])
-    print(len(model.generate("a", max_tokens=2, n=2, temperature=1.0, similarity=lambda a, b: 1.0).outputs))
+    print(len(model.generate("a", max_tokens=2, n=2, temperature=1.0, consensus="f1").outputs))
 
 threading.Thread(target=work).start()
 """

@@ -61,16 +61,11 @@ def test_rows_are_what_must_run_at_once_and_samples_may_follow(
 @pytest.mark.parametrize(
     ("params", "more", "message"),
     [
-        ({}, {"similarity": lambda *_: 1.0}, "similarity compares the n samples of a request: ask for n above 1"),
-        ({"n": 2, "best_of": 3}, {"similarity": lambda *_: 1.0}, "similarity compares .* not for best_of"),
         ({"speculate": True}, {}, "speculate is True, but the engine has no drafts"),
         ({"banned_tokens": (5000,)}, {}, r"banned_tokens holds token id 5000, .* expected 0 \.\.\. 4095"),
         ({"allowed_tokens": (4096,)}, {}, "allowed_tokens holds token id 4096"),
         ({"logit_bias": ((4096, 1.0),)}, {}, "logit_bias holds token id 4096"),
-        ({"sequence_bias": (((1, 4096, 2), 1.0),)}, {}, "sequence_bias holds token id 4096"),
         ({"banned_tokens": (10**5000,)}, {}, "banned_tokens holds token id an integer of about 5001 digits"),
-        ({"n": 65}, {"similarity": lambda *_: 1.0}, "it needs detokenize, and n of at most 64"),
-        ({"n": 2, "detokenize": False}, {"similarity": lambda *_: 1.0}, "it needs detokenize, and n of at most 64"),
     ],
 )
 def test_what_the_parts_of_a_request_cannot_have_together_is_refused_at_the_door(

@@ -4,18 +4,17 @@ from typing import Any
 
 import pytest
 
-from llmc.errors import ProcessorError
 from llmc.runtime.api.request import Request
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.search.consensus import SIMILARITIES
+from llmc.runtime.search.consensus import SIMILARITIES, Similarity
 
 PATIENCE = 120
 PROMPT = [11, 12, 13]
 
 
-def run(engine: Any, similarity: Any = None, **more: Any) -> Any:
+def run(engine: Any, **more: Any) -> Any:
     params = SamplingParams(max_tokens=4, temperature=1.0, seed=5, n=5, ignore_eos=True, **more)
-    return engine.submit(Request(PROMPT, params, similarity=similarity)).result(PATIENCE)
+    return engine.submit(Request(PROMPT, params)).result(PATIENCE)
 
 
 @pytest.mark.parametrize("name", ["f1", "chrf"])
@@ -28,37 +27,10 @@ def test_outputs_come_by_their_mean_similarity_to_all(make_engine: Any, name: An
     assert sorted(output.index for output in outputs) == [0, 1, 2, 3, 4]
 
 
-def test_a_similarity_of_the_requests_own_decides(make_engine: Any):
-    engine = make_engine()
-    plain = run(engine).outputs
-    assert [output.index for output in plain] == [0, 1, 2, 3, 4]
-    assert {output.score for output in plain} == {None}
-    favourite = plain[3].text
-    outputs = run(engine, lambda text, _: float(text == favourite)).outputs
-    assert (outputs[0].text, outputs[0].score) == (favourite, 1.0)
-    assert [output.index for output in outputs] == [3, 0, 1, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("similarity", "message"),
-    [
-        (lambda *_: 1 / 0, "the similarity raised ZeroDivisionError"),
-        (lambda *_: None, "the similarity returned None, expected a finite number"),
-        (lambda *_: float("nan"), "the similarity returned nan"),
-    ],
-)
-def test_a_similarity_that_fails_ends_its_request_alone(make_engine: Any, alone: Any, similarity: Any, message: str):
-    engine = make_engine()
-    params = SamplingParams(max_tokens=9, temperature=1.0, seed=1, ignore_eos=True)
-    other = engine.submit(Request([20], params))
-    with pytest.raises(ProcessorError, match=message):
-        run(engine, similarity)
-    assert list(other.result(PATIENCE).token_ids) == alone([20], params)
-    assert engine.metrics.snapshot().requests["error"] == 1
-
-
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_similarity_that_takes_long_holds_nobody_up(make_engine: Any, alone: Any, threads: int):
+def test_a_comparison_that_takes_long_holds_nobody_up(
+    make_engine: Any, alone: Any, threads: int, monkeypatch: pytest.MonkeyPatch
+):
     """Not even who samples on several threads."""
     import threading
 
@@ -69,9 +41,10 @@ def test_a_similarity_that_takes_long_holds_nobody_up(make_engine: Any, alone: A
         assert release.wait(2 * PATIENCE)
         return 0.0
 
+    monkeypatch.setitem(SIMILARITIES, "f1", Similarity(str, slow))
     engine = make_engine(sampling_threads=threads)
-    params = SamplingParams(max_tokens=3, temperature=1.0, seed=1, n=2)
-    ranked = [engine.submit(Request(PROMPT, params, similarity=slow)) for _ in range(3)]
+    params = SamplingParams(max_tokens=3, temperature=1.0, seed=1, n=2, consensus="f1")
+    ranked = [engine.submit(Request(PROMPT, params)) for _ in range(3)]
     assert entered.acquire(timeout=PATIENCE)
     try:
         plain = SamplingParams(max_tokens=9, temperature=1.0, seed=1, ignore_eos=True)

@@ -12,8 +12,7 @@ import pytest
 from llmc.runtime import load
 from llmc.runtime.api.request import Request
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.search.base import Hypothesis
-from llmc.runtime.search.beam import BeamSearch
+from llmc.runtime.search.beam import BeamSearch, Hypothesis
 
 PATIENCE = 120
 PROMPT = [11, 12, 13, 14, 15]

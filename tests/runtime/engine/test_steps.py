@@ -172,7 +172,7 @@ def test_drafts_of_forbidden_sequences_are_not_accepted(
     free = make_engine(session).submit(Request(prompt(10, 6), params(30))).result(PATIENCE)
     ids = free.token_ids
     word = tiny_tokenizer.decode(ids[3:5])
-    steps = {"sequence_bias": ((ids[10:12], -100.0), (ids[20:21], 3.0)), "bad_words": (word,), "logprobs": 2}
+    steps = {"logit_bias": ((ids[11], -100.0), (ids[20], 3.0)), "bad_words": (word,), "logprobs": 2}
     asked = Request(prompt(10, 6), params(30, **steps, dry_multiplier=0.8))
     wanted = make_engine().submit(asked).result(PATIENCE)
     assert wanted.token_ids != ids

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.runtime.kv.rows import Slot
-from llmc.runtime.runner.shared_prefill import SHARED_TOKENS, shared_batch, sharing
+from llmc.runtime.runner.prefill import SHARED_TOKENS, shared_batch, sharing
 from llmc.runtime.sessions import Phase
 
 CHUNK, CAPACITY = 256, 512

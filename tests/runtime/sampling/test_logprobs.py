@@ -21,8 +21,7 @@ SIZE = 500
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.4, "top_k": 20, "min_p": 0.05},
-    {"temperature": 0.7, "typical_p": 0.8},
-    {"top_p": 0.7, "repetition_penalty": 1.3, "typical_p": 0.9},
+    {"top_p": 0.7, "repetition_penalty": 1.3},
     {"repetition_penalty": 1.3, "temperature": 0.0},
 ]
 
@@ -165,7 +164,6 @@ def transformers_scores(logits: np.ndarray, tokens: list[int], **params: Any) ->
         "top_k": processors.TopKLogitsWarper,
         "top_p": processors.TopPLogitsWarper,
         "min_p": processors.MinPLogitsWarper,
-        "typical_p": processors.TypicalLogitsWarper,
     }
     scores = torch.from_numpy(logits.copy())[None]
     for name, make in chain.items():

@@ -18,10 +18,6 @@ BREAKERS = "a tuple of non-empty strings, at most 64 texts of 1,024 characters i
 WORDS = "a tuple of non-empty strings, at most 1,024 texts of 8,192 characters in all"
 TOKENS = "a tuple of token ids, at most 262,144 of them"
 BIASES = "a tuple of (token id, number from -100 to 100) with different ids, at most 262,144 of them"
-SEQUENCES = (
-    "a tuple of (non-empty tuple of token ids, number from -100 to 100) with different ids, at most 1,024 of them with "
-    "8,192 ids in all"
-)
 
 
 class TestParams:
@@ -95,7 +91,6 @@ class TestRanges:
         ("name", "value", "expected"),
         [
             ("min_tokens", -1, "an integer of at least 0"),
-            ("typical_p", 0, "a number above 0 and at most 1"),
             ("top_n_sigma", math.inf, "a number of at least 0 (0 is off)"),
             ("xtc_probability", 1.1, "a number from 0 to 1"),
             ("xtc_threshold", -0.1, "a number from 0 to 1"),
@@ -112,11 +107,6 @@ class TestRanges:
             ("stop", ("x" * 8193,), STOPS),
             ("bad_words", ("x",) * 1025, WORDS),
             ("bad_words", "x", WORDS),
-            ("sequence_bias", (((1,), 1.0), ((1,), 2.0)), SEQUENCES),
-            ("sequence_bias", (((), 1.0),), SEQUENCES),
-            ("sequence_bias", (((1, 2), math.inf),), SEQUENCES),
-            ("sequence_bias", (([1], 1.0),), SEQUENCES),
-            ("sequence_bias", (((1,) * 8193, 1.0),), SEQUENCES),
             ("include_stop_str_in_output", 1, "True or False"),
             ("detokenize", None, "True or False"),
             ("no_repeat_ngram_size", -1, "an integer of at least 0 (0 is off)"),
@@ -228,7 +218,7 @@ class TestCombinations:
             {"n": 4, "consensus": "chrf", "top_p": 0.9, "json_schema": {"type": "object"}},
             {"n": 2, "best_of": 4, "logprobs": 5, "speculate": True},
             {"temperature": 0, "top_p": 0.5, "grammar": "start: 'a'"},
-            {"num_beams": 2, "bad_words": ("x",), "sequence_bias": (((1, 2), -5.0),), "detokenize": False},
+            {"num_beams": 2, "bad_words": ("x",), "detokenize": False},
             {"num_beams": 2, "include_stop_str_in_output": True, "stop_token_ids": (3,)},
             {"regex": "a", "bad_words": ("x",), "detokenize": False, "speculate": True, "n": 1024},
         ],
@@ -239,12 +229,12 @@ class TestCombinations:
 
 
 class TestDefaults:
-    @pytest.mark.parametrize("asked", [{"n": 2}, {"best_of": 2}, {"typical_p": 0.5}, {"xtc_probability": 0.5}], ids=str)
+    @pytest.mark.parametrize("asked", [{"n": 2}, {"best_of": 2}, {"xtc_probability": 0.5}], ids=str)
     def test_of_a_greedy_checkpoint_give_way_to_what_only_sampling_can_give(self, asked: dict[str, Any]) -> None:
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, **asked) == SamplingParams(**asked)
 
     def test_of_a_greedy_checkpoint_stay_for_what_is_neutral(self) -> None:
-        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, n=1, typical_p=1.0).temperature == 0
+        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, n=1, top_n_sigma=0.0).temperature == 0
 
     @pytest.mark.parametrize("asked", [{"num_beams": 2}], ids=str)
     def test_to_sample_are_left_out_of_searches(self, asked: dict[str, Any]) -> None:
@@ -262,7 +252,4 @@ class TestDefaults:
         assert found.logit_bias == ((5, -100), (7, 1.5))
         assert (found.banned_tokens, found.allowed_tokens, found.choice) == ((1,), (2, 3), ("a", "b"))
         assert found.dry_sequence_breakers == (".",)
-        for given in ({(1, 2): 3.0, (4,): -1}, [[[1, 2], 3.0], [[4], -1]], [((1, 2), 3.0), ((4,), -1)]):
-            found = SamplingParams.from_defaults(GREEDY_CHECKPOINT, sequence_bias=given, bad_words=["x"])
-            assert found.sequence_bias == (((1, 2), 3.0), ((4,), -1)) and found.bad_words == ("x",)
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, logit_bias=[[5, 1.0]]).logit_bias == ((5, 1.0),)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from llmc.runtime.search.base import Hypothesis
-from llmc.runtime.search.beam import BeamSearch
+from llmc.runtime.search.beam import BeamSearch, Hypothesis
 
 Floats = NDArray[np.float32]
 

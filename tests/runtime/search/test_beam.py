@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from llmc.runtime.search.beam import BeamSearch
+from llmc.errors import ProcessorError, RequestError
+from llmc.runtime.search.beam import BeamSearch, log_softmax
 
 PROMPT = [1, 2]
 VOCABULARY, LENGTH, EOS = 4, 4, 0
@@ -110,3 +111,46 @@ def test_processors_see_prompt_and_new_tokens_of_their_beam(made_up, decode):
     assert seen[0] == (1, 2)
     assert [len(tokens) for tokens in seen] == [2, 3, 3, 4, 4]
     assert plain[0].token_ids[:2] in {tokens[2:] for tokens in seen[-2:]}
+
+
+# ------------------------------------------------------------------------------------------- arithmetic, ends, failures
+
+# Rounding of a float32 logarithm of magnitude up to about 20.
+LOG_TOLERANCE = 4e-6
+
+
+def log_softmax_errors(logits: np.ndarray, logarithms: np.ndarray) -> float:
+    exact = logits.astype(np.float64)
+    exact = exact - exact.max(axis=-1, keepdims=True)
+    exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    return float(np.abs(exact - logarithms).max())
+
+
+def test_log_softmax_is_right_and_leaves_the_logits_alone():
+    logits = np.random.default_rng(0).normal(size=(3, 5000)).astype(np.float32) * 3 + 500
+    before = logits.copy()
+    assert log_softmax_errors(logits, log_softmax(logits)) < LOG_TOLERANCE
+    assert (logits == before).all()
+    assert log_softmax_errors(logits, log_softmax(logits) + np.float32(1e-5)) > LOG_TOLERANCE
+    logits[1, 3] = np.nan
+    with pytest.raises(RequestError, match="not finite"):
+        log_softmax(logits)
+
+
+@pytest.mark.parametrize("error", [SystemExit, ZeroDivisionError])
+def test_a_stopping_criterion_that_raises_is_an_error_of_the_request(error, decode, made_up):
+    def broken(*_):
+        raise error
+
+    with pytest.raises(ProcessorError, match=f"stopping criterion raised {error.__name__}"):
+        decode(BeamSearch(num_beams=2, max_tokens=3, stops=broken), [1], made_up(8))
+
+
+def test_an_output_ends_by_token_by_criterion_and_by_length(decode, made_up):
+    search = BeamSearch(
+        num_beams=8, num_return_sequences=8, max_tokens=3, eos_token_ids=[7], stops=lambda tokens: sum(tokens) > 10
+    )
+    for output in decode(search, [1], made_up(8)):
+        ended = output.token_ids[-1] == 7 or sum(output.token_ids) > 10
+        assert output.finish_reason == ("stop" if ended else "length")
+        assert ended or len(output.token_ids) == 3

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from llmc.errors import ProcessorError
-from llmc.runtime.search.consensus import SIMILARITIES, expected_similarities, token_f1
+from llmc.runtime.search.consensus import SIMILARITIES, expected_similarities
 
 TEXTS = [
     "the train leaves at nine",
@@ -30,20 +29,3 @@ def test_scores_are_expected_similarities(name):
     assert np.abs(found - expected_gains(TEXTS, similarity)).max() < TOLERANCE
     other = expected_gains(TEXTS, lambda a, b: similarity(a, b) + 1e-6)
     assert np.abs(found - other).max() > TOLERANCE
-
-
-def test_equal_candidates_are_compared_once():
-    calls = []
-
-    def counted(first: str, second: str) -> float:
-        calls.append((first, second))
-        return token_f1(first, second)
-
-    expected_similarities(["a", "b", "a", "a"], counted)
-    assert len(calls) == len(set(calls)) == 4
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "much", [1.0]], ids=str)
-def test_a_similarity_that_is_no_number_is_an_error_of_the_request(value):
-    with pytest.raises(ProcessorError, match=r"similarity returned .* expected a finite number"):
-        expected_similarities(["a", "b"], lambda first, second: value)

@@ -35,7 +35,7 @@ CORPUS = [
         "model", "max_tokens", "stop", "n", "best_of", "logprobs", "top_logprobs", "logit_bias", "response_format",
         "stream", "stream_options", "tools", "tool_choice", "tool_format", "reasoning_effort", "reasoning_budget",
         "chat_template_kwargs", "documents", "user", "temperature", "top_p", "seed", "regex", "grammar", "choice",
-        "json_schema", "bad_words", "stop_token_ids", "sequence_bias", "priority", "deadline_s", "x_llmc", "unknown",
+        "json_schema", "bad_words", "stop_token_ids", "priority", "deadline_s", "x_llmc", "unknown",
         "num_beams", "consensus", "speculate", "on_overflow",
     ) for value in ODD),
     *((CHAT, {"messages": value}) for value in ODD),
@@ -225,11 +225,6 @@ def test_an_empty_list_of_blocks_is_told_as_such(http: httpx.Client):
 
 def test_another_spelling_of_a_route_leads_nowhere_else(http: httpx.Client):
     assert http.post(f"{CHAT}/", json={}, follow_redirects=False).status_code == 404
-
-
-def test_biases_of_sequences_are_taken(http: httpx.Client):
-    body = {"messages": [USER], "max_tokens": 1, "sequence_bias": [[[5], 0.5]], "x_llmc": {"resolved": True}}
-    assert http.post(CHAT, json=body).json()["x_llmc"]["resolved"]["sequence_bias"] == [[[5], 0.5]]
 
 
 def test_clients_of_anthropics_beta_resources_go_on_working(http: httpx.Client):

@@ -1,0 +1,74 @@
+"""Logits of a vocabulary: their check, and the largest of them."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from llmc.errors import RequestError
+
+Logits = npt.NDArray[np.float32]
+
+
+def check_peak(peak: float) -> None:
+    """Refuse logits whose largest is ``peak`` with a RequestError if that is not finite; NaN counts as the largest."""
+    if not math.isfinite(peak):
+        what = "hold NaN" if math.isnan(peak) else "hold +inf" if peak > 0 else "are all -inf"
+        raise RequestError(
+            f"the model's logits {what}, so no token can be chosen; check the bundle with: llmc verify BUNDLE"
+        )
+
+
+def weigh(logits: Logits) -> Logits:
+    """Probabilities of ``logits`` [V] as multiples of the largest one, a new array.
+
+    Raises:
+        RequestError: the logits hold NaN or +inf, or nothing but -inf.
+    """
+    peak = logits.max()
+    check_peak(float(peak))
+    with np.errstate(over="ignore", under="ignore"):  # logits at both ends of float32 are infinitely far apart
+        weights: Logits = logits - peak
+        np.exp(weights, out=weights)
+    return weights
+
+
+def largest(logits: Logits, k: int) -> npt.NDArray[np.intp]:
+    """Possible tokens whose logit is at least the k-th largest, by id."""
+    rows = max(1, min(128, logits.size // (2 * k)))
+    columns = logits.size // rows
+    blocked = logits[: rows * columns].reshape(rows, columns)  # block c: tokens c, c + columns, ...
+    maxima = np.concatenate([np.maximum.reduce(blocked, axis=0), logits[rows * columns :]])
+    check_peak(float(maxima.max()))
+    # Where many tokens are impossible, they are no candidates: selecting among that many equals takes 30 ms.
+    maxima = maxima.compress(maxima > -np.inf)
+    bound = np.partition(maxima, maxima.size - k)[maxima.size - k] if maxima.size >= k else -np.inf
+    candidates: npt.NDArray[np.intp] = np.flatnonzero(logits >= bound if bound > -np.inf else logits > bound)
+    if candidates.size <= k:
+        return candidates
+    values = logits[candidates]
+    smallest = np.partition(values, values.size - k)[values.size - k]
+    return np.compress(values >= smallest, candidates)
+
+
+def most_probable(logits: Logits, k: int) -> npt.NDArray[np.intp]:
+    """The ``k`` most probable tokens, most probable first, of equals the lowest id; impossible ones never."""
+    candidates = largest(logits, k)
+    return candidates[np.argsort(-logits[candidates], kind="stable")[:k]]
+
+
+def suffice(logits: Logits, needs: int) -> bool:
+    """True if ``logits`` [V], with -inf wherever a session left one out, hold the ``needs`` largest and all their
+    equals.
+
+    What was left out is no larger than the least of those that are there. So it is enough that the last of the needed
+    ones is larger than that; where both are equal, one more of the same size may have been left out. NaN is never
+    enough, so that whoever sees all logits says what they hold.
+    """
+    if logits.min() > -np.inf:  # nothing was left out
+        return True
+    there = logits.take(np.flatnonzero(logits != -np.inf))
+    if there.size <= needs:
+        return False
+    last = np.partition(there, there.size - needs)[there.size - needs]
+    return bool(last > there.min())
