@@ -164,19 +164,17 @@ class ServerConfig:
         low=1024,
         high=1 << 20,
     )
-    max_headers: int = _setting(LIMITS, 100, "Most headers of a request.", low=8, high=10_000)
     max_json_depth: int = _setting(LIMITS, 64, "Most arrays and objects inside one another in a body.", low=4, high=256)
     header_timeout_s: float = _setting(
         LIMITS, 10.0, "Time for the headers of a request.", unit="seconds", low=0.1, high=3600
     )
     body_timeout_s: float = _setting(LIMITS, 60.0, "Time for a request's body.", unit="seconds", low=0.1, high=3600)
-    send_timeout_s: float = _setting(
-        LIMITS, 30.0, "Time that a client may let pass without reading its answer.", unit="seconds", low=0.1, high=3600
-    )
     idle_timeout_s: float = _setting(
         LIMITS, 75.0, "Time that a connection may stay open between requests.", unit="seconds", low=1, high=3600
     )
-    max_connections: int = _setting(LIMITS, 4096, "Connections that may be open at once.", low=1, high=1_000_000)
+    max_connections: int = _setting(
+        LIMITS, 4096, "Connections and running requests, beyond which requests get 503.", low=1, high=1_000_000
+    )
     max_request_tokens: int | None = _setting(
         LIMITS,
         None,

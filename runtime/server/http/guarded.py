@@ -84,6 +84,7 @@ def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     """Arguments of ``uvicorn.Config`` that hold connections within the limits."""
     return {
         "http": limited_protocol(config),
+        "limit_concurrency": config.max_connections,
         "ws_max_size": config.max_body_bytes,
         "ws_per_message_deflate": False,  # what is compressed may be a thousand times as large as what was sent
         "timeout_keep_alive": config.idle_timeout_s,
