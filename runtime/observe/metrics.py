@@ -269,7 +269,7 @@ class RequestTimeline:
         at = self._clock()
         since, self._latest[output] = self._latest.get(output), at
         gaps = [0.0] * (count - 1) if since is None else [at - since] + [0.0] * (count - 1)
-        first = ()
+        first: tuple[float, ...] = ()
         if self.first_token is None:
             self.first_token, first = at, (at - self.queued,)
         self.output_tokens += count
