@@ -74,22 +74,16 @@ def table(head: Sequence[str], *rows: Sequence[str]) -> str:
 class Disturbance:
     """Mean number of CPUs that were busy with something else while this process, or its children, ran.
 
-    What the hypervisor took away counts too. ``processes`` are children that run all the time; others count when they
-    have ended.
+    What the hypervisor took away counts too; children of its own are told apart when they have ended.
     """
 
-    def __init__(self, processes: Sequence[int] = ()) -> None:
-        self._processes = processes
-        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), self._own_seconds()
+    def __init__(self) -> None:
+        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
 
     def cpus(self) -> float:
         """Busy CPUs other than its own, on average since this object was made."""
-        others = _busy_seconds() - self._busy - (self._own_seconds() - self._own)
+        others = _busy_seconds() - self._busy - (_own_seconds() - self._own)
         return round(max(others, 0.0) / (time.perf_counter() - self._wall), 2)
-
-    def _own_seconds(self) -> float:
-        ended = map(_cpu_seconds, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return sum(ended) + sum(map(_process_seconds, self._processes))
 
 
 def _busy_seconds() -> float:
@@ -98,13 +92,7 @@ def _busy_seconds() -> float:
     return sum(int(ticks[field]) for field in BUSY_FIELDS) / os.sysconf("SC_CLK_TCK")
 
 
-def _cpu_seconds(whose: int) -> float:
-    """CPU seconds that the kernel counted for ``whose``."""
-    usage = resource.getrusage(whose)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _process_seconds(number: int) -> float:
-    """CPU seconds of a process, with its threads."""
-    after_name = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+def _own_seconds() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -90,7 +90,7 @@ def step_commands() -> dict[str, list[str]]:
 
 
 def _finding(kind: type[Found], answer: dict[str, Any]) -> Found:
-    """What a step found, or became of its process; its end after it had answered is a problem too."""
+    """The finding of a step, or the end of its process; an end after it had answered is a problem too."""
     found = answer.get("result", answer)
     if found is not answer:
         found["problem"] = "; ".join(filter(None, (found["problem"], answer.get("problem"))))
