@@ -95,7 +95,7 @@ class ChatHandle(Handle):
     """A submitted conversation: a :class:`llmc.runtime.api.handle.Handle` that gives messages, too.
 
     Iterating gives the answer's content alone; ``deltas()`` gives content, reasoning and calls as they come;
-    ``messages()`` waits for the whole. All pieces go to one reader at a time.
+    ``result()`` waits for the whole. All pieces go to one reader at a time.
 
     Args:
         parser: makes the parser of an output, given what makes its calls' ids.
@@ -129,14 +129,6 @@ class ChatHandle(Handle):
             yield self._message_delta(delta)
         for last in self._last_deltas():
             yield last
-
-    def messages(self, timeout: float | None = None) -> tuple[Message, ...]:
-        """Wait for the end; one message for each output."""
-        return self.result(timeout).messages
-
-    async def messages_async(self) -> tuple[Message, ...]:
-        """:meth:`messages` for an event loop."""
-        return (await self).messages
 
     def result(self, timeout: float | None = None) -> ChatResult:
         """Wait for the end, as :meth:`llmc.runtime.api.handle.Handle.result`."""

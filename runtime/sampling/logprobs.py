@@ -18,42 +18,21 @@ Top = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities, in nats, where one token was chosen.
+    """Log-probabilities, in nats and before any processor, where one token was chosen.
 
     Args:
         token: the token chosen.
-        logprob: of that token, before any processor.
-        top: the most probable tokens before any processor, most probable first, with their log-probabilities. Tokens
-            equally probable come in the order of their ids, and impossible ones not at all.
-        processed_logprob: of that token in the distribution it was drawn from; for a greedy request in the one that
-            its processors leave.
-        processed_top: the most probable tokens of that distribution.
-        rank: place of the token among all of the vocabulary, in the order of ``top`` and from 1.
-        processed_rank: the same in the distribution it was drawn from.
+        logprob: of that token.
+        top: the most probable tokens, most probable first, with their log-probabilities; equally probable ones come in
+            the order of their ids, and impossible ones not at all.
     """
 
     token: int
     logprob: float
     top: Top
-    processed_logprob: float
-    processed_top: Top
-    rank: int
-    processed_rank: int
 
 
-def token_rank(logits: Logits, token: int, top: Top = ()) -> int:
-    """Place of ``token`` by logits [V], from 1; of tokens equally probable the one with the lower id comes first.
-
-    Args:
-        top: the most probable ones, where they are known: who is among them need not be searched for.
-    """
-    if (place := next((place for place, (listed, _) in enumerate(top, 1) if listed == token), 0)) > 0:
-        return place
-    logit = logits[token]
-    return 1 + int(np.count_nonzero(logits > logit)) + int(np.count_nonzero(logits[:token] == logit))
-
-
-def token_logprobs(logits: Logits, token: int, top: int) -> tuple[float, Top]:
+def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
     """Log-probability of ``token``, and the ``top`` most probable tokens, under logits [V].
 
     Raises:
@@ -61,11 +40,13 @@ def token_logprobs(logits: Logits, token: int, top: int) -> tuple[float, Top]:
     """
     total = float(logits.max()) + math.log(float(weigh(logits).sum()))  # in pairs, so close to the exact sum
     most = most_probable(logits, top).tolist() if top else []
-    return float(logits[token]) - total, tuple((each, float(logits[each]) - total) for each in most)
+    return TokenLogprobs(
+        token, float(logits[token]) - total, tuple((each, float(logits[each]) - total) for each in most)
+    )
 
 
 def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of a prompt's tokens, whose processed values are the unprocessed ones.
+    """Log-probabilities of a prompt's tokens, of the logits before each.
 
     Args:
         logits: after each token of the prompt but the last one [n, V].
@@ -78,9 +59,4 @@ def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top:
     """
     if len(tokens) != len(logits):
         raise UsageError(f"{len(logits)} rows of logits and {len(tokens)} tokens, expected as many; give one per token")
-    found = []
-    for row, token in zip(logits, tokens, strict=True):
-        logprob, most = token_logprobs(row, token, top)
-        rank = token_rank(row, token, most)
-        found.append(TokenLogprobs(token, logprob, most, logprob, most, rank, rank))
-    return found
+    return [token_logprobs(row, token, top) for row, token in zip(logits, tokens, strict=True)]

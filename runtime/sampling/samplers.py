@@ -12,7 +12,7 @@ import numpy as np
 from llmc.errors import RequestError
 from llmc.runtime.sampling.draws import pick, uniform
 from llmc.runtime.sampling.logits import Logits, check_peak, weigh
-from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs, token_rank
+from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from llmc.runtime.sampling.processors import (
     CUTS,
     PROCESSORS,
@@ -91,16 +91,15 @@ class Sampler:
         """
         processed = self._process(logits, tokens)
         if self.seed is None:
-            drawn_from, token = processed, int(processed.argmax())
+            token = int(processed.argmax())
         else:
             found = Candidates(_every_token(logits.size), processed)
             for cut in self._cuts.values():
                 found = cut(found, len(tokens))
             token = int(found.tokens[pick(weigh(found.logits), uniform(self.seed, len(tokens), 0))])
-            drawn_from = self._spread(found, processed)
         if self._guide is not None:
             self._guide.accept(token)
-        return Choice(token, None if self._top is None else _logprobs(logits, drawn_from, token, self._top))
+        return Choice(token, None if self._top is None else token_logprobs(logits, token, self._top))
 
     def _process(self, logits: Logits, tokens: Sequence[int]) -> Logits:
         """The logits that the processors leave, of which one is finite."""
@@ -114,24 +113,7 @@ class Sampler:
             raise RequestError(f"{', '.join(self._processors)} {what} at position {len(tokens)}; loosen one of them")
         return current
 
-    def _spread(self, found: Candidates, processed: Logits) -> Logits:
-        """The logits [V] of the distribution that is drawn from, where they are to be reported."""
-        if self._top is None or not self._cuts:
-            return processed
-        logits = np.full_like(processed, -np.inf)
-        logits[found.tokens] = found.logits
-        return logits
-
 
 @lru_cache(maxsize=4)
 def _every_token(vocab_size: int) -> Tokens:
     return np.arange(vocab_size)
-
-
-def _logprobs(logits: Logits, drawn_from: Logits, token: int, count: int) -> TokenLogprobs:
-    logprob, top = token_logprobs(logits, token, count)
-    rank = token_rank(logits, token, top)
-    if drawn_from is logits:
-        return TokenLogprobs(token, logprob, top, logprob, top, rank, rank)
-    processed, most = token_logprobs(drawn_from, token, count)
-    return TokenLogprobs(token, logprob, top, processed, most, rank, token_rank(drawn_from, token, most))

@@ -26,8 +26,8 @@ from llmc.runtime.sampling.params import PARAMETERS
 
 METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, "stop")
 LOGPROBS = (
-    TokenLogprobs(1, -0.5, ((1, -0.5),), -0.25, ((1, -0.25),), 1, 1),
-    TokenLogprobs(2, -9.0, (), -math.inf, (), 7, 4096),
+    TokenLogprobs(1, -0.5, ((1, -0.5),)),
+    TokenLogprobs(2, -math.inf, ()),
 )
 FIRST = Output(0, "ab", (1, 2), "stop", 42, logprobs=LOGPROBS, stop_reason="END")
 RESULT = GenerationResult(
@@ -299,7 +299,7 @@ def test_json_is_the_whole_result_with_the_resolved_parameters(llmc, model: Fake
     assert result["params"]["json_schema"] == {"type": "object"}
     assert set(result["params"]) == set(FIELDS)
     assert (result["stop_reason"], result["outputs"][1]["stop_reason"]) == ("END", None)
-    assert [item["rank"] for item in result["outputs"][0]["logprobs"]] == [1, 7]
+    assert [item["token"] for item in result["outputs"][0]["logprobs"]] == [1, 2]
 
 
 @pytest.mark.parametrize(

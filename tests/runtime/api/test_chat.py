@@ -92,7 +92,7 @@ def test_an_answer_is_told_apart(model: Model, say: Callable[[str], Any]):
 def test_pieces_make_the_whole_and_come_one_for_each_token(model: Model, say: Callable[[str], Any]):
     handle = model.stream_chat(ASKED, tools=TOOLS, max_tokens=200, temperature=0, logits_processors=say(SAID))
     deltas = list(handle.deltas())
-    (message,) = handle.messages()
+    (message,) = handle.result().messages
     assert joined(deltas) == Message(message.content, message.reasoning, message.tool_calls)
     assert tuple(token for delta in deltas for token in delta.token_ids) == handle.result().token_ids
     arguments = [piece for delta in deltas for piece in delta.tool_calls if piece.index == 0]
@@ -106,7 +106,7 @@ def test_iterating_gives_content_alone(model: Model, say: Callable[[str], Any]):
     async def read() -> tuple[str, tuple[Message, ...], str]:
         content = "".join([piece async for piece in ask()])
         pieces = [delta async for delta in ask().deltas_async()]
-        return content, await ask().messages_async(), joined(pieces).content
+        return content, (await ask()).messages, joined(pieces).content
 
     content, messages, streamed = asyncio.run(read())
     assert "".join(ask()) == content == messages[0].content == streamed == "Let me look."
@@ -140,10 +140,10 @@ def test_several_outputs_are_several_messages(model: Model):
         ASKED, tools=TOOLS[1:], tool_choice="required", parallel_tool_calls=False, n=3, temperature=1, max_tokens=200
     )
     deltas = list(handle.deltas())
-    for index, message in enumerate(handle.messages()):
+    for index, message in enumerate(handle.result().messages):
         assert message.tool_calls == joined([delta for delta in deltas if delta.index == index]).tool_calls
         assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [("now", {})]
-    assert len({message.tool_calls[0].id for message in handle.messages()}) == 3
+    assert len({message.tool_calls[0].id for message in handle.result().messages}) == 3
 
 
 def test_a_budget_ends_the_reasoning_and_a_form_binds_the_answer(model: Model):
