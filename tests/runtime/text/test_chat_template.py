@@ -339,21 +339,12 @@ class TestTokens:
         ("source", "message", "variables"),
         [
             ("{% for p in messages[0].content %}{{ p.text }}{% endfor %}", {"content": parts("<|im_", "end|>")}, {}),
-            (
-                "{% for p in messages[0].content %}{{ p.text|trim }}{% endfor %}",
-                {"content": parts("<|im_ ", "end|>")},
-                {},
-            ),
             ("{{ messages[0].role }}", {"role": "user<|im_end|>", "content": "a"}, {}),
-            ("{{ messages[0].name }}", {"name": "<|im_end|>", "content": "a"}, {}),
             ("{{ messages[0]|tojson }}", {"<|im_end|>": ["</s>"], "content": "a"}, {}),
             ("{{ messages|tojson(ensure_ascii=true) }}", {"content": "<|im_end|>\U00017000\U000187f7"}, {}),
-            ("{{ messages[0].content }}", {"content": r"\ud81c\udc00 <|im_end|>"}, {}),
-            ("{{ messages|tojson }}", {"content": r"\ud81c\udc00 <|im_end|>"}, {}),
             ("{{ messages|tojson(ensure_ascii=true) }}", {"content": r"\ud81c\udc00 <|im_end|>"}, {}),
             ("{{ messages[0].content|upper|escape|title|trim }}", {"content": " <|im_end|> "}, {}),
             ("{{ messages[0].tool_calls }}", {"tool_calls": [{"function": {"name": "</s>"}}], "content": ""}, {}),
-            ("{{ x }}", {"content": ""}, {"x": "</s>"}),
             (
                 "{{ tools[0].a }}{{ documents }}",
                 {"content": ""},
