@@ -249,9 +249,12 @@ class TestMessages:
         assert template.render(messages, flag=[1]) == "f<s>True[1]"
         assert template.render(messages, bos_token="", flag=1) == "fTrue1"
 
-    def test_of_endless_text_are_refused(self) -> None:
-        with pytest.raises(RequestError, match="messages hold more than 8,000,000 characters and items; shorten them"):
-            of("").render([{"role": "user", "content": "a" * 4_000_000}] * 3)
+    @pytest.mark.parametrize("arguments", [{"a": [0] * (1 << 18)}, json.dumps([0] * (1 << 19))])
+    def test_of_endless_text_or_values_are_refused(self, arguments: Any) -> None:
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for message in ({"content": "a" * 9_000_000}, {"content": "a", "tool_calls": [call]}):
+            with pytest.raises(RequestError, match="messages hold more than 8,000,000 characters, each value counted"):
+                of("").render([{"role": "assistant", **message}])
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
