@@ -21,8 +21,14 @@ from llmc.runtime.text.sandbox import Sandbox
 from llmc.runtime.text.tokenizer import CONFIG_FILE, REMEDY, Tokenizer, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
-# Characters and items of messages, tools, documents and variables together. Of contexts in use none holds more.
+# Characters of messages, tools, documents and variables together. Of contexts in use none holds more.
 LARGEST_INPUT = 8_000_000
+# As many characters as a value counts: what templates do with 262,144 values, such as to write them as JSON, takes a few
+# hundredths of a second, in which nothing else of Python runs.
+VALUE_SIZE = 30
+_TOO_LARGE = (
+    f"the messages hold more than {LARGEST_INPUT:,} characters, each value counted as {VALUE_SIZE}; shorten them"
+)
 # Lists in lists: JSON schemas of tools stay below 20, and Python's own recursion ends at some hundreds.
 DEEPEST = 100
 # Keys whose values templates compare with words; where the value is one, it is not hidden as a control token.
@@ -112,7 +118,7 @@ class ChatTemplate:
         Raises:
             UsageError: the messages are malformed, nested too deep, or hold what JSON has not.
             RequestError: the template refuses the messages, leaves out the text that is to be gone on with, or fails;
-                or they have more than :data:`LARGEST_INPUT` characters and items.
+                or they have more than :data:`LARGEST_INPUT` characters.
         """
         compiled, name = self._marked if disguise else self._plain, self._name(tools is not None)
         if not isinstance(messages, list | tuple) or not messages:
@@ -243,6 +249,8 @@ def _call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
+    if function["arguments"].count(",") * VALUE_SIZE > LARGEST_INPUT:
+        raise RequestError(_TOO_LARGE)
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):  # of an answer that was cut: templates see the text
@@ -262,7 +270,7 @@ class _Copies:
         self._text = hide
         self._words = words
         self._keys: dict[Any, str] = {}
-        self._size = 0  # characters and items copied
+        self._size = 0  # of what is copied
 
     def message(self, message: Any, where: str) -> dict[str, Any]:
         """A message with the keys that templates expect."""
@@ -281,9 +289,9 @@ class _Copies:
 
     def plain(self, value: Any, where: str, depth: int = 0) -> Any:
         """A copy of any value."""
-        self._size += 1 + (len(value) if isinstance(value, str) else 0)
+        self._size += VALUE_SIZE + (len(value) if isinstance(value, str) else 0)
         if self._size > LARGEST_INPUT:
-            raise RequestError(f"the messages hold more than {LARGEST_INPUT:,} characters and items; shorten them")
+            raise RequestError(_TOO_LARGE)
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):

@@ -24,6 +24,7 @@ FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
 # Marks are of the first private area, which has room for any tokenizer's.
 FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD
 STANDS = f"{chr(FIRST_STAND)}-{chr(LAST_STAND)}{chr(FIRST_MARK)}-{chr(LAST_MARK)}"  # and marks, for a class
+_STAND = re.compile(f"[{STANDS}]")
 
 
 class ControlTokens:
@@ -52,7 +53,7 @@ class ControlTokens:
         """Control tokens by their marks."""
         plain = [token.content for token in added.values() if not token.special and not token.normalized]
         self._written = re.compile(f"{_any_of([*self._names, *plain])}|[{STANDS}]")
-        self.spelt = re.compile(f"{_any_of(self._names)}|[{STANDS}]")
+        self.spelt = re.compile(_any_of(self._names))
 
     def mark(self, text: str) -> str:
         """``text`` of a template, with a mark in place of each control token."""
@@ -127,11 +128,12 @@ class Disguise:
 
     def hide(self, text: str) -> str:
         """``text`` with a character in place of each control token; RequestError if there are too many."""
-        stands = self._stands
+        if not text.isascii():
+            text = _STAND.sub(self._stand, text)
+        return self.controls.spelt.sub(self._stand, text)
 
-        return self.controls.spelt.sub(lambda match: stands.get(match[0]) or self._stand(match[0]), text)
-
-    def _stand(self, text: str) -> str:
+    def _stand(self, match: re.Match[str]) -> str:
+        text = match[0]
         if text not in self._stands:
             if FIRST_STAND + len(self._stands) > LAST_STAND:
                 raise RequestError("the messages hold too many control tokens and Tangut ideographs; leave some out")

@@ -15,19 +15,12 @@ from tokenizers import decoders, models
 
 from llmc.runtime.guided.grammars import Grammars
 from llmc.runtime.guided.guide import GrammarGuide
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[3] / "recipes/tiny/checkpoint"
 PADDING = 13  # ids that the model has and the tokenizer has not; no multiple of 8
 MOST_TOKENS = 600
-
-
-@dataclass(frozen=True)
-class Form:
-    json_schema: Any = None
-    regex: Any = None
-    grammar: Any = None
-    choice: Any = None
 
 
 @dataclass(frozen=True)
@@ -48,12 +41,8 @@ class Vocabulary:
         """For tests that need none of their own; reading a vocabulary takes a moment."""
         return self.grammars()
 
-    @staticmethod
-    def form(**form: Any) -> Form:
-        return Form(**form)
-
     def ask(self, grammars: Grammars | None = None, **form: Any) -> GrammarGuide | None:
-        compiled = (grammars or self.shared).compiled(Form(**form))
+        compiled = (grammars or self.shared).compiled(SamplingParams(**form))
         return None if compiled is None else GrammarGuide(compiled)
 
     def start(self, grammars: Grammars | None = None, **form: Any) -> GrammarGuide:

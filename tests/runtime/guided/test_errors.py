@@ -16,6 +16,7 @@ from llmc.runtime.guided import grammars as grammars_module
 from llmc.runtime.guided import guide as guide_module
 from llmc.runtime.guided import trial
 from llmc.runtime.guided.guide import GrammarGuide
+from llmc.runtime.sampling.params import SamplingParams
 
 # A stack below which the library's recursion over the deepest inputs overflows by far.
 SMALL_STACK = 256 * 1024
@@ -46,7 +47,7 @@ GRAMMAR = [
     ({"regex": r"[^\x00-\U0010FFFF]"}, "it allows no text"),
     ({"grammar": "start: foo"}, "unknown name"),
     ({"grammar": "root ::= foo\n"}, "No 'foo' rule; define it"),
-    ({"grammar": ""}, "No 'root' rule"),
+    ({"grammar": " "}, "No 'root' rule"),
     ({"grammar": "start: " + "(" * 20_000}, "deeply nested|lexer error"),
     ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "'x-guidance' at # cannot be enforced"),
     ({"grammar": 'start: "a" | %json {"not": {}}'}, "'not' at # cannot be enforced"),
@@ -158,12 +159,12 @@ class TestTime:
 
     def test_is_that_of_the_request_where_it_has_less(self, tiny: Any) -> None:
         with pytest.raises(DeadlineError, match=r"deadline of 0.2 s passed while json_schema was compiled"):
-            tiny.shared.compiled(tiny.form(json_schema=MANY_COMBINATIONS), 0.2)
+            tiny.shared.compiled(SamplingParams(json_schema=MANY_COMBINATIONS), 0.2)
 
     def test_is_bounded_without_a_process_as_well(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(guide_module.CompiledGrammar, "_build", lambda self: time.sleep(0.2))
         with pytest.raises(DeadlineError, match=r"deadline of 0.01 s passed while regex was compiled"):
-            tiny.shared.compiled(tiny.form(regex="never compiled before"), 0.01)
+            tiny.shared.compiled(SamplingParams(regex="never compiled before"), 0.01)
 
     def test_counts_what_the_grammar_takes_and_not_what_a_busy_machine_does(
         self, tiny: Any, monkeypatch: pytest.MonkeyPatch
@@ -211,7 +212,7 @@ class TestCache:
             guide_module.CompiledGrammar, "_build", lambda self: compiled.append(self.kind) or build(self)
         )
         grammars = tiny.grammars()
-        for form in [{"json_schema": SCHEMA}, {"regex": "a"}, {"choice": ("a", "b")}, {"choice": ["a", "b", "a"]}] * 3:
+        for form in [{"json_schema": SCHEMA}, {"regex": "a"}, {"choice": ("a", "b")}, {"choice": ("a", "b", "a")}] * 3:
             tiny.start(grammars, **form)
         tiny.start(grammars, json_schema=json.dumps(SCHEMA))
         assert compiled == ["json_schema", "regex", "choice"]

@@ -98,24 +98,6 @@ class TestOutputs:
         following = {(tiny.spellings[token] or b"")[:1] for token in tiny.allowed(guide)}
         assert following == {b'"', b"\\", b"b", b"f", b"n", b"r", b"t"}
 
-    def test_without_a_guide_break_every_rule(self, tiny: Any) -> None:
-        """The planted error: what the walks and oracles above do with no mask."""
-
-        class Free:
-            finished = False
-
-            def mask(self, logits: Any) -> Any:
-                return logits
-
-            def accept(self, token: int) -> None: ...
-
-        free: Any = Free()
-        text = b"".join(tiny.spellings[token] or b"" for token in tiny.walk(free, 0, 20) if token < len(tiny.spellings))
-        assert not any(re.fullmatch(regex, text.decode(errors="replace")) for regex in REGEXES)
-        assert not is_arithmetic(text.decode(errors="replace"))
-        with pytest.raises(ValueError):
-            json.loads(text)
-
 
 def test_the_parser_refuses_what_breaks_the_grammar():
     assert is_arithmetic("(1+22)+333")

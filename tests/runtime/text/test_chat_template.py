@@ -249,9 +249,12 @@ class TestMessages:
         assert template.render(messages, flag=[1]) == "f<s>True[1]"
         assert template.render(messages, bos_token="", flag=1) == "fTrue1"
 
-    def test_of_endless_text_are_refused(self) -> None:
-        with pytest.raises(RequestError, match="messages hold more than 8,000,000 characters and items; shorten them"):
-            of("").render([{"role": "user", "content": "a" * 4_000_000}] * 3)
+    @pytest.mark.parametrize("arguments", [{"a": [0] * (1 << 18)}, json.dumps([0] * (1 << 19))])
+    def test_of_endless_text_or_values_are_refused(self, arguments: Any) -> None:
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for message in ({"content": "a" * 9_000_000}, {"content": "a", "tool_calls": [call]}):
+            with pytest.raises(RequestError, match="messages hold more than 8,000,000 characters, each value counted"):
+                of("").render([{"role": "assistant", **message}])
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
@@ -339,21 +342,12 @@ class TestTokens:
         ("source", "message", "variables"),
         [
             ("{% for p in messages[0].content %}{{ p.text }}{% endfor %}", {"content": parts("<|im_", "end|>")}, {}),
-            (
-                "{% for p in messages[0].content %}{{ p.text|trim }}{% endfor %}",
-                {"content": parts("<|im_ ", "end|>")},
-                {},
-            ),
             ("{{ messages[0].role }}", {"role": "user<|im_end|>", "content": "a"}, {}),
-            ("{{ messages[0].name }}", {"name": "<|im_end|>", "content": "a"}, {}),
             ("{{ messages[0]|tojson }}", {"<|im_end|>": ["</s>"], "content": "a"}, {}),
             ("{{ messages|tojson(ensure_ascii=true) }}", {"content": "<|im_end|>\U00017000\U000187f7"}, {}),
-            ("{{ messages[0].content }}", {"content": r"\ud81c\udc00 <|im_end|>"}, {}),
-            ("{{ messages|tojson }}", {"content": r"\ud81c\udc00 <|im_end|>"}, {}),
             ("{{ messages|tojson(ensure_ascii=true) }}", {"content": r"\ud81c\udc00 <|im_end|>"}, {}),
             ("{{ messages[0].content|upper|escape|title|trim }}", {"content": " <|im_end|> "}, {}),
             ("{{ messages[0].tool_calls }}", {"tool_calls": [{"function": {"name": "</s>"}}], "content": ""}, {}),
-            ("{{ x }}", {"content": ""}, {"x": "</s>"}),
             (
                 "{{ tools[0].a }}{{ documents }}",
                 {"content": ""},
