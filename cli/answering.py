@@ -30,22 +30,14 @@ def loading(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_unseen(sampling: dict[str, Any]) -> None:
-    """Refuse what only JSON shows.
-
-    Raises:
-        UsageError: log-probabilities were asked for, or no text.
-    """
+    """Refuse what only JSON shows."""
     for name in ("logprobs", "prompt_logprobs", "detokenize"):
         if sampling.get(name, True) is not True:
             raise UsageError(f"{name} is {sampling[name]}, which only llmc run with --json shows; add it, or leave it")
 
 
 def refuse_several(sampling: dict[str, Any]) -> None:
-    """Refuse what gives a turn several answers.
-
-    Raises:
-        UsageError: naming it.
-    """
+    """Refuse what gives a turn several answers."""
     if sampling.get("num_return_sequences", 1) > 1 or (sampling.get("n", 1) > 1 and "consensus" not in sampling):
         raise UsageError("--n or --num-return-sequences ask for several outputs, a turn has one; leave them out")
 

@@ -121,11 +121,7 @@ def is_checkpoint(source: Path) -> bool:
 
 
 def refuse_choices() -> None:
-    """Refuse options that a rebuild does not look at: everything is as the bundle was built.
-
-    Raises:
-        click.UsageError: with the first of them.
-    """
+    """Refuse options that a rebuild does not look at: everything is as the bundle was built."""
     context = click.get_current_context()
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE

@@ -83,12 +83,7 @@ def eval_command(
 
 
 def check_layers(bundle: Path, reference: Path | None) -> None:
-    """Refuse to look into layers without a reference, or into those that hand on 16 bits: a reference has float32.
-
-    Raises:
-        UsageError: there is no reference, or the bundle computes in 16 bits.
-        BundleError: it is none, or broken.
-    """
+    """Refuse to look into layers without a reference, or into those that hand on 16 bits: a reference has float32."""
     if reference is None:
         raise click.UsageError("--layers compares with the unquantized model: give --reference EXPORT")
     compute = read_bundle(bundle).recipe.compute

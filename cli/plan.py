@@ -151,10 +151,6 @@ def _tokenizer_folder(checkpoint: Checkpoint) -> Iterator[Path]:
 def check_export(checkpoint: Path) -> None:
     """Refuse to export where memory does not suffice, or a tokenizer that does not work. A broken checkpoint is the
     exporter's to report.
-
-    Raises:
-        ResourceError: with the number missing.
-        BundleError: the tokenizer does not work within the limits of its trial.
     """
     from llmc.export.sources.checkpoint import read_checkpoint
     from llmc.runtime.bench.stages import Stage, export_plan, refusal

@@ -16,12 +16,7 @@ MIN_STDIN_BYTES = 1_000_000
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a regular file: a pipe may have nobody at its other end, and a device no end.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or has more than 64 MB; ``strerror`` says which.
-        ValueError: it is not UTF-8.
-    """
+    """The UTF-8 text of a regular file: a pipe may have nobody at its other end, and a device no end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -43,22 +38,14 @@ def stdin_limit(max_context: int) -> int:
 
 
 def read_stdin(limit: int) -> str:
-    """All of stdin, nothing where it is closed.
-
-    Raises:
-        UsageError: it has more than ``limit`` bytes, or is not UTF-8.
-    """
+    """All of stdin, nothing where it is closed."""
     if sys.stdin is None:
         return ""
     return _text(sys.stdin.buffer.read(limit + 1), limit, "the prompt")
 
 
 def stdin_lines(limit: int) -> Iterator[str]:
-    """The lines of stdin without their ends, none where it is closed.
-
-    Raises:
-        UsageError: one has more than ``limit`` bytes, or is not UTF-8.
-    """
+    """The lines of stdin without their ends, none where it is closed."""
     while sys.stdin is not None and (line := sys.stdin.buffer.readline(limit + 1)):
         yield _text(line, limit, "a line").rstrip("\r\n")
 

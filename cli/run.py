@@ -83,12 +83,7 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
 
 
 def read_prompt(prompt: str | None, bundle: Path) -> str:
-    """The prompt as given, or all of stdin.
-
-    Raises:
-        UsageError: nobody gave one, or what came is not UTF-8 or more than the bundle can take.
-        BundleError: the bundle does not say how much that is.
-    """
+    """The prompt as given, or all of stdin."""
     if prompt is not None:
         return prompt
     if at_terminal():

@@ -15,11 +15,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def named_path(file: str, command: str) -> Path:
-    """The file that a person named after a command, ``~`` being a home.
-
-    Raises:
-        UsageError: there is no name, or it can be none of a file.
-    """
+    """The file that a person named after a command, ``~`` being a home."""
     if not file:
         raise UsageError(f"{command} needs a file: {command} FILE")
     if "\0" in file:
@@ -44,11 +40,7 @@ def state_of(path: Path) -> Path:
 
 
 def check_replaceable(path: Path, state: Path) -> None:
-    """Refuse to overwrite what no ``/save`` wrote.
-
-    Raises:
-        UsageError: naming the file.
-    """
+    """Refuse to overwrite what no ``/save`` wrote."""
     if os.path.lexists(path):
         try:
             read_messages(path)
@@ -71,11 +63,7 @@ def _is_state(path: Path) -> bool:
 
 
 def remove_state(path: Path) -> None:
-    """Delete the keys and values of another conversation, if there are some.
-
-    Raises:
-        UsageError: they cannot be deleted.
-    """
+    """Delete the keys and values of another conversation, if there are some."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -83,11 +71,7 @@ def remove_state(path: Path) -> None:
 
 
 def read_messages(path: Path) -> list[Message]:
-    """The messages of a file that :func:`write_messages` wrote.
-
-    Raises:
-        UsageError: it cannot be read, or is not such a file.
-    """
+    """The messages of a file that :func:`write_messages` wrote."""
     try:
         content = json.loads(read_text(path))
     except OSError as error:
@@ -121,14 +105,7 @@ def _is_text(content: str) -> bool:
 
 
 def write_messages(path: Path, model: str, messages: list[Message]) -> None:
-    """Save a conversation: whole or not at all, readable by its owner only.
-
-    Args:
-        model: name of the model that it was with, for people.
-
-    Raises:
-        UsageError: the place cannot be written, or a message has no form in UTF-8.
-    """
+    """Save a conversation: whole or not at all, readable by its owner only."""
     content = {"format": FORMAT, "version": VERSION, "model": model, "messages": messages}
     try:
         with replaced(path, f".{path.name}-") as file:

@@ -16,9 +16,6 @@ def cleanly_stopped() -> Iterator[None]:
     """Let SIGTERM end the block as Ctrl-C would, and then the process; what the block was writing is removed.
 
     Where SIGTERM is ignored, or somebody else handles it, that stays so.
-
-    Raises:
-        SystemExit: with :data:`TERMINATED`, after SIGTERM.
     """
     stopped = False
 

@@ -54,11 +54,7 @@ class Summary:
 
 
 def summarize(path: Path) -> Summary:
-    """Read a checkpoint, an export or a bundle, whichever ``path`` is.
-
-    Raises:
-        BundleError, CheckpointError: the folder is none of these, or broken.
-    """
+    """Read a checkpoint, an export or a bundle, whichever ``path`` is."""
     kind = kind_of(path)
     if kind == "bundle":
         return _of_bundle(path)
@@ -68,11 +64,7 @@ def summarize(path: Path) -> Summary:
 
 
 def kind_of(path: Path) -> str:
-    """Bundle, export or checkpoint.
-
-    Raises:
-        BundleError: the folder is none of them; with the files that tell.
-    """
+    """Bundle, export or checkpoint."""
     if path.is_file():
         return "checkpoint"  # in a GGUF file, or what is none is refused when it is read
     kinds = {bundle.BUNDLE_MANIFEST: "bundle", bundle.EXPORT_MANIFEST: "export", CONFIG_FILE: "checkpoint"}

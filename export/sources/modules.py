@@ -48,11 +48,7 @@ class Ending:
 
 
 def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
-    """The end of the encoder in ``folder``, whose ``config.json`` holds ``config``; None for a model that generates.
-
-    Raises:
-        CheckpointError: there is a module or a setting that is not supported, or no word about pooling.
-    """
+    """The end of the encoder in ``folder``, whose ``config.json`` holds ``config``; None for a model that generates."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifies = architecture.endswith("ForSequenceClassification")
@@ -98,11 +94,7 @@ def prefixed(stored: Mapping[str, Weight]) -> dict[str, Weight]:
 def ended(
     folder: Path, config: DecoderConfig, ending: Ending, found: Mapping[str, Weight]
 ) -> tuple[DecoderConfig, dict[str, Weight]]:
-    """The decoder with the end of an encoder in the place of its head, and the tensors of both.
-
-    Raises:
-        CheckpointError: they do not fit together, or a file is missing.
-    """
+    """The decoder with the end of an encoder in the place of its head, and the tensors of both."""
     end, tensors = ending.encoder, dict(found)
     _check_widths(folder, config, end)
     head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)

@@ -41,11 +41,7 @@ Words = NDArray[np.int32]
 
 
 def unpacked(folder: Path, found: dict[str, StoredTensor], how: Quantization | None) -> dict[str, Weight]:
-    """Tensors by name, with one weight in the place of all the tensors that make up a quantized one.
-
-    Raises:
-        CheckpointError: one of them is missing, or has another shape or type than the others ask for.
-    """
+    """Tensors by name, with one weight in the place of all the tensors that make up a quantized one."""
     if how is None:
         return {**found}
     rest, weights = {name: item for name, item in found.items() if not name.endswith(_LEFT_OUT)}, {}
@@ -279,11 +275,7 @@ def _with_zeros(made: QuantizedTensor, zero_points: Callable[[], NDArray[np.int8
 
 
 def read_rows(folder: Path, tensor: StoredTensor, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-    """Rows of a stored tensor, in its own type.
-
-    Raises:
-        CheckpointError: the file is gone or ends early.
-    """
+    """Rows of a stored tensor, in its own type."""
     dtype = array_type(tensor.dtype)
     rows = tensor.shape[0] if tensor.shape else 1
     stop = rows if stop is None else stop

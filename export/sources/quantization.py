@@ -54,11 +54,7 @@ class Quantization:
 
 
 def read_quantization(config: Keys) -> Quantization | None:
-    """The checkpoint's ``quantization_config``, or ``compression_config``, None where it has none.
-
-    Raises:
-        CheckpointError: a method, a key or a value is unknown or not supported; the message names it.
-    """
+    """The checkpoint's ``quantization_config``, or ``compression_config``, None where it has none."""
     names = [name for name in ("quantization_config", "compression_config") if config.raw(name) is not None]
     if not names:
         return None

@@ -62,11 +62,7 @@ class Shard:
 
 
 def read_shards(folder: Path) -> list[Shard]:
-    """Read the headers of ``model.safetensors``, or of all the files that its index names.
-
-    Raises:
-        CheckpointError: no safetensors weights here, a shard is missing, or a file is broken.
-    """
+    """Read the headers of ``model.safetensors``, or of all the files that its index names."""
     if (folder / SINGLE_FILE).is_file():
         return [read_shard(folder / SINGLE_FILE)]
     if not (folder / INDEX_FILE).is_file():
@@ -82,11 +78,7 @@ def read_shards(folder: Path) -> list[Shard]:
 
 
 def read_shard(path: Path) -> Shard:
-    """Read one file's header and check it against the file's size.
-
-    Raises:
-        CheckpointError: the file is truncated, not safetensors, or holds a dtype beyond :data:`ITEM_BITS`.
-    """
+    """Read one file's header and check it against the file's size."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

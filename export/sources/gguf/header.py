@@ -85,12 +85,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of one file and check it against the file's size.
-
-    Raises:
-        CheckpointError: the file is truncated, corrupt, of another format, beyond a bound, or holds tensors of a type
-            that is not read.
-    """
+    """Read the header of one file and check it against the file's size."""
     try:
         with open_regular(path) as file:
             return _Reader(path, file).header()

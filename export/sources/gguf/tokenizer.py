@@ -50,11 +50,7 @@ class Tokenizer:
 
 
 def read_tokenizer(where: str, metadata: Mapping[str, Any], rows: int) -> Tokenizer:
-    """The tokenizer that ``metadata`` describe, for a model whose embedding has ``rows``.
-
-    Raises:
-        CheckpointError: it is missing, broken, of another kind, or has more tokens than the model has rows.
-    """
+    """The tokenizer that ``metadata`` describe, for a model whose embedding has ``rows``."""
     return _Reader(where, metadata, rows).tokenizer()
 
 
