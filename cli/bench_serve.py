@@ -80,11 +80,7 @@ def bench_serve_command(url: str, as_json: bool, api_key_env: str | None, extra_
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """The fields of a JSON object.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """The fields of a JSON object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -98,18 +98,7 @@ def converse(
     system: str | None = None,
     saved: Path | None = None,
 ) -> None:
-    """Talk until the end of input.
-
-    Args:
-        sampling: parameters of every request.
-        stats: whether to print counts and times after each answer.
-        system: what the model is told before everything else; it takes the place of a saved conversation's.
-        saved: a conversation to go on with.
-
-    Raises:
-        UsageError: the parameters make several outputs, or a command is wrong and stdin is no terminal.
-        RequestError: an answer failed, and stdin is no terminal.
-    """
+    """Talk until the end of input."""
     refuse_several(sampling)
     interactive = at_terminal()
     with interrupts(interactive) as keys:
@@ -139,15 +128,7 @@ def refuse_without_template(model: Model) -> None:
 
 
 class Conversation:
-    """Messages so far, and what a line does to them.
-
-    Args:
-        model: what answers.
-        sampling: parameters of every request.
-        stats: whether to print counts and times after each answer.
-        interactive: whether a person sees errors, and goes on; otherwise they are raised.
-        keys: what Ctrl-C means.
-    """
+    """Messages so far, and what a line does to them."""
 
     def __init__(
         self, model: Model, sampling: dict[str, Any], stats: bool, interactive: bool, keys: Interrupts
@@ -187,11 +168,7 @@ class Conversation:
         return True
 
     def obey(self, line: str) -> None:
-        """Do what a line with a slash says.
-
-        Raises:
-            UsageError: there is no such command, or what it needs is wrong.
-        """
+        """Do what a line with a slash says."""
         name, _, argument = line.strip().partition(" ")
         if name[1:].replace("-", "_") in SAMPLING_NAMES:
             name, argument = "/set", f"{name[1:]} {argument}"

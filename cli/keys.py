@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 class Interrupts:
-    """The present meaning of Ctrl-C where no line is typed: it never raises in the middle of something.
-
-    Attributes:
-        handle: the answer that is being generated.
-        pressed: whether it came, and nothing was there to stop.
-    """
+    """The present meaning of Ctrl-C where no line is typed: it never raises in the middle of something."""
 
     def __init__(self) -> None:
         self.handle: Handle | None = None

@@ -16,11 +16,7 @@ class NewPath(click.Path):
     """A path that need not exist, but has a name: without one it would be the folder that one is in."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path.
-
-        Raises:
-            click.BadParameter: it is empty.
-        """
+        """The path."""
         if not str(value):
             self.fail("'' is no path; name one, or leave the option out", param, ctx)
         return super().convert(value, param, ctx)
@@ -30,11 +26,7 @@ class BundlePath(click.Path):
     """A path where a bundle may be."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path.
-
-        Raises:
-            UsageError: nothing is there, or no folder; with the way to a bundle.
-        """
+        """The path."""
         path: Any = super().convert(value, param, ctx)
         try:
             if not path.is_dir():
@@ -48,12 +40,7 @@ class SourcePath(click.Path):
     """A folder, or a GGUF file, to build of or to look at."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path.
-
-        Raises:
-            UsageError: nothing is there but a name as hubs have them.
-            click.BadParameter: nothing is there.
-        """
+        """The path."""
         if said := absent(Path(value)):
             raise UsageError(said)
         return super().convert(value, param, ctx)

@@ -16,12 +16,7 @@ MIN_STDIN_BYTES = 1_000_000
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a regular file: a pipe may have nobody at its other end, and a device no end.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or has more than 64 MB; ``strerror`` says which.
-        ValueError: it is not UTF-8.
-    """
+    """The UTF-8 text of a regular file: a pipe may have nobody at its other end, and a device no end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))

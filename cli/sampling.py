@@ -123,12 +123,7 @@ def _type(name: str, values: Range) -> Any:
 
 
 def changed(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Parameters with another value of one of them, or without one where there is no text.
-
-    Raises:
-        UsageError: there is no such parameter, its value is out of range or does not go with the others, or a talk
-            cannot show what it asks for.
-    """
+    """Parameters with another value of one of them, or without one where there is no text."""
     if name not in SAMPLING_NAMES:
         close = neighbour(name, SAMPLING_NAMES)
         hint = f"did you mean {close}?" if close else "llmc chat --help lists them"

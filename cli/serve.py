@@ -64,11 +64,7 @@ def _in_units(size: int) -> str:
 
 
 def named(bundles: tuple[str, ...]) -> dict[str, Path] | None:
-    """Models by name: ``NAME=FOLDER``, or a folder that gives its own name.
-
-    Raises:
-        UsageError: two have the same name, or one is an empty text.
-    """
+    """Models by name: ``NAME=FOLDER``, or a folder that gives its own name."""
     found: dict[str, Path] = {}
     for given in bundles:
         name, sign, folder = given.partition("=")

@@ -64,11 +64,7 @@ def summarize(path: Path) -> Summary:
 
 
 def kind_of(path: Path) -> str:
-    """Bundle, export or checkpoint.
-
-    Raises:
-        BundleError: the folder is none of them; with the files that tell.
-    """
+    """Bundle, export or checkpoint."""
     if path.is_file():
         return "checkpoint"  # in a GGUF file, or what is none is refused when it is read
     kinds = {bundle.BUNDLE_MANIFEST: "bundle", bundle.EXPORT_MANIFEST: "export", CONFIG_FILE: "checkpoint"}

@@ -132,11 +132,7 @@ class Keys:
         self._own_names: dict[str, str] = {}
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Read keys of a family's own (``names`` to the common ones) under the common names; messages keep their own.
-
-        Raises:
-            CheckpointError: both are there, and differ.
-        """
+        """Read keys of a family's own (``names`` to the common ones) under the common names; messages keep their own."""
         for own, name in names.items():
             if (value := self._values.get(own)) is not None:
                 if self._values.get(name, value) != value:
@@ -227,11 +223,7 @@ class Keys:
         self.notes.append(f"{Path(self.where).name}: {sentence}")
 
     def finish(self) -> None:
-        """Refuse what nobody read.
-
-        Raises:
-            CheckpointError: a key is unknown, or has a value that llmc does not support.
-        """
+        """Refuse what nobody read."""
         for name, value in self._values.items():
             if value is None or name in self._read or name in IRRELEVANT:  # null means not set
                 continue

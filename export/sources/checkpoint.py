@@ -86,11 +86,7 @@ def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk.
-
-    Raises:
-        CheckpointError: something is missing, broken or unsupported; the message names it.
-    """
+    """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk."""
     return _read_gguf(path) if path.suffix == SUFFIX and not path.is_dir() else _read_folder(path)
 
 
@@ -152,11 +148,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file of a checkpoint or an export, see :func:`llmc.origin.own_file`.
-
-    Raises:
-        CheckpointError: the file is missing, broken or somebody else's.
-    """
+    """An object in a JSON file of a checkpoint or an export, see :func:`llmc.origin.own_file`."""
     found = own_file(path.parent, path.name)
     if found is None:
         raise CheckpointError(f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder")

@@ -22,11 +22,7 @@ _NAMES = {kind: name for name, kind in IR_TYPES.items()}
 
 
 def read_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Place of each weight of an export's decoder by its name.
-
-    Raises:
-        CheckpointError: the graph or a file of weights is missing, broken or somebody else's.
-    """
+    """Place of each weight of an export's decoder by its name."""
     try:
         graph = ir.load(folder / DECODER_FILE).graph
     except (OSError, DecodeError) as error:

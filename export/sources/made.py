@@ -26,11 +26,7 @@ ARRAY_TYPES = {
 
 
 def array_type(dtype: str) -> np.dtype[Any]:
-    """The type of arrays for one of :data:`ARRAY_TYPES`.
-
-    Raises:
-        MissingExtraError: numpy has none, and ml_dtypes, which brings it, is not installed.
-    """
+    """The type of arrays for one of :data:`ARRAY_TYPES`."""
     name = ARRAY_TYPES[dtype]
     return np.dtype(getattr(require("ml_dtypes", "build"), name) if dtype in ("BF16", "F8_E4M3") else name)
 
@@ -56,12 +52,7 @@ class MadeTensor:
 
 
 def write_made(tensors: Mapping[str, StoredTensor | MadeTensor], folder: Path) -> tuple[dict[str, StoredTensor], int]:
-    """Write the made ones into ``folder``; return the place of each tensor, and how many bytes are new.
-
-    Raises:
-        CheckpointError: what a tensor is made from is broken.
-        OSError: the file cannot be written.
-    """
+    """Write the made ones into ``folder``; return the place of each tensor, and how many bytes are new."""
     places = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, StoredTensor)}
     made = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, MadeTensor)}
     if not made:

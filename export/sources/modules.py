@@ -94,11 +94,7 @@ def prefixed(stored: Mapping[str, Weight]) -> dict[str, Weight]:
 def ended(
     folder: Path, config: DecoderConfig, ending: Ending, found: Mapping[str, Weight]
 ) -> tuple[DecoderConfig, dict[str, Weight]]:
-    """The decoder with the end of an encoder in the place of its head, and the tensors of both.
-
-    Raises:
-        CheckpointError: they do not fit together, or a file is missing.
-    """
+    """The decoder with the end of an encoder in the place of its head, and the tensors of both."""
     end, tensors = ending.encoder, dict(found)
     _check_widths(folder, config, end)
     head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)

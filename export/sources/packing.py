@@ -41,11 +41,7 @@ Words = NDArray[np.int32]
 
 
 def unpacked(folder: Path, found: dict[str, StoredTensor], how: Quantization | None) -> dict[str, Weight]:
-    """Tensors by name, with one weight in the place of all the tensors that make up a quantized one.
-
-    Raises:
-        CheckpointError: one of them is missing, or has another shape or type than the others ask for.
-    """
+    """Tensors by name, with one weight in the place of all the tensors that make up a quantized one."""
     if how is None:
         return {**found}
     rest, weights = {name: item for name, item in found.items() if not name.endswith(_LEFT_OUT)}, {}

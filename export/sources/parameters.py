@@ -31,9 +31,6 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
 
     Quantized weights lie [outputs, inputs], also where floats do not. ``offset`` says that norm weights of a family
     which adds one to them are stored without it.
-
-    Raises:
-        CheckpointError: a tensor that holds several parameters has not their shape, or two tensors have one name.
     """
     found = _canonical(folder, config, stored)
     shapes, parameters = parameter_shapes(config), Tensors(found)

@@ -51,11 +51,7 @@ class GgufModel:
 
 
 def read_gguf(path: Path) -> GgufModel:
-    """Read the headers of a model's files; weights stay on disk.
-
-    Raises:
-        CheckpointError: a file is missing, truncated, corrupt, or holds what is not supported.
-    """
+    """Read the headers of a model's files; weights stay on disk."""
     headers = _headers(path)
     metadata = headers[0].metadata
     if metadata.get("general.type") == "adapter":

@@ -53,11 +53,7 @@ class Metadata:
         self._read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value under ``ARCHITECTURE.key``. A list of one number per layer stands for it where all are the same.
-
-        Raises:
-            CheckpointError: it is a list of different numbers.
-        """
+        """The value under ``ARCHITECTURE.key``. A list of one number per layer stands for it where all are the same."""
         self._read.add(key)
         value = self.values.get(f"{self.architecture}.{key}", default)
         if not isinstance(value, (np.ndarray, list)):
@@ -67,11 +63,7 @@ class Metadata:
         return value[0].item() if isinstance(value, np.ndarray) else value[0]
 
     def finish(self) -> None:
-        """Refuse what nobody read.
-
-        Raises:
-            CheckpointError: a key of the architecture is unknown, or has a value that llmc does not support.
-        """
+        """Refuse what nobody read."""
         for name, value in self.values.items():
             key = name.removeprefix(f"{self.architecture}.")
             if key == name or key in self._read or key in _IRRELEVANT:
@@ -92,11 +84,7 @@ class Metadata:
 
 
 def read_config(data: Metadata) -> dict[str, Any]:
-    """The config of a model of a known architecture.
-
-    Raises:
-        CheckpointError: the architecture, a value or a key is not supported.
-    """
+    """The config of a model of a known architecture."""
     if data.architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"{data.where}: general.architecture={data.architecture!r:.80} is unsupported in GGUF files; expected one "

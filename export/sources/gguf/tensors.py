@@ -62,9 +62,6 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tup
     """Every tensor by the name of its parameter, and whether the files hold matrices as they are needed.
 
     If they do, all that is needed as it is stays where it lies. For the sake of a few vectors the files would be large.
-
-    Raises:
-        CheckpointError: two of the files hold a tensor of the same name.
     """
     found: dict[str, Weight] = {}
     entries = [(header.path, entry) for header in headers for entry in header.tensors if entry.name not in _CONSUMED]
@@ -166,12 +163,7 @@ def _plain(entry: Entry, raw: Bytes) -> NDArray[Any]:
 
 
 def unpacked(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
-    """Bytes of rows in blocks as floats [rows, ...].
-
-    Raises:
-        CheckpointError: one is no number, or too large for the type.
-        MissingExtraError: gguf is not installed.
-    """
+    """Bytes of rows in blocks as floats [rows, ...]."""
     quants, kinds = require("gguf.quants", "export"), require("gguf", "export").GGMLQuantizationType
     with np.errstate(over="ignore", invalid="ignore"):
         values: NDArray[Any] = quants.dequantize(raw, kinds[entry.kind]).astype(array_type(dtype))
