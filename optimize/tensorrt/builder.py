@@ -18,7 +18,6 @@ from typing import Any
 from llmc.bundle import EngineConfig
 from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.tensorrt import timing_cache
 from llmc.optimize.tensorrt.flags import compiled_with
 from llmc.optimize.tensorrt.messages import failure
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
@@ -31,12 +30,7 @@ PARSING = "reading the graph"
 
 @dataclass(frozen=True)
 class EngineReport:
-    """An engine that was built.
-
-    Attributes:
-        aliases: outputs that are an input updated in place, as output -> input.
-        messages: all warnings and errors of the library, in its words and in order.
-    """
+    """The in-place updates of a built engine (output -> input), and all that the library said, in order."""
 
     aliases: dict[str, str]
     messages: tuple[Message, ...]
@@ -44,8 +38,6 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class _Work:
-    """One build: what is asked for, the library's builder, the parsed graph, and where to write."""
-
     spec: EngineSpec
     builder: Any
     network: Network
@@ -90,8 +82,7 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
     """Build and write the engine; a failed build leaves no file."""
     monitor = Monitor(progress)
     progress(STEP, 0.0)
-    times = None if work.names_gpus else timing_cache.place(work.spec)
-    config = _config(work, monitor, times)
+    config = _config(work, monitor)
     staged = work.output.with_name(f".{work.output.name}.part")
     try:
         with logger(work.spec.library).collected() as messages:
@@ -104,8 +95,6 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
     finally:
         with contextlib.suppress(OSError):
             staged.unlink()
-    if times is not None:
-        timing_cache.keep(config, times)
     progress(STEP, 1.0)
     return messages
 
@@ -123,7 +112,7 @@ def _serialize(work: _Work, config: Any, path: Path) -> bool:
     return bool(done) and writer.size > 0  # it says True of a build that failed
 
 
-def _config(work: _Work, monitor: Monitor, times: Path | None) -> Any:
+def _config(work: _Work, monitor: Monitor) -> Any:
     """The builder's configuration."""
     library, asked = work.spec.library, work.spec.config
     config = work.builder.create_builder_config()
@@ -140,8 +129,6 @@ def _config(work: _Work, monitor: Monitor, times: Path | None) -> Any:
     if work.names_gpus:
         _set_gpus(config, library, asked.compute_capabilities)
     config.progress_monitor = monitor.native(library)
-    if times is not None:
-        timing_cache.use(library, config, times)
     for ranges in work.profiles:
         _add_profile(work, config, ranges)
     return config
@@ -160,8 +147,7 @@ def _flags(asked: EngineConfig, names_gpus: bool) -> list[str]:
 
 
 def _set_gpus(config: Any, library: Any, wanted: Sequence[str]) -> None:
-    """Name the GPUs to build for (TensorRT-RTX); without a name it builds for all from Ampere on."""
-    if not wanted:
+    if not wanted:  # TensorRT-RTX builds for all from Ampere on
         return
     config.num_compute_capabilities = len(wanted)
     for index, capability in enumerate(wanted):

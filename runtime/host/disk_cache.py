@@ -39,7 +39,6 @@ KINDS = (
     "kernels",
     "reference",
     "selftest",
-    "timing",
     "tokenizer",
 )
 
