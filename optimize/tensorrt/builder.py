@@ -17,7 +17,6 @@ from typing import Any
 
 from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.tensorrt import timing_cache
 from llmc.optimize.tensorrt.flags import compiled_with
 from llmc.optimize.tensorrt.messages import failure
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
@@ -30,12 +29,7 @@ PARSING = "reading the graph"
 
 @dataclass(frozen=True)
 class EngineReport:
-    """An engine that was built.
-
-    Attributes:
-        aliases: outputs that are an input updated in place, as output -> input.
-        messages: all warnings and errors of the library, in its words and in order.
-    """
+    """The in-place updates of a built engine (output -> input), and all that the library said, in order."""
 
     aliases: dict[str, str]
     messages: tuple[Message, ...]
@@ -43,8 +37,6 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class _Work:
-    """One build: what is asked for, the library's builder, the parsed graph, and where to write."""
-
     spec: EngineSpec
     builder: Any
     network: Network
@@ -83,8 +75,7 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
     """Build and write the engine; a failed build leaves no file."""
     monitor = Monitor(progress)
     progress(STEP, 0.0)
-    times = None if work.names_gpus else timing_cache.place(work.spec)
-    config = _config(work, monitor, times)
+    config = _config(work, monitor)
     staged = work.output.with_name(f".{work.output.name}.part")
     try:
         with logger(work.spec.library).collected() as messages:
@@ -97,8 +88,6 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
     finally:
         with contextlib.suppress(OSError):
             staged.unlink()
-    if times is not None:
-        timing_cache.keep(config, times)
     progress(STEP, 1.0)
     return messages
 
@@ -116,7 +105,7 @@ def _serialize(work: _Work, config: Any, path: Path) -> bool:
     return bool(done) and writer.size > 0  # it says True of a build that failed
 
 
-def _config(work: _Work, monitor: Monitor, times: Path | None) -> Any:
+def _config(work: _Work, monitor: Monitor) -> Any:
     """The builder's configuration."""
     library, asked = work.spec.library, work.spec.config
     config = work.builder.create_builder_config()
@@ -128,16 +117,13 @@ def _config(work: _Work, monitor: Monitor, times: Path | None) -> Any:
     if work.names_gpus:
         _set_gpus(config, library, asked.compute_capabilities)
     config.progress_monitor = monitor.native(library)
-    if times is not None:
-        timing_cache.use(library, config, times)
     for ranges in work.profiles:
         _add_profile(work, config, ranges)
     return config
 
 
 def _set_gpus(config: Any, library: Any, wanted: Sequence[str]) -> None:
-    """Name the GPUs to build for (TensorRT-RTX); without a name it builds for all from Ampere on."""
-    if not wanted:
+    if not wanted:  # TensorRT-RTX builds for all from Ampere on
         return
     config.num_compute_capabilities = len(wanted)
     for index, capability in enumerate(wanted):

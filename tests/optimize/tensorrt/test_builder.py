@@ -121,13 +121,6 @@ def test_a_workspace_too_small_says_what_would_help(rtx: Any, decoder: Path, con
         build_decoder(rtx, decoder, big)
 
 
-def test_a_library_that_measures_nothing_keeps_no_times(
-    rtx: Any, decoder: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("llmc.optimize.tensorrt.timing_cache.place", lambda spec: pytest.fail("times would be kept"))
-    build_decoder(rtx, decoder, config)
-
-
 # ------------------------------------------------------------------------------------------ progress and stopping
 
 

@@ -4,8 +4,6 @@ The recorded library raises at every name and argument that it does not have, so
 what they compute, only a GPU can tell.
 """
 
-import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,41 +114,3 @@ def test_a_full_disk_is_told_and_leaves_nothing(decoder: Path, config: EngineCon
         build_decoder(RecordedLibrary(), decoder, config)
     assert not decoder.with_name("engine.plan").exists()
     assert not staged.is_symlink()
-
-
-@pytest.fixture
-def kept_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
-    """Lets builds keep their times in a file."""
-
-    def place(path: Path) -> Path:
-        monkeypatch.setattr("llmc.optimize.tensorrt.timing_cache.place", lambda spec: path)
-        return path
-
-    return place
-
-
-def test_measured_times_are_kept_and_read_again(
-    decoder: Path, config: EngineConfig, tmp_path: Path, kept_at: Callable[[Path], Path]
-):
-    kept = kept_at(tmp_path / "times" / "l4")
-    build_decoder(RecordedLibrary(), decoder, config)
-    assert kept.read_bytes() == b"times"
-    again = RecordedLibrary()
-    build_decoder(again, decoder, config)
-    assert again.arguments("IBuilderConfig", "create_timing_cache") == [(b"times",)]
-    assert list(kept.parent.iterdir()) == [kept]
-
-
-def test_damaged_times_are_replaced_with_a_warning(
-    decoder: Path,
-    config: EngineConfig,
-    tmp_path: Path,
-    kept_at: Callable[[Path], Path],
-    caplog: pytest.LogCaptureFixture,
-):
-    kept = kept_at(tmp_path / "times")
-    kept.write_bytes(b"damaged")
-    with caplog.at_level(logging.WARNING):
-        build_decoder(RecordedLibrary(), decoder, config)
-    assert "times: the timing cache is not used (it was written by another version" in caplog.text
-    assert kept.read_bytes() == b"times"

@@ -19,7 +19,7 @@ from llmc.optimize.recipe import Request
 from llmc.optimize.recipe import resolve as resolve_recipe
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
-from llmc.optimize.tensorrt import flags, timing_cache
+from llmc.optimize.tensorrt import flags
 from llmc.optimize.tensorrt.builder import EngineReport
 from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE, compile_engine, profiles_of
 from llmc.optimize.tensorrt.network import Ranges
@@ -31,7 +31,6 @@ from llmc.optimize.tensorrt.spec import (
     resolve_engine,
 )
 from llmc.publish import file_entries
-from llmc.runtime.host import disk_cache
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.sessions.tensorrt.library import Message
 
@@ -226,25 +225,6 @@ def test_a_deferred_engine_touches_no_library():
     spec = resolve(deferred=True, optimization_level=3)
     assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
     assert spec.config.optimization_level == 3
-
-
-# -------------------------------------------------------------------------------------------------------- timing cache
-
-
-def test_measured_times_are_kept_apart_by_library_version_gpu_and_named_gpus(here: Callable[..., Any]):
-    def named(spec: EngineSpec, *gpus: str) -> EngineSpec:
-        return dataclasses.replace(spec, config=dataclasses.replace(spec.config, compute_capabilities=gpus))
-
-    found = []
-    for probe in (ORIN, H200, NO_GPU):
-        here(probe=probe)
-        found.append(resolve())
-    found += [named(found[-1], "8.6"), named(found[-1], "8.6", "8.9")]
-    paths = [timing_cache.place(each) for each in found]
-    assert len(set(paths)) == len(paths)
-    assert all(path.parents[2] == disk_cache.cache_root() for path in paths)
-    assert all(" " not in path.parent.name for path in paths)
-    assert timing_cache.place(found[1]) == paths[1], "the same engine finds its times again"
 
 
 # ----------------------------------------------------------------------------------------------------------- compiling
