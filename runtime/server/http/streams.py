@@ -3,7 +3,7 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from json.encoder import encode_basestring
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmc.errors import LlmcError
-from llmc.runtime.server.http.aside import LARGE, SHORT, apart, room_beside
+from llmc.runtime.server.http.aside import SHORT, apart, room_beside
 from llmc.runtime.server.http.errors import ApiError, from_llmc
 from llmc.runtime.server.http.logs import PIECES
 
@@ -59,20 +59,6 @@ async def answered(make: Callable[[], Any], *, large: bool) -> Response:
     if large:
         return Response(await apart(lambda: in_pieces(make())), media_type="application/json")
     return Response(encoded(make()), media_type="application/json")
-
-
-async def in_slices(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Pieces that are made off the event loop, as many at a time as make a large slice together."""
-
-    def taken() -> bytes:
-        found, size = [], 0
-        while size < LARGE and (piece := next(pieces, None)) is not None:
-            found.append(piece)
-            size += len(piece)
-        return b"".join(found)
-
-    while found := await apart(taken):
-        yield found
 
 
 def event(value: Any, name: str | None = None, encode: Callable[[Any], str] = encoded) -> bytes:

@@ -10,8 +10,6 @@ from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.streams import in_pieces
 
 Item = dict[str, Any]
-# A delta of an output: how many characters it had, and how many tokens' log-probabilities came with it.
-Piece = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -22,24 +20,21 @@ class Stored:
         previous: the id of the response that it goes on from.
         items: what was new in its input, as JSON.
         response: as it was sent.
-        pieces: the pieces in which its output came, as JSON; see
-            :class:`llmc.runtime.server.openai.response_events.Output`.
     """
 
     previous: str | None
     items: bytes
     response: bytes
-    pieces: bytes
 
     @property
     def size(self) -> int:
         """Bytes of all."""
-        return len(self.items) + len(self.response) + len(self.pieces)
+        return len(self.items) + len(self.response)
 
 
-def kept(previous: str | None, items: list[Item], response: dict[str, Any], pieces: list[list[Piece]]) -> Stored:
+def kept(previous: str | None, items: list[Item], response: dict[str, Any]) -> Stored:
     """A response as it is kept."""
-    return Stored(previous, *(in_pieces(part).encode() for part in (items, response, pieces)))
+    return Stored(previous, *(in_pieces(part).encode() for part in (items, response)))
 
 
 def read(kept: bytes) -> Any:

@@ -1,10 +1,9 @@
 """The output of a response as it grows: items of reasoning, text and calls, and the events that tell of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llmc.runtime.api.chat import MessageDelta, ToolCallDelta
-from llmc.runtime.server.models.response_store import Piece
 from llmc.runtime.server.models.service import new_id, plain_id
 
 Event = dict[str, Any]
@@ -17,19 +16,13 @@ class Output:
 
     Args:
         entries: log-probabilities in OpenAI's form; None where they are not asked for.
-        name: gives an item its id, from the beginning of one.
 
     Attributes:
         items: as they are so far.
-        pieces: the deltas of each, by which :func:`replay` tells the same events again.
     """
 
-    def __init__(
-        self, entries: Callable[[Any], list[dict[str, Any]]] | None, name: Callable[[str], str] = new_id
-    ) -> None:
+    def __init__(self, entries: Callable[[Any], list[dict[str, Any]]] | None) -> None:
         self.items: list[dict[str, Any]] = []
-        self.pieces: list[list[Piece]] = []
-        self._name = name
         self._entries = entries
         self._held: list[Any] = []  # log-probabilities of tokens that have made no text yet
         self._open: Kind | None = None
@@ -73,9 +66,8 @@ class Output:
             return
         yield from self.close()
         self._open = kind
-        item = _item(kind[0], call, self._name)
+        item = _item(kind[0], call)
         self.items.append(item)
-        self.pieces.append([])
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": item}
         if call is None:
             part = _part(kind[0])
@@ -90,56 +82,22 @@ class Output:
             found = self._entries(tuple(self._held)) if self._entries is not None else []
             part["logprobs"].extend(found)
             logprobs = {"logprobs": found}
-        self.pieces[-1].append((len(text), len(logprobs.get("logprobs", ()))))
         yield self._event(f"response.{kind}.delta", content_index=0, delta=text, **logprobs)
 
     def _arguments(self, text: str) -> Iterator[Event]:
         if text:
             self.items[-1]["arguments"] += text
-            self.pieces[-1].append((len(text), 0))
             yield self._event("response.function_call_arguments.delta", delta=text)
 
 
-def replay(items: Sequence[dict[str, Any]], pieces: Sequence[Sequence[Piece]]) -> Iterator[Event]:
-    """The events that such an output was told by.
-
-    Args:
-        items: those of a whole :class:`Output`.
-        pieces: in which they came.
-    """
-    names = (item["id"] for item in items)
-    output = Output(list, lambda prefix: next(names))
-    for index, (item, cuts) in enumerate(zip(items, pieces, strict=True)):
-        for delta in _deltas(item, cuts, index):
-            yield from output.events(delta)
-    yield from output.close(items[-1]["status"] if items else "completed")
-
-
-def _deltas(item: dict[str, Any], cuts: Sequence[Piece], index: int) -> Iterator[MessageDelta]:
-    """The deltas that made an item; ``index`` is what tells its call from others'."""
-    if item["type"] == "function_call":
-        yield MessageDelta(0, "", "", (ToolCallDelta(index, item["call_id"], item["name"], ""),))
-    part = item["content"][0] if "content" in item else {"text": item["arguments"]}
-    at = token = 0
-    for length, tokens in cuts:
-        text, logprobs = part["text"][at : at + length], part.get("logprobs", [])[token : token + tokens]
-        at, token = at + length, token + tokens
-        if item["type"] == "function_call":
-            yield MessageDelta(0, "", "", (ToolCallDelta(index, None, None, text),))
-        elif item["type"] == "reasoning":
-            yield MessageDelta(0, "", text, ())
-        else:
-            yield MessageDelta(0, text, "", (), logprobs=tuple(logprobs))
-
-
-def _item(kind: str, call: ToolCallDelta | None, name: Callable[[str], str]) -> dict[str, Any]:
+def _item(kind: str, call: ToolCallDelta | None) -> dict[str, Any]:
     """An item without its content."""
     if call is not None:
         names = {"call_id": f"call_{plain_id(call.id or '')}", "name": call.name, "arguments": ""}
-        return {"id": name("fc_"), "type": kind, **names, "status": "in_progress"}
+        return {"id": new_id("fc_"), "type": kind, **names, "status": "in_progress"}
     if kind == "reasoning":
-        return {"id": name("rs_"), "type": kind, "summary": [], "content": [], "status": "in_progress"}
-    return {"id": name("msg_"), "type": kind, "role": "assistant", "content": [], "status": "in_progress"}
+        return {"id": new_id("rs_"), "type": kind, "summary": [], "content": [], "status": "in_progress"}
+    return {"id": new_id("msg_"), "type": kind, "role": "assistant", "content": [], "status": "in_progress"}
 
 
 def _part(kind: str) -> dict[str, Any]:

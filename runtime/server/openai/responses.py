@@ -1,7 +1,7 @@
 """OpenAI's responses: items in, items out, and conversations that go on from a stored response."""
 
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -35,17 +35,15 @@ from llmc.runtime.server.http.streams import (
     EventStream,
     answered,
     event,
-    in_pieces,
-    in_slices,
     unless_gone,
     unless_long,
 )
 from llmc.runtime.server.http.validation import given
-from llmc.runtime.server.models.response_store import Item, Piece, Stored, kept, read
+from llmc.runtime.server.models.response_store import Item, kept, read
 from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submitted
 from llmc.runtime.server.openai.chat import EFFORTS, reasoned, worded
 from llmc.runtime.server.openai.logprobs import chat_logprobs
-from llmc.runtime.server.openai.response_events import Event, Output, replay
+from llmc.runtime.server.openai.response_events import Event, Output
 
 router = APIRouter(tags=["OpenAI"])
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -640,7 +638,7 @@ class Turn:
         """The whole response, which is kept where it is to be."""
         response = ended(self.body, model, head, output, result)
         if response["store"]:
-            stored = kept(self.body.previous_response_id, self._items, response, output.pieces)
+            stored = kept(self.body.previous_response_id, self._items, response)
             self._service.responses.put(self._owner, response["id"], stored)
         return response
 
@@ -669,32 +667,13 @@ def _entries(model: Model, logprobs: Any) -> list[dict[str, Any]]:
     return found["content"] if found else []
 
 
-async def numbered(events: AsyncIterator[Event], first: int = 0) -> AsyncIterator[Event]:
-    """Events of this dialect, each with its number, from the one with the number ``first`` on."""
+async def numbered(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """Events of this dialect, each with its number."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         number = 0
         async for piece in pieces:
-            if number >= first:
-                yield {**piece, "sequence_number": number}
+            yield {**piece, "sequence_number": number}
             number += 1
-
-
-def replayed(stored: Stored, first: int) -> Iterator[bytes]:
-    """The events of a stored response from the one with the number ``first`` on, as they were when it was streamed, or
-    would have been."""
-    response = read(stored.response)
-    for number, piece in enumerate(_told(response, read(stored.pieces))):
-        if number >= first:
-            yield event({**piece, "sequence_number": number}, piece["type"], in_pieces)
-
-
-def _told(response: dict[str, Any], pieces: list[list[Piece]]) -> Iterator[Event]:
-    unknown: dict[str, Any] = {"completed_at": None, "incomplete_details": None, "output": [], "usage": None}
-    head = {name: value for name, value in response.items() if name != "x_llmc"} | unknown | {"status": "in_progress"}
-    for kind in ("response.created", "response.in_progress"):
-        yield {"type": kind, "response": head}
-    yield from replay(response["output"], pieces)
-    yield {"type": f"response.{response['status']}", "response": response}
 
 
 async def written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
@@ -732,12 +711,6 @@ async def responses(
         return await answered(lambda: whole, large=body.wants_logprobs)
 
 
-@router.post("/v1/responses/compact", include_in_schema=False)
-async def compact() -> None:
-    """Refuse what clients try before they do without."""
-    raise ApiError(404, "conversations are not compacted here; truncation: auto drops what is oldest")
-
-
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(body: Annotated[Prompted, given(Prompted)], owner: Owner, service: Served) -> InputTokens:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
@@ -753,23 +726,9 @@ async def input_tokens(body: Annotated[Prompted, given(Prompted)], owner: Owner,
 
 
 @router.get("/v1/responses/{response_id}", response_model=Answer)
-async def stored_response(
-    response_id: str,
-    owner: Owner,
-    service: Served,
-    stream: bool = False,
-    starting_after: Annotated[int | None, Query(ge=0, description="number of the last event that is known")] = None,
-) -> Response:
-    """A stored response, as it was sent. With ``stream`` its events come, as they came or might have come."""
-    if starting_after is not None and not stream:
-        said = "starting_after is given without stream; set stream to true"
-        raise ApiError(400, said, param="starting_after")
-    stored = service.responses.get(owner, response_id)
-    if not stream:
-        return Response(stored.response, media_type="application/json")
-    first = 0 if starting_after is None else starting_after + 1
-    events = in_slices(replayed(stored, first))
-    return EventStream(events, AsyncExitStack(), service.config.heartbeat_s)
+async def stored_response(response_id: str, owner: Owner, service: Served) -> Response:
+    """A stored response, as it was sent."""
+    return Response(service.responses.get(owner, response_id).response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")

@@ -238,7 +238,7 @@ def test_a_server_that_keeps_nothing_says_so(tiny_bundle: Path):
 
 
 def named(name: str, previous: str | None = None, text: str = "") -> tuple[str, Stored]:
-    return name, kept(previous, [{"text": f"{name}?"}], {"id": name, "output": [{"text": f"{name}!{text}"}]}, [])
+    return name, kept(previous, [{"text": f"{name}?"}], {"id": name, "output": [{"text": f"{name}!{text}"}]})
 
 
 def texts(store: ResponseStore, owner: str | None, name: str) -> list[str]:
@@ -292,41 +292,6 @@ def test_bytes_are_bounded_too():
     while len(store):
         store.delete(None, str(50 - len(store)))
     assert store.bytes == 0
-
-
-class TestStored:
-    @pytest.mark.parametrize(
-        "given",
-        [
-            {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
-            {"reasoning": {"effort": "minimal"}, "max_output_tokens": 160},
-            {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 100},
-        ],
-        ids=["text", "reasoning", "calls"],
-    )
-    def test_streams_the_events_again_from_any_of_them_on(self, able_openai: openai.OpenAI, given: dict[str, Any]):
-        """As they came: each with its number, so that who lost the connection goes on where it was."""
-        first = [event.to_dict() for event in able_openai.responses.create(stream=True, **{**GREEDY, **given})]
-        name = first[0]["response"]["id"]
-        again = [event.to_dict() for event in able_openai.responses.retrieve(name, stream=True)]
-        assert len(again) > 5 and again[2:] == first[2:]
-        for begun, before in zip(again[:2], first[:2], strict=True):
-            resolved = {"temperature", "top_p"}  # told at the end
-            assert begun["type"] == before["type"] and begun["sequence_number"] == before["sequence_number"]
-            assert {**begun["response"], **dict.fromkeys(resolved)} == {**before["response"], **dict.fromkeys(resolved)}
-        for known in (0, 4, len(first) - 1):
-            rest = able_openai.responses.retrieve(name, stream=True, starting_after=known)
-            assert [event.to_dict() for event in rest] == again[known + 1 :]
-
-    def test_refuses_what_is_no_parameter(self, able_http: httpx.Client, able_openai: openai.OpenAI):
-        name = able_openai.responses.create(**GREEDY).id
-        for query, said in [
-            ("starting_after=1", "starting_after is given without stream"),
-            ("stream=true&starting_after=-1", "starting_after"),
-            ("stream=true&include_obfuscation=true", "include_obfuscation is not a parameter"),
-        ]:
-            answer = able_http.get(f"/v1/responses/{name}?{query}")
-            assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 
 
 def test_input_tokens_are_those_that_the_request_would_have(able_openai: openai.OpenAI):
