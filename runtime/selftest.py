@@ -37,7 +37,6 @@ QUICK_TOKENS = 4
 # Golden prompts at a load that nobody asked to test, the shortest: each one runs every node of both graphs.
 QUICK_PROMPTS = 1
 KIND = "selftest"
-CACHE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,14 @@ def check_once(model: Any, wanted: bool | None) -> None:
     """
     if wanted is False or (wanted is None and not (model.manifest.golden or model.manifest.vectors)):
         return
-    entry = disk_cache.entry(KIND, _key(model))
-    if wanted is None and entry.exists():
-        return
-    start = time.perf_counter()
-    log.info("checking %s on this machine%s", model.folder, ", once" if wanted is None else "")
-    report = replay(model, limit=QUICK_TOKENS, prompts=QUICK_PROMPTS if wanted is None else None)
-    log.info("%s passed its self-test in %.2f s", model.folder, time.perf_counter() - start)
-    try:
-        with disk_cache.published(entry) as folder:
-            (folder / "report.json").write_text(json.dumps(asdict(report)))
-    except OSError as error:
-        log.warning("the self-test's result is not kept (%s)", error)
-    disk_cache.prune(KIND, CACHE_BYTES)
+
+    def check() -> None:
+        start = time.perf_counter()
+        log.info("checking %s on this machine%s", model.folder, ", once" if wanted is None else "")
+        replay(model, limit=QUICK_TOKENS, prompts=QUICK_PROMPTS if wanted is None else None)
+        log.info("%s passed its self-test in %.2f s", model.folder, time.perf_counter() - start)
+
+    disk_cache.once(KIND, _key(model), check, always=bool(wanted))
 
 
 def _key(model: Any) -> str:

@@ -119,15 +119,16 @@ class Client:
 
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
         try:
-            parts, port = urlsplit(url), urlsplit(url).port
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port
         except ValueError:
-            parts, port = urlsplit(""), None
-        if parts.scheme not in ("http", "https") or not parts.hostname or not _fits_a_header(url) or " " in url:
+            parts, host, port = urlsplit(""), "", None
+        if parts.scheme not in ("http", "https") or not host or not _fits_a_header(url) or " " in url:
             raise UsageError(f"{url!r} is no URL of a server; expected for example http://localhost:8000")
         if key is not None and not _fits_a_header(key):
             raise UsageError("the API key is empty, or has characters that no header may have")
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._connect = partial(kind, parts.hostname, port, timeout=timeout_s)
+        self._connect = partial(kind, host, port, timeout=timeout_s)
         self.base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._timeout_s = timeout_s

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 # Another process may be about to open, or still be filling, what it asked for a moment ago.
 RECENT_S = 600.0
 STAGING = ".staging-"
+ENTRY_BYTES = 1000  # what an entry itself counts: some are empty
+PASSED_BYTES = 1_000_000  # of each kind of :func:`once`
 
 _used: set[Path] = set()  # entries of this process, which it never prunes
 
@@ -107,6 +109,20 @@ def published(path: Path) -> Iterator[Path]:
         hold.release()
 
 
+def once(kind: str, key: str, check: Callable[[], object], *, always: bool = False) -> None:
+    """Call ``check`` unless it is known to have passed, or ``always``; a failure is not remembered."""
+    path = entry(kind, key)
+    if path.exists() and not always:
+        return
+    check()
+    try:
+        with published(path):
+            pass
+    except OSError as error:
+        log.warning("the result of a check is not kept (%s)", error)
+    prune(kind, PASSED_BYTES)
+
+
 def remove(path: Path) -> None:
     """Remove an entry: at once for whoever looks at it, whatever becomes of its files."""
     with suppress(OSError):
@@ -184,7 +200,7 @@ def _last_use(path: Path) -> float:
 
 
 def _bytes(path: Path) -> int:
-    total = 0
+    total = ENTRY_BYTES
     for file in path.rglob("*"):
         with suppress(OSError):
             total += file.stat().st_size if file.is_file() else 0

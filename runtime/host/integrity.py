@@ -14,7 +14,6 @@ from llmc.runtime.host import disk_cache
 log = logging.getLogger(__name__)
 
 KIND = "integrity"
-CACHE_BYTES = 1_000_000
 MACHINE_FILE = Path("/etc/machine-id")
 
 
@@ -25,16 +24,7 @@ def check_once(what: str, files: Iterable[Path], check: Callable[[], None], *, a
     """
     stats = [(str(path.name), path.stat()) for path in files]
     found = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for name, s in stats]
-    entry = disk_cache.entry(KIND, hashlib.sha256(json.dumps([what, found]).encode()).hexdigest()[:32])
-    if not always and entry.exists():
-        return
-    check()
-    try:
-        with disk_cache.published(entry):
-            pass
-    except OSError as error:
-        log.warning("the result of checking files is not kept (%s)", error)
-    disk_cache.prune(KIND, CACHE_BYTES)
+    disk_cache.once(KIND, hashlib.sha256(json.dumps([what, found]).encode()).hexdigest()[:32], check, always=always)
 
 
 def check_files(folder: Path, manifest: Manifest, wanted: bool | None) -> None:

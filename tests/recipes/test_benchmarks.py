@@ -37,10 +37,6 @@ def test_ways_take_turns_after_a_round_that_does_not_count(script):
     assert "".join(order) == "baabba"
 
 
-def test_ratios_are_taken_within_rounds(script):
-    assert script("machine").ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0]) == "3.00x; 2.00 to 4.00"
-
-
 def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch, tmp_path: Path, capsys):
     machine = script("machine")
     clock, seconds = iter((0.0, 10.0)), iter((1.0, 6.0))  # of 10 s, 5 on a CPU
@@ -117,13 +113,6 @@ def convert(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
     for absent in ("gguf", "llama_cpp"):
         monkeypatch.setitem(sys.modules, absent, ModuleType(absent))
     return script("convert_gguf")
-
-
-def test_names_follow_llama_cpp_and_unknown_tensors_are_refused(convert):
-    assert convert.gguf_name("model.layers.11.self_attn.q_proj.bias") == "blk.11.attn_q.bias"
-    assert convert.gguf_name("lm_head.weight") == "output.weight"
-    with pytest.raises(SystemExit, match="is unknown"):
-        convert.gguf_name("model.layers.0.mlp.router.weight")
 
 
 def scores_of(q: np.ndarray, k: np.ndarray, x: np.ndarray, heads: int, pairs: tuple[Any, Any]) -> np.ndarray:

@@ -164,12 +164,6 @@ def test_arguments_that_cannot_be_are_refused_by_name(options: dict[str, Any], s
         load_on("http://127.0.0.1:9", **options)
 
 
-@pytest.mark.parametrize("lengths", ["none", "0", "9-3"])
-def test_lengths_are_one_number_or_a_range(lengths: str):
-    with pytest.raises(UsageError, match=f"max_tokens is '{lengths}'"):
-        load_on("http://127.0.0.1:9", model="m", max_tokens=lengths)
-
-
 @pytest.mark.parametrize("url", ["nowhere", "ftp://a", "http://", "http://a:b", "http://a/\r\nx: y", "http://ä"])
 def test_what_is_no_url_of_a_server_is_refused(url: str):
     with pytest.raises(UsageError, match="no URL"):

@@ -59,13 +59,6 @@ def test_every_target_of_the_compiler_is_judged_by_the_same_minimum():
     }
 
 
-@pytest.mark.parametrize(
-    ("probe", "capability"), [(H200, "9.0 (NVIDIA H200)"), (ORIN, "8.7 (Orin)"), (THOR, "11.0 (NVIDIA Thor)")]
-)
-def test_tensorrt_rtx_names_the_gpus_that_it_does_not_list(probe: Probe, capability: str):
-    assert f"tensorrt-rtx does not list compute capability {capability}" in found(outlook("tensorrt-rtx", probe))
-
-
 # -------------------------------------------------------------------------------------------------------------- drivers
 
 
@@ -164,17 +157,6 @@ def test_what_judges_is_installed_where_it_can_be(target: str):
     assert "which judges; none is installed: pip" not in found(outlook(target, old))
 
 
-def test_without_what_judges_engines_are_still_rebuilt():
-    bare = with_library(NO_GPU, "onnxruntime", MISSING)
-    assert states(bare) == {
-        "cpu": "not possible",
-        "cuda": "not possible",
-        "tensorrt": "not possible",
-        "tensorrt-rtx": "can rebuild, not run",
-    }
-    assert outlook("tensorrt", bare).notes == ()
-
-
 # -------------------------------------------------------------------------------------------------------------- Jetsons
 
 
@@ -231,12 +213,6 @@ def test_an_engine_of_another_machine_is_rebuilt(folder: Path, manifest: bundle.
     reasons, remedy = judged(write(folder, manifest), probe)
     assert reasons == f"{reason}: llmc build --rebuild {folder}"
     assert remedy == f"llmc build --rebuild {folder}"
-
-
-def test_what_the_machine_lacks_comes_before_the_engine(folder: Path, manifest: bundle.Manifest):
-    reasons, remedy = judged(write(folder, manifest), with_library(RTX_5090, "tensorrt", MISSING))
-    assert reasons.startswith("tensorrt is not installed")
-    assert remedy.startswith("pip install") and "tensorrt-cu13" in remedy
 
 
 def test_too_little_memory_on_the_gpu_is_told(folder: Path, manifest: bundle.Manifest):

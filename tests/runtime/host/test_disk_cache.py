@@ -76,7 +76,7 @@ def test_the_first_of_two_that_publish_one_entry_wins():
 
 def test_pruning_removes_the_least_recently_used_until_the_rest_fits(root: Path):
     old, older, oldest = (filled(root, str(age), 100, age * LONG_AGO) for age in (1, 2, 3))
-    disk_cache.prune("kind", 250)
+    disk_cache.prune("kind", 2 * (100 + disk_cache.ENTRY_BYTES))
     assert (old.exists(), older.exists(), oldest.exists()) == (True, True, False)
     disk_cache.prune("kind", 99)
     assert not old.exists()

@@ -200,13 +200,6 @@ def test_the_driver_tells_its_version_and_gpus():
     assert library.released == 1
 
 
-def test_a_full_gpu_is_named_with_its_error_and_its_context_is_given_back():
-    library = FakeCuda([ORIN_GPU], {"cuMemGetInfo_v2": 2})
-    found = probe_steps.driver(lambda name: library)
-    assert (found.state, found.problem) == ("failed", "cuMemGetInfo_v2: CUDA_ERROR_OUT_OF_MEMORY (2)")
-    assert (found.devices[0].name, library.released) == ("Orin", 1)
-
-
 TENSORRT = """
 __version__ = "10.3.0"
 class Logger:

@@ -72,18 +72,6 @@ def test_a_request_is_measured_from_its_submission(engine: EngineMetrics, clock:
     assert metrics.finish_reason == "stop"
 
 
-def test_what_has_not_happened_is_none(clock: Clock):
-    timeline = EngineMetrics(clock).timeline(3)
-    waiting = timeline.metrics()
-    assert (waiting.queue_s, waiting.ttft_s, waiting.tpot_s, waiting.itl_p50_s, waiting.e2e_s) == (None,) * 5
-    assert (waiting.finish_reason, waiting.acceptance) == (None, None)
-    timeline.admit()
-    timeline.token()
-    begun = timeline.metrics()
-    assert (begun.queue_s, begun.ttft_s) == (0.0, 0.0)
-    assert (begun.tpot_s, begun.itl_max_s, begun.e2e_s) == (None, None, None)
-
-
 def test_tokens_of_one_step_share_its_time(engine: EngineMetrics, clock: Clock):
     timeline = engine.timeline(1)
     timeline.token()
