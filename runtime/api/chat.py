@@ -19,16 +19,8 @@ _ID_LENGTH = 9
 
 @dataclass(frozen=True)
 class MessageDelta:
-    """The part of a message that became certain with a token; content, reasoning and calls may all be empty.
-
-    Attributes:
-        index: which output of the request.
-        content: of the answer.
-        reasoning: of what the model thinks before it answers.
-        tool_calls: pieces of calls.
-        token_ids: the tokens that came with it.
-        logprobs: of these tokens, where the request asked for them.
-    """
+    """The part of message number ``index`` that became certain with ``token_ids``; content, reasoning and calls may all
+    be empty, and ``logprobs`` are there where the request asked for them."""
 
     index: int
     content: str
@@ -66,23 +58,17 @@ class Message:
 
 @dataclass(frozen=True)
 class ChatResult(GenerationResult):
-    """A finished answer. ``text`` is the content of the first message; ``outputs`` hold the texts as the model wrote
-    them, with reasoning, calls and the marks around them.
-
-    Attributes:
-        messages: one for each of ``outputs``.
-    """
+    """A finished answer: a message for each of ``outputs``, which hold the texts as the model wrote them, with
+    reasoning, calls and the marks around them. ``text`` is the content of the first message."""
 
     messages: tuple[Message, ...] = ()
 
     @property
     def message(self) -> Message:
-        """The first message."""
         return self.messages[0]
 
     @property
     def text(self) -> str:
-        """The content of the first message."""
         return self.message.content
 
 

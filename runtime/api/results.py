@@ -12,14 +12,8 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request.
-
-    Attributes:
-        prompt_tokens: as fed, after any truncation.
-        completion_tokens: of all outputs together.
-        cached_tokens: of the prompt, those taken from the prefix cache.
-        truncated_tokens: left out of the context because it was full (``on_overflow``).
-    """
+    """Tokens of a request: of the prompt as fed and those of it from the prefix cache, of all outputs together, and
+    those left out because the context was full (``on_overflow``)."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -28,7 +22,6 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and completion together."""
         return self.prompt_tokens + self.completion_tokens
 
 
@@ -129,25 +122,20 @@ class GenerationResult:
 
     @property
     def text(self) -> str:
-        """Text of the first output."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Tokens of the first output."""
         return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason:
-        """The reason why the first output ended."""
         return self.outputs[0].finish_reason
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string or token that ended the first output."""
         return self.outputs[0].stop_reason
 
     @property
     def seed(self) -> int | None:
-        """Seed of the first output."""
         return self.outputs[0].seed

@@ -54,7 +54,6 @@ class Sample(Sequence):
 
     @property
     def new_tokens(self) -> list[int]:
-        """The tokens after the prompt."""
         return self.tokens[len(self.request.prompt) :]
 
     @property
@@ -195,7 +194,6 @@ class SampleGroup(SequenceGroup[Sample]):
         return self._commit(scheduler, sequence, [sequence.sampler(first, sequence.tokens)])
 
     def step(self, scheduler: Scheduler, outputs: List[SamplerOutput[Sample]]) -> bool:
-        """Commit the tokens that were drawn."""
         done = False
         for output in outputs:
             sample = output.sequence

@@ -40,13 +40,11 @@ class SearchGroup(SequenceGroup[SearchSequence]):
         return SearchSequence(self, list(self.request.prompt))
 
     def begin(self, scheduler: Scheduler, sequence: SearchSequence, logits: Logits | None) -> bool:
-        """Start the search after the prompt, which ``sequence`` decodes from."""
         assert logits is not None
         scheduler.reserve(self.promised, sequence.cached + 1)
         return self._advance(scheduler, self._search.start(self.request.prompt, logits))
 
     def step(self, scheduler: Scheduler, outputs: List[SamplerOutput[SearchSequence]]) -> bool:
-        """Show the search the logits of all branches, in their order."""
         scheduler.reserve(self.promised, outputs[0].sequence.cached + 1)
         by_key = {output.sequence.key: output for output in outputs}  # rows may have changed places
         ordered = [by_key[sequence.key] for sequence in self.sequences]
@@ -54,7 +52,6 @@ class SearchGroup(SequenceGroup[SearchSequence]):
         return self._advance(scheduler, self._search.step(logits))
 
     def outputs(self) -> list[Output]:
-        """The search's hypotheses."""
         return self._outputs
 
     def _advance(self, scheduler: Scheduler, branches: List[Branch]) -> bool:

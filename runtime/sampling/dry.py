@@ -25,12 +25,8 @@ _LONGEST = 2**31  # no sequence is longer, and its double fits int64
 
 
 class Breakers:
-    """Texts across which no repetition reaches, found in tokens; one object may serve all samples of a request.
-
-    Args:
-        texts: not empty ones.
-        spelling: the bytes of a token.
-    """
+    """Texts, not empty ones, across which no repetition reaches, found in tokens, whose bytes ``spelling`` gives; one
+    object may serve all samples of a request."""
 
     def __init__(self, texts: Sequence[str] = (), spelling: Callable[[int], bytes] = lambda token: b"") -> None:
         self._texts = tuple({text.encode("utf-8", "surrogatepass"): None for text in texts})
@@ -113,12 +109,10 @@ class Dry(Follower):
         return logits
 
     def restart(self) -> None:
-        """Forget all tokens."""
         self._size = self._broken = 0  # tokens, and those of them that the last breaker ends in or that precede it
         self._text = b""  # the end of the text so far, in which a breaker may have begun
 
     def extend(self, tokens: Sequence[int], start: int) -> None:
-        """Append ``tokens[start:]``."""
         if len(tokens) > self._ids.size:
             more = 2 * len(tokens) - self._size
             self._ids = np.concatenate([self._ids[: self._size], np.zeros(more, np.int64)])

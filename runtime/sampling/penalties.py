@@ -15,12 +15,10 @@ _FIRST_SIZE = 256
 
 
 class Follower(ABC):
-    """Base of processors that read each token of a growing sequence once.
+    """Base of processors that read each token of a growing sequence once, from the position ``start`` on.
 
-    Args:
-        start: first position that counts.
-        branching: successive calls may be of different sequences, as beams are. Every call then compares the tokens
-            read so far; otherwise only the last one, and the caller promises that sequences grow at the end.
+    With ``branching`` successive calls may be of different sequences, as beams are: every call compares the tokens read
+    so far. Otherwise it compares only the last one, and the caller promises that sequences grow at the end.
     """
 
     def __init__(self, start: int = 0, branching: bool = False) -> None:
@@ -74,13 +72,11 @@ class TokenCounts(Follower):
         return self._counts[: len(self._places)]
 
     def restart(self) -> None:
-        """Forget all tokens."""
         self._places: dict[int, int] = {}
         self._tokens = np.zeros(_FIRST_SIZE, np.int64)
         self._counts = np.zeros(_FIRST_SIZE, np.float32)
 
     def extend(self, tokens: Sequence[int], start: int) -> None:
-        """Count ``tokens[start:]``."""
         for token in tokens[start:]:
             place = self._places.get(token)
             if place is None:
@@ -168,11 +164,9 @@ class NoRepeatNGram(Follower):
         return logits
 
     def restart(self) -> None:
-        """Forget all n-grams."""
         self._next: dict[tuple[int, ...], list[int]] = {}
 
     def extend(self, tokens: Sequence[int], start: int) -> None:
-        """Remember the n-grams that end at ``start`` or later."""
         for last in range(max(start, self._size - 1), len(tokens)):
             head = tuple(tokens[last - self._size + 1 : last])
             self._next.setdefault(head, []).append(tokens[last])

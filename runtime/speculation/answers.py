@@ -57,12 +57,10 @@ class AnswerLookup:
         self.answers = answers
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to ``count`` tokens that followed the longest suffix of ``tokens`` that occurred before."""
         matched = self._lookup.find(key, tokens)[1]
         return self.answers.find(tokens, matched)[:count] or self._lookup.propose(key, tokens, count)
 
     def forget(self, key: int) -> None:
-        """Drop the sequence's own index."""
         self._lookup.forget(key)
 
     def close(self) -> None:

@@ -47,7 +47,6 @@ class PromptLookup:
         self._indices: dict[int, _Index] = {}
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to ``count`` tokens that followed the longest suffix of ``tokens`` that occurred before."""
         start, matched = self.find(key, tokens)
         count = min(count, REACH * matched)
         found = list(tokens[start : start + count])
@@ -64,11 +63,9 @@ class PromptLookup:
         return index.find(tokens)
 
     def forget(self, key: int) -> None:
-        """Drop the sequence's index."""
         self._indices.pop(key, None)
 
     def close(self) -> None:
-        """Drop all indices."""
         self._indices.clear()
 
 

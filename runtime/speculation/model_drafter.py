@@ -79,13 +79,11 @@ class ModelDrafter:
             sequence.drafts.append(token)
 
     def forget(self, key: int) -> None:
-        """Free the sequence's row."""
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._free.append(sequence.row)
 
     def close(self) -> None:
-        """Close the draft model."""
         self._sequences.clear()
         self._model.close()
 

@@ -230,6 +230,3 @@ def test_a_forked_process_is_told_that_its_parents_request_stayed_behind(model: 
     brake.let_go()
     assert status == 0
     assert len(handle.result(PATIENCE).token_ids) == 200
-
-
-# ------------------------------------------------------------------------------------------------------- determinism

@@ -54,9 +54,6 @@ def test_eight_threads_each_get_what_they_get_alone(model: Model, alone: list[tu
         assert list(pool.map(request, PROMPTS, timeout=PATIENCE)) == alone
 
 
-# ---------------------------------------------------------------------------------------------------------- left early
-
-
 # ------------------------------------------------------------------------------------------------------------- closing
 
 
