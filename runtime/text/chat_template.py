@@ -23,7 +23,7 @@ from llmc.runtime.text.tokenizer import CONFIG_FILE, REMEDY, Tokenizer, read_tok
 TEMPLATE_FILE = "chat_template.jinja"
 # Characters of messages, tools, documents and variables together. Of contexts in use none holds more.
 LARGEST_INPUT = 8_000_000
-# As many characters a value counts as: what templates do with 250,000 values, such as to write them as JSON, takes a few
+# As many characters a value counts as: what templates do with 250,000 values, such as to write them as JSON, takes some
 # hundredths of a second, in which nothing else of Python runs.
 VALUE_SIZE = 32
 _TOO_LARGE = f"the messages hold more than {LARGEST_INPUT:,} characters, each value counted as {VALUE_SIZE}; send less"
