@@ -23,12 +23,10 @@ from llmc.runtime.text.tokenizer import CONFIG_FILE, REMEDY, Tokenizer, read_tok
 TEMPLATE_FILE = "chat_template.jinja"
 # Characters of messages, tools, documents and variables together. Of contexts in use none holds more.
 LARGEST_INPUT = 8_000_000
-# As many characters as a value counts: what templates do with 262,144 values, such as to write them as JSON, takes a few
+# As many characters a value counts as: what templates do with 250,000 values, such as to write them as JSON, takes some
 # hundredths of a second, in which nothing else of Python runs.
-VALUE_SIZE = 30
-_TOO_LARGE = (
-    f"the messages hold more than {LARGEST_INPUT:,} characters, each value counted as {VALUE_SIZE}; shorten them"
-)
+VALUE_SIZE = 32
+_TOO_LARGE = f"the messages hold more than {LARGEST_INPUT:,} characters, each value counted as {VALUE_SIZE}; send less"
 # Lists in lists: JSON schemas of tools stay below 20, and Python's own recursion ends at some hundreds.
 DEEPEST = 100
 # Keys whose values templates compare with words; where the value is one, it is not hidden as a control token.
