@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from llmc.cli.chat import COMMANDS
 from llmc.cli.saved import write_messages
 from llmc.errors import CancelledError, RequestError, UsageError
 from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage, load
@@ -160,11 +159,6 @@ def test_the_system_text_comes_first_and_may_change_and_go(talk, model: FakeMode
 def test_clear_keeps_the_system_text_only(talk, model: FakeModel):
     talk("One", "/clear", "Two", options=("--system", "Be brief."))
     assert model.asked[1] == [system("Be brief."), user("Two")]
-
-
-def test_help_lists_every_command(talk, model: FakeModel):
-    err = talk("/help").err
-    assert all(command in err for command in COMMANDS)
 
 
 def test_stats_show_the_last_answer_the_context_and_all_answers(talk, model: FakeModel):
@@ -333,13 +327,6 @@ def test_a_saved_conversation_goes_on_where_it_was(talk, model: FakeModel, tmp_p
     assert model.restored == [Path(f"{file}.kv")]
 
 
-def test_load_takes_the_place_of_what_was_said(talk, model: FakeModel, tmp_path: Path):
-    write_messages(tmp_path / "saved", "tiny", TALK)
-    talk("Forget this", f"/load {tmp_path / 'saved'}", "Again")
-    assert model.asked[-1] == [*TALK, user("Again")]
-    assert model.restored == []
-
-
 def test_saving_again_replaces_the_file_and_drops_a_state_that_is_not_its_own(talk, model: FakeModel, tmp_path: Path):
     file = tmp_path / "saved"
     talk("One", f"/save {file}")
@@ -417,11 +404,3 @@ def test_a_script_gets_the_answers_of_the_library(llmc, tiny_bundle: Path, tmp_p
     again = llmc("chat", tiny_bundle, *options, "--load", file, "--stats", stdin=b"And then?\n")
     assert again.out == f"{second}\n"
     assert "(32 from the prefix cache)" in again.err
-
-
-def test_the_second_turn_takes_the_first_from_the_prefix_cache(llmc, tiny_bundle: Path):
-    lines = f"{'word ' * 60}\nAnd then?\n".encode()
-    ran = llmc("chat", tiny_bundle, "--max-tokens", 8, "--stats", "--no-self-test", stdin=lines)
-    first, second = ran.err.splitlines()
-    assert "prefix cache" not in first
-    assert "from the prefix cache" in second

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from llmc.errors import BundleError
 from llmc.runtime.bench.benchmark import BenchmarkReport
 from llmc.runtime.bench.load_test import LoadReport, Percentiles
 from llmc.runtime.selftest import VerifyReport
@@ -145,16 +144,6 @@ def test_bench_under_load_passes_on_what_was_given_and_shows_every_figure(llmc, 
         assert text in out
 
 
-def test_bench_under_load_says_nothing_of_requests_that_all_completed(
-    llmc, loads: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    whole = dataclasses.replace(LOAD, completed=40, rejected=0, failed=0, failure=None)
-    monkeypatch.setattr("llmc.runtime.bench.load_test.load_test", lambda bundle, **options: whole)
-    out = llmc("bench", tmp_path, "--rate", 20).out
-    assert "40 completed, 0 rejected, 0 failed\n" in out
-    assert "that completed" not in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -183,11 +172,3 @@ def test_verify_passes_its_options_on_and_says_sound(llmc, verifications: list[d
         "largest_difference": 9.5e-7,
         "unlisted": [],
     }
-
-
-def test_verify_fails_with_one_when_the_library_refuses(llmc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise BundleError("weights.bin is corrupt")
-
-    monkeypatch.setattr("llmc.runtime.model.verify", refuse)
-    assert llmc("verify", tmp_path).code == 1
