@@ -51,7 +51,6 @@ EXISTING_SOURCE = SourcePath(exists=True, path_type=Path)
 EXISTING_BUNDLE = BundlePath(path_type=Path)
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FOLDER = NewPath(path_type=Path)
-NEW_FILE = NewPath(dir_okay=False, path_type=Path)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _QUOTED = re.compile(r"""((?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?!\w))""")

@@ -18,14 +18,9 @@ def named_path(file: str, command: str) -> Path:
     """The file that a person named after a command, ``~`` being a home."""
     if not file:
         raise UsageError(f"{command} needs a file: {command} FILE")
-    if "\0" in file:
-        raise UsageError(f"{command}: a name with the character NUL is none of a file; name another")
-    try:
-        path = Path(file).expanduser()
-    except RuntimeError as error:  # no such user
-        raise UsageError(f"{command}: the home folder in {file} is not known; write the path in full") from error
-    if not path.name:
-        raise UsageError(f"{command}: {file} is a folder; name a file in it")
+    path = Path(os.path.expanduser(file))
+    if "\0" in file or not path.name:
+        raise UsageError(f"{command}: {file!r:.80} is the name of no file; name another")
     return path
 
 
@@ -65,16 +60,9 @@ def read_messages(path: Path) -> list[Message]:
 def _is_message(item: object) -> bool:
     if not isinstance(item, dict) or item.keys() != {"role", "content"}:
         return False
-    return item["role"] in ROLES and isinstance(item["content"], str) and _is_text(item["content"])
-
-
-def _is_text(content: str) -> bool:
-    """True for text without half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
-    try:
-        content.encode()
-    except UnicodeEncodeError:
+    if item["role"] not in ROLES or not isinstance(item["content"], str):
         return False
-    return True
+    return not any("\ud800" <= character <= "\udfff" for character in item["content"])  # which UTF-8 cannot spell
 
 
 def write_messages(path: Path, model: str, messages: list[Message]) -> None:
@@ -87,11 +75,5 @@ def write_messages(path: Path, model: str, messages: list[Message]) -> None:
     try:
         with replaced(path, f".{path.name}-") as file:
             file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file") from error
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            "the conversation has half of a surrogate pair, which UTF-8 cannot spell; leave it out"
-        ) from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written ({error}); choose another file") from error

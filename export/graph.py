@@ -306,7 +306,7 @@ def _clear_metadata(model: ir.Model) -> None:
 
 def _sign(model: ir.Model) -> None:
     used = {node.op_type for node in model.graph}
-    for text in (ops.cached_attention_function(), ops.self_attention_function(), ops.rotated_heads_function()):
+    for text in ops.functions():
         function = ir.serde.deserialize_function(text)
         if function.name in used:
             model.functions[function.identifier()] = function

@@ -132,7 +132,7 @@ class Keys:
         self._own_names: dict[str, str] = {}
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Read keys of a family's own (``names`` to the common ones) under the common names; messages keep their own."""
+        """Read keys of a family's own (``names`` to the common ones) by the common names; messages keep theirs."""
         for own, name in names.items():
             if (value := self._values.get(own)) is not None:
                 if self._values.get(name, value) != value:

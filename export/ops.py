@@ -219,19 +219,9 @@ RotatedHeads <num_heads, rotary_dim, interleaved, magnitude> (x, past_lengths, i
 )
 
 
-def rotated_heads_function() -> onnx.FunctionProto:
-    """The ONNX meaning of ``llmc::RotatedHeads``, in standard operators of opset 24."""
-    return onnx.parser.parse_function(_ROTATED_HEADS)
-
-
-def cached_attention_function() -> onnx.FunctionProto:
-    """The ONNX meaning of ``llmc::CachedAttention``, in standard operators of opset 24."""
-    return onnx.parser.parse_function(_CACHED_ATTENTION)
-
-
-def self_attention_function() -> onnx.FunctionProto:
-    """The ONNX meaning of ``llmc::SelfAttention``, in standard operators of opset 24."""
-    return onnx.parser.parse_function(_SELF_ATTENTION)
+def functions() -> list[onnx.FunctionProto]:
+    """The ONNX meanings of the semantic operators, in standard operators of opset 24."""
+    return [onnx.parser.parse_function(text) for text in (_CACHED_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS)]
 
 
 def cached_attention(

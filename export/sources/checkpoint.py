@@ -86,7 +86,10 @@ def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk."""
+    """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk.
+
+    A CheckpointError names what is missing, broken or unsupported.
+    """
     return _read_gguf(path) if path.suffix == SUFFIX and not path.is_dir() else _read_folder(path)
 
 

@@ -1,7 +1,6 @@
 """``llmc build``: one call with the same names; a checkpoint is exported on the way, and nothing of that stays."""
 
 import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,18 +182,6 @@ def test_auto_searches_and_prints_every_trial_the_fastest_first(
 # ----------------------------------------------------------------------------------------------------------- precisions
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
-def test_each_precision_has_its_flag(llmc, library: FakeLibrary, export_folder: Path, precision: str):
-    llmc("build", export_folder, "-o", "out", f"--{precision}")
-    assert library.built[0]["precision"] == precision
-
-
-def test_two_precisions_contradict_each_other(llmc, library: FakeLibrary, export_folder: Path):
-    ran = llmc("build", export_folder, "-o", "out", "--int8", "--int4")
-    assert (ran.code, library.built) == (2, [])
-    assert "--int8 and --int4 contradict each other" in ran.err
-
-
 def test_a_checkpoint_is_exported_beside_the_output_and_cleared_away(
     llmc, library: FakeLibrary, checkpoint: Path, tmp_path: Path
 ):
@@ -221,10 +208,3 @@ def test_report_shows_recipe_quality_and_sizes(llmc, library: FakeLibrary, expor
         assert text in ran.out
     assert "num_beams=4 is not supported and was left out" in ran.out, "what the bundle notes"
     assert ran.err == ""
-
-
-def test_json_is_the_whole_report(llmc, library: FakeLibrary, export_folder: Path):
-    report = json.loads(llmc("build", export_folder, "-o", "out", "--json").out)
-    assert (report["output"], report["size"]) == ("out", 5_000_000)
-    assert report["manifest"]["recipe"]["precision"] == "int8"
-    assert report["manifest"]["files"] == {"decode.onnx": {"size": 5_000_000, "sha256": "0" * 64}}

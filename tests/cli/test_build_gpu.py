@@ -13,7 +13,7 @@ from doubles.plans import FULL
 
 from llmc.bundle import DeviceMemory, EngineConfig, FileEntry, Manifest, Profile, Target, write_manifest
 from llmc.cli.build import build_command
-from llmc.errors import BuildError, GpuError, MissingExtraError
+from llmc.errors import GpuError
 from llmc.optimize.build import BuildReport
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.publish import file_entries
@@ -143,18 +143,6 @@ def test_contradictions_exit_with_2_and_one_sentence(
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert message in ran.err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "error", [BuildError("no kernel"), GpuError("no driver"), MissingExtraError("tensorrt is not installed")], ids=repr
-)
-@pytest.mark.parametrize("command", [["-o", "out", "--target", "tensorrt"], ["--rebuild"]], ids=["build", "rebuild"])
-def test_what_the_library_refuses_exits_with_1(
-    llmc: Any, library: FakeLibrary, export_folder: Path, error: Exception, command: list[str]
-):
-    library.error = error
-    ran = llmc("build", export_folder, *command)
-    assert (ran.code, ran.out, ran.err) == (1, "", f"llmc: error: {error}\n")
 
 
 # ------------------------------------------------------------------------------------------------------------- rebuild
@@ -307,47 +295,3 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
         "994.0 MB = 400.0 MB context + 50.0 MB weights + 30.0 MB workspace + 512.0 MB cache + 2.0 MB logits"
     )
     assert not {"CPU features", "compiler flags"} & shown.keys()
-
-
-@pytest.mark.parametrize(
-    ("changes", "name", "words"),
-    [
-        ({"verified": "device"}, "verified", "on the GPU that it was built on"),
-        ({"verified": "no"}, "verified", "not yet; run llmc verify on its GPU"),
-        (
-            {"compute_capabilities": ()},
-            "engine runs on",
-            "linux-aarch64, compute capability 8.0 and newer that the library knows",
-        ),
-        ({"compute_capabilities": ("8.6", "8.9")}, "engine runs on", "linux-aarch64, compute capability 8.6 or 8.9"),
-        ({"select": "", "candidates": 0}, "candidates", "none, all logits are copied"),
-        ({"flags": "-peep:fc_h_fusion=off"}, "compiler flags", "-peep:fc_h_fusion=off"),
-        (
-            NOT_BUILT,
-            "engine",
-            "none yet: llmc build --rebuild makes it on the machine that is to run it",
-        ),
-        (
-            NOT_BUILT,
-            "engine runs on",
-            "the machine that it will be built on",
-        ),
-    ],
-)
-def test_inspect_says_what_is_different(
-    llmc: Any, save: Callable[..., Path], changes: dict[str, Any], name: str, words: str
-):
-    assert rows(llmc("inspect", save(**changes)).out)[name] == words
-
-
-def test_inspect_as_json_has_the_plan_and_the_memory(llmc: Any, save: Callable[..., Path]):
-    found = json.loads(llmc("inspect", save(), "--json").out)
-    engine = found["bundle"]["engine"]
-    assert (engine["buckets"], engine["compute_capabilities"]) == ([256, 512], ["8.7"])
-    assert engine["verified"] == "cpu"
-    assert found["device_memory"] == {
-        "context": 512,
-        "batch": 1,
-        "parts": MEMORY.parts(512, 1),
-        "total": MEMORY.total(512, 1),
-    }

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from llmc.cli.chat import COMMANDS
-from llmc.cli.saved import write_messages
 from llmc.errors import CancelledError, RequestError, UsageError
 from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage, load
 from llmc.runtime.api.chat import MessageDelta
@@ -144,11 +142,6 @@ def test_the_system_text_comes_first_and_may_change_and_go(talk, model: FakeMode
 def test_clear_keeps_the_system_text_only(talk, model: FakeModel):
     talk("One", "/clear", "Two", options=("--system", "Be brief."))
     assert model.asked[1] == [system("Be brief."), user("Two")]
-
-
-def test_help_lists_every_command(talk, model: FakeModel):
-    err = talk("/help").err
-    assert all(command in err for command in COMMANDS)
 
 
 def test_stats_show_the_last_answer_the_context_and_all_answers(talk, model: FakeModel):
@@ -307,12 +300,6 @@ def test_a_saved_conversation_goes_on_where_it_was(talk, model: FakeModel, tmp_p
     assert model.asked[-1] == [*TALK, user("Again")]
 
 
-def test_load_takes_the_place_of_what_was_said(talk, model: FakeModel, tmp_path: Path):
-    write_messages(tmp_path / "saved", "tiny", TALK)
-    talk("Forget this", f"/load {tmp_path / 'saved'}", "Again")
-    assert model.asked[-1] == [*TALK, user("Again")]
-
-
 @pytest.mark.parametrize("content", ["", "text", "[]", '{"messages": []}', "\ud800"])
 def test_other_files_are_not_overwritten(talk, model: FakeModel, tmp_path: Path, content: str):
     file = tmp_path / "precious"
@@ -370,11 +357,3 @@ def test_a_script_gets_the_answers_of_the_library(llmc, tiny_bundle: Path, tmp_p
     assert (ran.code, ran.out) == (0, f"{first}\n")
     again = llmc("chat", tiny_bundle, *options, "--load", file, stdin=b"And then?\n")
     assert again.out == f"{second}\n"
-
-
-def test_the_second_turn_takes_the_first_from_the_prefix_cache(llmc, tiny_bundle: Path):
-    lines = f"{'word ' * 60}\nAnd then?\n".encode()
-    ran = llmc("chat", tiny_bundle, "--max-tokens", 8, "--stats", "--no-self-test", stdin=lines)
-    first, second = ran.err.splitlines()
-    assert "prefix cache" not in first
-    assert "from the prefix cache" in second

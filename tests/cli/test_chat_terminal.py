@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from doubles.processes import slow_llmc
 
-from llmc.cli.saved import read_messages
-
 LIMIT_S = 120.0  # for what takes well under a second on a machine without other work
 
 PROMPT = "\x1b[?2004h"  # bracketed paste, which is asked for with every prompt
@@ -89,19 +87,6 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(terminal: Ter
     terminal.wait_for(PROMPT)
     terminal.type("/exit\r")
     assert terminal.process.wait(LIMIT_S) == 0
-
-
-def test_a_paste_of_four_lines_is_one_question(terminal: Terminal, tmp_path: Path):
-    terminal.type("\x1b[200~one\rtwo\rthree\rfour\x1b[201~")
-    terminal.wait_for("four")
-    terminal.type("\r")
-    terminal.wait_for("\x1b[?2004l")
-    terminal.wait_for("\n")  # some of the answer
-    terminal.type("\x03")
-    terminal.wait_for(PROMPT)
-    terminal.type(f"/save {tmp_path / 'saved'}\r")
-    terminal.wait_for("2 messages saved")
-    assert read_messages(tmp_path / "saved")[0] == {"role": "user", "content": "one\ntwo\nthree\nfour"}
 
 
 def test_ctrl_c_at_the_prompt_says_how_to_leave_and_the_second_one_leaves(terminal: Terminal):

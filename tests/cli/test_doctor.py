@@ -76,11 +76,6 @@ def test_a_bundle_is_judged_and_exit_code_0_stays(llmc, machine: Callable[[Probe
     assert rows(ran.out)["to do"] == "llmc build CHECKPOINT -o BUNDLE"
 
 
-def test_a_folder_that_does_not_exist_is_wrong_usage(llmc):
-    ran = llmc("doctor", "/no/such/folder")
-    assert (ran.code, ran.out) == (2, "")
-
-
 def test_the_machine_of_this_test_is_diagnosed_without_an_engine_in_the_process():
     code = """
 import sys

@@ -64,54 +64,13 @@ def test_building_from_a_checkpoint_equals_building_from_its_export(
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_chat_answers_through_the_template(llmc, tiny_bundle: Path):
-    with load(tiny_bundle) as model:
-        answer = model.chat([{"role": "user", "content": "Hello"}], temperature=0, max_tokens=12).text
-    assert llmc("run", tiny_bundle, "--chat", "-p", "Hello", *GREEDY).out == answer + "\n"
-
-
 def test_inspect_and_verify_accept_what_build_wrote(llmc, tiny_bundle: Path):
     summary = json.loads(llmc("inspect", tiny_bundle, "--json").out)
     assert summary["bundle"]["recipe"]["precision"] == "int8"
     assert llmc("verify", tiny_bundle).out.endswith("is sound\n")
 
 
-def test_bench_reports_every_figure(llmc, tiny_bundle: Path):
-    report = json.loads(llmc("bench", tiny_bundle, "--prompt-length", 16, "--new-tokens", 8, "--json").out)
-    figures = ("load_s", "ttft_p50_s", "ttft_p95_s", "tpot_p50_s", "tpot_p95_s", "prefill_tokens_per_s")
-    figures += ("decode_tokens_per_s", "rss_peak_bytes", "weight_bytes_per_token", "read_bandwidth")
-    assert all(report[name] > 0 for name in figures)
-    assert 0 < report["roofline_fraction"] <= 1
-
-
 # ---------------------------------------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "sentence"),
-    [
-        (["-p", ""], 1, "empty"),
-        (["-p", "x " * 5000], 1, "no room in a context of 2048"),
-        (["-p", "x", "--max-tokens", "100000"], 1, "the context holds"),
-        (["-p", "x", "--max-tokens", "0"], 2, "--max-tokens is "),
-        (["-p", "x", "--temperature", "-1"], 2, "--temperature is "),
-        (["-p", "x", "--temperature", "nan"], 2, "--temperature is "),
-        (["-p", "x", "--top-p", "0"], 2, "--top-p is "),
-        (["-p", "x", "--top-k", "-1"], 2, "--top-k is "),
-        (["-p", "x", "--min-p", "2"], 2, "--min-p is "),
-        (["-p", "x", "--seed", "-1"], 2, "--seed is "),
-        (["-p", "x", "--stop", ""], 2, "--stop is "),
-        (["-p", "x", "--max-context", "1000000"], 2, "--max-context is "),
-        (["-p", "caf\udce9"], 1, "UTF-8"),
-    ],
-    ids=lambda value: " ".join(value)[:30].encode("ascii", "replace").decode() if isinstance(value, list) else None,
-)
-def test_a_bad_request_is_one_sentence(llmc, tiny_bundle: Path, options: list[str], code: int, sentence: str):
-    ran = llmc("run", tiny_bundle, *options)
-    assert (ran.code, ran.out) == (code, "")
-    assert sentence in ran.err
-    assert ran.err.startswith("llmc: error: ")
-    assert ran.err.count("\n") == 1
 
 
 def test_a_flipped_bit_is_found_by_verify(llmc, copied_bundle: Path):

@@ -39,19 +39,6 @@ def test_a_bundles_plan_is_the_one_its_export_was_promised(llmc, tiny_export: Pa
 
 
 @pytest.mark.usefixtures("roomy")
-def test_context_batch_and_precision_change_their_parts(llmc, tiny_export: Path):
-    def run(*arguments: object) -> dict[str, int]:
-        return stages(llmc("plan", tiny_export, "--json", *arguments).out)["run"]["parts"]
-
-    base = run("--max-context", 1024)
-    assert base["cache"] == 2 * 6 * 4 * 32 * 1024 * 4
-    assert run("--max-context", 512)["cache"] == base["cache"] // 2
-    assert run("--max-context", 1024, "--max-batch", 3)["cache"] == base["cache"] * 3
-    assert run("--max-context", 1024, "--int4")["weights"] < base["weights"]
-    assert run("--max-context", 1024, "--recipe", "int4")["weights"] < base["weights"]
-
-
-@pytest.mark.usefixtures("roomy")
 def test_the_table_shows_parts_peak_and_where_the_limit_comes_from(llmc, tiny_bundle: Path):
     ran = llmc("plan", tiny_bundle)
     assert (ran.code, ran.err) == (0, "")

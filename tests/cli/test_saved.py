@@ -42,18 +42,13 @@ SAVED = {"format": "llmc-chat", "version": 1, "messages": TALK}
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", "is no saved conversation"),
         (json.dumps({**SAVED, "format": "other"}), "is no saved conversation"),
         (json.dumps({**SAVED, "version": 2}), "has version 2, expected 1"),
         (json.dumps({**SAVED, "version": True}), "has version True, expected 1"),
-        (json.dumps({**SAVED, "version": 1.0}), "has version 1.0, expected 1"),
         ('"\\ud800"', "is no saved conversation"),
         (json.dumps({**SAVED, "messages": [{"role": "user", "content": "\ud800"}]}), "messages are not a list"),
-        (json.dumps({**SAVED, "messages": {}}), "messages are not a list"),
-        (json.dumps({**SAVED, "messages": ["Hello"]}), "messages are not a list"),
         (json.dumps({**SAVED, "messages": [{"role": "user"}]}), "messages are not a list"),
         (json.dumps({**SAVED, "messages": [{"role": "god", "content": ""}]}), "messages are not a list"),
-        (json.dumps({**SAVED, "messages": [{"role": "user", "content": 1}]}), "messages are not a list"),
         (json.dumps({**SAVED, "messages": [{"role": [], "content": ""}]}), "messages are not a list"),
     ],
 )

@@ -97,15 +97,14 @@ def test_a_real_command_that_is_terminated_leaves_nothing(verb: str, tiny_checkp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("verb", ["export", "build"])
 def test_what_a_killed_command_left_goes_with_the_next_one_but_not_while_it_lives(
-    llmc: Callable[..., Any], verb: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llmc: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*_: object) -> None:
         raise BuildError("this one ends soon")
 
     monkeypatch.setattr("llmc.export.writer.build_graph", fail)
-    near, arguments = tmp_path / "new", (verb, tiny_checkpoint, "-o", tmp_path / "new" / "out")
+    near, arguments = tmp_path / "new", ("build", tiny_checkpoint, "-o", tmp_path / "new" / "out")
     with begun(*arguments) as process:
         left = list(near.iterdir())
         assert len(left) == 1

@@ -91,14 +91,6 @@ def write_embedder(
     return folder
 
 
-def as_embedder(checkpoint: Path) -> Path:
-    """A checkpoint that generates, with what makes an embedding model of it."""
-    write_modules(checkpoint, ["Transformer", "Pooling", "Normalize"])
-    width = json.loads((checkpoint / "config.json").read_text())["hidden_size"]
-    write_json(checkpoint / "1_Pooling" / "config.json", {"embedding_dimension": width, "pooling_mode": "lasttoken"})
-    return checkpoint
-
-
 def write_reranker(folder: Path, **case: Any) -> Path:
     """A checkpoint as Qwen3-Reranker is published: a causal model, two of whose tokens' logits are the score."""
     from transformers import AutoModelForCausalLM

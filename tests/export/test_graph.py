@@ -14,7 +14,7 @@ from llmc.bundle import GRAPH_CONTRACT_VERSION, read_export
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import parameter_shapes
 from llmc.export.graph import check_graph
-from llmc.export.ops import cached_attention_function
+from llmc.export.ops import functions
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.sources.made import MadeTensor
 
@@ -161,7 +161,7 @@ def test_the_file_stays_small_and_keeps_no_trace_of_the_exporter(case, model):
 
 
 def test_the_attention_function_is_standard_onnx(model):
-    function = cached_attention_function()
+    function = functions()[0]
     rotated = {("llmc", "RotatedHeads")} if any(node.op_type == "RotatedHeads" for node in model.graph) else set()
     assert {key[:2] for key in model.functions} == {("llmc", "CachedAttention")} | rotated
     assert {node.domain for node in function.node} == {""}

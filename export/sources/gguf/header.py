@@ -142,7 +142,7 @@ class _Reader:
         return data
 
     def _texts(self, count: int) -> list[str]:
-        """``count`` texts as :meth:`_text` reads each, without its calls: vocabularies have 100,000s of them."""
+        """``count`` texts without a call for each: vocabularies have 100,000s of them."""
         found, read, position = [], self._file.read, self._position
         try:
             for _ in range(count):
@@ -169,15 +169,8 @@ class _Reader:
         number = np.frombuffer(self._take(dtype.itemsize), dtype)[0]
         return float(str(number)) if kind == "<f4" else number.item()  # 1e-05, not the double next to it
 
-    def _text(self) -> str:
-        length = int.from_bytes(self._take(8), "little")
-        try:
-            return self._take(length).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self._corrupt(f"a text in its header is not UTF-8 ({error.reason})") from error
-
     def _name(self, what: str) -> str:
-        name = self._text()
+        [name] = self._texts(1)
         if len(name) > LONGEST_NAME:
             raise self._corrupt(
                 f"{name:.50}... is a {what} of {len(name)} characters, at most {LONGEST_NAME} are expected"
@@ -190,7 +183,7 @@ class _Reader:
         if kind == _BOOL:
             return bool(self._number("<u1"))
         if kind == _STRING:
-            return self._text()
+            return self._texts(1)[0]
         if kind == _ARRAY:
             return self._array(key)
         raise self._corrupt(f"{key} is of type {kind}, which GGUF does not have")

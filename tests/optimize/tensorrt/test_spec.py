@@ -123,9 +123,6 @@ def test_an_engine_for_other_gpus_says_that_it_does_not_run_here(
     assert "8.6, NVIDIA GeForce RTX 4090 has 8.9: the engine does not run here" in caplog.text
 
 
-FLOAT8_GPUS = ("8.9", "12.0", "12.1")
-
-
 # ---------------------------------------------------------------------------------------------- precisions, workspace
 
 TURING = dataclasses.replace(RTX_4090.driver.devices[0], name="Tesla T4", compute_capability="7.5")
