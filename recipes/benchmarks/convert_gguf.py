@@ -38,6 +38,7 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+NORMAL, CONTROL = 1, 3  # llama.cpp's types of tokens
 TENSOR = re.compile(r"(?:model\.layers\.(?P<layer>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
 
 
@@ -86,6 +87,29 @@ def write_header(writer: Any, config: dict[str, Any]) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
 
 
+def write_tokenizer(writer: Any, checkpoint: Path, size: int) -> None:
+    """Write the vocabulary where it is one of byte pairs that fills the model's; else none: runners feed token ids."""
+    content = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = content["model"].get("vocab", {})
+    if content["model"]["type"] != "BPE" or sorted(vocabulary.values()) != list(range(size)):
+        writer.add_tokenizer_model("no_vocab")
+        return
+    special = {token["content"] for token in content["added_tokens"] if token["special"]}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")  # the pattern of the small model's tokenizer, which is Qwen2's
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL if token in special else NORMAL for token in tokens])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    )
+    writer.add_eos_token_id(json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["eos_token_id"])
+    writer.add_add_bos_token(False)
+    template = checkpoint / "chat_template.jinja"
+    if template.exists():
+        writer.add_chat_template(template.read_text(encoding="utf-8"))
+
+
 def write_f16(checkpoint: Path, path: Path) -> None:
     """Write matrices as float16, vectors as float32."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
@@ -94,7 +118,7 @@ def write_f16(checkpoint: Path, path: Path) -> None:
         raise SystemExit(f"model_type={architecture!r} is unsupported; expected one of {', '.join(ARCHITECTURES)}")
     writer = gguf.GGUFWriter(str(path), architecture)
     write_header(writer, config)
-    writer.add_tokenizer_model("no_vocab")  # runners feed token ids
+    write_tokenizer(writer, checkpoint, config["vocab_size"])
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name, array in tensors(checkpoint):
         new_name = gguf_name(name)

@@ -2,13 +2,18 @@
 
 python engine.py concurrency BUNDLE  # 8 requests together, and gaps of streams beside a long prompt
 python engine.py overhead BUNDLE     # time between two runs of ONNX Runtime, beside that inside one
+python engine.py prefixes BUNDLE     # time to first token with a prefix in memory, and on disk after a restart
+python engine.py speculation BUNDLE  # tokens per second with drafts, beside none
 """
 
 import argparse
 import itertools
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +25,13 @@ from machine import Disturbance, in_turns, positive, publish, ratio, table
 from llmc.runtime import Engine, Model, Request, SamplingParams, load
 from llmc.runtime.bench.benchmark import Clock, draw_prompt
 from llmc.runtime.host.machine import usable_threads
+from llmc.runtime.speculation.drafters import PromptLookup
 
 ROWS, STREAMS = 8, 4
 SHORT, SETTLED = 32, 216  # tokens of a stream's prompt, and those that it makes before a long prompt comes
 PATIENCE_S = 600.0
+RIGHT = 0.8  # share of the oracle's tokens that are right
+FORCED = 1e4  # above every logit
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 Rows = list[tuple[str, ...]]
 
@@ -34,9 +42,11 @@ def greedy(prompt: list[int], new_tokens: int, visit: Clock | None = None, **opt
     return Request(prompt, params, on_delta=visit and visit.note)
 
 
-def opened(args: argparse.Namespace) -> Model:
-    """The bundle loaded without a prefix cache."""
-    return load(args.bundle, threads=args.threads, self_test=False, prefix_cache_bytes=0)
+def opened(args: argparse.Namespace, **options: Any) -> Model:
+    """The bundle loaded, without a prefix cache unless ``options`` ask for one."""
+    if "prefix_cache_folder" not in options:
+        options["prefix_cache_bytes"] = 0
+    return load(args.bundle, threads=args.threads, self_test=False, **options)
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -145,7 +155,124 @@ def overhead(args: argparse.Namespace) -> Rows:
     return lines
 
 
-MEASUREMENTS = {each.__name__: each for each in (concurrency, overhead)}
+# ----------------------------------------------------------------------------------------------------------- prefixes
+
+
+def prefixes(args: argparse.Namespace) -> Rows:
+    """Time to first token after a prefix that nobody has seen, that memory holds, and that the disk holds."""
+    rounds: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        model = reopened(args, Path(temporary))
+        vocabulary = model.manifest.geometry.vocab_size
+        try:
+            for number in range(args.rounds + 1):
+                found = {}
+                prefix = draw_prompt(vocabulary, args.prefix, number, 0)
+                for i, source in enumerate(("cold", "memory", "disk"), 1):
+                    if source == "disk":
+                        model.close()
+                        model = reopened(args, Path(temporary))
+                    found[source] = first_token(model, prefix + draw_prompt(vocabulary, 16, number, i))
+                rounds += [found] if number else []
+        finally:
+            model.close()
+    of = {source: [found[source] for found in rounds] for source in rounds[0]}
+    return [
+        (f"time to first token, prefix of {args.prefix}", "ms", "beside cold"),
+        *((name, f"{statistics.median(own) * 1e3:.1f}", ratio(own, of["cold"])) for name, own in of.items()),
+    ]
+
+
+def reopened(args: argparse.Namespace, folder: Path) -> Model:
+    """The bundle with a prefix cache on disk, whose files are out of the page cache; a short request has warmed up."""
+    for path in folder.rglob("*") if hasattr(os, "posix_fadvise") else ():
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    model = opened(args, prefix_cache_folder=folder)
+    first_token(model, draw_prompt(model.manifest.geometry.vocab_size, 16, 0, 99))
+    return model
+
+
+def first_token(model: Model, prompt: list[int]) -> float:
+    """Seconds to the first token."""
+    return model.generate(prompt, max_tokens=1, temperature=0.0, ignore_eos=True).timings.ttft_s
+
+
+# -------------------------------------------------------------------------------------------------------- speculation
+
+
+class Oracle:
+    """A drafter that knows how a text goes on, and is wrong about a fixed share of the tokens."""
+
+    costs_by_token = False
+
+    def __init__(self, right: float) -> None:
+        self._right, self._generator, self.whole = right, np.random.default_rng(0), list[int]()
+
+    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
+        """The next tokens as it knows them."""
+        known = np.array(self.whole[len(tokens) : len(tokens) + count], int)
+        return (known ^ (self._generator.random(len(known)) >= self._right)).tolist()
+
+    def forget(self, key: int) -> None:
+        """It keeps nothing per sequence."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def speculation(args: argparse.Namespace) -> Rows:
+    """An oracle's drafts on a text that all runs are held to; prompt lookup on text that repeats itself and on other;
+    drafts that are always wrong."""
+    oracle = Oracle(RIGHT)
+    lines: Rows = [("tokens per second", "without drafts", "with", "accepted", "ratio")]
+    for name, drafter, repeats, sampling in (
+        (f"oracle, {RIGHT:.0%} right", oracle, 1, {}),
+        ("prompt lookup, repetitive text", PromptLookup(), 4, {}),
+        ("prompt lookup, free text", PromptLookup(), 1, {"temperature": 1.0}),
+        ("always wrong, free text", Oracle(0.0), 1, {"temperature": 1.0}),
+    ):
+        with patch("llmc.runtime.model.make_drafter", return_value=drafter), opened(args) as model:
+            lines.append((name, *compared(model, args, drafter, repeats, sampling)))
+    return lines
+
+
+def compared(
+    model: Model, args: argparse.Namespace, drafter: object, repeats: int, sampling: dict[str, float]
+) -> Iterator[str]:
+    """Cells of the table: speeds without and with drafts, the share that was accepted, the ratio."""
+    drafted = accepted = 0
+
+    def speed(speculates: bool, number: int) -> float:
+        nonlocal drafted, accepted
+        prompt = draw_prompt(model.manifest.geometry.vocab_size, args.prompt // repeats, number, 0) * repeats
+        request = greedy(prompt, args.new_tokens, speculate=False, seed=number, **sampling)
+        if isinstance(drafter, Oracle):  # which has to know the text, and random weights leave ties
+            drafter.whole = [*prompt, *model.engine.submit(request).result(PATIENCE_S).token_ids]
+            request = replace(request, logits_processors=(hold_to(drafter.whole),))
+        request = replace(request, params=replace(request.params, speculate=speculates))
+        result = model.engine.submit(request).result(PATIENCE_S)
+        drafted, accepted = drafted + result.metrics.drafted, accepted + result.metrics.accepted
+        return float(result.timings.decode_tokens_per_s)
+
+    found = in_turns({way: (lambda n, way=way: speed(way == "with", n)) for way in ("without", "with")}, args.rounds)
+    yield from (f"{statistics.median(own):.1f}" for own in found.values())
+    yield f"{accepted / max(drafted, 1):.0%}"
+    yield ratio(found["with"], found["without"])
+
+
+def hold_to(whole: Sequence[int]) -> Callable[[Sequence[int], np.ndarray], np.ndarray]:
+    """A logits processor that makes the text go on as ``whole`` does."""
+
+    def force(so_far: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        logits[whole[len(so_far)]] = FORCED
+        return logits
+
+    return force
+
+
+MEASUREMENTS = {each.__name__: each for each in (concurrency, overhead, prefixes, speculation)}
 
 
 def main() -> None:
@@ -158,6 +285,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=positive, default=128, help="tokens of prompts")
     parser.add_argument("--new-tokens", type=positive, default=128, help="tokens of answers")
     parser.add_argument("--long-prompt", type=positive, default=2000, help="tokens that are fed beside streams")
+    parser.add_argument("--prefix", type=positive, default=1000, help="tokens that requests have in common")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
     meanwhile = Disturbance()

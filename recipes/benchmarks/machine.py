@@ -48,7 +48,14 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> str:
 
 
 def publish(path: Path | None, other_cpus: float | None, tables: Sequence[str], **found: Any) -> None:
-    """Print tables, machine and how many CPUs something else kept busy; write ``found``, too, to a JSON file."""
+    """Print the tables and the machine, and write the JSON file where one is asked for.
+
+    Args:
+        path: the file.
+        other_cpus: CPUs that something else kept busy; None where nobody knows.
+        tables: what is printed.
+        found: what the file holds beside machine, date and command.
+    """
     origin = provenance()
     print("\n\n".join(tables))
     print(f"\n{origin['machine']['threads']} CPUs usable, {origin['machine']['cpu']}, {origin['date']}")
@@ -74,25 +81,45 @@ def table(head: Sequence[str], *rows: Sequence[str]) -> str:
 class Disturbance:
     """Mean number of CPUs that were busy with something else while this process, or its children, ran.
 
-    What the hypervisor took away counts too; children of its own are told apart when they have ended.
+    A run is disturbed when this is not close to zero; what the hypervisor took away counts too. Linux only, elsewhere
+    :meth:`cpus` is None.
+
+    Args:
+        processes: ids of children that run all the time; others count when they have ended.
     """
 
-    def __init__(self) -> None:
-        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
+    def __init__(self, processes: Sequence[int] = ()) -> None:
+        self._processes = processes
+        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), self._own_seconds()
 
-    def cpus(self) -> float:
+    def cpus(self) -> float | None:
         """Busy CPUs other than its own, on average since this object was made."""
-        others = _busy_seconds() - self._busy - (_own_seconds() - self._own)
+        busy = _busy_seconds()
+        if self._busy is None or busy is None:
+            return None
+        others = busy - self._busy - (self._own_seconds() - self._own)
         return round(max(others, 0.0) / (time.perf_counter() - self._wall), 2)
 
+    def _own_seconds(self) -> float:
+        ended = map(_cpu_seconds, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return sum(ended) + sum(map(_process_seconds, self._processes))
 
-def _busy_seconds() -> float:
+
+def _busy_seconds() -> float | None:
     """Seconds that all CPUs together have been busy since boot."""
+    if not STAT.exists():
+        return None
     ticks = STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     return sum(int(ticks[field]) for field in BUSY_FIELDS) / os.sysconf("SC_CLK_TCK")
 
 
-def _own_seconds() -> float:
-    """CPU seconds of this process and of its children that have ended."""
-    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def _cpu_seconds(whose: int) -> float:
+    """CPU seconds that the kernel counted for ``whose``."""
+    usage = resource.getrusage(whose)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _process_seconds(number: int) -> float:
+    """CPU seconds of a process, with its threads."""
+    after_name = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")

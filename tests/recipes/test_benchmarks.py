@@ -12,6 +12,8 @@ import pytest
 
 # float64 sums of the same products in another order.
 CLOSE = 1e-12
+# Half a step of the inner width, in 2 gated MLPs, is 1.2 % of the model.
+SIZE_TOLERANCE = 0.02
 
 
 @pytest.fixture
@@ -37,14 +39,19 @@ def test_ways_take_turns_after_a_round_that_does_not_count(script):
     assert "".join(order) == "baabba"
 
 
+def test_ratios_are_taken_within_rounds(script):
+    assert script("machine").ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0]) == "3.00x; 2.00 to 4.00"
+
+
 def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch, tmp_path: Path, capsys):
     machine = script("machine")
-    clock, seconds = iter((0.0, 10.0)), iter((1.0, 6.0))  # of 10 s, 5 on a CPU
+    clock, seconds = iter((0.0, 10.0)), iter((1.0, 6.0))
     monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(machine, "_own_seconds", lambda: next(seconds))
+    monkeypatch.setattr(machine, "_cpu_seconds", lambda whose: 0.0)
+    monkeypatch.setattr(machine, "_process_seconds", lambda number: next(seconds))
     monkeypatch.setattr(machine, "STAT", tmp_path / "stat")
     (tmp_path / "stat").write_text("cpu 1000 0 0 5000 0 0 0 0 0 0\n")
-    disturbance = machine.Disturbance()
+    disturbance = machine.Disturbance([17])
     (tmp_path / "stat").write_text("cpu 1620 0 0 9000 0 0 0 0 0 0\n")  # 6.2 s busy at 100 ticks a second, 5 s our own
     assert disturbance.cpus() == pytest.approx(0.12)
     machine.publish(None, 0.12, ["table"])
@@ -54,11 +61,20 @@ def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch
 # ------------------------------------------------------------------------------------------------------------ scripts
 
 
-@pytest.mark.parametrize("measurement", ["concurrency", "overhead"])
+@pytest.mark.parametrize("measurement", ["concurrency", "overhead", "prefixes", "speculation"])
 def test_engine_runs_on_the_small_model(run, tiny_bundle: Path, measurement: str):
-    sizes = ("--prompt", 16, "--new-tokens", 8, "--long-prompt", 64)
+    sizes = ("--prompt", 16, "--new-tokens", 8, "--long-prompt", 64, "--prefix", 200)
     found = run("engine", measurement, tiny_bundle, "--threads", 1, "--rounds", 1, *sizes)
     assert len(found["rows"]) >= 3 and all("x; " in row[-1] for row in found["rows"][1:])
+
+
+def test_service_runs_on_the_small_model(run, tiny_bundle: Path):
+    pytest.importorskip("uvicorn")
+    sizes = ("--rounds", 1, "--requests", 1, "--new-tokens", 3, "--concurrency", 2, "--threads", 1)
+    found = run("service", "overhead", tiny_bundle, *sizes)["rounds"]["2 clients"]
+    inside, outside = (found[way][0] for way in ("in the process", "llmc serve"))
+    assert inside["completed"] == outside["completed"] == 2
+    assert inside["output_tokens"]["mean"] == outside["output_tokens"]["mean"] == 3
 
 
 @pytest.mark.parametrize(
@@ -105,6 +121,13 @@ def test_quality_per_bit_compares_and_refuses_another_model(
     assert module.main() == 1 and "computes another model" in capsys.readouterr().err
 
 
+def test_families_have_about_as_many_weights_as_llama(script):
+    families = script("families")
+    goal = families.count(families.geometry("llama", None))
+    for family in ("gpt2", "gemma2", "granitemoehybrid", "phi", "hunyuan_v1_dense"):
+        assert families.count(families.geometry(family, goal)) == pytest.approx(goal, rel=SIZE_TOLERANCE), family
+
+
 # ---------------------------------------------------------------------------------------------------------- converted
 
 
@@ -113,6 +136,13 @@ def convert(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
     for absent in ("gguf", "llama_cpp"):
         monkeypatch.setitem(sys.modules, absent, ModuleType(absent))
     return script("convert_gguf")
+
+
+def test_names_follow_llama_cpp_and_unknown_tensors_are_refused(convert):
+    assert convert.gguf_name("model.layers.11.self_attn.q_proj.bias") == "blk.11.attn_q.bias"
+    assert convert.gguf_name("lm_head.weight") == "output.weight"
+    with pytest.raises(SystemExit, match="is unknown"):
+        convert.gguf_name("model.layers.0.mlp.router.weight")
 
 
 def scores_of(q: np.ndarray, k: np.ndarray, x: np.ndarray, heads: int, pairs: tuple[Any, Any]) -> np.ndarray:

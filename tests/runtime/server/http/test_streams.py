@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.runtime.server.http import streams
-from llmc.runtime.server.http.aside import LARGE
-from llmc.runtime.server.http.streams import HEARTBEAT, Chunks, EventStream, encoded, in_pieces, in_slices
+from llmc.runtime.server.http.streams import HEARTBEAT, Chunks, EventStream, encoded, in_pieces
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # halves of characters cannot be sent at all
 VALUES: Any = st.recursive(
@@ -58,13 +57,6 @@ def test_what_is_encoded_in_pieces_is_the_same(value: Any, piece: int):
         patch.setattr(streams, "SHORT", piece)
         for whole in (value, {5: value}):  # tokens are names of biases
             assert in_pieces(whole) == encoded(whole)
-
-
-def test_slices_that_are_made_aside_are_the_whole():
-    async def main() -> list[bytes]:
-        return [found async for found in in_slices(iter([b"a" * LARGE, b"b", b"c" * LARGE, b"d"]))]
-
-    assert [len(found) for found in asyncio.run(main())] == [LARGE, LARGE + 1, 1]
 
 
 def test_what_json_does_not_know_is_refused():
