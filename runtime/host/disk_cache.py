@@ -39,6 +39,7 @@ KINDS = (
     "kernels",
     "reference",
     "selftest",
+    "timing",
     "tokenizer",
 )
 

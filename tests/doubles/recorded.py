@@ -309,6 +309,12 @@ BEHAVIOURS: dict[tuple[str, str], Callable[..., Any]] = {
     ("", "get_input"): item("_inputs"),
     ("", "get_output"): item("_outputs"),
     ("IBuilderConfig", "add_optimization_profile"): lambda library, self, profile: 0,
+    ("IBuilderConfig", "create_timing_cache"): lambda library, self, data: library.make("ITimingCache", _data=data),
+    ("IBuilderConfig", "set_timing_cache"): lambda library, self, cache, ignore: (
+        self.__dict__.update(_times=cache) or cache._data != b"damaged"
+    ),
+    ("IBuilderConfig", "get_timing_cache"): lambda library, self: self.__dict__.get("_times"),
+    ("ITimingCache", "serialize"): lambda library, self: b"times",
     ("OnnxParserRefitter", "refit_from_file"): accept,
     ("Refitter", "get_missing_weights"): lambda library, self: [],
     ("Refitter", "refit_cuda_engine"): accept,

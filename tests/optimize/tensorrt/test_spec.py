@@ -127,6 +127,9 @@ def test_an_engine_for_other_gpus_says_that_it_does_not_run_here(
     assert "8.6, NVIDIA GeForce RTX 4090 has 8.9: the engine does not run here" in caplog.text
 
 
+FLOAT8_GPUS = ("8.9", "12.0", "12.1")
+
+
 def test_weights_are_left_out_of_tensorrt_rtx_only_beside_a_gpu(here: Callable[..., Any], rtx: Any):
     with pytest.raises(GpuError, match="leaves weights out of engines only beside a GPU; leave --stripped out"):
         resolve("tensorrt-rtx", stripped=True)
