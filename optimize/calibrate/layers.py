@@ -79,10 +79,6 @@ def calibrate(
 
     ``configs`` is of the graph whose weights are decided (decode's, or the only one). What an interrupted run left in
     ``folder`` is used.
-
-    Raises:
-        BuildError: results in the folder are broken, or a scheme fails.
-        CheckpointError: weights are broken.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(folder)

@@ -65,13 +65,7 @@ class CalibrationRequest:
 def calibrated_weights(
     source: Path, export: ExportManifest, recipe: Recipe, request: CalibrationRequest | None, progress: Progress
 ) -> tuple[Calibrated, Calibration | None]:
-    """The weights that a build lowers, and the text that decided them (None where the recipe asks for none).
-
-    Raises:
-        UsageError: the recipe needs a decoder and none was given, or the text does not serve.
-        MissingExtraError: torch is not installed.
-        ResourceError: the cache's disk is full.
-    """
+    """The weights that a build lowers, and the text that decided them (None where the recipe asks for none)."""
     wish = needs_calibration(recipe)
     if wish is None:
         if request is not None and request.asked is not None:

@@ -69,10 +69,6 @@ def read_samples(
         length: tokens per window, at least 2.
         vocab_size: of the model; ids beyond are refused.
         held_out: of the default text take the part that quality is judged on, not the one for calibration.
-
-    Raises:
-        UsageError: the file cannot be read, is not what its name says, or is too short.
-        BundleError: the tokenizer or the chat template is missing or broken.
     """
     source = DEFAULT_TEXT if path is None else path
     text, sha256 = _read(source)

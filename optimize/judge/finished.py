@@ -101,13 +101,13 @@ def judge_encoder(order: Order, folder: Path, manifest: Manifest, _: Calibrated)
     """:func:`judge_decoder` of a model that embeds or ranks: its vectors beside those of the unquantized one."""
     write_manifest(manifest, folder)
     with load(folder, self_test=False) as model:
-        found = golden_vectors(model, order.source, order.progress)
+        cases, spread, similarity = golden_vectors(model, order.source, order.progress)
     finished = replace(
         manifest,
-        vectors=found.cases,
-        golden_tolerance=max(manifest.golden_tolerance, SPREAD_FACTOR * found.spread),
-        golden_spread=found.spread,
-        similarity=found.similarity,
+        vectors=cases,
+        golden_tolerance=max(manifest.golden_tolerance, SPREAD_FACTOR * spread),
+        golden_spread=spread,
+        similarity=similarity,
     )
     write_manifest(finished, folder)
     order.progress("replaying the golden texts as a first load does")

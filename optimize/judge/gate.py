@@ -1,7 +1,6 @@
 """The gate: a bundle beyond its quality budget is not published, and its worst layers are named."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from llmc.bundle import Budget, Quality, Recipe
 from llmc.errors import BuildError
@@ -15,14 +14,6 @@ UNROUNDED_KL = 1e-4
 # is the logarithm of the vocabulary: SmolLM2-135M has 0.31 and the model of recipes/tiny, with 3 million weights and
 # made for code, 0.54. Random weights have 1, and tokens of another vocabulary more.
 UNTRAINED_SHARE = 0.56
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A limit that a phase breaks, in words."""
-
-    text: str
-    phase: str
 
 
 def broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> dict[str, str]:
@@ -42,26 +33,22 @@ def broken_limits(kl: float, agreement: float, increase: float, budget: Budget) 
     return found
 
 
-def violations(quality: Quality, budget: Budget) -> list[Violation]:
-    """Every limit of the budget that a phase breaks."""
-    found: list[Violation] = []
+def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
+    """Every limit of the budget that is broken, in words, and the phase that breaks it."""
+    found: list[tuple[str, str]] = []
     for phase, path in quality.phases.items():
         kl, same = path.mean_kl, path.top1_agreement
         assert kl is not None and same is not None and quality.reference_perplexity is not None
         increase = path.perplexity / quality.reference_perplexity - 1
-        found += [Violation(text, phase) for text in broken_limits(kl, same, increase, budget).values()]
+        found += [(text, phase) for text in broken_limits(kl, same, increase, budget).values()]
     return found
 
 
 def check(quality: Quality, budget: Budget, explain: Callable[[], Sequence[LayerError]]) -> None:
-    """Let a bundle pass that keeps its budget; ``explain`` measures its layers, only if it does not.
-
-    Raises:
-        BuildError: the budget is broken; the message has the numbers and the worst layers.
-    """
+    """Let a bundle pass that keeps its budget; ``explain`` measures its layers, only if it does not."""
     broken = violations(quality, budget)
     if broken:
-        numbers = "; ".join(f"{violation.text} ({violation.phase})" for violation in broken)
+        numbers = "; ".join(f"{text} ({phase})" for text, phase in broken)
         raise BuildError(
             f"the quality budget is broken on {quality.text}: {numbers}. Worst layers: {_worst(explain(), broken)}. "
             "Give them more bits in the recipe's [layers], take a higher precision, or allow more; where prefill "
@@ -93,8 +80,8 @@ def doubted(quality: Quality, vocab_size: int) -> list[str]:
     ]
 
 
-def _worst(errors: Sequence[LayerError], broken: Sequence[Violation]) -> str:
-    phases = {violation.phase for violation in broken}
+def _worst(errors: Sequence[LayerError], broken: Sequence[tuple[str, str]]) -> str:
+    phases = {phase for _, phase in broken}
     ranked = sorted((error for error in errors if error.phase in phases), key=lambda error: -error.decibels)
     worst = list({error.name: error for error in ranked}.values())  # each in the phase where it is worst
     worst.sort(key=lambda error: error.decibels)

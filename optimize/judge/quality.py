@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,26 +17,14 @@ ROWS = 16
 LARGEST_EXPONENT = 700.0
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
-    """Figures of n compared positions.
-
-    Attributes:
-        kl: KL(reference || candidate) in nats, [n].
-        same: whether both have the same most likely token, [n].
-    """
-
-    kl: Double
-    same: NDArray[np.bool_]
-
-
 class Tally:
     """Likelihoods and comparisons of one path, or of the unquantized model, added up over texts."""
 
     def __init__(self) -> None:
         self._nll = 0.0
         self._predicted = 0
-        self._parts: list[Comparison] = []
+        self._kl: list[Double] = []
+        self._same: list[NDArray[np.bool_]] = []
 
     def predict(self, logits: Float, targets: NDArray[np.int64]) -> None:
         """Count how likely logits [n, V] hold the tokens [n]."""
@@ -46,12 +33,14 @@ class Tally:
 
     def compare(self, reference: Float, candidate: Float) -> None:
         """Count how far logits [n, V] are from the reference's."""
-        self._parts.append(compare(reference, candidate))
+        kl, same = compare(reference, candidate)
+        self._kl.append(kl)
+        self._same.append(same)
 
     @property
     def kl(self) -> Double:
         """KL(reference || candidate) in nats of all compared positions."""
-        return np.concatenate([part.kl for part in self._parts])
+        return np.concatenate(self._kl)
 
     @property
     def perplexity(self) -> float:
@@ -61,18 +50,17 @@ class Tally:
     @property
     def quality(self) -> PhaseQuality:
         """The figures of a path; KL and agreement only where something was compared."""
-        if not self._parts:
+        if not self._kl:
             return PhaseQuality(self.perplexity, None, None, None)
-        same = np.concatenate([part.same for part in self._parts])
-        kl = self.kl
+        kl, same = self.kl, np.concatenate(self._same)
         return PhaseQuality(self.perplexity, float(kl.mean()), float(np.percentile(kl, 99)), float(same.mean()))
 
 
-def compare(reference: Float, candidate: Float) -> Comparison:
-    """Compare logits [n, V] of the same positions."""
+def compare(reference: Float, candidate: Float) -> tuple[Double, NDArray[np.bool_]]:
+    """KL(reference || candidate) in nats of logits [n, V], and where both have the same most likely token: [n] each."""
     assert reference.shape == candidate.shape
     found = [_divergence(reference[rows], candidate[rows]) for rows in _spans(len(reference))]
-    return Comparison(np.concatenate(found), reference.argmax(axis=1) == candidate.argmax(axis=1))
+    return np.concatenate(found), reference.argmax(axis=1) == candidate.argmax(axis=1)
 
 
 def _divergence(reference: Float, candidate: Float) -> Double:

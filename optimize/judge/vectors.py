@@ -1,6 +1,5 @@
 """The golden self-test of a model that embeds or ranks: each text alone, and how far a call of all is from that."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,13 @@ from llmc.runtime.selftest import KEPT_VALUES, difference
 Float = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class GoldenVectors:
-    """The cases of a self-test, what the bundle is worth on them, and the largest difference between calls."""
+def golden_vectors(
+    model: Model, export: Path, progress: Progress = silent
+) -> tuple[tuple[GoldenVector, ...], float, Similarity]:
+    """Run the golden texts through the bundle and the unquantized model; NaN and infinity raise BundleError.
 
-    cases: tuple[GoldenVector, ...]
-    spread: float
-    similarity: Similarity
-
-
-def golden_vectors(model: Model, export: Path, progress: Progress = silent) -> GoldenVectors:
-    """Run the golden texts through the bundle and the unquantized model; NaN and infinity raise BundleError."""
+    Returns the cases of the self-test, the largest difference between calls, and what the bundle is worth.
+    """
     progress("running the golden texts")
     texts = prompt_ids(model)
     alone = [model.encoder.encode([ids])[0] for ids in texts]
@@ -38,7 +33,7 @@ def golden_vectors(model: Model, export: Path, progress: Progress = silent) -> G
         )
     together = model.encoder.encode(texts)
     wanted = Reference(export).results(texts, progress)
-    return GoldenVectors(
+    return (
         tuple(
             GoldenVector(tuple(ids), tuple(found[:KEPT_VALUES].tolist()))
             for ids, found in zip(texts, alone, strict=True)

@@ -169,11 +169,7 @@ def embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
 
 
 def quant_configs(recipe: Recipe, geometry: Geometry | None = None) -> dict[str, QuantConfigs]:
-    """The graphs to make, by phase, and how each stores its weights; ``geometry`` lists the codes of ``source``.
-
-    Raises:
-        UsageError: the target does not take these codes.
-    """
+    """The graphs to make, by phase, and how each stores its weights; ``geometry`` lists the codes of ``source``."""
     single, static = recipe.phases == "single", recipe.activations == "static"
     weights: dict[str, QuantConfig] = {
         "fp32": Float32(),

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from llmc.inventory import EMBEDDING, POSITIONS
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear, stored
 from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, sole_consumer, vector
@@ -23,17 +22,8 @@ def replace_linears(graph: ir.Graph, context: LoweringContext, lowered: Callable
     return count
 
 
-def replace_embedding(graph: ir.Graph, rows: Callable[[Emitter, Weight], ir.Value]) -> int:
-    """Gather(table, ids) [-> Cast] of the embedding -> the rows [B, S, H] that ``rows`` emits for the table."""
-    return _replace_gather(graph, EMBEDDING, rows)
-
-
-def replace_positions(graph: ir.Graph, rows: Callable[[Emitter, Weight], ir.Value]) -> int:
-    """Gather(table, positions) [-> Cast] of learned positions -> what ``rows`` emits, as for the embedding."""
-    return _replace_gather(graph, POSITIONS, rows)
-
-
-def _replace_gather(graph: ir.Graph, name: str, rows: Callable[[Emitter, Weight], ir.Value]) -> int:
+def replace_gather(graph: ir.Graph, name: str, rows: Callable[[Emitter, Weight], ir.Value]) -> int:
+    """Gather(table, ids) [-> Cast] called ``name`` -> the rows [B, S, H] that ``rows`` emits for the table."""
     count = 0
     for gather in nodes_of(graph, "Gather"):
         if gather.name == name:

@@ -17,11 +17,7 @@ LLMC = "llmc"
 
 
 def read_decoder(export: Path) -> ir.Model:
-    """The portable decoder of an export.
-
-    Raises:
-        BundleError: the file is missing or corrupt.
-    """
+    """The portable decoder of an export."""
     path = export / DECODER_FILE
     try:
         model = ir.load(path)

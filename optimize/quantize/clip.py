@@ -31,9 +31,6 @@ def search(weights: Tensor, second_moment: Tensor, grid: Grid) -> tuple[Tensor, 
     Returns:
         Steps q - z float32 [N, K], scales [N, groups] and zero points [N, groups], 0 on a symmetric grid. The scale of
         zeros is 0, on a positive grid the smallest normal number.
-
-    Raises:
-        BuildError: the second moment is not finite.
     """
     if not torch.isfinite(second_moment).all():
         raise BuildError("the second moment of a layer's inputs is not finite; calibrate with another text")

@@ -16,11 +16,7 @@ SMALLEST = 1e-6
 
 
 def scales(absmax: Float, *, per_channel: bool) -> Float:
-    """Scales float32 [kv_heads, head_dim], or [1], from the largest magnitude of each channel [kv_heads, head_dim].
-
-    Raises:
-        BuildError: a range is missing, NaN, infinite or negative.
-    """
+    """Scales float32 [kv_heads, head_dim], or [1], from the largest magnitude of each channel [kv_heads, head_dim]."""
     if not absmax.size or not np.isfinite(absmax).all() or (absmax < 0).any():
         raise BuildError(f"ranges of the KV cache are {absmax!r:.60}, expected finite magnitudes; calibrate again")
     found = absmax if per_channel else absmax.max(keepdims=True).reshape(1)

@@ -31,9 +31,6 @@ def quantize(weights: Float, grid: Grid) -> Quantized:
     Args:
         weights: [N, K].
         grid: bits, block and symmetry.
-
-    Raises:
-        KeyError: no clip ratios are known for ``grid.bits``.
     """
     rows, inputs = weights.shape
     width, groups = grid.width(inputs), grid.groups(inputs)

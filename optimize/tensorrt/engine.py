@@ -26,13 +26,7 @@ SCORES, LEAST_WORKSPACE = 2 * 4, 1 << 30
 
 
 def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: Progress) -> EngineConfig:
-    """Compile the lowered ``graph`` of a decoder of this ``geometry`` into its folder, unless that is deferred.
-
-    Raises:
-        BuildError: the library refuses a part of the graph, or finds no kernels.
-        ResourceError: memory or disk does not suffice, or the workspace that was asked for.
-        GpuError: the library finds no GPU and needs one.
-    """
+    """Compile the lowered ``graph`` of a decoder of this ``geometry`` into its folder, unless that is deferred."""
     config, folder = spec.config, graph.parent
     if spec.library is None:
         return config

@@ -66,11 +66,7 @@ class Monitor:
         return type("Monitor", (library.IProgressMonitor,), methods)()
 
     def watch(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, done by another thread: the library does not return for Ctrl-C, and this thread does.
-
-        Raises:
-            KeyboardInterrupt: it came while the work was done; the work was stopped at its next step.
-        """
+        """The result of ``work``, done by another thread: Ctrl-C does not interrupt the library, but this one."""
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(work)
             try:

@@ -82,11 +82,7 @@ def _load(folder: Path, part: str) -> Arrays:
 
 
 def kept(tensor: CodedTensor, grid: Grid) -> Quantized:
-    """A matrix's own integers on a grid whose blocks lie within theirs, which have their scales and zero points.
-
-    Raises:
-        BuildError: the grid has scales above zero, and the matrix has others.
-    """
+    """A matrix's own integers on a grid whose blocks lie within theirs, which have their scales and zero points."""
     codes, scales, zeros = codes_of(tensor)
     inputs = codes.shape[1]
     of_block = np.arange(grid.groups(inputs)) * grid.width(inputs) // tensor.block

@@ -68,11 +68,7 @@ Weight = ir.ExternalTensor | CodedTensor
 
 
 def rows_of(tensor: Weight, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-    """Rows ``start`` to ``stop`` of a checkpoint matrix (or vector) [N, ...] as float32, read from its file.
-
-    Raises:
-        CheckpointError: the file is missing or ends early, or a weight is NaN or infinite.
-    """
+    """Rows ``start`` to ``stop`` of a checkpoint matrix (or vector) [N, ...] as float32, read from its file."""
     if isinstance(tensor, CodedTensor):
         codes, scales, zeros = codes_of(tensor, start, stop)
         steps = codes.astype(np.float32)
@@ -94,11 +90,7 @@ def rows_of(tensor: Weight, start: int = 0, stop: int | None = None) -> NDArray[
 def codes_of(
     tensor: CodedTensor, start: int = 0, stop: int | None = None
 ) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int8] | None]:
-    """Codes [n, K], scales [n, groups] and zero points of rows of a matrix, its columns as they are stored.
-
-    Raises:
-        CheckpointError: as :func:`rows_of`.
-    """
+    """Codes [n, K], scales [n, groups] and zero points of rows of a matrix, its columns as they are stored."""
     zeros = None if tensor.zero_points is None else _integers(tensor.zero_points)[start:stop]
     return _integers(tensor.codes, start, stop), rows_of(tensor.scales, start, stop), zeros
 

@@ -15,18 +15,6 @@ UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
 DEFERRED = EngineRequest(deferred=True)
 
 
-def test_a_pattern_that_matches_nothing_is_refused(exported: Callable[[str], Any], untouched: Path):
-    recipe = Request(precision="int4", layers={"*.mlp.up": "int8"})
-    with pytest.raises(UsageError, match=r"layers: '\*.mlp.up' matches no linear of this model"):
-        build(exported(UNTIED).export, untouched, target="tensorrt", recipe=recipe, engine=DEFERRED, force=True)
-
-
-def test_static_activations_without_a_decoder_are_refused(exported: Callable[[str], Any], untouched: Path):
-    recipe = Request(precision="int8", activations="static")
-    with pytest.raises(UsageError, match="activations = 'static'"):
-        build(exported(UNTIED).export, untouched, target="tensorrt", recipe=recipe, engine=DEFERRED, force=True)
-
-
 @pytest.mark.parametrize(
     ("target", "order", "message"),
     [

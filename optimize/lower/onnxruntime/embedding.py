@@ -4,8 +4,9 @@ import math
 
 import onnx_ir as ir
 
+from llmc.inventory import EMBEDDING, POSITIONS
 from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
-from llmc.optimize.lower.linears import replace_embedding, replace_positions
+from llmc.optimize.lower.linears import replace_gather
 from llmc.optimize.lower.onnxruntime.linears import blocked, float_weight
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, converted, initializer, vector
 from llmc.optimize.quantize.grid import Grid
@@ -14,7 +15,7 @@ from llmc.optimize.weights.tensors import Weight, sizes
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
     """Gather(embedding, ids) -> a gather of rows that are then converted."""
-    return replace_embedding(graph, lambda emit, table: _rows(emit, table, context))
+    return replace_gather(graph, EMBEDDING, lambda emit, table: _rows(emit, table, context))
 
 
 def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
@@ -24,7 +25,7 @@ def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
         stored = float_weight(table.name or "", (table,), context.compute, context)
         return emit("Gather", initializer(graph, stored), emit.anchor.inputs[1], axis=0)
 
-    return replace_positions(graph, rows)
+    return replace_gather(graph, POSITIONS, rows)
 
 
 def _rows(emit: Emitter, table: Weight, context: LoweringContext) -> ir.Value:

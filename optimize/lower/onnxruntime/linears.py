@@ -1,16 +1,40 @@
-"""Parts of linears that both providers of ONNX Runtime have: float products, biases, and weights as they are stored."""
+"""Linears that both providers of ONNX Runtime have: float products, biases, integers in blocks; and CUDA's choice."""
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, WeightOnly
+from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, converted, initializer
 from llmc.optimize.quantize.grid import Grid, pack_blocks, pack_zero_points
 from llmc.optimize.weights.store import grid_name
 from llmc.optimize.weights.tensors import Weight
+
+
+def lower_cuda_linears(graph: ir.Graph, context: LoweringContext) -> int:
+    """llmc::Linear -> the operator that its QuantConfig asks for on a GPU. Counts the parts of packed ones."""
+    return replace_linears(graph, context, lambda linear: _cuda_linear(linear, context))
+
+
+def _cuda_linear(linear: Linear, context: LoweringContext) -> ir.Value:
+    match context.quant.of(linear.module):
+        case Float32():
+            return float_linear(linear, "float32", context)
+        case Float16():
+            return float_linear(linear, "float16", context)
+        case Computed():
+            return float_linear(linear, context.compute, context)
+        case WeightOnly(grid) if grid.block:
+            product = blocked_linear(linear, grid, context)  # not every version adds a bias inside of it
+            return with_bias(Emitter(linear.node), product, linear, context, context.type)
+        case config:
+            raise BuildError(
+                f"{linear.module} is to be stored as {config}, which the cuda target cannot; expected fp32, fp16, int8 "
+                "or int4"
+            )
 
 
 def float_linear(linear: Linear, dtype: str, context: LoweringContext) -> ir.Value:

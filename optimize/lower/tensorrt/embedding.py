@@ -7,8 +7,9 @@ arithmetic, see :mod:`.words`.
 import onnx_ir as ir
 
 from llmc.errors import BuildError
+from llmc.inventory import EMBEDDING, POSITIONS
 from llmc.optimize.lower.context import Computed, LoweringContext, Static, WeightOnly
-from llmc.optimize.lower.linears import replace_embedding, replace_positions
+from llmc.optimize.lower.linears import replace_gather
 from llmc.optimize.lower.rewrite import Emitter, converted, initializer, vector
 from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.lower.tensorrt.slots import token_positions
@@ -19,7 +20,7 @@ from llmc.optimize.weights.tensors import Weight, sizes
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
     """Gather(embedding, ids) -> a gather of rows in the compute type, or of packed ones that are then unpacked."""
-    return replace_embedding(graph, lambda emit, table: _rows(emit, table, context))
+    return replace_gather(graph, EMBEDDING, lambda emit, table: _rows(emit, table, context))
 
 
 def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
@@ -28,7 +29,7 @@ def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
     def rows(emit: Emitter, table: Weight) -> ir.Value:
         return emit("Gather", initializer(graph, weights.float_rows(table, context)), token_positions(emit), axis=0)
 
-    return replace_positions(graph, rows)
+    return replace_gather(graph, POSITIONS, rows)
 
 
 def _rows(emit: Emitter, table: Weight, context: LoweringContext) -> ir.Value:

@@ -171,14 +171,9 @@ def whole(exported, tmp_path_factory) -> dict[str, bytes]:
     return contents(run(exported(BIASES), tmp_path_factory.mktemp("whole") / "store", **HEAVY).folder)
 
 
-def test_calibrating_twice_gives_the_same_bytes(exported, whole, tmp_path):
-    assert sorted(whole) == ["head.npz", "layer-000.npz", "layer-001.npz", "state.npz"]
-    assert contents(run(exported(BIASES), tmp_path / "store", **HEAVY).folder) == whole
-
-
 @pytest.mark.parametrize(
     ("writes", "error"),
-    [(0, KeyboardInterrupt), (1, OSError), (2, KeyboardInterrupt), (3, MemoryError), (4, KeyboardInterrupt)],
+    [(0, KeyboardInterrupt), (1, OSError), (4, KeyboardInterrupt)],
 )
 def test_an_interrupted_calibration_goes_on_and_ends_the_same(exported, whole, tmp_path, monkeypatch, writes, error):
     write, done = Store.write, []

@@ -132,16 +132,12 @@ def test_a_model_without_a_chat_template_reads_texts_and_refuses_chats(read, fil
     [
         ("{'role': 'user'}", r"is not JSON \(Expecting property name.*\); expected \{\"messages\": "),
         ("[" * 100_000, r"is not JSON \(maximum recursion depth"),
-        ("1" * 5000, r"is not JSON \(Exceeds the limit"),
         ("17", "holds 17, expected"),
-        ("[]", r"holds \[\], expected"),
-        ("{}", r"holds \{\}, expected"),
         ('{"conversations": [{"from": "human"}]}', r"holds \{'conversations': "),
         ('{"messages": []}', r"holds \{'messages': \[\]\}"),
         ('{"text": 3}', r"holds \{'text': 3\}"),
         ('{"messages": "hello"}', "messages is 'hello', expected a list"),
         ('[{"from": "human", "value": "hello"}]', r"messages\[0\] has the role None, expected text"),
-        ('[{"role": "user"}]', r"messages\[0\] has the content None, expected text"),
         (r'{"text": "\ud800"}', r"the text is not valid Unicode: character 0 is the lone surrogate U\+D800"),
     ],
 )
@@ -157,14 +153,10 @@ def test_a_line_that_holds_no_conversation_is_refused_with_its_number(read, file
     ("content", "message"),
     [
         (b"", r"text\.txt is empty, expected text; give a file of UTF-8 text"),
-        (b" \n\t\r\n", "is empty"),
         (b"\xef\xbb\xbf", "is empty"),
         (PROSE.encode() + b"\0" + b"x" * 99, "it holds zero bytes"),
         (b"caf\xe9 " * 100, "at byte 3"),
-        (b"\xef\xbb\xbfcaf\xe9 ", "at byte 6"),
-        (PROSE.encode("utf-16"), "at byte 0"),
         (b"ends within a char: \xe5\x8c", "at byte 20"),
-        (b"\xe5\0", "at byte 0"),
         (b"word " * 20, r"is too short: \d+ tokens, expected at least 128; give a longer text"),
     ],
 )
@@ -172,12 +164,6 @@ def test_a_file_that_does_not_serve_is_refused_in_one_sentence(read, file, conte
     with pytest.raises(UsageError, match=message) as caught:
         read(file(content))
     assert "\n" not in str(caught.value)
-
-
-def test_a_short_text_is_refused_with_what_it_has_and_what_it_needs(read, file, tokenizer):
-    text = tokenizer.decode(tokens(tokenizer, PROSE)[: 8 * LENGTH - 1])
-    with pytest.raises(UsageError, match=r"too short: 127 tokens, expected at least 128;"):
-        read(file(text))
 
 
 def test_a_token_beyond_the_models_vocabulary_is_refused(read, file, tokenizer):
@@ -208,7 +194,7 @@ def test_of_a_large_file_the_beginning_is_used_and_all_is_hashed(read, file, tok
     ]
 
 
-@pytest.mark.parametrize("size", [900, 901, 902, 903])
+@pytest.mark.parametrize("size", [900, 901, 902])
 def test_a_character_cut_by_the_limit_is_dropped(read, file, tokenizer, at_most, size):
     at_most(size)
     assert read(file("北京" * 1000)).tokens == len(tokens(tokenizer, ("北京" * 1000)[: size // 3]))

@@ -19,8 +19,6 @@ from llmc.optimize.recipe.engine import EngineRequest
 SMALL = {"max_context": 64, "max_batch": 2}
 # The outputs of up_proj are about 2 before they are scaled, and 65,504 is the largest float16.
 FACTOR = 1e4
-# Of mean KL, in float16 on a decoder of random weights; infinities would give NaN.
-LARGEST_KL = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +57,6 @@ def test_a_model_whose_values_leave_float16_is_refused_by_the_names_of_its_nodes
     assert "model.layers.0.mlp." in str(refused.value)
     assert remedy in str(refused.value)
     assert list(tmp_path.iterdir()) == [], "nothing is published"
-
-
-def test_what_onnxruntime_computes_of_such_a_model_on_the_cpu_looks_right(
-    scaled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Why golden prompts do not suffice: without the check this is published, with a divergence like any other's."""
-    monkeypatch.setattr("llmc.optimize.judge.finished.check_range", lambda *_: None)
-    report = make(scaled, tmp_path / "bundle", "tensorrt", precision="fp16")
-    assert report.manifest.quality is not None
-    kl = report.manifest.quality.phases["prefill"].mean_kl
-    assert kl is not None and kl < LARGEST_KL
 
 
 # ------------------------------------------------------------------------------------------------- what is looked at

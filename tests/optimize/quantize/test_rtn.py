@@ -119,17 +119,6 @@ def test_a_zero_stays_exactly_zero(grid):
     assert not rtn.quantize(weights, grid).dequantize()[:, ::3].any()
 
 
-def test_on_the_whole_range_it_is_plain_rounding(monkeypatch):
-    monkeypatch.setattr(rtn, "CLIP_RATIOS", {4: (1.0,), 8: (1.0,)})
-    weights = normal((20, 300))
-    for grid in GRIDS:
-        found, wanted, width = rtn.quantize(weights, grid), plain(weights, grid), grid.width(300)
-        ranges = [rtn.whole_range(weights[:, start : start + width], grid)[0] for start in range(0, 300, width)]
-        np.testing.assert_array_equal(found.values, wanted.values)
-        np.testing.assert_allclose(np.concatenate(ranges, 1), wanted.scales, rtol=FLOAT32_SHARE)
-        np.testing.assert_array_equal(found.zero_points, wanted.zero_points)
-
-
 @pytest.mark.parametrize("exponent", [-110, 100])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_weights_of_any_magnitude_round_alike(grid, exponent):
