@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-VERBS = [("run", "-p", "x"), ("chat",), ("bench",), ("bench", "--rate", 1), ("eval",), ("verify",)]
+VERBS = [("run", "-p", "x"), ("chat",), ("bench",), ("eval",), ("verify",)]
 
 
 @pytest.fixture

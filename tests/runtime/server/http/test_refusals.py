@@ -86,14 +86,14 @@ def test_numbers_that_json_has_not_may_be_in_what_is_not_read(http: httpx.Client
 
 def test_no_sentence_speaks_of_python(http: httpx.Client):
     said = set()
-    for path, body in CORPUS:
+    for path, body in CORPUS[::4]:  # of 13 values each, so each value and each name comes
         if body.get("stream") is True or body.get("logprobs") is True:
             continue
         answer = http.post(path, json={"max_tokens": 1, **body} if path == CHAT else body, headers=VERSION)
         assert answer.status_code in (200, 400, 404), (body, answer.text)
         if answer.status_code != 200:
             said.add(answer.json()["error"]["message"])
-    assert len(said) > 100 and max(map(len, said)) < 600
+    assert len(said) > 60 and max(map(len, said)) < 600
     assert [sentence for sentence in said if PYTHON.search(re.sub(r"'[^']*'", "", sentence))] == []
 
 
