@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class ModelState:
 
 @dataclass(eq=False)
 class _Loaded:
-    """A loaded model, and how many requests hold it; ``used`` rises with every use."""
+    """A loaded model; ``memory`` is its share of the plan, ``users`` its requests, ``used`` rises with every use."""
 
     model: Model
     memory: int
@@ -67,7 +67,6 @@ class _Loaded:
     published: tuple[int, ...] | None
     users: int = 0
     used: int = 0
-    retired: bool = False
 
     @property
     def held(self) -> int:
@@ -77,7 +76,7 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error of a folder's bundle, and until when it is taken for the answer to those who ask again."""
+    """Why a folder's bundle could not be loaded; until then whoever asks gets the same answer."""
 
     error: Exception
     folder: Path
@@ -87,17 +86,27 @@ class _Failure:
 
 @dataclass(eq=False)
 class _Place:
-    """A name, and what serves under it; ``wanted`` counts those who are about to take it."""
+    """A name, and what serves under it.
+
+    ``former`` finish their requests or are being closed; ``reserved`` bytes are promised to what is being loaded;
+    ``wanted`` counts those who are about to take the model, which keeps it from making room for another.
+    """
 
     name: str
     folder: Path
     current: _Loaded | None = None
+    former: list[_Loaded] = field(default_factory=list)
     loading: asyncio.Task[None] | None = None
+    reserved: int = 0
     failure: _Failure | None = None
     wanted: int = 0
     loads: int = 0
-    former: list[_Loaded] = field(default_factory=list)
     swapping: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def all(self) -> list[_Loaded]:
+        """What takes memory."""
+        return [*self.former, *([] if self.current is None else [self.current])]
 
     @property
     def is_idle(self) -> bool:
@@ -144,8 +153,6 @@ class ModelPool:
         if memory is None and len(bundles) > 1:
             memory = default_memory()
         self.memory = memory
-        self._taken: dict[object, int] = {}
-        self._leaving = 0  # bytes of them whose models are being closed
         needs = {place.folder: self._loader.need(place.folder) for place in self._places.values()}
         self._needed = sum(needs[place.folder].least for place in self._places.values())
         for folder, need in needs.items():
@@ -166,8 +173,8 @@ class ModelPool:
 
     @property
     def memory_taken(self) -> int:
-        """Bytes of the plan that loaded models hold; 0 where a single model has no plan."""
-        return sum(self._taken.values())
+        """Bytes of the plan that models hold; 0 where a single model has no plan."""
+        return sum(loaded.memory for loaded in self._all()) + sum(place.reserved for place in self._places.values())
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of the model that serves under a name, or would be loaded. Loads nothing.
@@ -201,7 +208,8 @@ class ModelPool:
     async def lease(self, name: str) -> AsyncIterator[Model]:
         """The model of a name, loaded if it is not; it stays for as long as the block lasts."""
         note(model=name)
-        loaded = await self._take(self._place(name))
+        place = self._place(name)
+        loaded = await self._take(place)
         try:
             yield loaded.model
         except GpuError as error:
@@ -209,7 +217,7 @@ class ModelPool:
                 self.lost = error
             raise
         finally:
-            self._release(loaded)
+            self._release(place, loaded)
 
     async def warm(self, *names: str) -> None:
         """Load models before anybody asks for them; the first one if none is named.
@@ -226,86 +234,79 @@ class ModelPool:
         """Count one more user of a name's model, loaded if it is not."""
         place.wanted += 1
         try:
-            while place.current is None:
-                await asyncio.shield(self._loading(place))
             self._refuse_closed()
+            while place.current is None:
+                if place.loading is None:
+                    _refuse_failed(place)
+                await asyncio.shield(place.loading or self._load(place, place.folder, self._patience_s))
+                self._refuse_closed()
             place.current.users += 1
             return place.current
         finally:
             place.wanted -= 1
             self._notify()
 
-    def _release(self, loaded: _Loaded) -> None:
+    def _release(self, place: _Place, loaded: _Loaded) -> None:
         loaded.users -= 1
         loaded.used = next(self._clock)
-        if loaded.retired and loaded.users == 0:
-            self._task(self._dispose(loaded))
+        if loaded in place.former and loaded.users == 0:
+            self._task(self._dispose(place, loaded))
         self._notify()
 
     # ------------------------------------------------------------------------------------------ loading
 
-    def _loading(self, place: _Place) -> asyncio.Task[None]:
-        """The one task that loads a model, begun if there is none and no attempt failed a moment ago."""
-        self._refuse_closed()
-        if place.loading is None:
-            _refuse_failed(place)
-            self._begin(place, self._serve(place, place.folder, self._patience_s))
-        assert place.loading is not None
-        return place.loading
-
-    def _begin(self, place: _Place, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Make ``work`` what requests for a model wait for until it has ended."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if place.loading is task:
-                place.loading = None
-
-        place.loading = self._task(work)
-        place.loading.add_done_callback(ended)
+    def _load(self, place: _Place, folder: Path, patience_s: float) -> asyncio.Task[None]:
+        """Begin to load a bundle; the one task that all requests for it wait for."""
+        place.loading = self._task(self._serve(place, folder, patience_s))
         return place.loading
 
     async def _serve(self, place: _Place, folder: Path, patience_s: float) -> None:
         """Load the bundle of a folder, and let it serve under a name."""
-        loaded = await self._opened(place, folder, patience_s)
-        former, place.current = place.current, loaded
-        place.folder, place.failure = folder, None
-        place.loads += 1
-        if former is not None:
-            self._retire(place, former)
-
-    async def _opened(self, place: _Place, folder: Path, patience_s: float) -> _Loaded:
-        """A model, within its reserved memory; what goes wrong is noted at its place."""
-        started, key, published = time.monotonic(), object(), publication(folder)
         try:
-            event(log, "loading", model=place.name, bundle=str(folder))
+            loaded = await self._open(place, folder, patience_s)
+        finally:
+            place.loading = None
+        self._retire(place)
+        place.current, place.folder, place.failure = loaded, folder, None
+        place.loads += 1
+        if self._closing:
+            self._retire(place)
+
+    async def _open(self, place: _Place, folder: Path, patience_s: float) -> _Loaded:
+        """Reserve memory for a bundle and load it; an error is noted at its place."""
+        started, published, reserved = time.monotonic(), publication(folder), 0
+        event(log, "loading", model=place.name, bundle=str(folder))
+        try:
             need = await self._in_thread(self._loader.need, folder)
-            memory = await self._reserve(key, place, folder, need, patience_s)
-            model = await self._loaded(place, folder, memory)
-        except BaseException as error:
-            self._free(key)
-            if isinstance(error, Exception):
-                place.failure = _Failure(error, folder, published, time.monotonic() + RETRY_S)
-                log.error("%s: %s could not be loaded: %s", place.name, folder, reason_of(error))
-                hide_folder(error, folder, place.name)
-                hide_folder(error, self._loader.options.get("draft"), "the draft")
+            share = await self._share(place, folder, need, patience_s)
+            reserved = 0 if share is None else share + need.draft
+            place.reserved += reserved
+            model = await self._opened(place, folder, share)
+        except Exception as error:
+            place.failure = _Failure(error, folder, published, time.monotonic() + RETRY_S)
+            log.error("%s: %s could not be loaded: %s", place.name, folder, reason_of(error))
+            hide_folder(error, folder, place.name)
+            hide_folder(error, self._loader.options.get("draft"), "the draft")
             raise
+        finally:
+            place.reserved -= reserved
+            self._notify()
         known = published if publication(folder) == published else None
-        loaded = _Loaded(model, self._taken.pop(key, 0), need.draft, known)
-        self._taken[loaded] = loaded.memory
-        loaded.used = next(self._clock)
+        loaded = _Loaded(model, reserved, need.draft, known, used=next(self._clock))
         took = round(time.monotonic() - started, 3)
         event(log, "model loaded", model=place.name, bundle=str(folder), memory=loaded.held, duration_s=took)
         return loaded
 
-    async def _loaded(self, place: _Place, folder: Path, memory: int | None) -> Model:
-        """The model; where the machine, or its GPU, has less than was planned, idle ones make room."""
+    async def _opened(self, place: _Place, folder: Path, memory: int | None) -> Model:
+        """Load a model; where the machine, or its GPU, has less memory than was planned, idle models make room."""
         while True:
             try:
                 return await self._in_thread(self._loader.load, folder, memory)
             except ResourceError:
-                if (idle := self._least_recently_used(place)) is None:
+                if not self._evict(place):
                     raise
-                await self._unload(idle)
+                while self._leaving:
+                    await self._change(None)
 
     # ------------------------------------------------------------------------------------------ memory
 
@@ -316,63 +317,62 @@ class ModelPool:
                 "by all models; give more memory, or lower max_context or the prefix cache"
             )
 
-    async def _reserve(
-        self, key: object, place: _Place, folder: Path, need: MemoryNeed, patience_s: float
-    ) -> int | None:
-        """Bytes for a model, taken from the plan once they are free; None where there is no plan."""
+    async def _share(self, place: _Place, folder: Path, need: MemoryNeed, patience_s: float) -> int | None:
+        """Bytes that a model may take, once they are free; None where there is no plan."""
         if self.memory is None:
             return None
         self._refuse_too_large(folder, need)
-        await self._make_room(place, need, patience_s)
+        await self._make_room(place, need.least + need.draft, self.memory, patience_s)
         fair = self.memory * need.least // max(1, self._needed)
-        share = max(need.least, min(need.most, fair, self.memory - self.memory_taken - need.draft))
-        self._taken[key] = share + need.draft
-        return share
+        return max(need.least, min(need.most, fair, self.memory - self.memory_taken - need.draft))
 
-    async def _make_room(self, place: _Place, need: MemoryNeed, patience_s: float) -> None:
+    async def _make_room(self, place: _Place, least: int, memory: int, patience_s: float) -> None:
         """Unload idle models until the least fits, and wait for those in use."""
         until = time.monotonic() + patience_s
-        while (missing := need.least + need.draft + self.memory_taken - (self.memory or 0)) > 0:
+        while (missing := least + self.memory_taken - memory) > 0:
             self._refuse_closed()
-            idle = self._least_recently_used(place) if missing > self._leaving else None
-            if idle is not None:
-                await self._unload(idle)
-            elif not await self._change(until - time.monotonic()):
+            leaving = sum(loaded.memory for loaded in self._leaving)
+            if missing > leaving and self._evict(place):
+                continue
+            if not await self._change(None if missing <= leaving else until - time.monotonic()):
                 raise ResourceError(
-                    f"{place.name}: {-(-missing // MB)} MB are missing of the {(self.memory or 0) // MB} MB that all "
-                    f"models may take, for others are in use; try again later, or give more memory"
+                    f"{place.name}: {-(-missing // MB)} MB are missing of the {memory // MB} MB that all models may "
+                    "take, for others are in use; try again later, or give more memory"
                 )
 
-    def _least_recently_used(self, besides: _Place) -> _Place | None:
-        """A place whose model nobody uses, the one used longest ago; None where all are in use."""
-        idle = (place for place in self._places.values() if place.is_idle and place is not besides)
-        return min(idle, key=lambda place: place.current.used if place.current else 0, default=None)
+    def _evict(self, besides: _Place) -> bool:
+        """Unload the idle model that was used longest ago; False if all are in use."""
+        idle = [place for place in self._places.values() if place.is_idle and place is not besides]
+        if idle:
+            self._retire(min(idle, key=lambda place: place.current.used if place.current else 0))
+        return bool(idle)
 
-    async def _unload(self, place: _Place) -> None:
+    def _retire(self, place: _Place) -> None:
+        """Give a model no new requests, and close it once it has none."""
         loaded, place.current = place.current, None
-        assert loaded is not None
-        await asyncio.shield(self._task(self._dispose(loaded)))
+        if loaded is None:
+            return
+        place.former.append(loaded)
         event(log, "model unloaded", model=place.name, memory=loaded.memory)
+        if loaded.users == 0:
+            self._task(self._dispose(place, loaded))
 
-    async def _dispose(self, loaded: _Loaded) -> None:
+    async def _dispose(self, place: _Place, loaded: _Loaded) -> None:
         """Close a model that nobody uses any more, and give its memory back."""
-        self._leaving += loaded.memory
         try:
             await self._in_thread(loaded.model.close, True)
         finally:
-            self._leaving -= loaded.memory
-            for place in self._places.values():
-                if loaded in place.former:
-                    place.former.remove(loaded)
-            self._free(loaded)
+            place.former = [other for other in place.former if other is not loaded]
+            self._notify()
 
-    def _free(self, key: object) -> None:
-        self._taken.pop(key, None)
-        self._notify()
+    @property
+    def _leaving(self) -> list[_Loaded]:
+        """Models that are being closed."""
+        return [loaded for place in self._places.values() for loaded in place.former if loaded.users == 0]
 
     # ------------------------------------------------------------------------------------------ hot swap
 
-    async def swap(self, name: str, folder: Path | None = None, *, drain: bool = False) -> None:
+    async def swap(self, name: str, folder: Path | None = None) -> None:
         """Let another bundle serve under a name, without a failed request.
 
         The new one is loaded beside the old one, whose requests finish while new ones go to the new one. If the new
@@ -381,12 +381,10 @@ class ModelPool:
         Args:
             name: of the model.
             folder: the new bundle; default: the same folder, in which another one was published.
-            drain: where memory does not hold both, let the old one finish its requests and close it first. New
-                requests wait for the new one meanwhile, and fail if it cannot be loaded.
 
         Raises:
             UsageError: there is no such name.
-            ResourceError: memory does not hold both, and ``drain`` is false.
+            ResourceError: memory does not hold both.
             LlmcError: whatever loading raises.
         """
         place = self._place(name)
@@ -394,7 +392,17 @@ class ModelPool:
         place.wanted += 1  # it stays meanwhile
         try:
             async with place.swapping:
-                await self._replace(place, target, drain)
+                while place.loading is not None:
+                    with suppress(Exception):  # somebody else's attempt, with somebody else to be told
+                        await asyncio.shield(place.loading)
+                self._refuse_closed()
+                await asyncio.shield(self._load(place, target, 0.0 if place.current else self._patience_s))
+        except ResourceError as error:
+            if place.current is None:
+                raise
+            raise ResourceError(
+                f"{error}; {name} goes on with the bundle that it has. Unload that first to load this one in its place"
+            ) from error
         finally:
             place.wanted -= 1
             self._notify()
@@ -424,44 +432,7 @@ class ModelPool:
         place = self._place(name)
         async with place.swapping:
             self._refuse_closed()
-            loaded, place.current = place.current, None
-            if loaded is not None:
-                self._retire(place, loaded)
-                event(log, "model unloaded", model=name, memory=loaded.memory)
-
-    async def _replace(self, place: _Place, folder: Path, drain: bool) -> None:
-        if place.loading is not None:
-            with suppress(Exception):  # somebody else's attempt, with somebody else to be told
-                await asyncio.shield(place.loading)
-        self._refuse_closed()
-        if place.current is None:
-            await asyncio.shield(self._begin(place, self._serve(place, folder, self._patience_s)))
-            return
-        try:
-            await asyncio.shield(self._task(self._serve(place, folder, 0.0)))
-        except ResourceError as error:
-            if not drain:
-                raise ResourceError(
-                    f"{error}; {place.name} goes on with the bundle that it has. Swap with drain to close that first"
-                ) from error
-            await asyncio.shield(self._begin(place, self._drained(place, folder)))
-
-    async def _drained(self, place: _Place, folder: Path) -> None:
-        """Load a bundle once the one before it has finished its requests."""
-        former, place.current = place.current, None
-        if former is not None:
-            self._retire(place, former)
-        while place.former:
-            self._refuse_closed()
-            await self._change(None)
-        await self._serve(place, folder, self._patience_s)
-
-    def _retire(self, place: _Place, loaded: _Loaded) -> None:
-        """Close a model once nobody uses it; nobody new will."""
-        loaded.retired = True
-        place.former.append(loaded)
-        if loaded.users == 0:
-            self._task(self._dispose(loaded))
+            self._retire(place)
 
     # ------------------------------------------------------------------------------------------ the end
 
@@ -471,31 +442,17 @@ class ModelPool:
         self._notify()
         while drain and any(loaded.users for loaded in self._all()):
             await self._change(None)
-        await self._close_loaded(drain)
+        await asyncio.gather(*(self._in_thread(loaded.model.close, drain) for loaded in self._all()))
+        while self._tasks:  # also what is being loaded; it is closed at once
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         for place in self._places.values():
-            if place.loading is not None:
-                with suppress(Exception):
-                    await place.loading
-        await self._close_loaded(drain)  # what came meanwhile
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._taken.clear()
+            place.current, place.former = None, []
         self._threads.shutdown(wait=False)
 
-    async def _close_loaded(self, drain: bool) -> None:
-        leaving = self._all()
-        for place in self._places.values():
-            if place.current is not None:
-                place.former.append(place.current)
-                place.current = None
-        await asyncio.gather(*(self._in_thread(loaded.model.close, drain) for loaded in leaving))
-        for place in self._places.values():
-            place.former = [loaded for loaded in place.former if loaded not in leaving]
-
-    def _all(self) -> list[_Loaded]:
-        places = self._places.values()
-        return [loaded for place in places for loaded in [*place.former, place.current] if loaded is not None]
-
     # ------------------------------------------------------------------------------------------ small parts
+
+    def _all(self) -> Iterator[_Loaded]:
+        return (loaded for place in self._places.values() for loaded in place.all)
 
     def _place(self, name: str) -> _Place:
         if name not in self._places:
@@ -540,13 +497,12 @@ def _state(place: _Place) -> ModelState:
         phase = "loading"
     else:
         phase = "unloaded" if failure is None else "failed"
-    held = [*place.former, *([] if current is None else [current])]
     return ModelState(
         phase,
         None if failure is None else reason_of(failure.error),
-        sum(loaded.held for loaded in held),
-        sum(loaded.memory for loaded in held),
-        sum(loaded.users for loaded in held),
+        sum(loaded.held for loaded in place.all),
+        sum(loaded.memory for loaded in place.all),
+        sum(loaded.users for loaded in place.all),
         len(place.former),
         place.loads,
     )

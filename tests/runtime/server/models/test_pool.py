@@ -380,22 +380,17 @@ class TestSwap:
 
         run(work())
 
-    def test_without_memory_for_both_is_refused_or_waits_for_the_old_one(self, make: Make, loader: Loader):
+    def test_without_memory_for_both_is_refused_and_the_old_one_goes_on(self, make: Make, loader: Loader):
         async def work() -> None:
             pool = make("a", memory=SIZE)
-            held = Held(pool, "a")
-            old = await held.model
-            with pytest.raises(ResourceError, match=r"a goes on with the bundle that it has. Swap with drain"):
+            await use(pool, "a")
+            with pytest.raises(ResourceError, match=r"a goes on with the bundle that it has. Unload that first"):
                 await pool.swap("a")
             await use(pool, "a")
-            swap = asyncio.create_task(pool.swap("a", drain=True))
-            await until(lambda: pool.states()["a"].phase == "loading")
-            late = asyncio.create_task(use(pool, "a"))
-            await asyncio.sleep(0.01)
-            assert not late.done() and not old.closed.is_set()
-            await held.end()
-            await asyncio.gather(swap, late)
-            assert old.closed.is_set() and len(loader.loaded) == 2 and pool.memory_taken == SIZE
+            assert loader.names == ["a"] and not loader.loaded[0].closed.is_set()
+            await pool.unload("a")
+            await pool.swap("a")
+            assert loader.loaded[0].closed.is_set() and loader.names == ["a", "a"] and pool.memory_taken == SIZE
 
         run(work())
 
@@ -478,15 +473,19 @@ class TestEnd:
 
     def test_without_drain_waits_for_nobody(self, make: Make, loader: Loader):
         async def work() -> None:
-            pool = make("a", memory=SIZE)
+            pool, go = make("ab"), threading.Event()
             held = Held(pool, "a")
             model = await held.model
-            swap = asyncio.create_task(pool.swap("a", drain=True))
-            await until(lambda: pool.states()["a"].phase == "loading")
-            await pool.close(drain=False)
-            assert model.closed.is_set()
+            loader.before = lambda folder: go.wait(WAIT_S)
+            late = asyncio.create_task(use(pool, "b"))
+            await until(lambda: pool.states()["b"].phase == "loading")
+            closing = asyncio.create_task(pool.close(drain=False))
+            await until(model.closed.is_set)
+            go.set()
+            await closing
             with pytest.raises(EngineClosedError):
-                await swap
+                await late
+            assert all(model.closed.is_set() for model in loader.loaded) and pool.memory_taken == 0
             await held.end()
 
         run(work())
