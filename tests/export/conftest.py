@@ -19,7 +19,7 @@ Run = Callable[[Feeds], list[np.ndarray]]
 BASE = {
     "vocab_size": 96,
     "hidden_size": 64,
-    "intermediate_size": 80,
+    "intermediate_size": 96,  # divides into blocks of int4
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

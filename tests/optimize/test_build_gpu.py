@@ -32,7 +32,7 @@ from llmc.runtime.model import verify
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}
 DEFERRED = EngineRequest(deferred=True)
-# Random weights of 80 inputs: int4 wants whole blocks.
+# One layer kind in more bits than the others, and the head too.
 INT4 = Request(precision="int4", head="int8", layers={"*.mlp.down_proj": "int8"})
 # Mean KL of a decoder of random weights, several times what was measured: 1e-5, 1e-4, 0, 0.005, 0.4 and 0.04. A lost
 # bias alone gives more than 1.

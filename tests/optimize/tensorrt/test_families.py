@@ -28,7 +28,6 @@ from llmc.optimize.weights.store import Calibrated
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
 # The first checkpoint of each family: what differs between those of one is in the lowered graph's own tests.
 CASES = tuple({case["model_type"]: name for name, case in reversed(random_checkpoints.CASES.items())}.values())
-INNER = 96  # divides into blocks of int4
 CAPACITY = 64
 BUCKETS = (16, 32, CAPACITY)
 DECODE, PREFILL = Profile(4, 1, 1), Profile(1, 16, 4)
@@ -56,8 +55,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             folder = tmp_path_factory.mktemp(name)
             if name == "invented":
                 return random_checkpoints.make_case(name, folder).export
-            case = {**random_checkpoints.CASES[name], "intermediate_size": INNER}
-            made[name] = random_checkpoints.shared_export(case, folder) / "export"
+            made[name] = random_checkpoints.shared_export(random_checkpoints.CASES[name], folder) / "export"
         return made[name]
 
     return get

@@ -58,7 +58,7 @@ def test_a_weight_beyond_float16_is_refused_by_name(source, lowering):
 @pytest.mark.parametrize("grid", [Grid(4, 32, False), Grid(8, 32, False), Grid(4, 128, False)], ids=str)
 @pytest.mark.parametrize("name", [BIASES, UNTIED, TIED, HALF])
 def test_zero_points_equal_the_portable_graph(exported, lowering, decoder, ids, tmp_path, name, grid):
-    """In linears, and in the rows of a tied embedding; 80 inputs make an odd number of blocks of 32."""
+    """In linears, and in the rows of a tied embedding; 96 inputs make an odd number of blocks of 32."""
     lowered = lowering(exported(name).export, WeightOnly(grid))
     lowered.apply("remove dead nodes")
     found, wanted = compared(lowered, decoder, ids, tmp_path)

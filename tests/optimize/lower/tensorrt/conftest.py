@@ -32,8 +32,6 @@ from llmc.optimize.weights.tensors import rows_of
 
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
 CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)
-# A multiple of 32, so that the inputs of every linear divide into blocks of int4.
-INNER = 96
 TOKENS = 20
 CAPACITY = 48
 # Numbers of cache positions that attention looks at; all of them hold the 20 tokens.
@@ -59,8 +57,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export
 
     def get(name: str) -> Export:
         if name not in made:
-            case = {**random_checkpoints.CASES[name], "intermediate_size": INNER}
-            made[name] = Export(name, random_checkpoints.shared_export(case, tmp_path_factory.mktemp(name)) / "export")
+            case, folder = random_checkpoints.CASES[name], tmp_path_factory.mktemp(name)
+            made[name] = Export(name, random_checkpoints.shared_export(case, folder) / "export")
         return made[name]
 
     return get
