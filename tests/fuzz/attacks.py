@@ -250,7 +250,7 @@ def attacks() -> dict[str, Attack]:
     add(
         "echo with logprobs",
         COMPLETIONS,
-        lambda: written({"prompt": ["a b c d " * 240] * 24, "max_tokens": 1, "echo": True, "logprobs": 20}),
+        lambda: written({"prompt": ["a b c d " * 240] * 6, "max_tokens": 1, "echo": True, "logprobs": 20}),
     )
     add("128 prompts", COMPLETIONS, lambda: written({"prompt": ["a " * 32_000] * 128, "max_tokens": 1}))
     add("tokens of 8 MB", "/tokenize", lambda: texted({"prompt": "@"}))
@@ -301,8 +301,8 @@ def attacks() -> dict[str, Attack]:
 
 
 def stored(watch: "Watch") -> dict[str, Attack]:
-    """Readings of a response of megabytes, which is stored first: of 1,900 tokens, each with 20 others."""
-    body = {"input": "a", "max_output_tokens": 1900, "top_logprobs": 20, "ignore_eos": True, "temperature": 0}
+    """Readings of a response of a megabyte, which is stored first: of 600 tokens, each with 20 others."""
+    body = {"input": "a", "max_output_tokens": 600, "top_logprobs": 20, "ignore_eos": True, "temperature": 0}
     name = json.loads(watch.whole(Attack(RESPONSES, lambda: written(body))))["id"]
     paths = {"as it is": "", "as a stream": "?stream=true", "its items": "/input_items"}
     found = {
