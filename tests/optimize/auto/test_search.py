@@ -82,7 +82,7 @@ def counted(monkeypatch, tmp_path) -> Counted:
 def search(tiny_export, tiny_checkpoint, tmp_path, counted):
     """Runs the search on the small model and a short text."""
     text = tmp_path / "text.txt"
-    text.write_text((tiny_checkpoint.parent / "validation.txt").read_text()[:1200])
+    text.write_text((tiny_checkpoint.parent / "validation.txt").read_text()[:1700])
 
     def run(name: str = "out", budget: Budget | None = LOOSE, **options: Any) -> AutoReport:
         return automatic(tiny_export, tmp_path / name, budget=budget, max_context=128, text=text, **options)
