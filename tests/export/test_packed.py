@@ -32,7 +32,7 @@ def without_a_row(name: str) -> Callable[[dict[str, np.ndarray]], None]:
 @pytest.mark.parametrize(
     ("case", "own", "shown"),
     [
-        ("phi3-packed-window-fp16", f"{LAYER}.mlp.gate_up_proj.weight", r"gate_up_proj\.weight has shape \[159, 64\]"),
+        ("phi3-packed-window-fp16", f"{LAYER}.mlp.gate_up_proj.weight", r"gate_up_proj\.weight has shape \[191, 64\]"),
         ("gpt2-scale-by-layer", "transformer.h.1.attn.c_attn.weight", r"c_attn\.weight has shape \[63, 192\]"),
         ("gpt2-scale-by-layer", "transformer.h.1.mlp.c_fc.weight", r"up_proj\.weight has shape \[96, 63\]"),
         ("gpt_neox-two-norms", "gpt_neox.layers.1.attention.query_key_value.bias", r"bias has shape \[191\]"),

@@ -76,7 +76,7 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a folder's bundle could not be loaded; until then whoever asks gets the same answer."""
+    """The error of a folder's bundle that could not be loaded; every request gets it until the folder changes."""
 
     error: Exception
     folder: Path
@@ -105,7 +105,7 @@ class _Place:
 
     @property
     def all(self) -> list[_Loaded]:
-        """What takes memory."""
+        """The loaded models of this place: those being replaced and the current one."""
         return [*self.former, *([] if self.current is None else [self.current])]
 
     @property

@@ -63,6 +63,6 @@ def test_asks_for_a_key_that_the_guards_of_the_service_know(context, tiny_bundle
         expect(page.get_by_role("combobox", name="Model")).to_have_value("tiny")
         page.get_by_label("Message", exact=True).fill("Hi")
         page.keyboard.press("Enter")
-        expect(page.locator(".message.assistant .words")).to_contain_text("prompt")
+        expect(page.locator(".message.assistant .words")).to_contain_text("tok/s")  # tokens come; the answer may be long
         expect(page.locator(".problem:visible")).to_have_count(0)
         page.close()
