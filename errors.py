@@ -158,7 +158,7 @@ _SHORT = _Short()
 _LONGEST = 300  # characters: lists in lists multiply what is left of each
 
 
-def written(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as an error shows it, in a few hundred characters at most, however long the list or the text is."""
     try:
         text = _SHORT.repr(value)

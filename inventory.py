@@ -184,7 +184,7 @@ class Cache:
         values = 2 * positions if self.kind == "kv" else 1
         return values * prod(self.shape) * bytes_per_value
 
-    def held(self, chunk: int) -> int:
+    def count_held(self, chunk: int) -> int:
         """Positions that a row holds at most where calls feed up to ``chunk`` tokens, 0 for all."""
         return self.window + BACK + LET_GO_STEP + chunk if self.window else 0
 

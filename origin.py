@@ -19,7 +19,7 @@ SAMPLED_PARTS = 1024
 MOST_HEADER = 100_000_000
 
 
-def own_file(folder: Path, name: str) -> Path | None:
+def find_own_file(folder: Path, name: str) -> Path | None:
     """The regular file ``name`` of a checkpoint or an export, or None where it has none.
 
     What lies elsewhere is none of theirs, and might be somebody's key: a link is followed as far as it stays in the
@@ -60,12 +60,12 @@ def copy_own(source: Path, names: Iterable[str], target: Path) -> int:
     """Copy those of the files that ``source`` has into the folder ``target``; return how many bytes they have.
 
     Raises:
-        CheckpointError: see :func:`own_file`.
+        CheckpointError: see :func:`find_own_file`.
         OSError: one cannot be read or written.
     """
     count = 0
     for name in names:
-        if found := own_file(source, name):
+        if found := find_own_file(source, name):
             shutil.copyfile(found, target / name)
             count += found.stat().st_size
     return count

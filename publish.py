@@ -57,11 +57,11 @@ def room(target: Path) -> Iterator[Path]:
     place = Path(os.path.realpath(target))  # through a link: beside what it points to
     _recover(place)
     made = [parent for parent in place.parents if not parent.exists()]
-    folder, lock = _named_room(place), None
+    folder, lock = _name_room(place), None
     try:
-        with _writing(target):
-            while (lock := _made_and_locked(folder)) is None:
-                folder = _named_room(place)
+        with _translate_errors(target):
+            while (lock := _make_locked_room(folder)) is None:
+                folder = _name_room(place)
             (folder / NEW).mkdir()
         yield folder / NEW
     finally:
@@ -72,7 +72,7 @@ def room(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
+def stage_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     """Give an empty folder to write into, and publish it as ``target`` when the block ends without an error.
 
     The folder lies beside the target, in a :func:`room`. On any error, Ctrl-C included, it is removed and the target
@@ -92,14 +92,14 @@ def staged(target: Path, *, force: bool = False) -> Iterator[Path]:
             if error.errno in FULL:
                 raise _full(target) from error
             raise
-        with _writing(target):
+        with _translate_errors(target):
             sync_all(staging)
             refuse_to_overwrite(target, force)  # it may have appeared meanwhile
             _swap(staging, place, target)
 
 
 @contextmanager
-def replaced(path: Path, prefix: str, *, synced: bool = True) -> Iterator[BinaryIO]:
+def replace_file(path: Path, prefix: str, *, synced: bool = True) -> Iterator[BinaryIO]:
     """Give a file to write, which takes the place of ``path`` when the block ends without an error.
 
     Until then it lies beside it under a name that begins with ``prefix``. Only its owner may read it. An OSError leaves
@@ -122,7 +122,7 @@ def replaced(path: Path, prefix: str, *, synced: bool = True) -> Iterator[Binary
 
 
 def refuse_to_overwrite(target: Path, force: bool) -> None:
-    """Check before any work that :func:`staged` may publish to ``target``.
+    """Check before any work that :func:`stage_folder` may publish to ``target``.
 
     Raises:
         UsageError: the target exists and ``force`` is false, or is no folder of llmc's, or has a name for no folder.
@@ -130,7 +130,7 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
     refuse_bytes(target)
     if os.path.islink(os.path.realpath(target)):
         raise UsageError(f"{target} is a link to itself, by way of others perhaps; choose another output folder")
-    with _writing(target):
+    with _translate_errors(target):
         if not target.exists():
             return
         if not force:
@@ -160,7 +160,7 @@ def refuse_bytes(path: Path) -> None:
 
 
 @contextmanager
-def _writing(target: Path) -> Iterator[None]:
+def _translate_errors(target: Path) -> Iterator[None]:
     """Errors of writing to ``target``, in a sentence."""
     try:
         yield
@@ -174,24 +174,24 @@ def _full(target: Path) -> ResourceError:
     return ResourceError(f"{target}: the disk is full; free some space and run again")
 
 
-def _named_room(place: Path) -> Path:
+def _name_room(place: Path) -> Path:
     return place.parent / f".{place.name}.{secrets.token_hex(8)}.work"
 
 
-def _made_and_locked(folder: Path) -> int | None:
+def _make_locked_room(folder: Path) -> int | None:
     """Make a room and return the descriptor of its lock; None if somebody cleared it away before it was locked."""
     folder.mkdir(parents=True)
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    if locked(lock) is not False and (folder / LOCK).exists():
+    if lock_file(lock) is not False and (folder / LOCK).exists():
         return lock
     os.close(lock)
     return None
 
 
-def locked(descriptor: int, *, shared: bool = False) -> bool | None:
+def lock_file(descriptor: int, *, shared: bool = False) -> bool | None:
     """Lock the file until it is closed; tells if that worked, None where file system or platform has no locks.
 
     A shared lock waits: whoever has the other one only looks whether this one is there.
@@ -230,7 +230,7 @@ def _clear(folder: Path, place: Path) -> None:
             return
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if locked(lock):
+            if lock_file(lock):
                 _remove(folder, place)
         finally:
             os.close(lock)

@@ -122,7 +122,7 @@ def _decoder(kind: Any) -> _Decoder:
     """The function that decodes values of a kind: which one is found out once, for a manifest has thousands."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        return _bounded(arguments[1], _decoder(arguments[0]))
+        return _make_bounded(arguments[1], _decoder(arguments[0]))
     if is_dataclass(kind) and isinstance(kind, type):
         return _object(kind)
     if origin in (tuple, dict):
@@ -143,10 +143,10 @@ def _object(kind: type) -> _Decoder:
 
     def read(data: Any, place: _Place) -> Any:
         if not isinstance(data, dict):
-            raise BundleError(f"{_spelt(place) or kind.__name__} is {data!r:.60}, expected an object")
+            raise BundleError(f"{_format_place(place) or kind.__name__} is {data!r:.60}, expected an object")
         for problem, keys in (("unknown", data.keys() - readers), ("missing", readers.keys() - data)):
             if keys:
-                raise BundleError(f"{problem} field {_spelt((f'.{ascii(min(keys))[1:-1]:.60}', place))}")
+                raise BundleError(f"{problem} field {_format_place((f'.{ascii(min(keys))[1:-1]:.60}', place))}")
         return kind(**{name: read_field(data[name], (f".{name}", place)) for name, read_field in readers.items()})
 
     return read
@@ -166,7 +166,7 @@ def _container(kind: type, read_item: _Decoder) -> _Decoder:
     return read_tuple if kind is tuple else read_dict
 
 
-def _bounded(values: range, read_inner: _Decoder) -> _Decoder:
+def _make_bounded(values: range, read_inner: _Decoder) -> _Decoder:
     def read(data: Any, place: _Place) -> Any:
         number = data if type(data) is int else len(data) if type(data) in (list, dict) else None
         if number is not None and number not in values:
@@ -200,15 +200,15 @@ def _text(data: Any, place: _Place) -> str:
     if type(data) is not str:
         raise _other(data, place, "str")
     if not data.isprintable() and (wrong := _CONTROLS.search(data)):
-        raise BundleError(f"{_spelt(place)} is {data!a:.60}, expected text without U+{ord(wrong[0]):04X}")
+        raise BundleError(f"{_format_place(place)} is {data!a:.60}, expected text without U+{ord(wrong[0]):04X}")
     return data
 
 
 def _other(found: Any, place: _Place, expected: str, what: str = "") -> BundleError:
-    return BundleError(f"{_spelt(place) or 'value'} is {found!r:.60}{what}, expected {expected}")
+    return BundleError(f"{_format_place(place) or 'value'} is {found!r:.60}{what}, expected {expected}")
 
 
-def _spelt(place: _Place) -> str:
+def _format_place(place: _Place) -> str:
     names = []
     while place:
         name, place = place[0], place[1] if len(place) > 1 else ()

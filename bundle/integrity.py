@@ -36,7 +36,7 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
         yield name
 
 
-def unlisted_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+def list_unlisted_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     """Names of what lies in the folder and is not the bundle's, sorted; 16 at most, for a reader wants few."""
     found = (entry.name for entry in os.scandir(folder))
     listed = {name.partition("/")[0] for name in manifest.files}

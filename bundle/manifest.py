@@ -416,7 +416,7 @@ class Manifest:
         """Positions behind the last that counts which some graph may write over."""
         return max((graph.overwritten for graph in self.graphs.values()), default=0)
 
-    def named_files(self) -> list[str]:
+    def list_files(self) -> list[str]:
         """Every file that some part of the manifest names."""
         return [*(graph.file for graph in self.graphs.values()), *self.engine_files()]
 

@@ -45,7 +45,7 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
     Raises:
         BundleError: not a bundle, written by a newer llmc, or files are missing or truncated, or lie elsewhere.
     """
-    return undisturbed(folder, lambda place: _read_bundle(place, engine_matters))
+    return read_undisturbed(folder, lambda place: _read_bundle(place, engine_matters))
 
 
 def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
@@ -53,7 +53,7 @@ def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
     _refuse_to_leave(folder, BUNDLE_MANIFEST)
     manifest = _read(folder, BUNDLE_MANIFEST, Manifest, build_command("CHECKPOINT"))
     _check_values(folder, manifest)
-    for name in (*manifest.files, *manifest.named_files()):
+    for name in (*manifest.files, *manifest.list_files()):
         if name not in manifest.files or name.startswith("/") or ".." in name.split("/"):
             raise BundleError(f"{folder}: {BUNDLE_MANIFEST} names {name!r}, which is unlisted or lies outside; refused")
     for name in TOKENIZER_FILES:
@@ -82,7 +82,7 @@ def publication(folder: Path) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def undisturbed(folder: Path, work: Callable[[Path], T], undo: Callable[[T], object] = lambda result: None) -> T:
+def read_undisturbed(folder: Path, work: Callable[[Path], T], undo: Callable[[T], object] = lambda result: None) -> T:
     """The result of ``work`` on one and the same bundle: done again if another one took its place meanwhile.
 
     Args:
@@ -96,16 +96,16 @@ def undisturbed(folder: Path, work: Callable[[Path], T], undo: Callable[[T], obj
     for _ in range(MOST_TRIES):
         place = Path(os.path.realpath(folder))
         place = folder if place == Path(os.path.abspath(folder)) else place
-        before = standing(place)
+        before = identify_folder(place)
         try:
             result = work(place)
         except LlmcError:
             if before is None:
                 time.sleep(SWAP_S)
-            if standing(place) == before:
+            if identify_folder(place) == before:
                 raise
         else:
-            if standing(place) == before:
+            if identify_folder(place) == before:
                 return result
             undo(result)
     raise BundleError(f"{folder} was replaced {MOST_TRIES} times while it was read; let the build end, and try again")
@@ -118,17 +118,17 @@ def of_same(folder: Path, known: tuple[int, ...] | None, work: Callable[[Path], 
         BundleError: another one has taken its place.
     """
 
-    def checked(place: Path) -> T:
+    def run_checked(place: Path) -> T:
         if publication(place) != known:
             raise BundleError(
                 f"{folder} was replaced since it was loaded, and its chat template with it; load it again"
             )
         return work(place)
 
-    return undisturbed(folder, checked)
+    return read_undisturbed(folder, run_checked)
 
 
-def standing(folder: Path) -> tuple[int, ...] | None:
+def identify_folder(folder: Path) -> tuple[int, ...] | None:
     """Identity of what is published in ``folder``, another one also of a folder that was moved away and came back.
 
     A change in the same tick of the file system's clock would be missed, so this waits until a change is older."""
@@ -143,7 +143,7 @@ def standing(folder: Path) -> tuple[int, ...] | None:
     return None if published is None else (*published, found.st_dev, found.st_ino, found.st_ctime_ns)
 
 
-def unbuilt(folder: Path) -> str | None:
+def find_unbuilt_kind(folder: Path) -> str | None:
     """Kind of a folder that a bundle can be built of, ``an export`` or ``a checkpoint``; None for any other folder."""
     if (folder / BUNDLE_MANIFEST).exists():
         return None
@@ -160,12 +160,12 @@ def refuse_other(folder: Path) -> None:
     """
     if not os.path.lexists(folder):
         said = f"{folder}: there is no such folder, expected a bundle; build one with: {build_command('CHECKPOINT')}"
-        raise BundleError(absent(folder) or said)
-    if kind := "a GGUF file" if folder.suffix == ".gguf" and folder.is_file() else unbuilt(folder):
+        raise BundleError(explain_absent(folder) or said)
+    if kind := "a GGUF file" if folder.suffix == ".gguf" and folder.is_file() else find_unbuilt_kind(folder):
         raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
 
 
-def absent(path: Path) -> str | None:
+def explain_absent(path: Path) -> str | None:
     """The sentence for a path where nothing is and that looks like a model's name at a hub; None for any other path."""
     named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", str(path))
     if not named or os.path.lexists(path.parent):

@@ -24,7 +24,7 @@ self_test_option = click.option(
 stats_option = click.option("--stats", is_flag=True, help="Print counts, times and the seed on stderr at the end.")
 
 
-def loading(options: dict[str, Any]) -> dict[str, Any]:
+def collect_load_options(options: dict[str, Any]) -> dict[str, Any]:
     """Arguments of :func:`llmc.runtime.load`; those of the engine only where they were given."""
     return {name: options[name] for name in LOADING if name in options} | take(options, ENGINE_NAMES)
 

@@ -91,7 +91,7 @@ def build_command(
     engine = EngineRequest(**{name: choices.pop(name) for name in ENGINE})
     calibration = calibration_request(choices.pop("calibration"), choices.pop("samples"), choices.pop("length"))
     refuse_to_overwrite(output, force)
-    with cleanly_stopped(), show.progress() as progress, exported(source, output, progress) as export:
+    with cleanly_stopped(), show.progress() as progress, open_export(source, output, progress) as export:
         order = choices | {
             "precision": precision,
             "budget": Budget(**limits),
@@ -153,7 +153,7 @@ def calibration_request(text: Path | None, samples: int | None, length: int | No
 
 
 @contextmanager
-def exported(source: Path, output: Path, progress: show.Report) -> Iterator[Path]:
+def open_export(source: Path, output: Path, progress: show.Report) -> Iterator[Path]:
     """``source`` if it is an export, else an export of it for as long as the block runs, near ``output``."""
     if not is_checkpoint(source):
         refuse_bundle(source, "an export or a checkpoint")

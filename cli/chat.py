@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmc.cli.answering import (
+    collect_load_options,
     describe,
     is_one,
-    loading,
     max_context_option,
     refuse_several,
     refuse_unseen,
@@ -33,11 +33,11 @@ from llmc.cli.options import (
     with_flags,
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
-from llmc.cli.sampling import SAMPLING_NAMES, changed, sampling_options
+from llmc.cli.sampling import SAMPLING_NAMES, add_sampling_options, change_parameter
 from llmc.cli.saved import (
     Message,
     check_replaceable,
-    named_path,
+    parse_path,
     read_messages,
     target,
     write_messages,
@@ -71,7 +71,7 @@ LEAVING = ("/exit", "/quit")
 @self_test_option
 @verify_option
 @debug_option
-@sampling_options
+@add_sampling_options
 @max_context_option
 @engine_options
 def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bool, **options: Any) -> None:
@@ -85,7 +85,7 @@ def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bo
 
     sampling = take(options, SAMPLING_NAMES)
     refuse_unseen(sampling)
-    with load(bundle, **{"draft": "auto", **loading(options)}) as model:
+    with load(bundle, **{"draft": "auto", **collect_load_options(options)}) as model:
         refuse_without_template(model)
         converse(model, sampling, stats=stats, system=system, saved=saved)
 
@@ -142,8 +142,8 @@ class Conversation:
         self._last: GenerationResult | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/system": self.system,
-            "/save": lambda file: self.save(named_path(file, "/save")),
-            "/load": lambda file: self.load(named_path(file, "/load")),
+            "/save": lambda file: self.save(parse_path(file, "/save")),
+            "/load": lambda file: self.load(parse_path(file, "/load")),
             "/clear": self.clear,
             "/set": self.set,
             "/stats": self.stats,
@@ -222,7 +222,7 @@ class Conversation:
         return None
 
     def _print(self, handle: ChatHandle, parts: list[str]) -> None:
-        with self._keys.stopping(handle):
+        with self._keys.cancel_on_interrupt(handle):
             try:
                 for piece in self._pieces(handle) if is_one(self._sampling) else [handle.result().text]:
                     parts.append(piece)
@@ -265,7 +265,7 @@ class Conversation:
         """Change a parameter for the answers to come, or show those that are set."""
         name, _, value = text.partition(" ")
         if name:
-            self._sampling = changed(self._sampling, name.replace("-", "_"), value.strip())
+            self._sampling = change_parameter(self._sampling, name.replace("-", "_"), value.strip())
         shown = (f"{key} is {value}" for key, value in self._sampling.items())
         click.echo(", ".join(shown) or "all parameters have their defaults", err=True)
 

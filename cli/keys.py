@@ -33,7 +33,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     @contextmanager
-    def stopping(self, handle: Handle) -> Iterator[None]:
+    def cancel_on_interrupt(self, handle: Handle) -> Iterator[None]:
         """Ctrl-C cancels ``handle``, also if it came while the request was being made."""
         self.handle = handle
         try:

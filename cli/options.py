@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from llmc.bundle import absent, refuse_other
+from llmc.bundle import explain_absent, refuse_other
 from llmc.errors import BundleError, RequestError, UsageError
 
 
@@ -41,7 +41,7 @@ class SourcePath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path."""
-        if said := absent(Path(value)):
+        if said := explain_absent(Path(value)):
             raise UsageError(said)
         return super().convert(value, param, ctx)
 

@@ -106,10 +106,10 @@ def _ahead(
     if any(how.values()) or target != "cpu":
         raise UsageError(f"{path} is built already; precision, recipe and target are for an export or a checkpoint")
     plans = plan_bundle(manifest, max_context, max_batch)
-    return hold([*_rebuilding(manifest, found.unified), *plans], found, on_gpu)
+    return hold([*_estimate_rebuilding(manifest, found.unified), *plans], found, on_gpu)
 
 
-def _rebuilding(manifest: Manifest, unified: bool) -> list[MemoryEstimate]:
+def _estimate_rebuilding(manifest: Manifest, unified: bool) -> list[MemoryEstimate]:
     """Making the engine that a bundle lacks; none where what builds is not installed."""
     if manifest.engine is None or manifest.engine.file:
         return []

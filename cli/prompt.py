@@ -18,7 +18,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 
 from llmc.cli.keys import Interrupts
 from llmc.cli.reading import read_text
-from llmc.publish import replaced
+from llmc.publish import replace_file
 
 PROMPT = "> "
 KEPT, LONGEST = 500, 10_000  # questions that are kept, and characters of each
@@ -118,5 +118,5 @@ class Past(History):
         lines = [*self._lines(), json.dumps(string)][-KEPT:]
         with suppress(OSError):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replaced(self._path, ".chat-history-") as file:
+            with replace_file(self._path, ".chat-history-") as file:
                 file.write("".join(f"{line}\n" for line in lines).encode())

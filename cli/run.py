@@ -11,9 +11,9 @@ import click
 from llmc.bundle import read_bundle
 from llmc.cli import output as show
 from llmc.cli.answering import (
+    collect_load_options,
     describe,
     is_one,
-    loading,
     max_context_option,
     refuse_unseen,
     self_test_option,
@@ -32,7 +32,7 @@ from llmc.cli.options import (
     verify_option,
 )
 from llmc.cli.reading import at_terminal, read_stdin, stdin_limit
-from llmc.cli.sampling import SAMPLING_NAMES, sampling_options
+from llmc.cli.sampling import SAMPLING_NAMES, add_sampling_options
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @verify_option
 @emulate_option
 @debug_option
-@sampling_options
+@add_sampling_options
 @max_context_option
 @engine_options
 def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, stats: bool, **options: Any) -> None:
@@ -69,7 +69,7 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
     if talk and as_json:
         raise UsageError("--json prints one answer, and --chat without a prompt talks; give a prompt with -p")
     text = "" if talk else read_prompt(prompt, bundle)
-    with load(bundle, **loading(options)) as model:
+    with load(bundle, **collect_load_options(options)) as model:
         if chat:
             refuse_without_template(model)
         if talk:

@@ -11,7 +11,7 @@ import click
 from llmc.cli.answering import refuse_several, refuse_unseen
 from llmc.cli.options import ENGINE_NAMES, Command, SectionOption, flag
 from llmc.cli.reading import read_text
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import PARAMETERS, SAMPLED, SamplingParams
 from llmc.runtime.sampling.ranges import Parameter, Range
@@ -31,14 +31,14 @@ def integer(text: str) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise click.BadParameter(f"{written(text)} is not a valid integer.") from error
+        raise click.BadParameter(f"{format_value(text)} is not a valid integer.") from error
 
 
 def tokens(text: str) -> tuple[int, ...]:
     """Token ids with commas between them."""
     ids = text.split(",")
     if not all(re.fullmatch(_ID, part, re.ASCII) for part in ids):
-        raise click.BadParameter(f"{written(text)} is no list of token ids, expected for example 13 or 13,198")
+        raise click.BadParameter(f"{format_value(text)} is no list of token ids, expected for example 13 or 13,198")
     return tuple(map(int, ids))
 
 
@@ -46,7 +46,9 @@ def biases(text: str) -> tuple[tuple[int, float], ...]:
     """Token ids with what to add to their logits: 13=-5,198=2.5."""
     pairs = [re.fullmatch(f"({_ID})=({_NUMBER})", part, re.ASCII) for part in text.split(",")]
     if not all(pairs):
-        raise click.BadParameter(f"{written(text)} is no list of biases, expected ID=NUMBER, for example 13=-5,198=2.5")
+        raise click.BadParameter(
+            f"{format_value(text)} is no list of biases, expected ID=NUMBER, for example 13=-5,198=2.5"
+        )
     return tuple((int(pair[1]), float(pair[2])) for pair in pairs if pair)
 
 
@@ -78,7 +80,7 @@ def one_of(choices: tuple[str | bool, ...]) -> Callable[[str], str | bool]:
 
     def read(text: str) -> str | bool:
         if text not in values:
-            raise click.BadParameter(f"{written(text)} is not one of {', '.join(values)}")
+            raise click.BadParameter(f"{format_value(text)} is not one of {', '.join(values)}")
         return values[text]
 
     return read
@@ -107,7 +109,7 @@ _NOTES = {
 }
 
 
-def sampling_options(command: Command) -> Command:
+def add_sampling_options(command: Command) -> Command:
     """Add an option for every parameter of a request, the common ones first."""
     sections: dict[str, list[str]] = {COMMON: []}
     for name, stated in PARAMETERS.items():
@@ -122,12 +124,12 @@ def _type(name: str, values: Range) -> Any:
     return one_of(values.choices) if values.choices else grammar if name == "grammar" else _KINDS[values.kind][0]
 
 
-def changed(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
+def change_parameter(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
     """Parameters with another value of one of them, or without one where there is no text."""
     if name not in SAMPLING_NAMES:
         close = neighbour(name, SAMPLING_NAMES)
         hint = f"did you mean {close}?" if close else "llmc chat --help lists them"
-        raise UsageError(f"there is no parameter {written(name)}; {hint}")
+        raise UsageError(f"there is no parameter {format_value(name)}; {hint}")
     rest = {each: value for each, value in sampling.items() if each != name}
     if not text:
         return rest

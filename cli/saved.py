@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llmc.cli.reading import read_text
 from llmc.errors import UsageError
-from llmc.publish import replaced
+from llmc.publish import replace_file
 
 Message = dict[str, str]
 
@@ -14,7 +14,7 @@ FORMAT, VERSION = "llmc-chat", 1  # what a saved conversation says that it is
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def named_path(file: str, command: str) -> Path:
+def parse_path(file: str, command: str) -> Path:
     """The file that a person named after a command, ``~`` being a home."""
     if not file:
         raise UsageError(f"{command} needs a file: {command} FILE")
@@ -73,7 +73,7 @@ def write_messages(path: Path, model: str, messages: list[Message]) -> None:
     """
     content = {"format": FORMAT, "version": VERSION, "model": model, "messages": messages}
     try:
-        with replaced(path, f".{path.name}-") as file:
+        with replace_file(path, f".{path.name}-") as file:
             file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written ({error}); choose another file") from error

@@ -22,7 +22,7 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 TYPES: dict[str, Any] = {"integer": int, "number": float, "text": str, "path": click.Path(path_type=Path), "list": str}
 
 
-def setting_options(command: Command) -> Command:
+def add_setting_options(command: Command) -> Command:
     """Add a flag for every key of the file but ``models``, which are arguments."""
     for setting in reversed(settings()):
         if setting.kind != "models":
@@ -32,7 +32,7 @@ def setting_options(command: Command) -> Command:
 
 def _option(setting: Setting) -> Callable[[Command], Command]:
     names = [each.name for each in settings() if "_" in each.name]
-    text = f"{with_flags(setting.help, names)}{_shown(setting)}"
+    text = f"{with_flags(setting.help, names)}{_show_default(setting)}"
     given: dict[str, Any] = {"section": setting.section, "help": text, "default": None, "show_default": False}
     name = setting.name.replace("_", "-")
     flag = f"--{name}/--no-{name}" if setting.kind == "flag" else setting.flag  # both, for flags go before the file
@@ -46,7 +46,7 @@ def _option(setting: Setting) -> Callable[[Command], Command]:
     return click.option(flag, setting.name, cls=SectionOption, **given)
 
 
-def _shown(setting: Setting) -> str:
+def _show_default(setting: Setting) -> str:
     if setting.default in (None, ()):
         return ""
     if setting.kind == "flag":
@@ -63,7 +63,7 @@ def _in_units(size: int) -> str:
     return f"{size // UNITS[unit]}{unit}" if unit else f"{size} bytes"
 
 
-def named(bundles: tuple[str, ...]) -> dict[str, Path] | None:
+def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:
     """Models by name: ``NAME=FOLDER``, or a folder that gives its own name."""
     found: dict[str, Path] = {}
     for given in bundles:
@@ -84,7 +84,7 @@ def named(bundles: tuple[str, ...]) -> dict[str, Path] | None:
 @click.argument("bundles", nargs=-1, metavar="[NAME=]BUNDLE...")
 @click.option("--config", type=EXISTING_FILE, help="TOML file of settings; flags go before it.")
 @debug_option
-@setting_options
+@add_setting_options
 def serve_command(bundles: tuple[str, ...], config: Path | None, **flags: Any) -> None:
     """Serve BUNDLEs over HTTP: to the clients of OpenAI (/v1) and Anthropic, and, with a page for chats, to a browser.
 
@@ -93,7 +93,7 @@ def serve_command(bundles: tuple[str, ...], config: Path | None, **flags: Any) -
     http://127.0.0.1:8000. Every setting is a flag here, and a key of the --config file, with _ for -.
     """
     given = {name: value for name, value in flags.items() if value not in (None, ())}
-    chosen = read_config(config, {**given, "models": named(bundles)})
+    chosen = read_config(config, {**given, "models": name_models(bundles)})
     require("fastapi", "serve")
     # The web framework and Ray, for those who serve.
     if chosen.ray:

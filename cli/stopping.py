@@ -35,13 +35,13 @@ def cleanly_stopped() -> Iterator[None]:
     except BaseException as error:  # a library through which the interrupt went may have made another error of it
         if not stopped:
             raise
-        raise _terminated() from error
+        raise _make_exit() from error
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if stopped:  # some library swallowed the interrupt
-        raise _terminated()
+        raise _make_exit()
 
 
-def _terminated() -> SystemExit:
+def _make_exit() -> SystemExit:
     click.echo("terminated", err=True)
     return SystemExit(TERMINATED)

@@ -9,7 +9,7 @@ from llmc import bundle
 from llmc.bundle import CONFIG_FILE, Geometry, Manifest, Source
 from llmc.errors import BundleError
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
-from llmc.runtime.kv.budget import plan_load, rounded_up
+from llmc.runtime.kv.budget import plan_load, round_up
 
 # Kinds of files by the ends of their names; all others are text: tokenizer, templates, manifest, hashes.
 DISK_KINDS = {"weights": (".bin", ".safetensors", ".gguf"), "graphs": (".onnx",), "engine": (".plan",)}
@@ -59,8 +59,8 @@ def summarize(path: Path) -> Summary:
     if kind == "bundle":
         return _of_bundle(path)
     if kind == "export":
-        return _unbuilt(kind, path, bundle.read_export(path))
-    return _unbuilt(kind, path, read_checkpoint(path))
+        return _summarize_unbuilt(kind, path, bundle.read_export(path))
+    return _summarize_unbuilt(kind, path, read_checkpoint(path))
 
 
 def kind_of(path: Path) -> str:
@@ -87,7 +87,7 @@ def _of_bundle(path: Path) -> Summary:
     memory = Memory(context, 1, plan_load(manifest).parts)
     device = None
     if manifest.device is not None:
-        positions = rounded_up(manifest.engine, context)
+        positions = round_up(manifest.engine, context)
         device = Memory(positions, 1, manifest.device.parts(positions, 1))
     return Summary(
         "bundle",
@@ -112,7 +112,7 @@ def disk_bytes(files: Mapping[str, int]) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def _unbuilt(kind: str, path: Path, found: Checkpoint | bundle.ExportManifest) -> Summary:
+def _summarize_unbuilt(kind: str, path: Path, found: Checkpoint | bundle.ExportManifest) -> Summary:
     geometry = found.geometry
     context = geometry.max_positions
     here = sorted(path.iterdir()) if path.is_dir() else [path]

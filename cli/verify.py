@@ -37,13 +37,13 @@ def verify_command(bundle: Path, threads: int | None, emulate: bool, as_json: bo
         [
             ("files", f"{report.files} whole"),
             *(("not the bundle's", f"{ascii(name)[1:-1]}, which nothing reads") for name in report.unlisted),
-            *golden_rows(report, embeds=read_bundle(bundle).geometry.encoder is not None),
+            *list_golden_rows(report, embeds=read_bundle(bundle).geometry.encoder is not None),
         ]
     )
     click.echo(f"{bundle} is sound" + (emulation(bundle) if emulate else ""))
 
 
-def golden_rows(report: VerifyReport, embeds: bool) -> list[tuple[str, str]]:
+def list_golden_rows(report: VerifyReport, embeds: bool) -> list[tuple[str, str]]:
     """The results of replaying golden prompts, or golden texts where the bundle embeds or ranks."""
     difference = f"{report.largest_difference:.2g}"
     if embeds:

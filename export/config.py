@@ -395,7 +395,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def packed_parameters(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
+def list_packed_parameters(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
     """Name of every tensor that holds the rows of several parameters, and theirs in order."""
     biased = {linear.name for linear in linears(config) if linear.bias}
     return {

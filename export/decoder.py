@@ -42,16 +42,16 @@ class DecoderLayer(nn.Module):
         """Values (B, S, N), this layer's cache, lengths (B) and the frequencies of every rope -> values, cache; see
         :class:`llmc.export.blocks.attention.Attention` for a layer without a cache."""
         place = self.placement
-        read = self._normed(place.before_attention, x)
+        read = self._normalize(place.before_attention, x)
         attn, present = self.self_attn(read, past, lengths, ropes)
-        y = x + self.residual_scale(self._normed(place.after_attention, attn))
+        y = x + self.residual_scale(self._normalize(place.after_attention, attn))
         if self.mlp is not None:
             if not place.parallel or place.before_mlp != place.before_attention:
-                read = self._normed(place.before_mlp, x if place.parallel else y)
-            y = y + self.residual_scale(self._normed(place.after_mlp, self.mlp(read)))
+                read = self._normalize(place.before_mlp, x if place.parallel else y)
+            y = y + self.residual_scale(self._normalize(place.after_mlp, self.mlp(read)))
         return y, present
 
-    def _normed(self, name: str, x: Tensor) -> Tensor:
+    def _normalize(self, name: str, x: Tensor) -> Tensor:
         """``x`` through the norm of this name, as it is where there is none."""
         return self.get_submodule(name)(x) if name else x
 

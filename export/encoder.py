@@ -60,9 +60,9 @@ class Encoder(nn.Module):
             pooled = self.mean(self.model.norm(borders[-1]), lengths)
         else:
             pooled = self.model.norm(self.last_rows(borders[-1], lengths.unsqueeze(1) - 1)).squeeze(1)
-        return (self._score(pooled) if self.score else self._embedding(pooled)), borders
+        return (self._score(pooled) if self.score else self._embed(pooled)), borders
 
-    def _embedding(self, x: Tensor) -> Tensor:
+    def _embed(self, x: Tensor) -> Tensor:
         for dense, layer in zip(self.dense, self.end.dense, strict=True):
             x = dense(x) if layer.activation == "identity" else self.tanh(dense(x))
         return self.normalize(x) if self.end.normalized else x

@@ -212,10 +212,10 @@ def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
             continue
         codes = graph.initializers[name]
         block = stored.shape[1] // tensors[f"{name}.scales"].shape[1]
-        parts = [_declared(graph, f"{name}.{part}", tensors) for part in ("scales", "zero_points")]
+        parts = [_declare_initializer(graph, f"{name}.{part}", tensors) for part in ("scales", "zero_points")]
         node = ir.node("DequantizeLinear", [codes, *filter(None, parts)], {"axis": 1, "block_size": block})
         made = [node]
-        if (order := _declared(graph, f"{name}.order", tensors)) is not None:
+        if (order := _declare_initializer(graph, f"{name}.order", tensors)) is not None:
             made.append(ir.node("Gather", [node.outputs[0], order], {"axis": 1}))
         for step in made:
             step.name = f"{name}.{step.op_type.lower()}"
@@ -227,7 +227,7 @@ def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
         graph.insert_before(graph[0], made)
 
 
-def _declared(graph: ir.Graph, name: str, tensors: Mapping[str, StoredTensor]) -> ir.Value | None:
+def _declare_initializer(graph: ir.Graph, name: str, tensors: Mapping[str, StoredTensor]) -> ir.Value | None:
     """An initializer for one of ``tensors``, None where they have none of this name."""
     if name not in tensors:
         return None

@@ -241,7 +241,7 @@ def cached_attention(
     past_k, past_v = past
     if not torch.compiler.is_exporting():
         positions = past_lengths[:, None] + torch.arange(q.shape[1], device=q.device)  # (B, S)
-        queries, new_keys, new_values = _turned_heads(q, k, v, positions, inv_freq, knobs)
+        queries, new_keys, new_values = _rotate_projections(q, k, v, positions, inv_freq, knobs)
         keys, values = _scatter(past_k, new_keys, positions), _scatter(past_v, new_values, positions)  # (B, KV, C, D)
         slots = torch.arange(past_k.shape[2], device=q.device)
         mask = slots <= positions[:, None, :, None]  # (B, 1, S, C)
@@ -276,7 +276,7 @@ def self_attention(
             version=DOMAIN_VERSION,
         )
     places = torch.arange(q.shape[1], device=q.device)
-    queries, keys, values = _turned_heads(q, k, v, places[None], inv_freq, knobs)
+    queries, keys, values = _rotate_projections(q, k, v, places[None], inv_freq, knobs)
     distance = places[:, None] - places  # (S, S), of a query from a key
     mask = places < lengths[:, None, None, None]  # (B, 1, 1, S)
     if causal:
@@ -317,7 +317,7 @@ def _attributes(inv_freq: Tensor, knobs: Knobs) -> dict[str, Any]:
     return {**numbers, "rotary_dim": 2 * inv_freq.shape[0]}
 
 
-def _turned_heads(
+def _rotate_projections(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, inv_freq: Tensor, knobs: Knobs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The projections as heads (B, H or KV, S, D), queries and keys rotated for positions (B or 1, S)."""

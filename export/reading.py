@@ -86,7 +86,7 @@ def read_decoder(
         ropes=ropes if any(rotated) else (),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        max_positions=_extended(keys, ropes[0], max_positions),
+        max_positions=_read_positions(keys, ropes[0], max_positions),
         norm=norm or NormConfig(keys.number("rms_norm_eps")),
         tied_head=keys.flag("tie_word_embeddings", default_tied),
         eos_token_ids=token_ids(keys, "eos_token_id", vocab_size),
@@ -171,7 +171,7 @@ def _head_dim(keys: Keys, hidden_size: int, heads: int, default: int | None) -> 
     return head_dim
 
 
-def _extended(keys: Keys, rope: Rope, max_positions: int) -> int:
+def _read_positions(keys: Keys, rope: Rope, max_positions: int) -> int:
     """Positions that the model is good for: model cards add yarn to a config and leave the rest of it as it was."""
     if rope.type != "yarn" or rope.original_max_positions != max_positions:
         return max_positions

@@ -71,7 +71,7 @@ class _Reader:
         kind, inner_theta = rules.types[stated], keys.number("rope_theta", theta)
         if inner_theta != theta and config.raw(theta_key) is not None:
             raise config.error(theta_key, theta, f"the same as in {keys.where.split(': ')[-1]} ({inner_theta})")
-        scaling = {} if kind == "default" else self._scaling(keys, kind, inner_theta)
+        scaling = {} if kind == "default" else self._read_scaling(keys, kind, inner_theta)
         dim = self.head_dim if kind == "proportional" else self._dim(keys)
         keys.skip(*rules.own)
         keys.finish()
@@ -96,7 +96,7 @@ class _Reader:
             raise keys.error("partial_rotary_factor", factor, f"an even number of values of head_dim={self.head_dim}")
         return dim
 
-    def _scaling(self, keys: Keys, kind: str, theta: float) -> dict[str, Any]:
+    def _read_scaling(self, keys: Keys, kind: str, theta: float) -> dict[str, Any]:
         """Parameters that a type of rope has besides its base."""
         if kind == "ntk_alpha":  # transformers reads none of the others either
             keys.skip("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -113,11 +113,11 @@ class _Reader:
         if kind in ("llama3", "yarn"):
             scaling["original_max_positions"] = self._original(keys)
         if kind == "llama3":
-            scaling |= _rising(keys, "low_freq_factor", "high_freq_factor")
+            scaling |= _read_rising(keys, "low_freq_factor", "high_freq_factor")
         if kind == "yarn":
             if theta <= 1:
                 raise keys.error("rope_theta", theta, "more than 1, of which yarn takes the logarithm")
-            scaling |= _rising(keys, "beta_slow", "beta_fast", 1.0, 32.0)
+            scaling |= _read_rising(keys, "beta_slow", "beta_fast", 1.0, 32.0)
             magnitude = _magnitude(self.config, keys, scaling["factor"])
             scaling |= {"truncate": keys.flag("truncate", True), "magnitude": magnitude}
         return scaling
@@ -150,7 +150,7 @@ class _Reader:
         }
 
 
-def _rising(
+def _read_rising(
     keys: Keys, low: str, high: str, default_low: float | None = None, default_high: float | None = None
 ) -> dict[str, float]:
     """Two numbers, the second above the first."""
@@ -169,8 +169,8 @@ def _magnitude(config: Keys, keys: Keys, factor: float) -> float:
     if stated is not None:
         return stated
     upper, lower = scales if all(scales) else (1.0, 0.0)
-    return _advised(factor, upper) / _advised(factor, lower)
+    return _compute_attention_factor(factor, upper) / _compute_attention_factor(factor, lower)
 
 
-def _advised(factor: float, scale: float | None) -> float:
+def _compute_attention_factor(factor: float, scale: float | None) -> float:
     return 0.1 * (scale or 0.0) * log(factor) + 1.0 if factor > 1 else 1.0

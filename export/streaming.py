@@ -87,7 +87,7 @@ class StreamedDecoder:
             CheckpointError: the file ends early, or a weight is NaN or infinite.
         """
         if f"{name}.scales" in self._stored:
-            return self._dequantized(name, start, stop)
+            return self._dequantize_rows(name, start, stop)
         values = self._values(name, start, stop).float()
         if not torch.isfinite(values).all():
             raise CheckpointError(
@@ -96,7 +96,7 @@ class StreamedDecoder:
             )
         return values
 
-    def _dequantized(self, name: str, start: int, stop: int | None) -> Tensor:
+    def _dequantize_rows(self, name: str, start: int, stop: int | None) -> Tensor:
         """Rows of a matrix that is stored as integers, see :mod:`llmc.export.sources.codes`."""
         steps, scales = self._values(name, start, stop).float(), self.rows(f"{name}.scales", start, stop)
         block = steps.shape[1] // scales.shape[1]

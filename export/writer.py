@@ -9,21 +9,21 @@ from llmc import __version__, bundle
 from llmc.export.graph import build_graph, check_graph
 from llmc.export.report import ExportReport
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
-from llmc.export.sources.codes import flattened
+from llmc.export.sources.codes import flatten_tensors
 from llmc.export.sources.made import write_made
 from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
 from llmc.origin import copy_own
-from llmc.publish import link, staged
+from llmc.publish import link, stage_folder
 
 
 def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable[[str], None]) -> ExportReport:
     """See :func:`llmc.export.export`."""
     progress("reading the checkpoint")
     source = read_checkpoint(checkpoint)
-    with staged(output, force=force) as staging:
+    with stage_folder(output, force=force) as staging:
         progress("linking weights and tokenizer")
         new_bytes = _place_files(source, staging)
-        tensors, made_bytes = write_made(flattened(source.tensors), staging)
+        tensors, made_bytes = write_made(flatten_tensors(source.tensors), staging)
         new_bytes += made_bytes
         progress("exporting the graph")
         model = build_graph(source.config, tensors, staging)

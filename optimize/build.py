@@ -16,7 +16,7 @@ from llmc.bundle import (
     Target,
     write_chunks,
 )
-from llmc.optimize.calibrate.request import CalibrationRequest, calibrated_weights, check_windows
+from llmc.optimize.calibrate.request import CalibrationRequest, calibrate_weights, check_windows
 from llmc.optimize.graphs import build_graphs
 from llmc.optimize.judge.finished import judge_decoder, judge_encoder, least_tolerance
 from llmc.optimize.lower.context import check_patterns
@@ -28,7 +28,7 @@ from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.origin import check_unchanged, copy_tokenizer
-from llmc.publish import file_entries, staged
+from llmc.publish import file_entries, stage_folder
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 from llmc.runtime.text.trial import try_tokenizer
@@ -105,7 +105,7 @@ def build(
     try_tokenizer(source)
     order = order.with_engine(wishes)
     _check_support(order)
-    with staged(output, force=force) as folder:
+    with stage_folder(output, force=force) as folder:
         manifest = _fill(order, folder)
     return BuildReport(output, manifest, time.perf_counter() - start)
 
@@ -137,7 +137,7 @@ def _check_support(order: Order) -> None:
 def _fill(order: Order, folder: Path) -> Manifest:
     """Fill the staging folder, and return the manifest that was written into it last."""
     copy_tokenizer(order.source, folder)
-    weights, used = calibrated_weights(order.source, order.export, order.recipe, order.calibration, order.progress)
+    weights, used = calibrate_weights(order.source, order.export, order.recipe, order.calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs, engine = build_graphs(order, folder, weights)
     check_unchanged(order.source, order.export)  # the weights have been read now

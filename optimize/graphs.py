@@ -11,7 +11,7 @@ from llmc.optimize.lower.context import LoweringContext, QuantConfigs, quant_con
 from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
-from llmc.optimize.progress import counted
+from llmc.optimize.progress import make_counter
 from llmc.optimize.targets import NATIVE, OLD
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
@@ -43,7 +43,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
                 calibrated,
                 order.recipe.cache,
                 order.recipe.compute,
-                counted(order.progress, f"lowering and quantizing the {phase} graph", len(geometry.linears)),
+                make_counter(order.progress, f"lowering and quantizing the {phase} graph", len(geometry.linears)),
                 ragged_rows=order.ragged_rows,
                 overwritten=order.overwritten,
             )

@@ -53,7 +53,7 @@ class Order:
     @property
     def overwritten(self) -> int:
         """Positions behind a step's token that its folded heads write over."""
-        return folded_heads.overwritten(self.export.geometry.attentions) if self.ragged_rows else 0
+        return folded_heads.count_overwritten(self.export.geometry.attentions) if self.ragged_rows else 0
 
     @property
     def minimum(self) -> str:
@@ -65,10 +65,10 @@ class Order:
         """The order with what its engine will be, where the target makes one."""
         if not self.target.makes_engine:
             return self
-        from llmc.optimize.tensorrt.spec import own_bits, resolve_engine
+        from llmc.optimize.tensorrt.spec import list_own_bits, resolve_engine
 
         check_heads(self.export.geometry)
-        bits = own_bits(self.export.geometry)
+        bits = list_own_bits(self.export.geometry)
         spec = resolve_engine(self.target, self.recipe, self.limits, asked or EngineRequest(), own_bits=bits)
         return replace(self, engine=spec)
 

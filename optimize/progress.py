@@ -11,7 +11,7 @@ def silent(step: str, fraction: float | None = None, /) -> None:
     """A progress that nobody watches."""
 
 
-def counted(progress: Progress, step: str, total: int) -> Callable[[], None]:
+def make_counter(progress: Progress, step: str, total: int) -> Callable[[], None]:
     """A function to call after each of ``total`` parts of a step."""
     done = count(1)
     progress(step, 0.0)

@@ -28,8 +28,8 @@ from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.engine import compile_engine
-from llmc.optimize.tensorrt.spec import EngineSpec, own_bits, resolve_engine
-from llmc.publish import file_entries, link, refuse_to_overwrite, staged
+from llmc.optimize.tensorrt.spec import EngineSpec, list_own_bits, resolve_engine
+from llmc.publish import file_entries, link, refuse_to_overwrite, stage_folder
 from llmc.runtime import load
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import replay
@@ -60,15 +60,15 @@ def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progre
         raise UsageError(f"{source} is for {manifest.target.name}, whose graphs need no engine; it runs as it is")
     _check_place(source, output, manifest)
     refuse_to_overwrite(output, force)
-    for name in verify_files(source, replace(manifest, files=_kept(manifest))):
+    for name in verify_files(source, replace(manifest, files=_list_kept(manifest))):
         progress(f"hashed {name}")
     _check_memory(source, manifest)
-    with staged(output, force=force) as folder:
-        made = _rebuilt(source, manifest, manifest.engine, folder, progress)
+    with stage_folder(output, force=force) as folder:
+        made = _rebuild_engine(source, manifest, manifest.engine, folder, progress)
     return BuildReport(output, made, time.perf_counter() - start)
 
 
-def _kept(manifest: Manifest) -> dict[str, FileEntry]:
+def _list_kept(manifest: Manifest) -> dict[str, FileEntry]:
     """Files that a rebuilt bundle takes over: all but the engine's."""
     return {name: entry for name, entry in manifest.files.items() if name not in manifest.engine_files()}
 
@@ -89,12 +89,12 @@ def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
         )
 
 
-def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, progress: Progress) -> Manifest:
+def _rebuild_engine(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, progress: Progress) -> Manifest:
     target = capabilities(manifest.target.name)
-    bits = own_bits(manifest.geometry)
+    bits = list_own_bits(manifest.geometry)
     spec = resolve_engine(target, manifest.recipe, manifest.limits, _as_asked(old), own_bits=bits, here=True)
     spec = _for_same_gpus(spec, old)
-    kept = _kept(manifest)
+    kept = _list_kept(manifest)
     for name in kept:
         link(source / name, folder / name)
     graph = folder / manifest.graphs["decode"].file
@@ -110,7 +110,7 @@ def _rebuilt(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, 
     runs = runs_here(spec, plan)
     made = replace(manifest, target=here, engine=plan, device=device, files=files)
     write_manifest(made, folder)
-    verified = _replayed(folder, made, here=runs, progress=progress)
+    verified = _replay(folder, made, here=runs, progress=progress)
     if verified is not None:
         made = replace(made, engine=replace(plan, verified=verified))
         write_manifest(made, folder)
@@ -125,7 +125,7 @@ def _as_asked(old: EngineConfig) -> EngineRequest:
     )
 
 
-def _replayed(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> str | None:
+def _replay(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> str | None:
     """Replay the golden prompts: on the GPU if the engine runs ``here``, else the graph on the CPU, if that can be.
     Which of them it was, as in :attr:`EngineConfig.verified`."""
     if not made.golden:

@@ -173,7 +173,7 @@ def compare(model: Any, source: Path) -> dict[str, float]:
 
     ids = np.random.default_rng(0).integers(10, min(model.manifest.geometry.vocab_size, 4000), COMPARED).tolist()
     reference = Reference(source)
-    [rows] = reference.normed([ids])
+    [rows] = reference.compute_normed([ids])
     wanted = reference.project(rows)
     return {phase.value: distance(model.runner.logits(ids, phase), wanted) for phase in Phase}
 

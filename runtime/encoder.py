@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest, of_same, publication
-from llmc.errors import ContextError, RequestError, UsageError, written
+from llmc.errors import ContextError, RequestError, UsageError, format_value
 from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.prompts import Prompts
@@ -79,7 +79,7 @@ class TextEncoder:
         """Values of the vectors that a request gets; UsageError if it asks for more than there are, or for none."""
         width = dimensions if dimensions is not None else min(self._prompts.dimensions or self.width, self.width)
         if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= self.width:
-            raise UsageError(f"dimensions is {written(dimensions)}, expected 1 ... {self.width}")
+            raise UsageError(f"dimensions is {format_value(dimensions)}, expected 1 ... {self.width}")
         return width
 
     def cut(self, vectors: Vectors, width: int) -> Vectors:
@@ -94,9 +94,9 @@ class TextEncoder:
     def text_tokens(self, texts: Sequence[str], *, instruction: str | None, truncate: bool) -> list[list[int]]:
         """Token ids of texts to embed, as :meth:`llmc.runtime.Model.embed` makes them."""
         prefix = self._prompts.prefix(instruction)
-        return [self._tokens(prefix + text, truncate) for text in _listed("texts", texts)]
+        return [self._tokens(prefix + text, truncate) for text in _check_texts("texts", texts)]
 
-    def given_tokens(self, rows: Sequence[Tokens], *, truncate: bool) -> list[list[int]]:
+    def check_token_ids(self, rows: Sequence[Tokens], *, truncate: bool) -> list[list[int]]:
         """Token ids that a client made itself; RequestError for ids that are none of the model's, too many, or none."""
         size = self._tokenizer.vocab_size
         for ids in rows:
@@ -104,18 +104,18 @@ class TextEncoder:
                 raise RequestError(f"a text holds the token {wrong}, expected ids from 0 to {size - 1}")
             if len(ids) > self.max_context and not truncate:
                 raise self._too_long(ids)
-        return [self._counted(list(ids[: self.max_context])) for ids in rows]
+        return [self._strip_padding(list(ids[: self.max_context])) for ids in rows]
 
     def pair_tokens(
         self, query: str, documents: Sequence[str], *, instruction: str | None, truncate: bool
     ) -> list[list[int]]:
         """Token ids of a query with each document, as :meth:`llmc.runtime.Model.rank` makes them."""
-        (query,), documents = _listed("query", [query]), _listed("documents", documents)
+        (query,), documents = _check_texts("query", [query]), _check_texts("documents", documents)
         prompt = self._prompts.prefix(instruction)
         first = prompt + query
         if self._tokenizer.encode_within(first, self.max_context, self._tokenizer.encode)[1] < len(first):
             raise ContextError(f"the query leaves no room for a document in {self.max_context} tokens; shorten it")
-        tokens = self._rendered if self._form.template else self._pair
+        tokens = self._render if self._form.template else self._pair
         return [tokens(prompt, query, document, truncate) for document in documents]
 
     def encode(self, rows: Sequence[Tokens]) -> Vectors:
@@ -150,7 +150,7 @@ class TextEncoder:
         ids, read = self._tokenizer.encode_within(text, self.max_context, self._tokenizer.encode)
         if read < len(text) or len(ids) > self.max_context:
             ids = self._cut(ids, truncate, text[:read])
-        return self._counted(ids)
+        return self._strip_padding(ids)
 
     def _pair(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
         """Tokens of query and document as the tokenizer joins them."""
@@ -158,7 +158,7 @@ class TextEncoder:
         ids = self._tokenizer.encode_cut(prompt + query, None, document[:read])
         if read < len(document) or len(ids) > self.max_context:
             ids = self._cut(ids, truncate, prompt + query, document[:read])
-        return self._counted(ids)
+        return self._strip_padding(ids)
 
     def _cut(self, ids: list[int], truncate: bool, text: str, pair: str | None = None) -> list[int]:
         """As many tokens of a text, or of the second of two, as there is room for; RequestError if none may be left
@@ -173,7 +173,7 @@ class TextEncoder:
             "to leave its end out, or load with a larger max_context (build with a larger --max-context)"
         )
 
-    def _rendered(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
+    def _render(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
         """Tokens of query and document as the chat template shows them."""
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
         alone, read = self._tokenizer.encode_within(document, self.max_context, encode)
@@ -181,7 +181,7 @@ class TextEncoder:
         for _ in range(MOST_CUTS):
             ids = self._message_tokens(prompt, query, shown)
             if len(ids) <= self.max_context and (truncate or shown == document):
-                return self._counted(ids)
+                return self._strip_padding(ids)
             if not truncate:
                 raise self._too_long(ids)
             room -= max(1, len(ids) - self.max_context)
@@ -190,7 +190,7 @@ class TextEncoder:
             shown = self._tokenizer.decode(alone[:room], skip_special_tokens=False).rstrip("\ufffd")
         raise ContextError(f"the query leaves no room for a document in {self.max_context} tokens; shorten it")
 
-    def _counted(self, ids: list[int]) -> list[int]:
+    def _strip_padding(self, ids: list[int]) -> list[int]:
         """The tokens up to the last one that is no padding."""
         end = next((end for end in range(len(ids), 0, -1) if ids[end - 1] != self._form.padding), 0)
         if not end:
@@ -205,10 +205,10 @@ class TextEncoder:
         return self._tokenizer.encode_disguised(text, disguise)
 
 
-def _listed(name: str, texts: Any) -> list[str]:
+def _check_texts(name: str, texts: Any) -> list[str]:
     """A list of texts, or UsageError."""
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
-        raise UsageError(f"{name} is {written(texts)}, expected a list of texts")
+        raise UsageError(f"{name} is {format_value(texts)}, expected a list of texts")
     if wrong := [text for text in texts if not isinstance(text, str)]:
-        raise UsageError(f"{name} holds {written(wrong[0])}, expected texts")
+        raise UsageError(f"{name} holds {format_value(wrong[0])}, expected texts")
     return list(texts)

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from llmc.bundle import Manifest, of_same, publication, read_bundle, undisturbed, unlisted_files, verify_files
-from llmc.errors import EngineClosedError, GrammarError, UsageError, written
+from llmc.bundle import Manifest, list_unlisted_files, of_same, publication, read_bundle, read_undisturbed, verify_files
+from llmc.errors import EngineClosedError, GrammarError, UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
@@ -36,13 +36,13 @@ from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.selftest import VerifyReport, check_once, replay
-from llmc.runtime.sessions import emulated, open_session
+from llmc.runtime.sessions import emulate_target, open_session
 from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
-from llmc.runtime.text.trial import tried_tokenizer
+from llmc.runtime.text.trial import load_tried_tokenizer
 from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import writer
 from llmc.runtime.tools.plan import ChatPlan, plan_chat
@@ -96,10 +96,10 @@ def load(
     """
 
     def open_bundle(folder: Path) -> "Model":
-        manifest = emulated(read_bundle(folder)) if emulate else read_bundle(folder)
+        manifest = emulate_target(read_bundle(folder)) if emulate else read_bundle(folder)
         limits, engine_options = manifest.limits, _options(options)
         _in_range("memory", memory, 0, 1 << 50)
-        fitting = limits.max_context if memory is None else _fitting_context(folder, manifest, memory, max_context)
+        fitting = limits.max_context if memory is None else _find_fitting_context(folder, manifest, memory, max_context)
         context = _in_range("max_context", max_context, fitting, limits.max_context)
         chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
         workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
@@ -107,7 +107,7 @@ def load(
         check_load(folder, manifest, context, memory)
         check_files(folder, manifest, False if verify is None and self_test is False else verify)
         with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
-            tokenizer = pool.submit(tried_tokenizer, folder)
+            tokenizer = pool.submit(load_tried_tokenizer, folder)
             runner: SingleRunner | TextEncoder
             if manifest.geometry.encoder:
                 session = EncoderSession(folder, manifest, workers)
@@ -124,7 +124,7 @@ def load(
             raise
         return model
 
-    return undisturbed(_folder(bundle), open_bundle, Model.close)
+    return read_undisturbed(_folder(bundle), open_bundle, Model.close)
 
 
 def _check_options(
@@ -157,9 +157,9 @@ def verify(
         for name in verify_files(place, manifest):
             progress(f"hashed {name}")
         with load(place, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
-            return replace(replay(model, progress), unlisted=unlisted_files(place, manifest))
+            return replace(replay(model, progress), unlisted=list_unlisted_files(place, manifest))
 
-    return undisturbed(folder, verified)
+    return read_undisturbed(folder, verified)
 
 
 def _folder(bundle: str | Path) -> Path:
@@ -176,7 +176,7 @@ def _folder(bundle: str | Path) -> Path:
     return folder
 
 
-def _fitting_context(folder: Path, manifest: Manifest, memory: int, asked: int | None) -> int:
+def _find_fitting_context(folder: Path, manifest: Manifest, memory: int, asked: int | None) -> int:
     """The longest context that fits into ``memory``, all of it where none does, for :func:`check_load` to refuse."""
     most = manifest.limits.max_context
     fitting = plan_load(manifest, most).verdict(memory).largest_context or most
@@ -208,7 +208,7 @@ def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     if not isinstance(given, Mapping) or any(type(name) is not str or name in own for name in given):
         raise UsageError(
-            f"chat_template_kwargs is {written(given)}, expected a mapping of names to values, none of them named "
+            f"chat_template_kwargs is {format_value(given)}, expected a mapping of names to values, none of them named "
             f"{', '.join(sorted(own))}"
         )
     return given
@@ -218,7 +218,7 @@ def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= highest:
-        raise UsageError(f"{name} is {written(value)}, expected 1 ... {highest}")
+        raise UsageError(f"{name} is {format_value(value)}, expected 1 ... {highest}")
     return value
 
 
@@ -340,7 +340,7 @@ class Model:
     def submit(self, request: Request) -> Handle:
         """:meth:`llmc.runtime.engine.engine.Engine.submit`; the handle keeps the model."""
         if not isinstance(request, Request):
-            raise UsageError(f"submit takes a Request, not {written(request)}; stream and generate take prompts")
+            raise UsageError(f"submit takes a Request, not {format_value(request)}; stream and generate take prompts")
         handle = self.engine.submit(request)
         handle.owner = self
         return handle
@@ -444,7 +444,7 @@ class Model:
         except GrammarError:
             if ignored is None:
                 raise
-            for looser, left_out in plan.loosened():
+            for looser, left_out in plan.loosen_plans():
                 with suppress(GrammarError):
                     handle = self._submit_chat(ids, looser, plan, sampling)
                     for name in left_out:
@@ -454,7 +454,7 @@ class Model:
 
     def _submit_chat(self, ids: list[int], plan: ChatPlan, read: ChatPlan, sampling: Mapping[str, Any]) -> ChatHandle:
         """Submit a conversation whose answer is bound by ``plan``, and read by ``read``."""
-        request = self.request(ids, **plan.sampling(self.tokenizer, sampling))
+        request = self.request(ids, **plan.make_sampling(self.tokenizer, sampling))
         handle = self.engine.submit(request, partial(ChatHandle, parser=read.parser))
         handle.owner = self
         return handle
@@ -495,9 +495,9 @@ class Model:
         """The prompt of a conversation as the template writes it, and as token ids."""
         tokenizer = self.tokenizer
         disguise = None if parse_special else Disguise(tokenizer.controls)
-        from llmc.runtime.text.shown import rendered  # jinja, for those who chat
+        from llmc.runtime.text.shown import render_messages  # jinja, for those who chat
 
-        prompt = rendered(self.chat_template, messages, add_generation_prompt, disguise=disguise, **variables)
+        prompt = render_messages(self.chat_template, messages, add_generation_prompt, disguise=disguise, **variables)
 
         def encode(text: str) -> list[int]:
             # The template writes the special tokens itself.

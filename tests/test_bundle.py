@@ -266,7 +266,7 @@ def test_files_that_are_not_the_bundles_are_named(folder: Path, whole: Manifest)
         (folder / name).touch()
     (folder / "more").mkdir()
     (folder / "README.md").rename(folder / "0 README.md")
-    found = bundle.unlisted_files(folder, whole)
+    found = bundle.list_unlisted_files(folder, whole)
     assert len(found) == 16 and found[0] == "0 README.md"
     assert not set(found) & {*FILES, BUNDLE_MANIFEST}
 
@@ -325,14 +325,14 @@ def test_a_bundle_that_is_replaced_while_it_is_read_is_read_again(folder: Path, 
         return found
 
     thrown_away: list[str] = []
-    assert bundle.undisturbed(folder, work, thrown_away.append) == "0.3.0 has come"
+    assert bundle.read_undisturbed(folder, work, thrown_away.append) == "0.3.0 has come"
     assert thrown_away == ["0.1.0"]
 
 
 def test_a_bundle_that_is_replaced_without_end_is_refused(folder: Path):
     ticks = iter(range(100))
     with pytest.raises(BundleError, match="was replaced 10 times while it was read"):
-        bundle.undisturbed(folder, lambda place: (place / BUNDLE_MANIFEST).write_text("x" * next(ticks)))
+        bundle.read_undisturbed(folder, lambda place: (place / BUNDLE_MANIFEST).write_text("x" * next(ticks)))
 
 
 def test_every_number_of_a_manifest_has_a_range():

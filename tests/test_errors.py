@@ -139,9 +139,9 @@ class Evil:
     ids=lambda value: type(value).__name__,
 )
 def test_values_are_written_as_python_does_as_far_as_somebody_reads_them(value: object, shown: str):
-    assert errors.written(value) == shown
+    assert errors.format_value(value) == shown
 
 
 @pytest.mark.parametrize("value", ["x" * 10**6, ["x" * 500] * 10**5, b"x" * 10**6, dict.fromkeys(range(99), "x" * 99)])
 def test_long_values_are_cut(value: object):
-    assert 50 < len(errors.written(value)) < 320
+    assert 50 < len(errors.format_value(value)) < 320

@@ -8,7 +8,7 @@ import pytest
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, SCHEMA_VERSION, ExportManifest
 from llmc.errors import CheckpointError
-from llmc.origin import check_unchanged, copy_tokenizer, fingerprint, own_file
+from llmc.origin import check_unchanged, copy_tokenizer, find_own_file, fingerprint
 
 NAME = "chat_template.jinja"
 
@@ -34,14 +34,14 @@ def test_files_of_the_folder_are_its_own_and_so_are_links_within_it(folder):
     (folder / "inner").mkdir()
     (folder / "inner" / "template").write_text("x")
     (folder / NAME).symlink_to("inner/template")
-    assert own_file(folder, "tokenizer.json") == folder / "tokenizer.json"
-    assert own_file(folder, NAME) == folder / "inner" / "template"
-    assert own_file(folder, "special_tokens_map.json") is None
+    assert find_own_file(folder, "tokenizer.json") == folder / "tokenizer.json"
+    assert find_own_file(folder, NAME) == folder / "inner" / "template"
+    assert find_own_file(folder, "special_tokens_map.json") is None
 
 
 def test_a_folder_that_is_reached_through_a_link_has_its_files(folder):
     folder.with_name("link").symlink_to(folder)
-    assert own_file(folder.with_name("link"), "tokenizer.json") == folder / "tokenizer.json"
+    assert find_own_file(folder.with_name("link"), "tokenizer.json") == folder / "tokenizer.json"
 
 
 def test_the_hub_cache_keeps_files_as_links_to_its_blobs(tmp_path, secret):
@@ -50,13 +50,13 @@ def test_the_hub_cache_keeps_files_as_links_to_its_blobs(tmp_path, secret):
     snapshot.mkdir(parents=True), blob.parent.mkdir()
     blob.write_text("x")
     (snapshot / NAME).symlink_to("../../blobs/9f")
-    assert own_file(snapshot, NAME) == blob
+    assert find_own_file(snapshot, NAME) == blob
     for outside in (secret, tmp_path / "hub" / "models--owner--private"):
         outside.touch()
         (snapshot / NAME).unlink()
         (snapshot / NAME).symlink_to(outside)
         with pytest.raises(CheckpointError, match="out of its folder"):
-            own_file(snapshot, NAME)
+            find_own_file(snapshot, NAME)
 
 
 def through(inner: Path, secret: Path) -> None:

@@ -14,7 +14,7 @@ from doubles.folders import names, publish
 
 from llmc import publish as publishing
 from llmc.errors import UsageError
-from llmc.publish import room, staged
+from llmc.publish import room, stage_folder
 
 NUMBER = "0123456789abcdef"
 
@@ -120,9 +120,9 @@ def test_where_a_file_system_has_no_locks_work_goes_on_and_nothing_is_cleared_aw
 
 
 def test_two_that_write_to_one_place_leave_each_others_work_alone(target: Path):
-    with staged(target) as first:
+    with stage_folder(target) as first:
         (first / "llmc.json").write_text("first")
-        with pytest.raises(UsageError, match="exists"), staged(target) as second:
+        with pytest.raises(UsageError, match="exists"), stage_folder(target) as second:
             (second / "llmc.json").write_text("second")
             publish(target, "third")
         assert (first / "llmc.json").read_text() == "first"

@@ -10,7 +10,7 @@ from doubles.folders import names, publish
 from llmc import bundle
 from llmc import publish as publishing
 from llmc.errors import ResourceError, UsageError
-from llmc.publish import staged
+from llmc.publish import stage_folder
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def published(target: Path) -> Path:
 
 
 def test_folder_appears_whole_and_only_at_the_end(target: Path):
-    with staged(target) as folder:
+    with stage_folder(target) as folder:
         (folder / "llmc.json").write_text("new")
         (folder / "graphs").mkdir()
         (folder / "graphs" / "decode.onnx").write_text("graph")
@@ -41,7 +41,7 @@ def test_folder_appears_whole_and_only_at_the_end(target: Path):
 def test_a_relative_target_is_published_where_the_block_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    with staged(Path("bundle")) as folder:
+    with stage_folder(Path("bundle")) as folder:
         (folder / "llmc.json").write_text("new")
         monkeypatch.chdir("elsewhere")
     assert names(tmp_path / "bundle") == ["llmc.json"]
@@ -63,14 +63,14 @@ def test_everything_is_synced_before_it_is_renamed(target: Path, monkeypatch: py
 @pytest.mark.parametrize("content", ["ours", "empty", "file", "foreign"])
 def test_an_existing_target_is_refused_without_force(target: Path, content: str):
     make_existing(target, content)
-    with pytest.raises(UsageError, match=f"{target} exists; .*--force"), staged(target):
+    with pytest.raises(UsageError, match=f"{target} exists; .*--force"), stage_folder(target):
         pytest.fail("the block must not run")
 
 
 @pytest.mark.parametrize("content", ["file", "foreign"])
 def test_force_does_not_replace_what_is_not_llmcs(target: Path, content: str):
     make_existing(target, content)
-    with pytest.raises(UsageError, match="is not llmc's"), staged(target, force=True):
+    with pytest.raises(UsageError, match="is not llmc's"), stage_folder(target, force=True):
         pytest.fail("the block must not run")
     assert target.is_file() if content == "file" else names(target) == ["thesis.tex"]
 
@@ -108,7 +108,7 @@ def test_a_link_to_a_bundle_keeps_pointing_at_what_was_replaced(tmp_path: Path, 
 
 @pytest.mark.parametrize("error", [ValueError("bad weights"), KeyboardInterrupt(), SystemExit(1), MemoryError()])
 def test_an_error_leaves_the_old_folder_and_nothing_else(published: Path, error: BaseException):
-    with pytest.raises(type(error)), staged(published, force=True) as folder:
+    with pytest.raises(type(error)), stage_folder(published, force=True) as folder:
         (folder / "llmc.json").write_text("half")
         raise error
     assert (published / "llmc.json").read_text() == "old"
@@ -117,7 +117,7 @@ def test_an_error_leaves_the_old_folder_and_nothing_else(published: Path, error:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_said_in_one_sentence(published: Path, number: int):
-    with pytest.raises(ResourceError, match="the disk is full; free some space"), staged(published, force=True):
+    with pytest.raises(ResourceError, match="the disk is full; free some space"), stage_folder(published, force=True):
         raise OSError(number, os.strerror(number))
     assert (published / "llmc.json").read_text() == "old"
     assert names(published.parent) == ["bundle"]
@@ -155,7 +155,7 @@ def test_a_name_for_no_folder_is_refused_before_any_work(tmp_path: Path, name: s
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "link").symlink_to(BYTES)
     before = names(tmp_path)
-    with pytest.raises(UsageError, match=sentence), staged(tmp_path / name):
+    with pytest.raises(UsageError, match=sentence), stage_folder(tmp_path / name):
         raise AssertionError("no work was to be done")
     assert names(tmp_path) == before
 
@@ -188,6 +188,6 @@ def test_force_does_not_replace_a_folder_that_holds_something_else(tmp_path: Pat
     (target / bundle.BUNDLE_MANIFEST).write_text("{}")
     kept = target / name
     kept.mkdir() if name == "checkpoint" else kept.write_text("mine")
-    with pytest.raises(UsageError, match=f"also holds '{name}'"), staged(target, force=True):
+    with pytest.raises(UsageError, match=f"also holds '{name}'"), stage_folder(target, force=True):
         raise AssertionError("nothing may be written")
     assert kept.exists()

@@ -21,10 +21,10 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         size = self.weight.shape[0]
         runs = x if x.shape[-1] == size else x.view(*x.shape[:-1], -1, size)
-        normed = self._normed(runs, (size,))
+        normed = self._normalize(runs, (size,))
         return normed if runs is x else normed.flatten(-2)
 
-    def _normed(self, x: Tensor, shape: tuple[int]) -> Tensor:
+    def _normalize(self, x: Tensor, shape: tuple[int]) -> Tensor:
         weight, eps = as_float(self.weight), self.config.eps
         if self.config.kind == "rms":
             return functional.rms_norm(x, shape, weight, eps)

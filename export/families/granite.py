@@ -18,10 +18,10 @@ def read(keys: Keys) -> DecoderConfig:
         mlp_bias=keys.flag("mlp_bias"),
         scale=keys.number("attention_multiplier", 1.0),
     )
-    return multiplied(config, keys)
+    return apply_multipliers(config, keys)
 
 
-def multiplied(config: DecoderConfig, keys: Keys) -> DecoderConfig:
+def apply_multipliers(config: DecoderConfig, keys: Keys) -> DecoderConfig:
     """``attention_multiplier`` stands in the place of head_dim ** -0.5; logits are divided by ``logits_scaling``."""
     return replace(
         config,

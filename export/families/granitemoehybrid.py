@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families.granite import multiplied
+from llmc.export.families.granite import apply_multipliers
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder
 
@@ -34,7 +34,7 @@ def read(keys: Keys) -> DecoderConfig:
         scale=keys.number("attention_multiplier", 1.0),
     )
     return replace(
-        multiplied(config, keys),
+        apply_multipliers(config, keys),
         packed=(("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),),
         renamed=(("shared_mlp.output_linear", "mlp.down_proj"),),
     )

@@ -7,7 +7,7 @@ from llmc.export.reading import read_decoder, windows_by_type
 
 def read(keys: Keys) -> DecoderConfig:
     """``no_rope_layers`` holds a 1 for each layer that rotates. Windows, if any, are for those that do not."""
-    rotated, bias = _rotated(keys), keys.flag("attention_bias")
+    rotated, bias = _list_rotated(keys), keys.flag("attention_bias")
     window = keys.nullable_integer("sliding_window") if keys.flag("use_sliding_window") else 0
     keys.skip("sliding_window", "max_window_layers")  # the second is qwen2's, and not read
     return read_decoder(
@@ -22,7 +22,7 @@ def read(keys: Keys) -> DecoderConfig:
     )
 
 
-def _rotated(keys: Keys) -> tuple[bool, ...]:
+def _list_rotated(keys: Keys) -> tuple[bool, ...]:
     layers, stated = keys.integer("num_hidden_layers"), keys.raw("no_rope_layers")
     interval = keys.integer("no_rope_layer_interval", 4)
     if stated is None:

@@ -14,15 +14,15 @@ from llmc.export.config import DecoderConfig, parameter_shapes
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
-from llmc.export.sources.codes import QuantizedTensor, Weight, flattened
+from llmc.export.sources.codes import QuantizedTensor, Weight, flatten_tensors
 from llmc.export.sources.gguf import SUFFIX, read_gguf
 from llmc.export.sources.made import MadeTensor
-from llmc.export.sources.modules import ended, prefixed, read_ending
-from llmc.export.sources.packing import unpacked
-from llmc.export.sources.parameters import Tensors, decoder_tensors, shaped
+from llmc.export.sources.modules import prefix_names, read_ending, replace_head
+from llmc.export.sources.packing import unpack_weights
+from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape
 from llmc.export.sources.quantization import read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
-from llmc.origin import fingerprint, own_file
+from llmc.origin import find_own_file, fingerprint
 
 CONFIG_FILE = bundle.CONFIG_FILE
 GENERATION_FILE = "generation_config.json"
@@ -62,7 +62,7 @@ class Checkpoint:
     @property
     def weights(self) -> dict[str, int]:
         """Bytes of the tensors by their type."""
-        return weight_bytes(flattened(self.tensors).values())
+        return weight_bytes(flatten_tensors(self.tensors).values())
 
 
 def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bundle.Geometry:
@@ -121,10 +121,12 @@ def _read_folder(folder: Path) -> Checkpoint:
     _check_tokenizer(folder, config.vocab_size)
     generation, left_out = _read_generation(folder, config)
     shards = tuple(read_shards(folder))
-    stored = unpacked(folder, {name: item for shard in shards for name, item in shard.tensors.items()}, quantization)
-    found = decoder_tensors(folder, config, prefixed(stored) if ending else stored)
+    stored = unpack_weights(
+        folder, {name: item for shard in shards for name, item in shard.tensors.items()}, quantization
+    )
+    found = decoder_tensors(folder, config, prefix_names(stored) if ending else stored)
     if ending is not None:
-        config, found = ended(folder, config, ending, found)
+        config, found = replace_head(folder, config, ending, found)
     elif not all(layer.mixer.causal for layer in config.layers):
         raise CheckpointError(
             f"{folder}: this model looks at later tokens too, so it generates no text, and there is no modules.json "
@@ -151,8 +153,8 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file of a checkpoint or an export, see :func:`llmc.origin.own_file`."""
-    found = own_file(path.parent, path.name)
+    """An object in a JSON file of a checkpoint or an export, see :func:`llmc.origin.find_own_file`."""
+    found = find_own_file(path.parent, path.name)
     if found is None:
         raise CheckpointError(f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder")
     try:
@@ -167,14 +169,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     """Its files can be read, and the model has a row for each of its tokens; a model may have more, and often does."""
     path = folder / bundle.TOKENIZER_FILE
-    if own_file(folder, path.name) is None:
+    if find_own_file(folder, path.name) is None:
         raise CheckpointError(
             f"{folder}: no {bundle.TOKENIZER_FILE} here, which the runtime needs; make it from what is here: "
             f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
             f".save_pretrained('{folder}')\""
         )
     for name in bundle.TOKENIZER_FILES:
-        if name.endswith(".json") and own_file(folder, name):
+        if name.endswith(".json") and find_own_file(folder, name):
             read_json(folder / name)
     last, token = max(_tokens(path, read_json(path)), default=(0, ""))
     if last >= vocab_size:
@@ -205,9 +207,9 @@ def _match(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
     expected = parameter_shapes(config)
     for name, shape in expected.items():
         if name not in found:
-            raise CheckpointError(_missing(folder, name, config))
+            raise CheckpointError(_explain_missing(folder, name, config))
         if found[name].shape != shape:
-            raise CheckpointError(f"{folder}: {shaped(name, found[name].shape, shape)}")
+            raise CheckpointError(f"{folder}: {explain_shape(name, found[name].shape, shape)}")
         if isinstance(found[name], StoredTensor) and found[name].dtype not in FLOATS:
             raise CheckpointError(
                 f"{folder}: {name} has dtype {found[name].dtype}, but {CONFIG_FILE} does not say how it is quantized; "
@@ -224,7 +226,7 @@ def _match(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
     return {name: found[name] for name in expected}
 
 
-def _missing(folder: Path, name: str, config: DecoderConfig) -> str:
+def _explain_missing(folder: Path, name: str, config: DecoderConfig) -> str:
     hint = "the head is not tied (tie_word_embeddings=false); " if name == HEAD else ""
     return (
         f"{folder}: tensor {name} is missing; {hint}expected the {len(parameter_shapes(config))} tensors of a "
@@ -259,7 +261,7 @@ def _pieces(folder: Path, tensor: StoredTensor, size: int = 1 << 22) -> Iterator
 def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Generation, list[str]]:
     """Defaults from generation_config.json, and notes; stop tokens from config.json where it says nothing."""
     path = folder / GENERATION_FILE
-    values = read_json(path) if own_file(folder, path.name) else {}
+    values = read_json(path) if find_own_file(folder, path.name) else {}
     return _generation(Keys(values, str(path)), values, config)
 
 
@@ -282,7 +284,7 @@ def _generation(keys: Keys, values: Mapping[str, Any], config: DecoderConfig) ->
 
 
 def _source(name: str, config: bytes, files: Iterable[Path], tensors: Mapping[str, Weight]) -> bundle.Source:
-    sizes = weight_bytes(flattened(tensors).values())
+    sizes = weight_bytes(flatten_tensors(tensors).values())
     return bundle.Source(
         name=printable(name),
         fingerprint=fingerprint(config, files),

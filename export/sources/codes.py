@@ -60,7 +60,7 @@ class QuantizedTensor:
         found: dict[str, StoredTensor | MadeTensor] = {"": self.codes}
         found[".scales"] = MadeTensor("F32", groups, lambda: iter([scales()]))
         if (zeros := self.zero_points) is not None:
-            found[".zero_points"] = MadeTensor(self.dtype, groups, lambda: iter([_stored(zeros(), self.dtype)]))
+            found[".zero_points"] = MadeTensor(self.dtype, groups, lambda: iter([_store_codes(zeros(), self.dtype)]))
         if (order := self.order) is not None:
             found[".order"] = MadeTensor("I32", order.shape, lambda: iter([order]))
         return found
@@ -69,7 +69,7 @@ class QuantizedTensor:
 Weight = StoredTensor | MadeTensor | QuantizedTensor
 
 
-def flattened(tensors: Mapping[str, Weight]) -> dict[str, StoredTensor | MadeTensor]:
+def flatten_tensors(tensors: Mapping[str, Weight]) -> dict[str, StoredTensor | MadeTensor]:
     """Tensors by name, quantized ones as their parts: ``P.weight`` are codes, with ``P.weight.scales`` and so on."""
     found: dict[str, StoredTensor | MadeTensor] = {}
     for name, tensor in tensors.items():
@@ -89,7 +89,7 @@ def rows_of(tensor: Weight, start: int, stop: int) -> Weight:
         row = tensor.length // tensor.shape[0]
         return StoredTensor(tensor.file, tensor.offset + start * row, (stop - start) * row, tensor.dtype, shape)
     if isinstance(tensor, QuantizedTensor):
-        return _quantized_rows(tensor, start, stop)
+        return _slice_quantized(tensor, start, stop)
 
     def pieces() -> Iterator[NDArray[Any]]:
         position = 0
@@ -100,7 +100,7 @@ def rows_of(tensor: Weight, start: int, stop: int) -> Weight:
     return MadeTensor(tensor.dtype, shape, pieces)
 
 
-def _quantized_rows(tensor: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
+def _slice_quantized(tensor: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
     zeros = tensor.zero_points
     return replace(
         tensor,
@@ -110,16 +110,16 @@ def _quantized_rows(tensor: QuantizedTensor, start: int, stop: int) -> Quantized
     )
 
 
-def packed(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
+def pack_codes(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
     """Codes of 4 bits [N, K], K even, as they are stored: uint8 [N, K / 2]."""
     halves = codes.view(np.uint8)
     found: NDArray[np.uint8] = (halves[:, 0::2] & np.uint8(15)) | (halves[:, 1::2] << np.uint8(4))
     return found
 
 
-def _stored(codes: NDArray[np.int8], dtype: str) -> NDArray[Any]:
+def _store_codes(codes: NDArray[np.int8], dtype: str) -> NDArray[Any]:
     """A whole tensor of codes as it is stored, in any shape."""
     if dtype == "I8":
         return codes
     flat = codes.reshape(1, -1)
-    return packed(np.pad(flat, ((0, 0), (0, flat.size % 2))))
+    return pack_codes(np.pad(flat, ((0, 0), (0, flat.size % 2))))

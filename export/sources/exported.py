@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from llmc.bundle import DECODER_FILE
 from llmc.errors import CheckpointError
 from llmc.export.sources.safetensors import StoredTensor
-from llmc.origin import own_file
+from llmc.origin import find_own_file
 
 IR_TYPES = {
     "F32": ir.DataType.FLOAT,
@@ -30,7 +30,7 @@ def read_weights(folder: Path) -> dict[str, StoredTensor]:
             f"{folder / DECODER_FILE} is missing or corrupt ({error}); export the checkpoint again"
         ) from error
     values = (value.const_value for value in graph.initializers.values())
-    stored = [_stored(folder, tensor) for tensor in values if isinstance(tensor, ir.ExternalTensor)]
+    stored = [_locate_tensor(folder, tensor) for tensor in values if isinstance(tensor, ir.ExternalTensor)]
     sizes = {file: _size(folder, file) for file in {tensor.file for _, tensor in stored}}
     for name, tensor in stored:
         if tensor.offset + tensor.length > sizes[tensor.file]:
@@ -41,7 +41,7 @@ def read_weights(folder: Path) -> dict[str, StoredTensor]:
     return dict(stored)
 
 
-def _stored(folder: Path, tensor: ir.ExternalTensor) -> tuple[str, StoredTensor]:
+def _locate_tensor(folder: Path, tensor: ir.ExternalTensor) -> tuple[str, StoredTensor]:
     file, shape = str(tensor.location), tuple(int(size) for size in tensor.shape.numpy())
     if Path(file).name != file or tensor.dtype not in _NAMES or tensor.name is None or not tensor.length:
         raise CheckpointError(
@@ -52,7 +52,7 @@ def _stored(folder: Path, tensor: ir.ExternalTensor) -> tuple[str, StoredTensor]
 
 
 def _size(folder: Path, file: str) -> int:
-    found = own_file(folder, file)
+    found = find_own_file(folder, file)
     if found is None:
         raise CheckpointError(f"{folder / file} is missing; export the checkpoint again")
     return found.stat().st_size

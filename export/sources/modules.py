@@ -21,7 +21,7 @@ from llmc.export.sources.codes import Weight
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, SINGLE_FILE, StoredTensor, read_shard
 from llmc.inventory import DENSE, SCORE, Pooling
-from llmc.origin import own_file
+from llmc.origin import find_own_file
 
 MODULES_FILE = "modules.json"
 TEXT_FILE, MODEL_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -73,7 +73,7 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
         sigmoid = _sigmoid(folder, config)
         encoder = EncoderConfig("scores", "last", template=template, sigmoid=sigmoid, padding=padding)
     elif kinds[:1] == ["Pooling"] and set(kinds) <= {"Pooling", "Dense", "Normalize"} and not template:
-        encoder = _embedding(folder, modules)
+        encoder = _read_encoder(folder, modules)
     else:
         how = "through its chat template" if template else "as text"
         raise CheckpointError(
@@ -84,14 +84,14 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
     return Ending(encoder, longest, tuple(modules.get("Dense", ())))
 
 
-def prefixed(stored: Mapping[str, Weight]) -> dict[str, Weight]:
+def prefix_names(stored: Mapping[str, Weight]) -> dict[str, Weight]:
     """Tensors by the names that a model with a head has for them: without one they are stored without ``model.``."""
     if any(name.startswith("model.") for name in stored):
         return dict(stored)
     return {name if name in (HEAD_WEIGHT, SCORE_WEIGHT) else f"model.{name}": item for name, item in stored.items()}
 
 
-def ended(
+def replace_head(
     folder: Path, config: DecoderConfig, ending: Ending, found: Mapping[str, Weight]
 ) -> tuple[DecoderConfig, dict[str, Weight]]:
     """The decoder with the end of an encoder in the place of its head, and the tensors of both."""
@@ -134,16 +134,16 @@ def _row(folder: Path, head: Weight | None, row: int) -> StoredTensor:
 
 def _dense_tensors(folder: Path, name: str) -> dict[str, MadeTensor]:
     """The tensors of a Dense layer, weight and bias."""
-    path = own_file(folder, f"{name}/{SINGLE_FILE}")
+    path = find_own_file(folder, f"{name}/{SINGLE_FILE}")
     if path is None:
         raise CheckpointError(f"{folder}: no {name}/{SINGLE_FILE}, the weights of a Dense layer; download it again")
     found = {part.removeprefix("linear."): tensor for part, tensor in read_shard(path).tensors.items()}
     if wrong := [tensor.dtype for tensor in found.values() if tensor.dtype not in FLOATS]:
         raise CheckpointError(f"{path}: it holds {wrong[0]}, expected one of {', '.join(FLOATS)}; download it again")
-    return {part: _copied(path, tensor) for part, tensor in found.items()}
+    return {part: _make_copy(path, tensor) for part, tensor in found.items()}
 
 
-def _copied(path: Path, tensor: StoredTensor) -> MadeTensor:
+def _make_copy(path: Path, tensor: StoredTensor) -> MadeTensor:
     def pieces() -> Iterator[Any]:
         yield np.memmap(path, array_type(tensor.dtype), "r", tensor.offset, tensor.shape)
 
@@ -198,16 +198,18 @@ def _texts(folder: Path) -> tuple[int, bool]:
     return longest, message is not None
 
 
-def _embedding(folder: Path, modules: Mapping[str, list[str]]) -> EncoderConfig:
+def _read_encoder(folder: Path, modules: Mapping[str, list[str]]) -> EncoderConfig:
     return EncoderConfig(
         "embeddings",
-        _pooling(folder / modules["Pooling"][0] / CONFIG_FILE, _required(folder, modules["Pooling"][0])),
+        _read_pooling(folder / modules["Pooling"][0] / CONFIG_FILE, _read_required(folder, modules["Pooling"][0])),
         normalized="Normalize" in modules,
-        dense=tuple(_dense(folder / name / CONFIG_FILE, _required(folder, name)) for name in modules.get("Dense", ())),
+        dense=tuple(
+            _dense(folder / name / CONFIG_FILE, _read_required(folder, name)) for name in modules.get("Dense", ())
+        ),
     )
 
 
-def _pooling(where: Path, values: Any) -> Pooling:
+def _read_pooling(where: Path, values: Any) -> Pooling:
     keys = _keys(where, values)
     keys.skip("word_embedding_dimension", "embedding_dimension", "pooling_mode_weightedmean_tokens", *OTHER_FLAGS)
     if not keys.flag("include_prompt", True):
@@ -234,7 +236,7 @@ def _dense(where: Path, values: Any) -> DenseConfig:
 
 
 def _logit_score(folder: Path, name: str, sigmoid: bool, template: bool) -> EncoderConfig:
-    keys = _keys(folder / name / CONFIG_FILE, _required(folder, name))
+    keys = _keys(folder / name / CONFIG_FILE, _read_required(folder, name))
     keys.choice("module_input_name", ("causal_logits",), "causal_logits")
     rows = [keys.integer("true_token_id")]
     other = keys.optional_integer("false_token_id")
@@ -260,7 +262,7 @@ def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder / CONFIG_FILE}: it has {count!r:.20} labels, expected 1: the score of a pair")
 
 
-def _required(folder: Path, name: str) -> Any:
+def _read_required(folder: Path, name: str) -> Any:
     found = _read(folder, f"{name}/{CONFIG_FILE}")
     if found is None:
         raise CheckpointError(f"{folder}: no {name}/{CONFIG_FILE}, but {MODULES_FILE} names {name}; download it again")
@@ -275,7 +277,7 @@ def _keys(where: Path, values: Any) -> Keys:
 
 def _read(folder: Path, name: str) -> Any:
     """The content of a JSON file of the checkpoint, None where it has none."""
-    found = own_file(folder, name)
+    found = find_own_file(folder, name)
     try:
         return None if found is None else strict.read_json(found)
     except (OSError, ValueError) as error:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
-from llmc.export.sources.codes import QuantizedTensor, Weight, packed
+from llmc.export.sources.codes import QuantizedTensor, Weight, pack_codes
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.quantization import Quantization
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
@@ -40,7 +40,7 @@ _LEFT_OUT = (
 Words = NDArray[np.int32]
 
 
-def unpacked(folder: Path, found: dict[str, StoredTensor], how: Quantization | None) -> dict[str, Weight]:
+def unpack_weights(folder: Path, found: dict[str, StoredTensor], how: Quantization | None) -> dict[str, Weight]:
     """Tensors by name, with one weight in the place of all the tensors that make up a quantized one."""
     if how is None:
         return {**found}
@@ -69,7 +69,7 @@ class _Parts:
         makers = {
             ("awq", "qweight"): self._awq,
             ("gptq", "qweight"): self._gptq,
-            ("compressed-tensors", "weight_packed"): self._packed,
+            ("compressed-tensors", "weight_packed"): self._read_packed,
             ("compressed-tensors", "weight"): self._plain,
             ("fp8", "weight"): self._plain,
         }
@@ -90,10 +90,10 @@ class _Parts:
         def pieces() -> Iterator[NDArray[np.uint8]]:
             stored = self._read(words)
             for start, stop in _spans(outputs, inputs):
-                yield packed(_awq_outputs(stored[:, start // 8 : stop // 8]))
+                yield pack_codes(_awq_outputs(stored[:, start // 8 : stop // 8]))
 
         codes = MadeTensor("I4", (outputs, inputs), pieces)
-        return self._quantized(codes, inputs // groups, scales, lambda: _awq_outputs(self._read(zeros)))
+        return self._make_quantized(codes, inputs // groups, scales, lambda: _awq_outputs(self._read(zeros)))
 
     def _gptq(self) -> Weight:
         words = self._take("qweight", ("I32",), None)
@@ -116,12 +116,12 @@ class _Parts:
                     f"has a zero point of {int(levels.max())}, beyond its {grid.bits} bits: the format gptq cannot "
                     "store zero points of 0; quantize it again into gptq_v2"
                 )
-            return _signed(levels.T, grid.bits)
+            return _center(levels.T, grid.bits)
 
         codes = MadeTensor(f"I{grid.bits}", (outputs, inputs), pieces)
-        return self._quantized(codes, inputs // groups, scales, zero_points, order)
+        return self._make_quantized(codes, inputs // groups, scales, zero_points, order)
 
-    def _packed(self) -> Weight:
+    def _read_packed(self) -> Weight:
         words = self._take("weight_packed", ("I32",), None)
         outputs = words.shape[0]
         shape = self._read(self._take("weight_shape", ("I64", "I32"), (2,))).tolist()
@@ -142,10 +142,12 @@ class _Parts:
         def zero_points() -> NDArray[np.int8]:
             assert stored_zeros is not None
             levels = _fields(np.ascontiguousarray(self._read(stored_zeros).T), bits)[:, :outputs].T
-            return _signed(levels, bits)
+            return _center(levels, bits)
 
         codes = MadeTensor(f"I{bits}", (outputs, inputs), pieces)
-        return self._quantized(codes, inputs // groups, scales, zero_points if stored_zeros else None, order, False)
+        return self._make_quantized(
+            codes, inputs // groups, scales, zero_points if stored_zeros else None, order, False
+        )
 
     def _plain(self) -> Weight:
         codes = self._take("weight", ("I8", "F8_E4M3"), None)
@@ -191,7 +193,7 @@ class _Parts:
 
     # --------------------------------------------------------------------------------------------------- parts
 
-    def _quantized(
+    def _make_quantized(
         self,
         codes: MadeTensor,
         block: int,
@@ -310,15 +312,15 @@ def _fields(words: Words, bits: int) -> NDArray[np.uint8]:
 def _by_row(words: Words, bits: int, order: NDArray[np.int32] | None) -> NDArray[Any]:
     """Rows of words that pack inputs, as they are to be stored: signed, and sorted by groups."""
     if order is not None:
-        codes = _signed(np.take(_fields(words, bits), np.argsort(order), axis=1), bits)
-        return packed(codes) if bits == 4 else codes
+        codes = _center(np.take(_fields(words, bits), np.argsort(order), axis=1), bits)
+        return pack_codes(codes) if bits == 4 else codes
     # Bytes of little-endian words are in the order of the codes already; the upper bit of each is its sign.
     octets = words.view(np.uint8).reshape(len(words), -1) ^ np.uint8(0x88 if bits == 4 else 0x80)
     found: NDArray[Any] = octets if bits == 4 else octets.view(np.int8)
     return found
 
 
-def _signed(levels: NDArray[Any], bits: int) -> NDArray[np.int8]:
+def _center(levels: NDArray[Any], bits: int) -> NDArray[np.int8]:
     """Levels from 0 without their middle."""
     found: NDArray[np.int8] = (levels.astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
     return found
@@ -330,4 +332,4 @@ def _awq_outputs(words: Words) -> NDArray[np.int8]:
     levels = np.empty_like(fields)
     levels[:, :, AWQ_ORDER] = fields
     turned = np.ascontiguousarray(levels.reshape(len(words), -1).T)
-    return _signed(turned, 4)
+    return _center(turned, 4)

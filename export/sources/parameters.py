@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
-from llmc.export.config import DecoderConfig, linears, norms, packed_parameters, parameter_shapes
+from llmc.export.config import DecoderConfig, linears, list_packed_parameters, norms, parameter_shapes
 from llmc.export.sources.codes import QuantizedTensor, Weight, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
@@ -34,28 +34,30 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
     """
     found = _canonical(folder, config, stored)
     shapes, parameters = parameter_shapes(config), Tensors(found)
-    for packed, names in packed_parameters(config).items():
+    for packed, names in list_packed_parameters(config).items():
         if packed in found:
             del parameters[packed]
             parts = [shapes[name] for name in names]
-            parameters |= dict(zip(names, _unpacked(folder, config, packed, found[packed], parts), strict=True))
-    for name in _offset(config) & found.keys() if offset else ():
-        parameters[name] = _made(folder, found[name], _plus_one, found[name].shape, "F32")
+            parameters |= dict(
+                zip(names, _unpack_parameters(folder, config, packed, found[packed], parts), strict=True)
+            )
+    for name in _list_offset_norms(config) & found.keys() if offset else ():
+        parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
     plain = {name for name, tensor in found.items() if not isinstance(tensor, QuantizedTensor)}
-    for name in _transposed(config) & plain:
-        parameters[name] = _made(folder, found[name], np.transpose, found[name].shape[::-1])
+    for name in _list_transposed(config) & plain:
+        parameters[name] = _make_view(folder, found[name], np.transpose, found[name].shape[::-1])
     return parameters
 
 
-def _offset(config: DecoderConfig) -> set[str]:
+def _list_offset_norms(config: DecoderConfig) -> set[str]:
     return {f"{norm.name}.weight" for norm in norms(config)} if config.norm.offset else set()
 
 
-def _transposed(config: DecoderConfig) -> set[str]:
+def _list_transposed(config: DecoderConfig) -> set[str]:
     return {f"{linear.name}.weight" for linear in linears(config)[:-1]} if config.transposed else set()
 
 
-def shaped(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+def explain_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
     """A sentence about a tensor of another shape."""
     return f"{name} has shape {list(found)}, but config.json asks for {list(expected)}"
 
@@ -77,7 +79,7 @@ def _canonical(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]
     return found
 
 
-def _unpacked(
+def _unpack_parameters(
     folder: Path, config: DecoderConfig, name: str, tensor: Weight, parts: Sequence[tuple[int, ...]]
 ) -> Iterator[Weight]:
     """The parameters of these shapes that a tensor holds."""
@@ -85,12 +87,12 @@ def _unpacked(
     whole = (rows[-1], *parts[0][1:])
     turned = config.transposed and len(whole) > 1 and not isinstance(tensor, QuantizedTensor)
     if tensor.shape != (whole[::-1] if turned else whole):
-        raise CheckpointError(f"{folder}: {shaped(name, tensor.shape, whole[::-1] if turned else whole)}")
+        raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, whole[::-1] if turned else whole)}")
     for number, ((start, stop), shape) in enumerate(zip(pairwise(rows), parts, strict=True)):
         if config.packed_by_head:
-            yield _made(folder, tensor, partial(_of_heads, config, number), shape)
+            yield _make_view(folder, tensor, partial(_of_heads, config, number), shape)
         elif turned:
-            yield _made(folder, tensor, partial(_columns, start, stop), shape)
+            yield _make_view(folder, tensor, partial(_columns, start, stop), shape)
         else:
             yield rows_of(tensor, start, stop)
 
@@ -112,7 +114,7 @@ def _plus_one(weight: Array) -> Array:
     return found
 
 
-def _made(
+def _make_view(
     folder: Path, tensor: Weight, view: Callable[[Array], Array], shape: tuple[int, ...], dtype: str = ""
 ) -> MadeTensor:
     """A view of a stored tensor, which is mapped and not read as a whole."""

@@ -61,7 +61,7 @@ def read_quantization(config: Keys) -> Quantization | None:
     keys = config.inside(names[0])
     method = keys.choice("quant_method", METHODS)
     keys.skip(*_SETTLED)
-    found = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "fp8": _fp8}[method](keys, config)
+    found = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _read_compressed, "fp8": _fp8}[method](keys, config)
     keys.finish()
     return found
 
@@ -100,7 +100,7 @@ def _fp8(keys: Keys, config: Keys) -> Quantization:
     return Quantization("fp8", (Grid(8),), ignored, block=block)
 
 
-def _compressed(keys: Keys, config: Keys) -> Quantization:
+def _read_compressed(keys: Keys, config: Keys) -> Quantization:
     keys.choice("format", _COMPRESSED, "pack-quantized")
     keys.choice("quantization_status", ("compressed", "frozen"), "compressed")
     for name, plain in (("sparsity_config", "dense"), ("transform_config", ""), ("moe_sparsity_config", "")):
@@ -113,7 +113,7 @@ def _compressed(keys: Keys, config: Keys) -> Quantization:
     named = keys.raw("config_groups")
     grids, blocks = [], []
     for name in named:
-        grid, block = _compressed_group(groups.inside(name), config)
+        grid, block = _read_compressed_group(groups.inside(name), config)
         grids.append(grid)
         blocks.append(block)
     groups.finish()
@@ -122,7 +122,7 @@ def _compressed(keys: Keys, config: Keys) -> Quantization:
     return Quantization("compressed-tensors", tuple(grids), _names(keys, "ignore"), block=blocks[0])
 
 
-def _compressed_group(group: Keys, config: Keys) -> tuple[Grid, tuple[int, int]]:
+def _read_compressed_group(group: Keys, config: Keys) -> tuple[Grid, tuple[int, int]]:
     group.skip("targets")  # the files say which linears are quantized
     group.choice("format", _COMPRESSED, "pack-quantized")
     if group.raw("input_activations") is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.errors import CheckpointError
-from llmc.origin import MOST_HEADER, own_file
+from llmc.origin import MOST_HEADER, find_own_file
 from llmc.strict import open_regular, parse_json, read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -90,7 +90,7 @@ def read_shard(path: Path) -> Shard:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     entries = _parse_header(path, header)
     start = 8 + length
-    tensors = {name: _stored(path, name, entry, start) for name, entry in entries.items()}
+    tensors = {name: _locate_tensor(path, name, entry, start) for name, entry in entries.items()}
     _check_layout(path, tensors, start, size)
     return Shard(path, tensors)
 
@@ -106,7 +106,7 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
     return entries
 
 
-def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+def _locate_tensor(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     if len(name) > LONGEST_NAME:
         raise CheckpointError(
             f"{path}: {name:.50}... is a tensor's name of {len(name)} characters, expected at most {LONGEST_NAME}; get "
@@ -148,7 +148,7 @@ def _check_layout(path: Path, tensors: dict[str, StoredTensor], start: int, size
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        found = own_file(path.parent, path.name) or path
+        found = find_own_file(path.parent, path.name) or path
         index = dict(read_json(found)["weight_map"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is corrupt (no weight_map in it); download it again") from error

@@ -16,13 +16,13 @@ from llmc.bundle import Budget, Manifest, Recipe, decode, read_bundle, verify_fi
 from llmc.errors import BuildError, BundleError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
-from llmc.optimize.judge.gate import broken_limits
+from llmc.optimize.judge.gate import find_broken_limits
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights.tensors import weights_identity
-from llmc.publish import staged
+from llmc.publish import stage_folder
 from llmc.runtime.bench.benchmark import benchmark
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import available_memory, cpu_model, usable_threads
@@ -172,7 +172,7 @@ def automatic(
         trials += [_within(trial, limits, limit) for trial in _measure(name, folders[name], candidate, make, progress)]
     chosen = choose(trials)
     if chosen is None:
-        raise BuildError(_nothing_fits(trials))
+        raise BuildError(_explain_nothing_fits(trials))
     manifest = _publish(folders[chosen.name] / BUILT, output, chosen, limits, force)
     disk_cache.prune("auto", KEPT_BYTES)
     return AutoReport(output, chosen, tuple(trials), manifest)
@@ -228,16 +228,16 @@ def _measure(
         manifest = read_bundle(target)
     except BundleError:
         disk_cache.remove(target.parent)
-        with disk_cache.published(target.parent) as room:  # of two searches the first one to finish serves both
+        with disk_cache.publish_entry(target.parent) as room:  # of two searches the first one to finish serves both
             make(candidate, room / target.name)
         manifest = read_bundle(target)
     rows = candidate.max_batch or 1  # a bundle may serve more rows than are asked for
     most = usable_threads()
     counts = sorted({most, max(1, most // 2)}, reverse=True)  # more than memory can feed is waste
-    return [_timed(name, folder, manifest, threads, rows, progress) for threads in counts]
+    return [_time_trial(name, folder, manifest, threads, rows, progress) for threads in counts]
 
 
-def _timed(name: str, folder: Path, manifest: Manifest, threads: int, rows: int, progress: Progress) -> Trial:
+def _time_trial(name: str, folder: Path, manifest: Manifest, threads: int, rows: int, progress: Progress) -> Trial:
     """Speeds of this machine, known or else measured now."""
     machine = sha256(f"{cpu_model()} {manifest.target.engine_version} {threads}".encode()).hexdigest()[:12]
     path = folder / f"trial-{machine}.json"
@@ -264,21 +264,21 @@ def _timed(name: str, folder: Path, manifest: Manifest, threads: int, rows: int,
         top1_agreement=quality.top1_agreement,
         perplexity_increase=quality.perplexity / quality.reference_perplexity - 1,
     )
-    with disk_cache.written(path) as staging:
+    with disk_cache.write_entry(path) as staging:
         staging.write_text(json.dumps(asdict(trial)))
     return trial
 
 
 def _within(trial: Trial, budget: Budget, memory: int) -> Trial:
     """The trial with the reason why it is out, if there is one."""
-    broken = broken_limits(trial.mean_kl, trial.top1_agreement, trial.perplexity_increase, budget)
+    broken = find_broken_limits(trial.mean_kl, trial.top1_agreement, trial.perplexity_increase, budget)
     reasons = list(broken.values())
     if trial.memory > memory:
         reasons.append(f"{trial.memory / 1e6:.0f} MB of {memory / 1e6:.0f}")
     return replace(trial, reason="; ".join(reasons))
 
 
-def _nothing_fits(trials: Sequence[Trial]) -> str:
+def _explain_nothing_fits(trials: Sequence[Trial]) -> str:
     best = min(trials, key=lambda trial: trial.mean_kl)
     small = min(trials, key=lambda trial: trial.memory)
     return (
@@ -298,7 +298,7 @@ def _publish(source: Path, output: Path, chosen: Trial, budget: Budget, force: b
         raise BuildError(f"the cache held a broken {chosen.name} ({error}); it was removed: run again") from error
     recipe = replace(found.recipe, name=f"auto: {chosen.name}", threads=chosen.threads, budget=budget)
     manifest = replace(found, recipe=recipe)
-    with staged(output, force=force) as folder:
+    with stage_folder(output, force=force) as folder:
         for name in manifest.files:
             shutil.copyfile(source / name, folder / name)
         bundle.write_manifest(manifest, folder)

@@ -18,10 +18,10 @@ from llmc.bundle import Geometry, Recipe
 from llmc.inventory import HEAD
 from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.lower.context import QuantConfig, QuantConfigs, WeightOnly
-from llmc.optimize.lower.tensorrt.weights import fitted
-from llmc.optimize.progress import Progress, counted
+from llmc.optimize.lower.tensorrt.weights import fit_grid
+from llmc.optimize.progress import Progress, make_counter
 from llmc.optimize.quantize import gptq, rtn, smoothquant
-from llmc.optimize.quantize.grid import Grid, Quantized, stacked
+from llmc.optimize.quantize.grid import Grid, Quantized, stack
 from llmc.optimize.weights.store import Store, grid_name, layer_part
 from llmc.runtime.host.machine import usable_threads
 
@@ -55,7 +55,7 @@ class SmoothingMapping:
     run: int = 1
 
 
-def smoothing_mappings(geometry: Geometry, layer: int) -> tuple[SmoothingMapping, ...]:
+def list_smoothing_mappings(geometry: Geometry, layer: int) -> tuple[SmoothingMapping, ...]:
     """The activations of a layer that linears read, in the order of the computation."""
     found = []
     for group in geometry.readers:
@@ -86,7 +86,7 @@ def calibrate(
     with torch.inference_mode():
         start, hidden = _resume(store, source, torch.from_numpy(ids))
         parts = source.geometry.layers + 1
-        done = counted(progress, "calibrating", parts)
+        done = make_counter(progress, "calibrating", parts)
         for _ in range(start):
             done()
         for index in range(start, source.geometry.layers):
@@ -96,7 +96,7 @@ def calibrate(
             store.write(STATE, {"layers": np.array(index + 1), "hidden": hidden.cpu().numpy()})
             done()
         if not store.has("head"):
-            config = stored_config(recipe, configs, HEAD, source.geometry.hidden_size)
+            config = choose_stored_config(recipe, configs, HEAD, source.geometry.hidden_size)
             store.write("head", _decide_head(source, hidden, recipe, config))
         done()
     return store
@@ -123,10 +123,10 @@ class _Layer:
         self.source = source
         self.recipe = recipe
         self.prefix = _prefix(index)
-        self.mappings = smoothing_mappings(source.geometry, index)
+        self.mappings = list_smoothing_mappings(source.geometry, index)
         self.module = source.layer(index)
         self.quant = {
-            name: stored_config(recipe, configs, self.prefix + name, self._weight(name).shape[1])
+            name: choose_stored_config(recipe, configs, self.prefix + name, self._weight(name).shape[1])
             for mapping in self.mappings
             for name in mapping.linears
         }
@@ -136,18 +136,18 @@ class _Layer:
         """Results by their names in the store, and the activations [n, length, hidden] after the quantized layer."""
         observed = self._observe(hidden)
         # All foldings come before any integer, for they change linears of earlier mappings too.
-        folded = {mapping: self._folded(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
+        folded = {mapping: self._fold_linears(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
         for mapping in self.mappings:
             for name in mapping.linears:
                 self.arrays[f"input:{self.prefix}{name}"] = folded[mapping].absmax.cpu().numpy()
                 self._decide_linear(name, folded[mapping])
         return self.arrays, self._advance(hidden)
 
-    def _folded(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
+    def _fold_linears(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
         """Fold what the recipe asks for into the mapping's linears; return the statistics of the scaled activation."""
         if not mapping.producer or not self.recipe.smoothing:
             return statistics
-        return self._fold(mapping, statistics, self._smoothing(mapping, statistics))
+        return self._fold(mapping, statistics, self._compute_smoothing(mapping, statistics))
 
     def _observe(self, hidden: Tensor) -> dict[SmoothingMapping, InputStatistics]:
         """Statistics of every mapping, with the weights as they are."""
@@ -165,14 +165,17 @@ class _Layer:
             hook.remove()
         return {mapping: accumulator.finish() for mapping, accumulator in watched.items()}
 
-    def _smoothing(self, mapping: SmoothingMapping, statistics: InputStatistics) -> Tensor:
+    def _compute_smoothing(self, mapping: SmoothingMapping, statistics: InputStatistics) -> Tensor:
         """SmoothQuant's scales [K], equal for all channels that stem from the same one."""
         weights = torch.cat([self._weight(name) for name in mapping.linears])
-        absmax, rows = self._shared(mapping, statistics.absmax), self._shared(mapping, weights.abs().amax(0))
+        absmax, rows = (
+            self._find_shared_maximum(mapping, statistics.absmax),
+            self._find_shared_maximum(mapping, weights.abs().amax(0)),
+        )
         found = smoothquant.scales(absmax, rows, alpha=self.recipe.smoothing)
         return found.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
 
-    def _shared(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
+    def _find_shared_maximum(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
         """The largest of the values [K] of each group of channels that stem from one."""
         return values.view(-1, mapping.repeats, mapping.run).amax(1).flatten()
 
@@ -180,10 +183,10 @@ class _Layer:
         """Multiply the linears' columns by ``scales`` [K] and divide what precedes them: the layer stays the same."""
         for name in mapping.linears:
             self._scale(f"{name}.weight", "columns", scales)
-        inverse = 1 / self._shared(mapping, scales)
+        inverse = 1 / self._find_shared_maximum(mapping, scales)
         for name, _ in self.module.get_submodule(mapping.producer).named_parameters():
             self._scale(f"{mapping.producer}.{name}", "rows", inverse)
-        return statistics.scaled(1 / scales)
+        return statistics.scale(1 / scales)
 
     def _scale(self, parameter: str, axis: str, factors: Tensor) -> None:
         weight = self.module.get_parameter(parameter)
@@ -225,11 +228,11 @@ def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatisti
     return gptq.quantize(weights, moment, grid)
 
 
-def stored_config(recipe: Recipe, configs: QuantConfigs, module: str, inputs: int) -> QuantConfig:
+def choose_stored_config(recipe: Recipe, configs: QuantConfigs, module: str, inputs: int) -> QuantConfig:
     """The config that the lowering will ask for: engines take only whole blocks, so theirs may be smaller."""
     config = configs.of(module)
     if recipe.phases == "single" and isinstance(config, WeightOnly):
-        return replace(config, grid=fitted(config.grid, inputs, module))
+        return replace(config, grid=fit_grid(config.grid, inputs, module))
     return config
 
 
@@ -247,7 +250,7 @@ def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, config: Qu
         quantize(source.rows(source.head, start, start + rows), config.grid, recipe.scheme, statistics)
         for start in range(0, source.geometry.vocab_size, rows)
     ]
-    return arrays | _arrays_of(source.head, stacked(found))
+    return arrays | _arrays_of(source.head, stack(found))
 
 
 def _arrays_of(tensor: str, quantized: Quantized) -> dict[str, NDArray[Any]]:

@@ -62,7 +62,7 @@ class CalibrationRequest:
         return next((name for name, value in given.items() if value is not None), None)
 
 
-def calibrated_weights(
+def calibrate_weights(
     source: Path, export: ExportManifest, recipe: Recipe, request: CalibrationRequest | None, progress: Progress
 ) -> tuple[Calibrated, Calibration | None]:
     """The weights that a build lowers, and the text that decided them (None where the recipe asks for none)."""

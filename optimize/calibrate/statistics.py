@@ -22,7 +22,7 @@ class InputStatistics:
     second_moment: Tensor | None
     absmax: Tensor
 
-    def scaled(self, factors: Tensor) -> "InputStatistics":
+    def scale(self, factors: Tensor) -> "InputStatistics":
         """The statistics of X * factors, for positive factors [K]."""
         moment = self.second_moment
         scaled = None if moment is None else moment * factors * factors[:, None]

@@ -13,8 +13,8 @@ from llmc.errors import UsageError
 from llmc.optimize.calibrate.text import CalibrationSamples, read_samples
 from llmc.optimize.judge import golden
 from llmc.optimize.judge.quality import Tally
-from llmc.optimize.judge.reference import Reference, kept_states
-from llmc.optimize.progress import Progress, counted, silent
+from llmc.optimize.judge.reference import Reference, keep_states
+from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.runtime import Model
 from llmc.runtime.sessions import Phase
 
@@ -82,9 +82,9 @@ def evaluate(
         BundleError: the bundle computes NaN or infinity, or the reference is broken.
     """
     unquantized = open_reference(model, reference) if reference is not None else None
-    states = kept_states(unquantized, text.ids[:, :-1], cache, progress) if unquantized else None
+    states = keep_states(unquantized, text.ids[:, :-1], cache, progress) if unquantized else None
     original, paths = Tally(), {phase: Tally() for phase in Phase}
-    done = counted(progress, f"judging the bundle on {text.name}", len(text.ids) * len(Phase))
+    done = make_counter(progress, f"judging the bundle on {text.name}", len(text.ids) * len(Phase))
     for number, ids in enumerate(text.ids):
         wanted = unquantized.project(states[number]) if unquantized and states is not None else None
         if wanted is not None:
@@ -111,8 +111,8 @@ def evaluate(
 def _matches(model: Model, reference: Reference, progress: Progress) -> list[tuple[int, int]]:
     """For each golden prompt, how many greedy tokens the unquantized model would choose too, and of how many."""
     answered = golden.greedy_answers(model)
-    states = reference.normed(golden.fed(answered), progress)
+    states = reference.compute_normed(golden.list_fed(answered), progress)
     return [
-        (golden.matching(answer, reference.project(normed[len(prompt) - 1 :])), len(answer))
+        (golden.count_matching(answer, reference.project(normed[len(prompt) - 1 :])), len(answer))
         for (prompt, answer), normed in zip(answered, states, strict=True)
     ]

@@ -15,15 +15,15 @@ from llmc.errors import GpuError, MissingExtraError, ResourceError
 from llmc.optimize.calibrate.request import KEPT_BYTES
 from llmc.optimize.graphs import compile_graphs
 from llmc.optimize.judge.evaluate import evaluate, read_windows
-from llmc.optimize.judge.gate import check, check_unrounded, doubted
-from llmc.optimize.judge.golden import SPREAD_FACTOR, golden_prompts, prompt_ids, tolerance
-from llmc.optimize.judge.invariance import measured
+from llmc.optimize.judge.gate import check, check_unrounded, list_doubts
+from llmc.optimize.judge.golden import SPREAD_FACTOR, prompt_ids, run_golden_prompts, tolerance
+from llmc.optimize.judge.invariance import measure_guarantees
 from llmc.optimize.judge.layers import WINDOWS, LayerError, layer_errors
 from llmc.optimize.judge.overflow import check_range
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.judge.replay import replay_apart
 from llmc.optimize.judge.rows import check_rows
-from llmc.optimize.judge.vectors import golden_vectors
+from llmc.optimize.judge.vectors import run_golden_vectors
 from llmc.optimize.order import Order, runs_here
 from llmc.optimize.weights.file import round_to_bfloat16
 from llmc.optimize.weights.store import Calibrated
@@ -52,7 +52,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
     write_manifest(manifest, folder)
     with ExitStack() as stack:
         try:
-            model, verified = _opened(order, folder, manifest, weights, stack)
+            model, verified = _open_model(order, folder, manifest, weights, stack)
         except ResourceError as error:
             if not order.target.has_gpu or order.judged:
                 raise
@@ -62,7 +62,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
         if order.target.has_gpu and verified != "device":
             order.progress("looking for values beyond float16")
             check_range(folder, manifest, [*prompt_ids(model), *(text.ids[:1].tolist() if text else [])])
-        golden = golden_prompts(model, order.source, order.progress)
+        golden = run_golden_prompts(model, order.source, order.progress)
         quality, allowed = golden.quality, tolerance(manifest.golden_tolerance, golden.spread)
         check_unrounded(quality, order.recipe)
         if text is not None:
@@ -73,10 +73,10 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
             check(quality, order.recipe.budget, seen)
             disk_cache.prune("reference", KEPT_BYTES)
         own_text = quality if text is not None and text.default else golden.quality
-        notes = doubted(own_text, order.export.geometry.vocab_size)
+        notes = list_doubts(own_text, order.export.geometry.vocab_size)
         if verified == "device":
             order.progress("comparing calls of different sizes")
-            manifest = measured(model.runner.session, manifest)
+            manifest = measure_guarantees(model.runner.session, manifest)
             if order.target.has_gpu:
                 check_rows(model.runner.session, replace(manifest, golden_tolerance=allowed))
         if model.runner.session.substitutes:
@@ -101,7 +101,7 @@ def judge_encoder(order: Order, folder: Path, manifest: Manifest, _: Calibrated)
     """:func:`judge_decoder` of a model that embeds or ranks: its vectors beside those of the unquantized one."""
     write_manifest(manifest, folder)
     with load(folder, self_test=False) as model:
-        cases, spread, similarity = golden_vectors(model, order.source, order.progress)
+        cases, spread, similarity = run_golden_vectors(model, order.source, order.progress)
     finished = replace(
         manifest,
         vectors=cases,
@@ -134,7 +134,9 @@ def _layer_errors(
         return layer_errors(stand_in, read_bundle(stand_in), Reference(order.source), ids[:WINDOWS], order.progress)
 
 
-def _opened(order: Order, folder: Path, manifest: Manifest, weights: Calibrated, stack: ExitStack) -> tuple[Model, str]:
+def _open_model(
+    order: Order, folder: Path, manifest: Manifest, weights: Calibrated, stack: ExitStack
+) -> tuple[Model, str]:
     """The bundle, loaded on the device that it is for, or else its graph on the CPU; and which of them. ``stack``
     closes the model, and removes what was only made to be judged."""
     if not order.target.has_gpu:

@@ -16,7 +16,7 @@ UNROUNDED_KL = 1e-4
 UNTRAINED_SHARE = 0.56
 
 
-def broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> dict[str, str]:
+def find_broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> dict[str, str]:
     """The figure found and the one allowed, in words, by the name of each limit that is broken.
 
     ``kl`` is in nats, ``agreement`` 0 ... 1, ``increase`` that of the perplexity, 0.02 for 2 %.
@@ -40,7 +40,7 @@ def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
         kl, same = path.mean_kl, path.top1_agreement
         assert kl is not None and same is not None and quality.reference_perplexity is not None
         increase = path.perplexity / quality.reference_perplexity - 1
-        found += [(text, phase) for text in broken_limits(kl, same, increase, budget).values()]
+        found += [(text, phase) for text in find_broken_limits(kl, same, increase, budget).values()]
     return found
 
 
@@ -68,7 +68,7 @@ def check_unrounded(quality: Quality, recipe: Recipe) -> None:
         )
 
 
-def doubted(quality: Quality, vocab_size: int) -> list[str]:
+def list_doubts(quality: Quality, vocab_size: int) -> list[str]:
     """A sentence about an unquantized model that does not know llmc's own text, as none does with a wrong tokenizer."""
     found = quality.reference_perplexity
     if found is None or found <= vocab_size**UNTRAINED_SHARE:  # NaN is not

@@ -55,7 +55,7 @@ def tolerance(least: float, spread: float) -> float:
     return min(LARGEST_TOLERANCE, max(least, SPREAD_FACTOR * spread))
 
 
-def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> Golden:
+def run_golden_prompts(model: Model, export: Path, progress: Progress = silent) -> Golden:
     """Run the golden prompts through the bundle and the unquantized model; perplexities are over the prompts alone."""
     progress("running the golden prompts")
     answered = greedy_answers(model)
@@ -64,7 +64,7 @@ def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> G
     cases: list[GoldenPrompt] = []
     spreads: list[float] = []
     matches: list[int] = []
-    for (prompt, answer), normed in zip(answered, reference.normed(fed(answered), progress), strict=True):
+    for (prompt, answer), normed in zip(answered, reference.compute_normed(list_fed(answered), progress), strict=True):
         wanted = reference.project(normed)
         got = {phase: path_logits(model, [*prompt, *answer[:-1]], phase) for phase in Phase}
         following = np.array(prompt[1:], np.int64)
@@ -72,12 +72,12 @@ def golden_prompts(model: Model, export: Path, progress: Progress = silent) -> G
         for phase, path in paths.items():
             path.predict(got[phase][: len(following)], following)
             path.compare(wanted, got[phase])
-        matches.append(matching(answer, wanted[len(prompt) - 1 :]))
+        matches.append(count_matching(answer, wanted[len(prompt) - 1 :]))
         recorded = {phase: model.runner.prefill(prompt, graph=phase)[0, -1].copy() for phase in Phase}
         case = _case(prompt, answer, recorded, got, wanted)
         cases.append(replace(case, top_logits=()) if model.runner.session.substitutes else case)
         others = {phase: [got[phase][len(prompt) - 1], *_other_calls(model, prompt, phase)] for phase in Phase}
-        spreads.append(_spread(recorded, others, list(cases[-1].top_ids)))
+        spreads.append(_measure_spread(recorded, others, list(cases[-1].top_ids)))
     quality = Quality(
         text=TEXT,
         sha256="",
@@ -98,12 +98,12 @@ def greedy_answers(model: Model) -> list[Answered]:
     return [(prompt, model.generate(prompt, **options).token_ids) for prompt in prompt_ids(model)]
 
 
-def fed(answered: Sequence[Answered]) -> list[list[int]]:
+def list_fed(answered: Sequence[Answered]) -> list[list[int]]:
     """The tokens to feed for the logits of every answer; those after its last token belong to no answer."""
     return [[*prompt, *answer[:-1]] for prompt, answer in answered]
 
 
-def matching(answer: Sequence[int], logits: Float) -> int:
+def count_matching(answer: Sequence[int], logits: Float) -> int:
     """Number of tokens of ``answer`` before the first that ``logits`` [n, V] would not choose."""
     same = logits.argmax(axis=1) == np.array(answer)
     return len(answer) if same.all() else int(same.argmin())
@@ -143,7 +143,7 @@ def _other_calls(model: Model, prompt: list[int], graph: Phase) -> Iterator[Floa
     yield runner.session.run(both)[0, 0].copy()
 
 
-def _spread(recorded: dict[Phase, Float], others: dict[Phase, list[Float]], ids: list[int]) -> float:
+def _measure_spread(recorded: dict[Phase, Float], others: dict[Phase, list[Float]], ids: list[int]) -> float:
     """The largest difference of logits of ``ids`` between what was recorded of a graph and its other calls."""
     return max(float(np.abs((each - recorded[phase])[ids]).max()) for phase in Phase for each in others[phase])
 

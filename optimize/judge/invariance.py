@@ -28,7 +28,7 @@ Same = Callable[[int], bool]
 Values = tuple[NDArray[np.float32], NDArray[np.generic]]
 
 
-def measured(session: Session, manifest: Manifest) -> Manifest:
+def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     """The manifest with what each graph of the loaded bundle guarantees; the session's cache is overwritten.
 
     Nothing is guaranteed of a graph that this machine cannot run, nor in contexts below :data:`SMALLEST_CONTEXT`.
@@ -104,7 +104,7 @@ class _Probe:
                 phase, self._text[None, :tokens], np.array([past], np.int64), np.minimum(ends, tokens - 1)[None]
             )
             logits, shown = self._session.run(call)[0], np.count_nonzero(ends < tokens)
-            return [logits[:shown].copy(), self._cached(past, tokens)]
+            return [logits[:shown].copy(), self._fill_cache(past, tokens)]
 
         wanted = run(self._longest) if self._long else []
 
@@ -118,9 +118,9 @@ class _Probe:
         """The same of ``tokens`` new tokens of row 0, logits of the first ``outputs``, the last one repeated."""
         past, indices = len(self._prefixes[0]), np.minimum(np.arange(outputs), tokens - 1)[None]
         call = Batch(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
-        return self._session.run(call)[0].copy(), self._cached(past, tokens)
+        return self._session.run(call)[0].copy(), self._fill_cache(past, tokens)
 
-    def _cached(self, past: int, tokens: int) -> NDArray[np.generic]:
+    def _fill_cache(self, past: int, tokens: int) -> NDArray[np.generic]:
         """The cache's contents for ``tokens`` positions of row 0, [tokens, values]."""
         return np.stack(self._session.cache.read_blocks(0, 1, past, past + tokens))
 

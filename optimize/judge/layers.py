@@ -19,9 +19,9 @@ from llmc.errors import BundleError
 from llmc.inventory import EMBEDDING, HEAD
 from llmc.optimize.judge.reference import Float, Ids, Reference, empty_caches, open_part
 from llmc.optimize.lower.onnxruntime.norms import KERNELS
-from llmc.optimize.progress import Progress, counted, silent
+from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.runtime.sessions import Phase
-from llmc.runtime.sessions.onnxruntime.cpu import translated, usable_graphs
+from llmc.runtime.sessions.onnxruntime.cpu import translate_errors, usable_graphs
 
 # The decode path takes one call per token and layer, and one window is enough to tell layers apart.
 WINDOWS = 1
@@ -56,7 +56,7 @@ def layer_errors(
     """Errors of the embedding, each layer and the head, in both paths, on windows of tokens [n, W]."""
     layers = manifest.geometry.layers
     graphs = {phase: _Graph(folder, file, manifest) for phase, file in usable_graphs(manifest).items()}
-    done = counted(progress, "measuring the error of each layer", layers + 2)
+    done = make_counter(progress, "measuring the error of each layer", layers + 2)
     errors: list[LayerError] = []
     states = reference.states([windows])
     [before] = next(states)
@@ -169,7 +169,7 @@ class _Graph:
         session = open_part(ir.Model(graph, ir_version=self._model.ir_version), self.folder)
 
         def run(feeds: dict[str, Any]) -> list[Any]:
-            with translated(f"{self._path}: running a layer"):
+            with translate_errors(f"{self._path}: running a layer"):
                 return session.run(list(outputs), feeds)  # type: ignore[no-any-return]
 
         return run

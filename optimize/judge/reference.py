@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
 from llmc.inventory import EMBEDDING, HEAD, POSITIONS, Cache
-from llmc.optimize.lower.raising import stored
+from llmc.optimize.lower.raising import find_weight
 from llmc.optimize.lower.rewrite import read_decoder
-from llmc.optimize.progress import Progress, counted, silent
+from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.optimize.weights.tensors import rows_of, sizes
 from llmc.runtime.host import disk_cache
-from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translated
+from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translate_errors
 from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY, inference_session
 
 ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 as the standard means them
@@ -53,15 +53,15 @@ class Reference:
 
     def logits(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
         """Logits after every token of each sequence: float32 [len(sequence), V] each, in one pass over the weights."""
-        return [self.project(rows) for rows in self.normed(sequences, progress)]
+        return [self.project(rows) for rows in self.compute_normed(sequences, progress)]
 
-    def normed(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
+    def compute_normed(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
         """Inputs of the head after every token of each sequence: float32 [len(sequence), H] each, for :meth:`project`.
 
         One pass over the weights.
         """
         groups = _groups(sequences)
-        done = counted(progress, "running the unquantized model layer by layer", self.manifest.geometry.layers)
+        done = make_counter(progress, "running the unquantized model layer by layer", self.manifest.geometry.layers)
         states = self.states(groups)
         hidden = next(states)
         for after in states:
@@ -74,7 +74,7 @@ class Reference:
         """The vector or the score that an encoder makes of each sequence: float32 [width] each."""
         geometry = self.manifest.geometry
         assert geometry.encoder is not None
-        done = counted(progress, "running the unquantized model layer by layer", geometry.layers)
+        done = make_counter(progress, "running the unquantized model layer by layer", geometry.layers)
         states = self.states([np.array([sequence], np.int64) for sequence in sequences])
         hidden = next(states)
         for after in states:
@@ -93,14 +93,14 @@ class Reference:
 
     def project(self, normed: Float) -> Float:
         """The head's product: logits float32 [n, V] of rows [n, H]."""
-        weight = stored(self._head.inputs[1])
+        weight = find_weight(self._head.inputs[1])
         vocab, hidden = sizes(weight)
         step = max(1, HEAD_PIECE // hidden)
         logits: Float = np.empty((len(normed), vocab), np.float32)
         for start in range(0, vocab, step):
             logits[:, start : start + step] = normed @ rows_of(weight, start, start + step).T
         for bias in (node for node in self._model.graph if node.name == f"{HEAD}.bias"):
-            logits += rows_of(stored(bias.inputs[1]))
+            logits += rows_of(find_weight(bias.inputs[1]))
         logits *= np.float32(self._factor("logit_scale"))
         if cap := np.float32(self._factor("logit_softcap", 0.0)):
             logits = np.tanh(logits / cap) * cap
@@ -124,14 +124,14 @@ class Reference:
         return self._run({**known, "past_lengths": np.zeros(batch, np.int64), **pasts}, output)
 
     def _embed(self, ids: Ids) -> Float:
-        table = stored(self._table.inputs[0])
+        table = find_weight(self._table.inputs[0])
         used, places = np.unique(ids, return_inverse=True)
         rows: Float = np.stack([rows_of(table, token, token + 1)[0] for token in used.tolist()])
         rows *= np.float32(self._factor("embedding_scale"))
         vectors: Float = rows[places.reshape(ids.shape)]
         for node in self._model.graph:
             if node.name == POSITIONS:
-                vectors += rows_of(stored(node.inputs[0]), 0, ids.shape[1])
+                vectors += rows_of(find_weight(node.inputs[0]), 0, ids.shape[1])
         return vectors
 
     def _factor(self, name: str, default: float = 1.0) -> float:
@@ -143,7 +143,7 @@ class Reference:
     def _run(self, feeds: dict[str, Any], output: str) -> Float:
         """One value of the graph, from others."""
         session = self._session((*feeds, output))
-        with translated(f"{self.folder}: running the reference"):
+        with translate_errors(f"{self.folder}: running the reference"):
             return session.run([output], feeds)[0]  # type: ignore[no-any-return]
 
     def _session(self, names: tuple[str, ...]) -> Any:
@@ -171,7 +171,7 @@ def open_part(part: ir.Model, folder: Path) -> Any:
     options = runtime.SessionOptions()
     options.log_severity_level = LOG_FATAL_ONLY
     options.add_session_config_entry(EXTERNAL_FOLDER, str(folder))
-    with translated(f"{folder}: running a part of the model"):
+    with translate_errors(f"{folder}: running a part of the model"):
         return inference_session(runtime, ir.to_proto(part).SerializeToString(), options)
 
 
@@ -183,10 +183,10 @@ def _groups(sequences: Sequence[Sequence[int]]) -> list[Ids]:
         if groups[-1] and longest * (len(groups[-1]) + 1) > TOKENS_PER_CALL:
             groups.append([])
         groups[-1].append(sequence)
-    return [_padded(group) for group in groups if group]
+    return [_pad(group) for group in groups if group]
 
 
-def _padded(sequences: Sequence[Sequence[int]]) -> Ids:
+def _pad(sequences: Sequence[Sequence[int]]) -> Ids:
     ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = sequence
@@ -196,21 +196,21 @@ def _padded(sequences: Sequence[Sequence[int]]) -> Ids:
 # ---------------------------------------------------------------------------------- states kept for the next candidate
 
 
-def kept_states(
+def keep_states(
     reference: Reference, windows: Ids, folder: Path | None, progress: Progress = silent
 ) -> NDArray[np.float32]:
-    """:meth:`Reference.normed` of windows [n, W] as [n, W, H], from ``folder`` if they are there, else put into it."""
+    """:meth:`Reference.compute_normed` of windows [n, W] as [n, W, H], read from ``folder`` or stored there."""
     path = folder / f"states-{_key(reference, windows)}.npy" if folder is not None else None
     # Missing or torn states are computed; numpy leaves a broken file open that it opened itself.
     with suppress(OSError, ValueError, EOFError, BadZipFile):
         if path is not None:
             with path.open("rb") as file:
                 return cast("Float", np.load(file, allow_pickle=False))
-    found: Float = np.stack(reference.normed(windows.tolist(), progress))
+    found: Float = np.stack(reference.compute_normed(windows.tolist(), progress))
     with suppress(OSError):  # where the cache cannot be written they are computed again the next time
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with disk_cache.written(path) as staging:
+            with disk_cache.write_entry(path) as staging:
                 np.save(staging, found)
     return found
 

@@ -16,7 +16,7 @@ from llmc.runtime.selftest import KEPT_VALUES, difference
 Float = NDArray[np.float32]
 
 
-def golden_vectors(
+def run_golden_vectors(
     model: Model, export: Path, progress: Progress = silent
 ) -> tuple[tuple[GoldenVector, ...], float, Similarity]:
     """Run the golden texts through the bundle and the unquantized model; NaN and infinity raise BundleError.

@@ -141,8 +141,8 @@ class LoweringContext:
 
     @property
     def embedding(self) -> QuantConfig:
-        """See :func:`embedding_config`."""
-        return embedding_config(self.quant, self.geometry.tied_head)
+        """See :func:`choose_embedding_config`."""
+        return choose_embedding_config(self.quant, self.geometry.tied_head)
 
     def keeps(self, module: str, tensor: CodedTensor) -> bool:
         """True if the linear called ``module`` is stored as the checkpoint's own integers."""
@@ -158,7 +158,7 @@ class LoweringContext:
         return found
 
 
-def embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
+def choose_embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
     """A tied embedding shares the head's bytes. Rows of an untied one cost nothing per step: they keep 8 bits."""
     head = stored.of(HEAD)
     if isinstance(head, Float8):
@@ -190,7 +190,7 @@ def quant_configs(recipe: Recipe, geometry: Geometry | None = None) -> dict[str,
     layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
     if recipe.precision == "source":
         assert geometry is not None, "codes are listed by the geometry"
-        layers = (*((linear.name, _kept(linear, single)) for linear in geometry.coded), *layers)
+        layers = (*((linear.name, _find_own_grid(linear, single)) for linear in geometry.coded), *layers)
     stored = QuantConfigs(weights[recipe.precision], head, layers)
     if single:
         w8a8 = Static(Grid(8, positive=True)) if static else None
@@ -200,7 +200,7 @@ def quant_configs(recipe: Recipe, geometry: Geometry | None = None) -> dict[str,
     return {"prefill": replace(stored, w8a8=W8A8[recipe.activations]), "decode": stored}
 
 
-def _kept(linear: Linear, single: bool) -> WeightOnly:
+def _find_own_grid(linear: Linear, single: bool) -> WeightOnly:
     """The grid that holds a linear's own codes: where engines want other blocks, theirs lie within the checkpoint's."""
     codes, row = linear.codes, linear.codes is not None and linear.codes.block == linear.inputs
     assert codes is not None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.raising import Linear, stored
+from llmc.optimize.lower.raising import Linear, find_weight
 from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, sole_consumer, vector
 from llmc.optimize.weights.tensors import Weight
 
@@ -27,7 +27,7 @@ def replace_gather(graph: ir.Graph, name: str, rows: Callable[[Emitter, Weight],
     count = 0
     for gather in nodes_of(graph, "Gather"):
         if gather.name == name:
-            cast, found = sole_consumer(gather.outputs[0]), rows(Emitter(gather), stored(gather.inputs[0]))
+            cast, found = sole_consumer(gather.outputs[0]), rows(Emitter(gather), find_weight(gather.inputs[0]))
             replace(gather if cast is None or cast.op_type != "Cast" else cast, found)
             count += 1
     return count

@@ -30,7 +30,7 @@ class Linear:
         """Read a ``llmc::Linear`` node."""
         parts = node.attributes["parts"].as_int()
         weights, biases = node.inputs[1 : 1 + parts], node.inputs[1 + parts :]
-        return cls(node, tuple(map(stored, weights)), tuple(map(stored_vector, biases)))
+        return cls(node, tuple(map(find_weight, weights)), tuple(map(find_vector, biases)))
 
     @property
     def name(self) -> str:
@@ -64,23 +64,23 @@ class Linear:
         return [sizes(weight)[0] for weight in self.weights]
 
 
-def stored(value: ir.Value | None) -> Weight:
+def find_weight(value: ir.Value | None) -> Weight:
     """The checkpoint tensor behind a value, seen through Cast and Transpose; of integers with what scales them."""
     node = value.producer() if value is not None else None
     while node is not None and node.op_type in ("Cast", "Transpose", "Identity"):
         value = node.inputs[0]
         node = value.producer() if value is not None else None
     if node is None:
-        return stored_vector(value)
-    order = stored_vector(node.inputs[1]) if node.op_type == "Gather" else None
+        return find_vector(value)
+    order = find_vector(node.inputs[1]) if node.op_type == "Gather" else None
     made = node.inputs[0].producer() if order is not None and node.inputs[0] is not None else node
     if made is None or made.op_type != "DequantizeLinear":
         raise _no_weight(value)
-    codes, scales, *zeros = map(stored_vector, made.inputs)
+    codes, scales, *zeros = map(find_vector, made.inputs)
     return CodedTensor(codes, scales, zeros[0] if zeros else None, order)
 
 
-def stored_vector(value: ir.Value | None) -> ir.ExternalTensor:
+def find_vector(value: ir.Value | None) -> ir.ExternalTensor:
     """The checkpoint tensor behind a value, seen through Cast; what is no matrix is not quantized."""
     node = value.producer() if value is not None else None
     while node is not None and node.op_type == "Cast":
@@ -131,7 +131,7 @@ def raise_linears(graph: ir.Graph, context: LoweringContext) -> int:
                 last, biases = add, [weight_value(other)]
         emit = Emitter(last, matmul.name, main="Linear")
         source = weight_value(weight)
-        tensor = stored(source)
+        tensor = find_weight(source)
         if isinstance(tensor, CodedTensor) and tensor.order is not None and context.keeps(matmul.name or "", tensor):
             order, node = np.argsort(order_of(tensor.order)), source.producer()
             assert node is not None and node.inputs[0] is not None

@@ -57,7 +57,7 @@ class Emitter:
         return self.many(op, list(inputs), 1, domain, **attributes)[0]
 
 
-def converted(emit: Emitter, value: ir.Value, before: ir.DataType, after: ir.DataType) -> ir.Value:
+def emit_conversion(emit: Emitter, value: ir.Value, before: ir.DataType, after: ir.DataType) -> ir.Value:
     """``value`` as the type ``after``; it is ``before`` now."""
     return value if before == after else emit("Cast", value, to=after)
 

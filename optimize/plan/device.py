@@ -5,7 +5,7 @@ from pathlib import Path
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
 from llmc.inventory import HEAD
-from llmc.optimize.lower.context import Computed, embedding_config, quant_configs
+from llmc.optimize.lower.context import Computed, choose_embedding_config, quant_configs
 from llmc.optimize.plan.memory import (
     HOST,
     INTERPRETER,
@@ -37,7 +37,7 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     """The GPU's memory that loading and running a bundle takes."""
     size = CACHE_BYTES[recipe.compute]
     stored = next(iter(quant_configs(recipe, geometry).values()))
-    embedding = embedding_config(stored, geometry.tied_head)
+    embedding = choose_embedding_config(stored, geometry.tied_head)
     shared = geometry.tied_head and isinstance(stored.of(HEAD), Computed)  # the head reads the table, transposed
     chunk = min(limits.prefill_chunk, limits.max_context)
     scores = size * SCORES * geometry.most_heads * chunk * limits.max_context

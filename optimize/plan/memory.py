@@ -17,7 +17,7 @@ from llmc.optimize.lower.context import (
     QuantConfig,
     Static,
     WeightOnly,
-    embedding_config,
+    choose_embedding_config,
     quant_configs,
 )
 from llmc.optimize.recipe import needs_calibration
@@ -124,13 +124,15 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
-        embedding=sum(linear_bytes(table, form) for form in {embedding_config(each, tied) for each in graphs.values()}),
+        embedding=sum(
+            linear_bytes(table, form) for form in {choose_embedding_config(each, tied) for each in graphs.values()}
+        ),
         workspace=activation_bytes(geometry, chunk, 4),
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
         workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
         cache_per_token=sum(cache.bytes(1, size) for cache in geometry.caches if not cache.window),
         window_per_token=sum(cache.bytes(1, size) for cache in geometry.caches if cache.window),
-        window_positions=max((cache.held(chunk) for cache in geometry.caches), default=0),
+        window_positions=max((cache.count_held(chunk) for cache in geometry.caches), default=0),
         logits=LOGITS_COPIES * 4 * results,
     )
 
@@ -158,12 +160,12 @@ def plan_build(
         one_memory: whether the GPU that an engine is built on has no memory of its own.
     """
     if device is not None:
-        steps = [_quantizing(geometry), _engine(device, recipe, one_memory)]
+        steps = [_estimate_quantizing(geometry), _engine(device, recipe, one_memory)]
     else:
-        judging = _judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
-        steps = [_quantizing(geometry), judging]
+        judging = _estimate_judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
+        steps = [_estimate_quantizing(geometry), judging]
     if needs_calibration(recipe):
-        steps.append(_calibrating(geometry, recipe, samples, length))
+        steps.append(_estimate_calibrating(geometry, recipe, samples, length))
     parts = max(steps, key=lambda step: sum(step.values()))
     total = sum(parts.values())
     # The context makes a bundle no larger to build, and neither does the batch.
@@ -178,7 +180,7 @@ def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> MemoryEstimate
     return replace(plan, stage="rebuild")
 
 
-def _quantizing(geometry: Geometry) -> dict[str, int]:
+def _estimate_quantizing(geometry: Geometry) -> dict[str, int]:
     return {"engine": INTERPRETER + BUILDER, "largest matrix": QUANTIZING * _largest(geometry)}
 
 
@@ -197,7 +199,9 @@ def _largest(geometry: Geometry) -> int:
     return max(linear.size for linear in geometry.linears)
 
 
-def _judging(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_bytes: int, tokens: int) -> dict[str, int]:
+def _estimate_judging(
+    geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_bytes: int, tokens: int
+) -> dict[str, int]:
     """The finished bundle, loaded, beside what quantizing left, and the reference or its logits, which take turns."""
     plan = memory_plan(geometry, limits, recipe, tokenizer_bytes)
     run = plan.parts(min(limits.max_context, tokens))
@@ -215,7 +219,7 @@ def _largest_layer(geometry: Geometry) -> int:
     return max(sum(linear.size for linear in geometry.linears if linear.layer == index) for index in layers)
 
 
-def _calibrating(geometry: Geometry, recipe: Recipe, samples: int, length: int) -> dict[str, int]:
+def _estimate_calibrating(geometry: Geometry, recipe: Recipe, samples: int, length: int) -> dict[str, int]:
     """torch, a layer in float32 and what it is decided with, and the activations between two layers."""
     # Second moments of what linears of a layer read, where the scheme looks at them.
     read = [(group[0].layer, group[0].inputs) for group in geometry.readers if group[0].layer is not None]

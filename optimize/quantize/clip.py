@@ -89,7 +89,7 @@ def nearest(weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tenso
     return steps.clamp_(grid.low - zeros, grid.high - zeros)
 
 
-def quantized(steps: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Quantized:
+def make_quantized(steps: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Quantized:
     """Steps c = q - z [N, K], scales and zero points [N, groups] as arrays on ``grid``."""
     inputs = steps.shape[1]
     values = steps + zeros.repeat_interleave(grid.width(inputs), 1)[:, :inputs]

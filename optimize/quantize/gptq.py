@@ -42,7 +42,7 @@ def quantize(weights: Tensor, second_moment: Tensor, grid: Grid) -> Quantized:
     factor = inverse_factor(moment[order][:, order])
     steps = torch.empty_like(weights)
     steps[:, order] = _round_in_turn(weights[:, order], scales, zeros, grid, order, factor)
-    return clip.quantized(steps, scales, zeros, grid)
+    return clip.make_quantized(steps, scales, zeros, grid)
 
 
 def _round_in_turn(weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, order: Tensor, factor: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class Quantized:
         return np.repeat(per_group, self.grid.width(inputs), axis=1)[:, :inputs]
 
 
-def stacked(parts: Sequence[Quantized]) -> Quantized:
+def stack(parts: Sequence[Quantized]) -> Quantized:
     """Rows of several matrices [N_i, K] on one grid as one."""
     zeros = [part.zero_points for part in parts if part.zero_points is not None]
     return Quantized(

@@ -38,7 +38,7 @@ def quantize(weights: Float, grid: Grid) -> Quantized:
     if groups * width != inputs:
         padded = np.zeros((rows, groups * width), np.float32)
         padded[:, :inputs] = weights
-    values, scales, zeros = _scaled_search(padded.reshape(rows * groups, width), grid)
+    values, scales, zeros = _search_scaled(padded.reshape(rows * groups, width), grid)
     return Quantized(
         values.reshape(rows, -1)[:, :inputs],
         (np.where(scales > 0, scales, np.float32(SMALLEST_SCALE)) if grid.positive else scales).reshape(rows, groups),
@@ -47,7 +47,7 @@ def quantize(weights: Float, grid: Grid) -> Quantized:
     )
 
 
-def _scaled_search(groups: Float, grid: Grid) -> tuple[np.ndarray, Float, np.ndarray]:
+def _search_scaled(groups: Float, grid: Grid) -> tuple[np.ndarray, Float, np.ndarray]:
     """:func:`_search` on weights brought to a magnitude whose squares float32 holds."""
     exponents = np.frexp(np.abs(groups).max(axis=1, keepdims=True))[1]
     if np.abs(exponents).max() <= LARGEST_EXPONENT:

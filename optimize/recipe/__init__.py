@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import llmc
 from llmc.bundle import Budget, Limits, Recipe
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH
@@ -108,14 +108,14 @@ class Request:
 
     def over(self, other: "Request") -> "Request":
         """This request with what it leaves open taken from ``other``; tables are taken key by key."""
-        given = _given(self)
+        given = _collect_values(self)
         for table in ("budget", "engine"):
             if table in given and getattr(other, table) is not None:
-                given[table] = replace(getattr(other, table), **_given(given[table]))
+                given[table] = replace(getattr(other, table), **_collect_values(given[table]))
         return replace(other, **given)
 
 
-def _given(values: Any) -> dict[str, Any]:
+def _collect_values(values: Any) -> dict[str, Any]:
     return {f.name: getattr(values, f.name) for f in fields(values) if getattr(values, f.name) is not None}
 
 
@@ -207,15 +207,17 @@ def resolve(
     _refuse_integer_keys(request, precision, stored)
     phases = _phases(request.phases, target, integers=rest in QUANTIZED)
     compute = _compute(request.compute, precision, target)
-    if request.engine is not None and _given(request.engine) and not target.makes_engine:
+    if request.engine is not None and _collect_values(request.engine) and not target.makes_engine:
         raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
     longest = min(max_positions, ENGINE_CONTEXT if target.makes_engine else DEFAULT_CONTEXT)
     context = either(request.max_context, longest)
     check_context("max_context", context, max_positions, "; change --max-context, or max_context in the recipe")
     limits = Limits(
         max_context=context,
-        max_batch=between("max_batch", either(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
-        prefill_chunk=min(context, between("prefill_chunk", either(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)),
+        max_batch=check_between("max_batch", either(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
+        prefill_chunk=min(
+            context, check_between("prefill_chunk", either(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)
+        ),
     )
     kept = precision == "source"
     recipe = Recipe(
@@ -231,7 +233,7 @@ def resolve(
         head=head,
         phases=phases,
         activations=_activations(request.activations, phases, stored, target),
-        smoothing=between("smoothing", either(request.smoothing, 0.0), 0.0, 1.0),
+        smoothing=check_between("smoothing", either(request.smoothing, 0.0), 0.0, 1.0),
         cache=_cache(request.cache, compute, target),
         layers=layers,
         threads=None,
@@ -270,8 +272,8 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
     for name, value in asked.items():
         if value is not None and value != Budget():
             raise UsageError(
-                f"{name} is {written(value)}, but a model that embeds or ranks has one graph without a cache, whose "
-                "weights are rounded to nearest; leave it out"
+                f"{name} is {format_value(value)}, but a model that embeds or ranks has one graph without a cache, "
+                "whose weights are rounded to nearest; leave it out"
             )
     longest = either(request.max_context, min(max_positions, ENCODER_CONTEXT))
     return replace(request, phases="shared", max_context=longest, budget=None)
@@ -359,8 +361,8 @@ def _activations(asked: str | None, phases: str, stored: set[str], target: Capab
 
 
 def _budget(budget: Budget) -> Budget:
-    for name, limit in _given(budget).items():
-        between(f"budget: {name}", limit, 0.0, 1.0 if name == "min_agreement" else 1000.0)
+    for name, limit in _collect_values(budget).items():
+        check_between(f"budget: {name}", limit, 0.0, 1.0 if name == "min_agreement" else 1000.0)
     return budget
 
 
@@ -375,7 +377,7 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     return value
 
 
-def between(name: str, value: N, low: N, high: N) -> N:
+def check_between(name: str, value: N, low: N, high: N) -> N:
     """The value called ``name``.
 
     Raises:

@@ -17,12 +17,12 @@ from typing import Any
 
 from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.tensorrt.flags import compiled_with
+from llmc.optimize.tensorrt.flags import use_flags
 from llmc.optimize.tensorrt.messages import failure
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
 from llmc.optimize.tensorrt.network import Network, Ranges, profile_shapes, read_graph
 from llmc.optimize.tensorrt.spec import EngineSpec
-from llmc.runtime.sessions.tensorrt.library import Message, library_version, logger, made, nameable_gpus
+from llmc.runtime.sessions.tensorrt.library import Message, library_version, logger, make_object, nameable_gpus
 
 PARSING = "reading the graph"
 
@@ -63,8 +63,8 @@ def build_engine(
     """
     progress(PARSING)
     model = read_graph(graph, spec.config.buckets[-1])
-    with compiled_with(spec.config.flags):
-        builder = made(spec.library, spec.library.Builder)
+    with use_flags(spec.config.flags):
+        builder = make_object(spec.library, spec.library.Builder)
         network = Network(spec.library, builder, graph, model)
         network.refine()
         messages = _build(_Work(spec, builder, network, output, profiles), progress)
@@ -78,7 +78,7 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
     config = _config(work, monitor)
     staged = work.output.with_name(f".{work.output.name}.part")
     try:
-        with logger(work.spec.library).collected() as messages:
+        with logger(work.spec.library).collect_messages() as messages:
             built = monitor.watch(partial(_serialize, work, config, staged))
         if not built or any(message.severity == "INTERNAL_ERROR" for message in messages):
             raise failure(f"building {work.output.name}", messages, work.spec.config.workspace)

@@ -31,7 +31,7 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
     if spec.library is None:
         return config
     if config.workspace is None and spec.gpu is not None and spec.gpu.integrated:
-        spec = replace(spec, config=replace(config, workspace=integrated_workspace(config, geometry)))
+        spec = replace(spec, config=replace(config, workspace=estimate_workspace(config, geometry)))
     report = build_engine(spec, graph, folder / ENGINE_FILE, profiles_of(config), progress=progress)
     wanted = 2 * len(geometry.caches)
     if len(report.aliases) != wanted:
@@ -50,7 +50,7 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
     return replace(config, file=ENGINE_FILE, select=SELECT_FILE, candidates=candidates, log=LOG_FILE)
 
 
-def integrated_workspace(config: EngineConfig, geometry: Geometry) -> int:
+def estimate_workspace(config: EngineConfig, geometry: Geometry) -> int:
     """Bytes of scratch memory for the largest call: chunk x context x heads."""
     return max(LEAST_WORKSPACE, SCORES * config.prefill.sequence * config.buckets[-1] * geometry.most_heads)
 

@@ -33,7 +33,7 @@ def compiler_flags(engine_version: str, capability: str) -> str:
 
 
 @contextmanager
-def compiled_with(flags: str) -> Iterator[None]:
+def use_flags(flags: str) -> Iterator[None]:
     """Let builders that are made meanwhile take ``flags``, behind those that the environment has already."""
     before = os.environ.get(VARIABLE)
     if flags:

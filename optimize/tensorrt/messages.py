@@ -25,7 +25,7 @@ NO_WORKSPACE = re.compile(r"insufficient workspace|within workspace limit", re.I
 SAID_AT_MOST = 4
 
 
-def dropped(messages: Sequence[Message]) -> list[str]:
+def list_dropped(messages: Sequence[Message]) -> list[str]:
     """Messages of the parser that say that something of the graph was left out."""
     return [message.text for message in messages if _says_dropped(message.text)]
 

@@ -13,7 +13,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from llmc.errors import BuildError
-from llmc.optimize.tensorrt.messages import dropped
+from llmc.optimize.tensorrt.messages import list_dropped
 from llmc.runtime.sessions.tensorrt.library import logger
 
 CAPACITY = "capacity"
@@ -50,12 +50,12 @@ class Network:
         self._parse(path, model)
 
     def _parse(self, path: Path, model: onnx.ModelProto) -> None:
-        with logger(self.library).collected() as messages:
+        with logger(self.library).collect_messages() as messages:
             self.messages = messages
             parsed = self._load(path, model)
         if not parsed:
             raise BuildError(f"{path.name} is refused by the parser: {'; '.join(self._errors())}")
-        refused = [*dropped(messages), *self._left_out()]
+        refused = [*list_dropped(messages), *self._list_left_out()]
         if refused:
             raise BuildError(
                 f"{path.name}: the parser left out part of the graph, so that results would be wrong: "
@@ -67,12 +67,12 @@ class Network:
             return False
         for tensor in model.graph.initializer:
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                address, size = self._mapped(path.parent, tensor)
+                address, size = self._map_weights(path.parent, tensor)
                 if not self._parser.load_initializer(tensor.name, address, size):
                     raise BuildError(f"{path.name}: the parser refuses the weights {tensor.name} of {size} bytes")
         return bool(self._parser.parse_model_proto())
 
-    def _mapped(self, folder: Path, tensor: onnx.TensorProto) -> tuple[int, int]:
+    def _map_weights(self, folder: Path, tensor: onnx.TensorProto) -> tuple[int, int]:
         """Address and bytes of weights in their mapped file."""
         where = {entry.key: entry.value for entry in tensor.external_data}
         name = where["location"]
@@ -104,7 +104,7 @@ class Network:
         """The tensors that a call gets."""
         return [self.native.get_output(i) for i in range(self.native.num_outputs)]
 
-    def _left_out(self) -> list[str]:
+    def _list_left_out(self) -> list[str]:
         """Values of the graph that no layer reads though a node of the graph does.
 
         The parser drops inputs that it does not know, and warns only where they are inputs of the whole graph. What

@@ -10,15 +10,15 @@ from typing import Any
 
 from llmc.bundle import EngineConfig, Geometry, Limits, Profile, Recipe, version
 from llmc.errors import UsageError
-from llmc.optimize.recipe import between
+from llmc.optimize.recipe import check_between
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
-from llmc.optimize.tensorrt.flags import compiled_with, compiler_flags
-from llmc.runtime.diagnose.targets import absent
+from llmc.optimize.tensorrt.flags import compiler_flags, use_flags
+from llmc.runtime.diagnose.targets import list_absent_precisions
 from llmc.runtime.host.probe import probe_driver
 from llmc.runtime.host.probe_steps import Device
 from llmc.runtime.sessions.tensorrt.engine import platform_name
-from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, load_library, made, nameable_gpus
+from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, load_library, make_object, nameable_gpus
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def resolve_engine(
         MissingExtraError, GpuError: the library is not installed, too old or broken, or finds no GPU and needs one.
         UsageError: a value is out of range, or not for this library.
     """
-    precisions = _wanted(recipe, own_bits)
+    precisions = _list_wanted_precisions(recipe, own_bits)
     library = None if request.deferred else load_library(target.engine)
     buckets = bucket_sizes(limits.max_context)
     gpu = next(iter(probe_driver().devices), None) if library is not None else None
@@ -81,7 +81,7 @@ def resolve_engine(
     if bound or here:
         _refuse_old(target, gpu, precisions)
     if bound:
-        flags = _tried(library, gpu)
+        flags = _try_flags(library, gpu)
         wanted = (gpu.compute_capability,) if gpu is not None else ()
     effort, memory = request.optimization_level, request.workspace
     config = EngineConfig(
@@ -95,8 +95,8 @@ def resolve_engine(
         platform=platform_name(),
         compute_capabilities=wanted,
         verified="no",
-        workspace=memory if memory is None else between("workspace", memory, 1 << 20, 1 << 50),
-        optimization_level=effort and between("optimization_level", effort, 0, 5),
+        workspace=memory if memory is None else check_between("workspace", memory, 1 << 20, 1 << 50),
+        optimization_level=effort and check_between("optimization_level", effort, 0, 5),
         flags=flags,
     )
     if gpu is not None:
@@ -121,7 +121,7 @@ def _compute_capabilities(
     """The GPUs to build for, none for the library's own choice, which is all from Ampere on; one ``here`` that is older
     is among them, if it has what is wanted."""
     known = nameable_gpus(library) if library is not None else ()
-    possible = tuple(gpu for gpu in known if wanted.isdisjoint(absent(target.name, gpu)))
+    possible = tuple(gpu for gpu in known if wanted.isdisjoint(list_absent_precisions(target.name, gpu)))
     if asked is None:
         usual = {gpu for gpu in known if version(gpu) >= AMPERE}
         older = here is not None and here.compute_capability in set(possible) - usual
@@ -140,12 +140,12 @@ def _compute_capabilities(
     return found
 
 
-def _tried(library: Any, gpu: Device | None) -> str:
+def _try_flags(library: Any, gpu: Device | None) -> str:
     """The flags for the library's compiler, with which it has made a builder: one that cannot is refused now, and not
     after hours of calibration."""
     flags = compiler_flags(library_version(library), gpu.compute_capability) if gpu is not None else ""
-    with compiled_with(flags):
-        made(library, library.Builder)
+    with use_flags(flags):
+        make_object(library, library.Builder)
     return flags
 
 
@@ -163,12 +163,12 @@ def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capa
     )
 
 
-def own_bits(geometry: Geometry) -> set[int]:
+def list_own_bits(geometry: Geometry) -> set[int]:
     """Bits of the integers that the checkpoint stores weights as."""
     return {linear.codes.bits for linear in geometry.linears if linear.codes is not None}
 
 
-def _wanted(recipe: Recipe, own_bits: Collection[int]) -> set[str]:
+def _list_wanted_precisions(recipe: Recipe, own_bits: Collection[int]) -> set[str]:
     """The precisions that a GPU must have: those of the weights, and that of the activations."""
     stored = recipe.precisions()
     own = {"int8" if bits == 8 else "int4" for bits in own_bits} if "source" in stored else set()
@@ -179,7 +179,7 @@ def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> N
     """Refuse a GPU here, which the engine is for, without one of the precisions."""
     if gpu is None:
         return
-    for precision, first in absent(target.name, gpu.compute_capability).items():
+    for precision, first in list_absent_precisions(target.name, gpu.compute_capability).items():
         if precision in wanted:
             raise UsageError(
                 f"{target.engine} has {precision} from compute capability {first} on, {gpu.name} has "

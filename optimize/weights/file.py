@@ -15,7 +15,7 @@ from llmc.bundle import WEIGHTS_FILE
 ALIGNMENT = 4096
 
 
-def stored_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+def get_stored_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
     """A contiguous array as ONNX stores it: two values of 4 bits in a byte, the first one in its low half."""
     values: NDArray[np.uint8] = array.reshape(-1).view(np.uint8)
     if array.dtype != ml_dtypes.int4:
@@ -75,7 +75,7 @@ class WeightFile:
 
     def _append(self, name: str, array: NDArray[Any]) -> None:
         self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
-        offset, data = self._file.tell(), stored_bytes(array)
+        offset, data = self._file.tell(), get_stored_bytes(array)
         self._file.write(data.data)
         dtype = ir.DataType.from_numpy(array.dtype)
         self._tensors[name] = self._reference(name, offset, data.nbytes, dtype, array.shape)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import BuildError
 from llmc.optimize.quantize import rtn
-from llmc.optimize.quantize.grid import SMALLEST_SCALE, Float, Grid, Quantized, stacked
+from llmc.optimize.quantize.grid import SMALLEST_SCALE, Float, Grid, Quantized, stack
 from llmc.optimize.weights.tensors import CodedTensor, Weight, codes_of, in_parallel, pieces, rows_of, sizes
 from llmc.runtime.host import disk_cache
 
@@ -58,7 +58,7 @@ class Store:
 
     def write(self, part: str, arrays: Arrays) -> None:
         """Publish a part atomically."""
-        with disk_cache.written(self.folder / f"{part}.npz") as staging:
+        with disk_cache.write_entry(self.folder / f"{part}.npz") as staging:
             np.savez(staging, **arrays)  # type: ignore[arg-type]
 
     def read(self, part: str) -> Arrays:
@@ -81,7 +81,7 @@ def _load(folder: Path, part: str) -> Arrays:
         raise BuildError(f"{path} is broken ({error}); remove {folder} and build again") from error
 
 
-def kept(tensor: CodedTensor, grid: Grid) -> Quantized:
+def keep_codes(tensor: CodedTensor, grid: Grid) -> Quantized:
     """A matrix's own integers on a grid whose blocks lie within theirs, which have their scales and zero points."""
     codes, scales, zeros = codes_of(tensor)
     inputs = codes.shape[1]
@@ -131,18 +131,18 @@ class Calibrated:
         chosen = f"values:{grid_name(grid)}:{tensor.name}" in arrays
         return not changed and not chosen and fits and tensor.bits == grid.bits and zeros == (not grid.symmetric)
 
-    def quantized(self, tensors: Sequence[Weight], grid: Grid) -> Quantized:
+    def quantize_stacked(self, tensors: Sequence[Weight], grid: Grid) -> Quantized:
         """Stacked matrices on ``grid``: the checkpoint's own integers where they are on it, columns as they are stored;
         else those that calibration chose, or else those nearest.
 
         Works in pieces on all cores; only integers and scales stay in memory.
         """
-        return stacked([part for tensor in tensors for part in self._quantized(tensor, grid)])
+        return stack([part for tensor in tensors for part in self._quantize_float(tensor, grid)])
 
-    def _quantized(self, tensor: Weight, grid: Grid) -> list[Quantized]:
+    def _quantize_float(self, tensor: Weight, grid: Grid) -> list[Quantized]:
         assert tensor.name is not None
         if isinstance(tensor, CodedTensor) and tensor.order is None and self.keeps(tensor, grid):
-            return [kept(tensor, grid)]
+            return [keep_codes(tensor, grid)]
         key = f"{grid_name(grid)}:{tensor.name}"
         arrays = self._arrays(tensor.name)
         if f"values:{key}" in arrays:

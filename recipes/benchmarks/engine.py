@@ -42,7 +42,7 @@ def greedy(prompt: list[int], new_tokens: int, visit: Clock | None = None, **opt
     return Request(prompt, params, on_delta=visit and visit.note)
 
 
-def opened(args: argparse.Namespace, **options: Any) -> Model:
+def open_model(args: argparse.Namespace, **options: Any) -> Model:
     """The bundle loaded, without a prefix cache unless ``options`` ask for one."""
     if "prefix_cache_folder" not in options:
         options["prefix_cache_bytes"] = 0
@@ -67,7 +67,7 @@ def run_together(engine: Engine, requests: Sequence[Request]) -> None:
 
 def concurrency(args: argparse.Namespace) -> Rows:
     """Eight requests one after another beside all at once; gaps of four streams beside a long prompt and before it."""
-    with opened(args) as model:
+    with open_model(args) as model:
         vocabulary = model.manifest.geometry.vocab_size
 
         def batch(number: int) -> list[Request]:
@@ -144,7 +144,7 @@ def overhead(args: argparse.Namespace) -> Rows:
         for rows in (1, ROWS)
         for name, sampling in (("greedy", {}), ("temperature 0.8, top-p 0.95", SAMPLED))
     }
-    with opened(args) as model, patch.object(onnxruntime.InferenceSession, "run_with_iobinding", timed):
+    with open_model(args) as model, patch.object(onnxruntime.InferenceSession, "run_with_iobinding", timed):
         ways = {name: (lambda number, kind=kind: step(*kind, number)) for name, kind in kinds.items()}
         found = in_turns(ways, args.rounds)
     lines: Rows = [("ms of a step", "inside", "between", "between / inside")]
@@ -162,7 +162,7 @@ def prefixes(args: argparse.Namespace) -> Rows:
     """Time to first token after a prefix that nobody has seen, that memory holds, and that the disk holds."""
     rounds: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        model = reopened(args, Path(temporary))
+        model = reopen_model(args, Path(temporary))
         vocabulary = model.manifest.geometry.vocab_size
         try:
             for number in range(args.rounds + 1):
@@ -171,7 +171,7 @@ def prefixes(args: argparse.Namespace) -> Rows:
                 for i, source in enumerate(("cold", "memory", "disk"), 1):
                     if source == "disk":
                         model.close()
-                        model = reopened(args, Path(temporary))
+                        model = reopen_model(args, Path(temporary))
                     found[source] = first_token(model, prefix + draw_prompt(vocabulary, 16, number, i))
                 rounds += [found] if number else []
         finally:
@@ -183,13 +183,13 @@ def prefixes(args: argparse.Namespace) -> Rows:
     ]
 
 
-def reopened(args: argparse.Namespace, folder: Path) -> Model:
+def reopen_model(args: argparse.Namespace, folder: Path) -> Model:
     """The bundle with a prefix cache on disk, whose files are out of the page cache; a short request has warmed up."""
     for path in folder.rglob("*") if hasattr(os, "posix_fadvise") else ():
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    model = opened(args, prefix_cache_folder=folder)
+    model = open_model(args, prefix_cache_folder=folder)
     first_token(model, draw_prompt(model.manifest.geometry.vocab_size, 16, 0, 99))
     return model
 
@@ -233,12 +233,12 @@ def speculation(args: argparse.Namespace) -> Rows:
         ("prompt lookup, free text", PromptLookup(), 1, {"temperature": 1.0}),
         ("always wrong, free text", Oracle(0.0), 1, {"temperature": 1.0}),
     ):
-        with patch("llmc.runtime.model.make_drafter", return_value=drafter), opened(args) as model:
-            lines.append((name, *compared(model, args, drafter, repeats, sampling)))
+        with patch("llmc.runtime.model.make_drafter", return_value=drafter), open_model(args) as model:
+            lines.append((name, *compare_speeds(model, args, drafter, repeats, sampling)))
     return lines
 
 
-def compared(
+def compare_speeds(
     model: Model, args: argparse.Namespace, drafter: object, repeats: int, sampling: dict[str, float]
 ) -> Iterator[str]:
     """Cells of the table: speeds without and with drafts, the share that was accepted, the ratio."""

@@ -90,17 +90,17 @@ class Disturbance:
 
     def __init__(self, processes: Sequence[int] = ()) -> None:
         self._processes = processes
-        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), self._own_seconds()
+        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), self._sum_own_seconds()
 
     def cpus(self) -> float | None:
         """Busy CPUs other than its own, on average since this object was made."""
         busy = _busy_seconds()
         if self._busy is None or busy is None:
             return None
-        others = busy - self._busy - (self._own_seconds() - self._own)
+        others = busy - self._busy - (self._sum_own_seconds() - self._own)
         return round(max(others, 0.0) / (time.perf_counter() - self._wall), 2)
 
-    def _own_seconds(self) -> float:
+    def _sum_own_seconds(self) -> float:
         ended = map(_cpu_seconds, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         return sum(ended) + sum(map(_process_seconds, self._processes))
 

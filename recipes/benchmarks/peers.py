@@ -84,7 +84,7 @@ def read_systems(path: Path) -> tuple[dict[str, Path], tuple[Entry, ...]]:
     return {"llmc": Path(sys.executable), **{name: path.parent / python for name, python in pythons.items()}}, entries
 
 
-def missing(python: Path | None, model: Path) -> str:
+def find_missing(python: Path | None, model: Path) -> str:
     """The reason why a system cannot run, or nothing."""
     if python is None:
         return f"{NOT_RUN}: its runner has no interpreter"
@@ -143,7 +143,7 @@ def drop(model: Path) -> None:
 def run_all(args: argparse.Namespace, pythons: dict[str, Path], entries: Sequence[Entry]) -> list[Row]:
     """Run all systems in turn, several times; one that fails is not tried again."""
     folder = args.systems.parent
-    rows = [Row(entry, missing(pythons.get(entry.runner), folder / entry.model)) for entry in entries]
+    rows = [Row(entry, find_missing(pythons.get(entry.runner), folder / entry.model)) for entry in entries]
     for number in range(1, args.rounds + 1):
         for row in (row for row in rows if not row.trouble):
             disturbance = Disturbance()

@@ -62,7 +62,7 @@ class Task:
     matrix_weights: int
     folder: Path
 
-    def measured(self, system: str, phase: Phase, bits: float, logits: Iterable[NDArray[np.float32]]) -> Measured:
+    def measure_logits(self, system: str, phase: Phase, bits: float, logits: Iterable[NDArray[np.float32]]) -> Measured:
         """Compare a system's logits [length, V] of each window.
 
         A window's first token has nothing before it, and the logits after its last one predict nothing in it.
@@ -117,7 +117,7 @@ def bundles(folders: Sequence[Path], task: Task) -> Iterator[Measured]:
                 used = Phase.DECODE if model.runner.session.substitutes else phase
                 bits = graph_bits(folder / model.manifest.graphs[used.value].file, task.matrix_weights)
                 logits = (model.runner.logits(tokens.tolist(), phase) for tokens in task.windows)
-                yield task.measured(f"llmc {folder.name}", phase, bits, logits)
+                yield task.measure_logits(f"llmc {folder.name}", phase, bits, logits)
 
 
 def llamacpp(python: Path, checkpoint: Path, task: Task) -> Iterator[Measured]:
@@ -130,7 +130,7 @@ def llamacpp(python: Path, checkpoint: Path, task: Task) -> Iterator[Measured]:
             work = (model, task.folder / "windows.npy", output, phase.value, usable_threads())
             said = json.loads(run_script(python, "llamacpp_logits.py", *work))
             logits = np.load(output, mmap_mode="r")
-            found = task.measured(f"llama.cpp {scheme}", phase, said["bits_per_weight"], logits)
+            found = task.measure_logits(f"llama.cpp {scheme}", phase, said["bits_per_weight"], logits)
             same = said["matrix_weights"] == task.matrix_weights
             if not same or (scheme == "f16" and not found.quality.mean_kl <= CONVERTED_KL):
                 raise RuntimeError(f"{model.name} computes another model than the checkpoint; nothing can be compared")

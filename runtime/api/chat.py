@@ -125,9 +125,9 @@ class ChatHandle(Handle):
 
     def __next__(self) -> str:
         while (delta := self._collector.take()) is not None:
-            if content := self._message_delta(self._noted(delta)).content:
+            if content := self._message_delta(self._note_delta(delta)).content:
                 return content
-        self._ended()
+        self._get_result()
         if content := "".join(last.content for last in self._last_deltas()):
             return content
         raise StopIteration

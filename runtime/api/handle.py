@@ -78,7 +78,7 @@ class OutputCollector:
         with self._lock:
             self._taking += 1
             try:
-                if not self._waited(self._changed, lambda: bool(self._deltas) or self.ended, timeout):
+                if not self._wait(self._changed, lambda: bool(self._deltas) or self.ended, timeout):
                     raise TimeoutError(f"nothing came within {timeout} s; the request goes on")
             finally:
                 self._taking -= 1
@@ -94,11 +94,11 @@ class OutputCollector:
         """Wait for the end. TimeoutError if it did not come within ``timeout`` seconds."""
         self.refuse_forked()
         with self._lock:
-            if not self._waited(self._over, lambda: self.ended, timeout):
+            if not self._wait(self._over, lambda: self.ended, timeout):
                 raise TimeoutError(f"the request did not end within {timeout} s; it goes on")
 
     @contextmanager
-    def heard(self, pieces: bool) -> Iterator[Waiter]:
+    def wait_for_pieces(self, pieces: bool) -> Iterator[Waiter]:
         """A wait of the running event loop's task while the block runs: for the end, or for ``pieces`` too."""
         self.refuse_forked()
         waiter, those = Waiter(), self._readers if pieces else self._waiters
@@ -122,7 +122,7 @@ class OutputCollector:
         self._pid = os.getpid()
         self._make_lock()
 
-    def _waited(self, changed: threading.Condition, holds: Callable[[], bool], timeout: float | None) -> bool:
+    def _wait(self, changed: threading.Condition, holds: Callable[[], bool], timeout: float | None) -> bool:
         if is_serving() and not holds():
             raise UsageError(
                 "a function that came with a request waits for a request, on the engine's own thread, where it would "
@@ -197,7 +197,7 @@ class Handle:
             TimeoutError: it takes longer than ``timeout`` seconds; it goes on.
         """
         self._collector.wait(timeout)
-        return self._ended()
+        return self._get_result()
 
     def events(self, timeout: float | None = None) -> Iterator[Delta]:
         """Every piece of every output, as it comes.
@@ -206,8 +206,8 @@ class Handle:
             what :meth:`result` raises; TimeoutError if a piece takes longer than ``timeout`` seconds.
         """
         while (delta := self._collector.take(timeout)) is not None:
-            yield self._noted(delta)
-        self._ended()
+            yield self._note_delta(delta)
+        self._get_result()
 
     def __iter__(self) -> Iterator[str]:
         self._single()
@@ -215,22 +215,22 @@ class Handle:
 
     def __next__(self) -> str:
         while (delta := self._collector.take()) is not None:
-            if self._noted(delta).text:
+            if self._note_delta(delta).text:
                 return delta.text
-        self._ended()
+        self._get_result()
         raise StopIteration
 
     async def events_async(self) -> AsyncIterator[Delta]:
         """:meth:`events` for an event loop."""
-        with self._collector.heard(pieces=True) as waiter:
+        with self._collector.wait_for_pieces(pieces=True) as waiter:
             while True:
                 ended = self._collector.ended  # asked first, for nothing is put in after the end
                 while (delta := self._collector.poll()) is not None:
-                    yield self._noted(delta)
+                    yield self._note_delta(delta)
                 if ended:
                     break
-                await self._waited(waiter)
-        self._ended()
+                await self._wait(waiter)
+        self._get_result()
 
     async def __aiter__(self) -> AsyncIterator[str]:
         self._single()
@@ -243,12 +243,12 @@ class Handle:
 
     async def _wait_async(self) -> GenerationResult:
         if not self._collector.ended:
-            with self._collector.heard(pieces=False) as waiter:
+            with self._collector.wait_for_pieces(pieces=False) as waiter:
                 while not self._collector.ended:
-                    await self._waited(waiter)
-        return self._ended()
+                    await self._wait(waiter)
+        return self._get_result()
 
-    async def _waited(self, waiter: Waiter) -> None:
+    async def _wait(self, waiter: Waiter) -> None:
         """Wait for the collector to change; a cancelled task cancels the request."""
         try:
             await waiter.wait()
@@ -256,7 +256,7 @@ class Handle:
             self.cancel()
             raise
 
-    def _noted(self, delta: Delta) -> Delta:
+    def _note_delta(self, delta: Delta) -> Delta:
         if delta.index == 0:
             self._tokens.extend(delta.token_ids)
         return delta
@@ -265,7 +265,7 @@ class Handle:
         if self._outputs > 1:
             raise UsageError(f"the request has {self._outputs} outputs, whose texts would mix; iterate over events()")
 
-    def _ended(self) -> GenerationResult:
+    def _get_result(self) -> GenerationResult:
         if self._finalizer is not None:  # it holds the request, whose error's traceback holds this handle
             self._finalizer.detach()
         error = self._collector.error

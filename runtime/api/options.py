@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from llmc.bundle import Manifest
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 from llmc.runtime.host.machine import computable
 
 # Decode steps between two chunks of one prompt while others stream. One step in 29 is slow then, so that the 95th
@@ -74,11 +74,11 @@ class EngineOptions:
             if value is None and name in ("max_batch", "prefix_cache_bytes"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise UsageError(f"{name} is {written(value)}, expected {low} ... {high}")
+                raise UsageError(f"{name} is {format_value(value)}, expected {low} ... {high}")
         for name in ("draft", "prefix_cache_folder"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str | os.PathLike) or str(value) in ("", ".")):
-                raise UsageError(f"{name} is {written(value)}, expected a path or None")
+                raise UsageError(f"{name} is {format_value(value)}, expected a path or None")
         if self.prefix_cache_folder is not None and self.prefix_cache_bytes == 0:
             raise UsageError("prefix_cache_folder needs prefix_cache_bytes above 0: prefixes pass through memory")
         if self.draft == "none":
@@ -107,7 +107,7 @@ def _level(value: object) -> Determinism:
         return Determinism(value)
     except ValueError as error:
         known = ", ".join(level.value for level in Determinism)
-        raise UsageError(f"determinism is {written(value)}, expected one of {known}") from error
+        raise UsageError(f"determinism is {format_value(value)}, expected one of {known}") from error
 
 
 def check_level(manifest: Manifest, level: Determinism) -> None:

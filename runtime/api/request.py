@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 from llmc.runtime.api.results import Delta
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import Processor
@@ -53,32 +53,34 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
-            raise UsageError(f"params is {written(self.params)}, expected SamplingParams")
+            raise UsageError(f"params is {format_value(self.params)}, expected SamplingParams")
         for name in ("logits_processors", "stopping_criteria"):
             listed = getattr(self, name)
             if not isinstance(listed, list | tuple):
-                raise UsageError(f"{name} is {written(listed)}, expected a list of functions")
+                raise UsageError(f"{name} is {format_value(listed)}, expected a list of functions")
             object.__setattr__(self, name, tuple(listed))
             if not all(callable(item) for item in listed):
-                raise UsageError(f"{name} holds {written(listed)}, expected functions")
+                raise UsageError(f"{name} holds {format_value(listed)}, expected functions")
         if self.on_delta is not None and not callable(self.on_delta):
-            raise UsageError(f"on_delta is {written(self.on_delta)}, expected a function or None")
+            raise UsageError(f"on_delta is {format_value(self.on_delta)}, expected a function or None")
         if self.thinking is not None and not isinstance(self.thinking, Thinking):
-            raise UsageError(f"thinking is {written(self.thinking)}, expected Thinking or None")
+            raise UsageError(f"thinking is {format_value(self.thinking)}, expected Thinking or None")
         _check_scope("draft_scope", self.draft_scope)
         _check_scope("prefix_scope", self.prefix_scope)
         if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > 1000:
             raise UsageError(
-                f"priority is {written(self.priority)}, expected an integer from -1000 to 1000 (lower is sooner)"
+                f"priority is {format_value(self.priority)}, expected an integer from -1000 to 1000 (lower is sooner)"
             )
         seconds = self.deadline_s
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and 0 < seconds <= LONGEST_DEADLINE):
             raise UsageError(
-                f"deadline_s is {written(seconds)}, expected seconds above 0, up to {LONGEST_DEADLINE}, or None"
+                f"deadline_s is {format_value(seconds)}, expected seconds above 0, up to {LONGEST_DEADLINE}, or None"
             )
 
 
 def _check_scope(name: str, scope: object) -> None:
     if scope is not None and not (isinstance(scope, str) and 0 < len(scope) <= LONGEST_SCOPE):
-        raise UsageError(f"{name} is {written(scope)}, expected a name of up to {LONGEST_SCOPE} characters, or None")
+        raise UsageError(
+            f"{name} is {format_value(scope)}, expected a name of up to {LONGEST_SCOPE} characters, or None"
+        )

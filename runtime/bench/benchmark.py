@@ -150,11 +150,11 @@ def read_bandwidth(threads: int) -> float:
     size = min(BYTES_PER_THREAD, available_memory() // (4 * threads))
     arrays = [np.ones(size // 8, np.int64) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
-        best = min(_timed_pass(pool, arrays) for _ in range(PASSES))
+        best = min(_time_pass(pool, arrays) for _ in range(PASSES))
     return threads * size / best
 
 
-def _timed_pass(pool: ThreadPoolExecutor, arrays: list[NDArray[np.int64]]) -> float:
+def _time_pass(pool: ThreadPoolExecutor, arrays: list[NDArray[np.int64]]) -> float:
     start = time.perf_counter()
     # max() is a vectorised reduction that releases the interpreter lock and has no long dependency chain.
     list(pool.map(np.max, arrays))

@@ -264,7 +264,7 @@ def serve_load(
     points = []
     with closing(Client(settings.url, key, settings.timeout)) as client:
         model = settings.model or first_model(client)
-        bodies = prepared_bodies(settings, client, model, progress)
+        bodies = prepare_bodies(settings, client, model, progress)
         for rate, concurrency in tests:
             exchanges, busy = one_test(settings, client, bodies, rate, concurrency, progress)
             points.append({"rate": rate, "concurrency": concurrency, **figures(exchanges, busy, slo)})
@@ -290,7 +290,7 @@ def first_model(client: Client) -> str:
         ) from error
 
 
-def prepared_bodies(settings: LoadSettings, client: Client, model: str, progress: Callable[..., None]) -> Bodies:
+def prepare_bodies(settings: LoadSettings, client: Client, model: str, progress: Callable[..., None]) -> Bodies:
     """The requests of the tests, after the probes and the warm-up."""
 
     def ask(body: bytes) -> Exchange:
@@ -329,7 +329,7 @@ def one_test(
             running = [pool.submit(open_loop, settings, rate, bodies, lambda *request: pool.submit(send, *request))]
         else:
             numbers = itertools.count()
-            running = [pool.submit(closed_loop, settings, numbers, bodies, send) for _ in range(concurrency or 1)]
+            running = [pool.submit(run_closed_loop, settings, numbers, bodies, send) for _ in range(concurrency or 1)]
         while wait(running, TICK_S).not_done:
             seconds, ended = time.perf_counter() - started, sum(each.ended > 0 for each in list(exchanges))
             done = max(ended / settings.most_requests, seconds / settings.duration if settings.duration else 0.0)
@@ -353,7 +353,7 @@ def open_loop(
         send(body, due)
 
 
-def closed_loop(
+def run_closed_loop(
     settings: LoadSettings,
     numbers: Iterator[int],
     bodies: Callable[[int], bytes],

@@ -131,7 +131,7 @@ def figures(exchanges: Sequence[Exchange], client_cpu: float, slo: Mapping[str, 
         "client_delay": late,
         "client_cpu": client_cpu,
         "behind": client_cpu > BUSY or (late is not None and late["p99"] > BEHIND_S),
-        "goodput": goodput(latencies, len(exchanges), slo, seconds) if slo else None,
+        "goodput": compute_goodput(latencies, len(exchanges), slo, seconds) if slo else None,
     }
 
 
@@ -143,7 +143,7 @@ def count_errors(exchanges: Sequence[Exchange]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def goodput(
+def compute_goodput(
     latencies: Iterable[Mapping[str, float]], sent: int, slo: Mapping[str, float], seconds: float
 ) -> dict[str, float]:
     """The rate and the share of the requests sent that met every objective; failed ones met none.

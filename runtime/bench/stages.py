@@ -16,7 +16,7 @@ from llmc.runtime.kv.budget import (
     device_bytes,
     plan_device,
     plan_load,
-    rounded_up,
+    round_up,
     what_fits,
 )
 
@@ -88,7 +88,7 @@ def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[Mem
     if manifest.device is None:
         return [run]
     # An engine's cache has the size that it was built for, whatever the context.
-    device = plan_device(manifest.device, limits, rounded_up(manifest.engine, run.context), batch)
+    device = plan_device(manifest.device, limits, round_up(manifest.engine, run.context), batch)
     return [run, replace(device, needed=partial(device_bytes, manifest))]
 
 

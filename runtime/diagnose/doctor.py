@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmc.bundle import Manifest, build_command, read_bundle, unbuilt, version
+from llmc.bundle import Manifest, build_command, find_unbuilt_kind, read_bundle, version
 from llmc.errors import LlmcError, text_of
 from llmc.runtime.diagnose.targets import (
     ALL,
@@ -21,7 +21,7 @@ from llmc.runtime.diagnose.targets import (
 from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.host.probe_steps import Device
-from llmc.runtime.kv.budget import check_load, next_capacity, rounded_up
+from llmc.runtime.kv.budget import check_load, next_capacity, round_up
 from llmc.runtime.sessions.onnxruntime.cpu import usable_graphs
 
 MB = 1_000_000
@@ -85,10 +85,10 @@ def diagnose(probe: Probe, machine: Machine, bundle: Path | None = None) -> Diag
 def judge_bundle(folder: Path, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
     """Judge the bundle in ``folder`` by its manifest; nothing is loaded."""
     try:
-        return _judged(folder, read_bundle(folder), probe, targets)
+        return _judge(folder, read_bundle(folder), probe, targets)
     except UNREADABLE as error:
         reason = str(error) if isinstance(error, LlmcError) else text_of(error)
-        remedy = build_command(folder if unbuilt(folder) else "CHECKPOINT")
+        remedy = build_command(folder if find_unbuilt_kind(folder) else "CHECKPOINT")
         return BundleOutlook(folder, "", (reason,), f"{REBUILD} {folder}" if _only_engine_damaged(folder) else remedy)
 
 
@@ -122,7 +122,7 @@ def _shortage(manifest: Manifest, device: Device | None) -> str:
     plan, engine = manifest.device, manifest.engine
     if device is None or device.free_memory is None or plan is None:
         return ""
-    positions = next_capacity(1, manifest.limits.max_context) if engine is None else rounded_up(engine, 1)
+    positions = next_capacity(1, manifest.limits.max_context) if engine is None else round_up(engine, 1)
     needed = plan.total(positions)
     return (
         f"it needs {needed // MB} MB of the GPU's memory for one row of {positions} positions, "
@@ -167,7 +167,7 @@ CHECKS: tuple[Check[BundleFacts], ...] = (
 # fmt: on
 
 
-def _judged(folder: Path, manifest: Manifest, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
+def _judge(folder: Path, manifest: Manifest, probe: Probe, targets: dict[str, Outlook]) -> BundleOutlook:
     target = manifest.target.name
     if target not in targets:
         return BundleOutlook(

@@ -71,17 +71,17 @@ class Outlook:
     @property
     def runs(self) -> bool:
         """True if bundles of the target run here."""
-        return not self._blocked(RUN)
+        return not self._is_blocked(RUN)
 
     @property
     def builds(self) -> bool:
         """True if bundles of the target can be built here, from an export."""
-        return self.rebuilds and not self._blocked(JUDGE)
+        return self.rebuilds and not self._is_blocked(JUDGE)
 
     @property
     def rebuilds(self) -> bool:
         """True if the engines of bundles can be compiled here."""
-        return not self._blocked(BUILD)
+        return not self._is_blocked(BUILD)
 
     @property
     def state(self) -> str:
@@ -94,7 +94,7 @@ class Outlook:
             return f"can {'run, and ' if self.runs else ''}build with --deferred"
         return "can run, not build" if self.runs else "not possible"
 
-    def _blocked(self, what: str) -> bool:
+    def _is_blocked(self, what: str) -> bool:
         return any(what in issue.blocks for issue in self.obstacles)
 
 
@@ -142,7 +142,7 @@ ALL, CUDA, ENGINES = tuple(NEEDS), ("cuda",), ("tensorrt", "tensorrt-rtx")
 GPUS = (*CUDA, *ENGINES)
 
 
-def absent(target: str, capability: str) -> dict[str, str]:
+def list_absent_precisions(target: str, capability: str) -> dict[str, str]:
     """The precisions that a GPU of this compute capability does not have on a target, and the first one that has."""
     known = PRECISIONS.get(target, {}) if capability else {}
     return {precision: first for precision, first in known.items() if version(capability) < version(first)}
@@ -161,7 +161,9 @@ class Facts:
         self.too_old = version(self.library.version) < version(self.needs.minimum)
         self.device = next(iter(probe.driver.devices), None)  # the first GPU is the one that is used
         self.capability = "" if self.device is None else self.device.compute_capability
-        self.absent = ", ".join(f"{name} (from {first} on)" for name, first in absent(target, self.capability).items())
+        self.absent = ", ".join(
+            f"{name} (from {first} on)" for name, first in list_absent_precisions(target, self.capability).items()
+        )
         self.python = ".".join(probe.python.split(".")[:2])
         self.lacking = ", ".join(name for name in BUILD_PACKAGES if name not in probe.packages)
         self.judges = self.judge.state == "ok" and version(self.judge.version) >= version(JUDGE_MINIMUM)

@@ -28,7 +28,7 @@ from llmc.runtime.api.request import Request
 from llmc.runtime.engine.input_processor import InputProcessor
 from llmc.runtime.engine.output_processor import OutputProcessor
 from llmc.runtime.engine.scheduler import Scheduler
-from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
+from llmc.runtime.engine.sequence import RequestState, SamplerOutput, name_error
 from llmc.runtime.engine.sequence import Sequence as Tokens
 from llmc.runtime.host import threads
 from llmc.runtime.kv.budget import CacheBudget
@@ -108,13 +108,13 @@ class Engine:
             ),
             options=options,
             plan=manifest.device or manifest.memory,
-            guarded=self._guarded,
+            guarded=self._guard,
             prefixes=prefixes,
         )
         speculate = None if drafter is None else make_speculators(drafter, self._runner, options.max_draft_tokens)
         self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, speculate)
         self._outputs = OutputProcessor(
-            self._scheduler, manifest.source.name, options.sampling_threads, self._guarded, self._forget
+            self._scheduler, manifest.source.name, options.sampling_threads, self._guard, self._forget
         )
         self._closeable = [part for part in (store, drafter) if part is not None]
         self._requests: dict[int, RequestState] = {}  # that did not end yet, in the order in which they came
@@ -238,7 +238,10 @@ class Engine:
         self._start_thread()
         most = self.options.max_queue
         # Not even counted as long as all requests together are fewer.
-        if self._arriving + len(self._requests) >= most and (waiting := self._arriving + self._unserved()) >= most:
+        if (
+            self._arriving + len(self._requests) >= most
+            and (waiting := self._arriving + self._count_unserved()) >= most
+        ):
             raise QueueFullError(f"{waiting} requests wait already, as many as may; try again later")
         self._arriving += 1
         self._inbox.put(partial(self._enqueue, request))
@@ -260,7 +263,7 @@ class Engine:
 
     def _cancel(self, number: int) -> None:
         """May be called by the garbage collector, anywhere: it only leaves a message."""
-        self._inbox.put(partial(self._cancelled, number))
+        self._inbox.put(partial(self._handle_cancel, number))
 
     # ------------------------------------------------------------------------------------------ the engine's thread
 
@@ -293,12 +296,12 @@ class Engine:
             self._prefill_together(sequences)
             return
         for sequence in sequences:
-            with self._guarded(sequence.request):
+            with self._guard(sequence.request):
                 start, every = sequence.cached, sequence.wants_every_logit
                 logits = self._runner.prefill(sequence, every)
                 if every:
-                    self._outputs.prefilled(sequence, start, logits)
-                for whole in self._scheduler.prefilled(sequences):
+                    self._outputs.keep_prompt_logprobs(sequence, start, logits)
+                for whole in self._scheduler.note_prefilled(sequences):
                     self._outputs.begin(whole, logits[-1])
 
     def _prefill_together(self, sequences: Sequence[Tokens]) -> None:
@@ -308,10 +311,10 @@ class Engine:
             if is_fatal(error):
                 raise
             for sequence in sequences:  # of as many requests
-                self._fail(sequence.request, named(error))
+                self._fail(sequence.request, name_error(error))
             return
         after = dict(zip(sequences, logits, strict=True))
-        for sequence in self._scheduler.prefilled(sequences):
+        for sequence in self._scheduler.note_prefilled(sequences):
             self._outputs.begin(sequence, after[sequence])
 
     def _decode(self) -> None:
@@ -326,8 +329,8 @@ class Engine:
             except Exception as error:  # the call that they share failed
                 if is_fatal(error):
                     raise
-                failed |= {sequence.request: named(error) for sequence in call}
-        self._scheduler.decoded(outputs)
+                failed |= {sequence.request: name_error(error) for sequence in call}
+        self._scheduler.note_decoded(outputs)
         for request, reason in failed.items():
             self._fail(request, reason)
         if failed:
@@ -367,7 +370,7 @@ class Engine:
         self._first_deadline = min(self._first_deadline, request.deadline)
         self._scheduler.add(request)
 
-    def _cancelled(self, number: int) -> None:
+    def _handle_cancel(self, number: int) -> None:
         if (request := self._requests.get(number)) is not None:
             self._fail(request, CancelledError("the request was cancelled"))
 
@@ -386,14 +389,14 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ levels, on any thread
 
-    def _unserved(self) -> int:
+    def _count_unserved(self) -> int:
         """Requests that the engine's thread has seen, and that wait for a row."""
         return sum(request.timeline.admitted is None for request in list(self._requests.values()))
 
     def _gauges(self) -> Gauges:
         """Gauges as things are; between two steps, if these run meanwhile, as they just were."""
         return Gauges(
-            waiting=self._unserved(),
+            waiting=self._count_unserved(),
             running=sum(bool(request.group.sequences) for request in list(self._requests.values())),
             kv_reserved_bytes=self._scheduler.reserved_bytes,
             kv_used_bytes=self._scheduler.used_bytes,
@@ -402,7 +405,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ failures
 
-    def _guarded(self, request: RequestState) -> "_Guard":
+    def _guard(self, request: RequestState) -> "_Guard":
         """A context in which an error ends this request alone, unless it concerns all rows."""
         return _Guard(partial(self._fail, request))
 
@@ -430,7 +433,7 @@ class Engine:
         if is_lost(reason):
             torn, reason = False, self._lose(reason)
         holders = self._scheduler.abandon(self._requests.values())
-        self._fail_all(named(reason), holders if torn else None)
+        self._fail_all(name_error(reason), holders if torn else None)
 
     def _give_up(self, error: BaseException) -> None:
         """End the thread whatever it was in the middle of, so that nobody waits for it."""
@@ -440,7 +443,7 @@ class Engine:
             with suppress(BaseException):
                 self._inbox.get()()
         for request in [*self._requests.values()]:
-            request.collector.end(None, named(error))
+            request.collector.end(None, name_error(error))
 
     def _lose(self, error: BaseException) -> GpuError:
         """Note that the GPU is gone: no request is accepted any more, and the thread ends."""
@@ -465,7 +468,7 @@ class _Guard:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is None or is_fatal(error):
             return False
-        self._fail(named(error))
+        self._fail(name_error(error))
         return True
 
 

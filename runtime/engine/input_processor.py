@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmc.bundle import Manifest
-from llmc.errors import ContextError, RequestError, UsageError, written
+from llmc.errors import ContextError, RequestError, UsageError, format_value
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Output
@@ -24,7 +24,7 @@ from llmc.runtime.sampling.processors import Guide, SamplingContext, build_proce
 from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.search.beam import BeamSearch, Hypothesis, StopCriterion
 from llmc.runtime.speculation.speculator import Speculator
-from llmc.runtime.text.detokenizer import NoText, TextStream, decoded
+from llmc.runtime.text.detokenizer import NoText, TextStream, decode_all
 from llmc.runtime.text.tokenizer import PLAIN_CHARACTERS, Tokenizer
 from llmc.runtime.tools.thinking import ThinkingGuide
 
@@ -76,11 +76,11 @@ class InputProcessor:
         prompt, cut = fit_prompt(ids, params, self.max_context)
         if params.num_beams > self.max_rows:
             raise RequestError(
-                f"{written(params.num_beams)} rows are needed at once (beams), the engine has "
+                f"{format_value(params.num_beams)} rows are needed at once (beams), the engine has "
                 f"{self.max_rows}; ask for fewer, or load with a larger max_batch (build with a larger --max-batch)"
             )
         guided = any(getattr(params, name) is not None for name in GUIDES)
-        grammar = self._grammars.compiled(params, request.deadline_s) if guided else None
+        grammar = self._grammars.compile_grammar(params, request.deadline_s) if guided else None
         state = RequestState(request, params, prompt, collector, metrics.timeline(len(prompt)))
         state.truncated_tokens = cut
         state.group = self._group(state, grammar)
@@ -95,7 +95,7 @@ class InputProcessor:
             len(state.prompt),
             self._eos,
             state.request.logits_processors,
-            breakers=Breakers(params.dry_sequence_breakers, self._tokenizer.spelling),
+            breakers=Breakers(params.dry_sequence_breakers, self._tokenizer.spell),
             bad_words=self._bad_words(params),
         )
         if params.num_beams == 1:
@@ -110,7 +110,7 @@ class InputProcessor:
             processors=build_processors(context),
             stops=self._stops(state.request),
         )
-        return SearchGroup(state, search, params.num_beams, partial(self._output, state.request))
+        return SearchGroup(state, search, params.num_beams, partial(self._make_output, state.request))
 
     def _sample(
         self, group: SampleGroup, index: int, grammar: CompiledGrammar | None, context: SamplingContext
@@ -148,13 +148,13 @@ class InputProcessor:
 
         return stop
 
-    def _output(self, request: Request, index: int, found: Hypothesis) -> Output:
+    def _make_output(self, request: Request, index: int, found: Hypothesis) -> Output:
         """A finished hypothesis as the client sees it."""
         params, tokens = request.params, found.token_ids
         ends = self._ends(params)
         ended = bool(tokens) and tokens[-1] in ends
         shown = tokens[:-1] if ended and not params.include_stop_str_in_output else tokens
-        text = decoded(self._tokenizer, shown, request.shown_tokens) if params.detokenize else ""
+        text = decode_all(self._tokenizer, shown, request.shown_tokens) if params.detokenize else ""
         reason = ends[tokens[-1]] if ended else None
         return Output(index, text, tokens, found.finish_reason, score=found.score, stop_reason=reason)
 
@@ -240,9 +240,9 @@ def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tupl
             "on_overflow to truncate_left or sink, or build with a larger --max-context if the model allows it"
         )
     raise ContextError(
-        f"the prompt has {len(ids)} tokens and {written(params.max_tokens)} new ones are asked for, but the context "
-        f"holds {max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with a "
-        "larger --max-context if the model allows it"
+        f"the prompt has {len(ids)} tokens and {format_value(params.max_tokens)} new ones are asked for, but the "
+        f"context holds {max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with "
+        "a larger --max-context if the model allows it"
     )
 
 
@@ -255,7 +255,7 @@ def token_ids(prompt: object) -> list[int]:
     if {*map(type, ids)} == {int}:  # nearly always
         return ids
     if not all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in ids):
-        raise UsageError(f"the prompt is {written(prompt)}, expected text or a list of token ids (integers)")
+        raise UsageError(f"the prompt is {format_value(prompt)}, expected text or a list of token ids (integers)")
     return [int(token) for token in ids]
 
 
@@ -263,4 +263,6 @@ def check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
     """Refuse token ids outside the vocabulary with a UsageError."""
     if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-        raise UsageError(f"{where} token id {written(wrong)}, which is out of range, expected 0 ... {vocab_size - 1}")
+        raise UsageError(
+            f"{where} token id {format_value(wrong)}, which is out of range, expected 0 ... {vocab_size - 1}"
+        )

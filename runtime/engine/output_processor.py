@@ -8,7 +8,7 @@ from typing import Any
 from llmc.runtime.api.handle import mark_serving
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.engine.scheduler import Scheduler
-from llmc.runtime.engine.sequence import RequestState, SamplerOutput, named
+from llmc.runtime.engine.sequence import RequestState, SamplerOutput, name_error
 from llmc.runtime.engine.sequence import Sequence as Tokens
 from llmc.runtime.host.threads import Pool
 from llmc.runtime.observe.tracing import event, record_spans
@@ -41,7 +41,7 @@ class OutputProcessor:
         # Of its own, for a comparison that takes long must not keep others from sampling.
         self._comparing = Pool(1, "llmc-comparing", mark_serving)
 
-    def prefilled(self, sequence: Tokens, start: int, logits: Floats) -> None:
+    def keep_prompt_logprobs(self, sequence: Tokens, start: int, logits: Floats) -> None:
         """Keep the log-probabilities that a request wants of the prompt chunk that begins at ``start``."""
         request = sequence.request
         following = sequence.context[start + 1 : sequence.cached + 1]
@@ -85,7 +85,7 @@ class OutputProcessor:
             outputs = request.group.outputs()
             self.close(request, outputs[0].finish_reason, lambda: request.result(outputs))
         except BaseException as error:  # noqa: BLE001  # it reaches the client
-            self.close(request, "error", error=named(error))
+            self.close(request, "error", error=name_error(error))
         self._ended(request.number)
 
     def close(

@@ -12,7 +12,7 @@ from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.processors import Guide
 from llmc.runtime.sampling.samplers import Choice, Sampler
-from llmc.runtime.search.consensus import SIMILARITIES, expected_similarities
+from llmc.runtime.search.consensus import SIMILARITIES, compute_expected_similarities
 from llmc.runtime.speculation.speculator import Speculator, verify
 from llmc.runtime.text.detokenizer import TextStream
 
@@ -100,13 +100,13 @@ class Sample(Sequence):
         if self.drafts:
             self.request.timeline.draft(len(self.drafts), len(output.choices) - 1)
         if self._speculator is not None:
-            self._speculator.committed(len(self.drafts), len(output.choices), self._rows)
+            self._speculator.note_committed(len(self.drafts), len(output.choices), self._rows)
 
     def close(self) -> None:
         if self._speculator is not None:
             self._speculator.close(self.new_tokens)
 
-    def output(self) -> Output:
+    def make_output(self) -> Output:
         """The finished completion, with its mean log-probability where ``best_of`` ranks it."""
         assert self.finish_reason is not None
         params, score = self.request.params, None
@@ -211,7 +211,7 @@ class SampleGroup(SequenceGroup[Sample]):
         if sample.finish_reason is not None:
             if not (hand_on and not sample.slid and scheduler.hand_on(sample)):
                 scheduler.release(sample, remember=not sample.slid)
-            self._finished.append(sample.output())
+            self._finished.append(sample.make_output())
         return len(self._finished) == self.draws
 
     def outputs(self) -> list[Output]:
@@ -219,7 +219,7 @@ class SampleGroup(SequenceGroup[Sample]):
         outputs = sorted(self._finished, key=lambda output: output.index)
         params = self.request.params
         if params.consensus is not None:
-            scores = expected_similarities([output.text for output in outputs], SIMILARITIES[params.consensus])
+            scores = compute_expected_similarities([output.text for output in outputs], SIMILARITIES[params.consensus])
             outputs = [replace(output, score=score) for output, score in zip(outputs, scores, strict=True)]
         elif params.best_of is None:
             return outputs

@@ -77,14 +77,14 @@ class ChunkedPrefill:
         """True if a chunk may be fed now."""
         return first_chunk or not decoding or not self._spacing or self.due
 
-    def fed(self, seconds: float, first_chunk: bool) -> None:
+    def note_fed(self, seconds: float, first_chunk: bool) -> None:
         """A chunk was fed and took so long."""
         if first_chunk and not self.due:
-            self.decoded(seconds)
+            self.note_decoded(seconds)
         else:
             self._steps, self._owed = 0, seconds
 
-    def decoded(self, seconds: float) -> None:
+    def note_decoded(self, seconds: float) -> None:
         """A decode step ran, or whatever else goes before a further chunk, and took so long."""
         self._steps += 1
         self._owed -= seconds
@@ -228,9 +228,9 @@ class Scheduler:
         behind = itertools.takewhile(_is_new, self._rows.held[sequence.row :])
         return self._runner.share(list(behind)) or [sequence]
 
-    def prefilled(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+    def note_prefilled(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
         """Note that chunks were fed in one call; yield the sequences whose whole context is in their row."""
-        self._chunks.fed(time.perf_counter() - self._begun, self._first_chunk)
+        self._chunks.note_fed(time.perf_counter() - self._begun, self._first_chunk)
         for sequence in sequences:
             self._let_go(sequence)
             if sequence.row >= 0 and sequence.cached == len(sequence.context):  # its request did not fail with another
@@ -239,17 +239,17 @@ class Scheduler:
 
     def next_decode(self) -> list[Sequence]:
         """Those who decode in this step, with drafts to verify, and room in the cache for all."""
-        decoding = self._decoding()
+        decoding = self._list_decoding()
         full = [item for item in decoding if len(item.context) > self.max_context]
         for sequence in full:
             self._slide(sequence)
-        decoding = self._decoding() if full else decoding
+        decoding = self._list_decoding() if full else decoding
         for sequence in decoding:
             if sequence.speculates and sequence.row >= 0:  # its request did not fail with another sequence
                 with self._guarded(sequence.request):
                     room = min(self.max_context - len(sequence.context), self._most_drafts)
                     sequence.drafts = sequence.propose(room, len(decoding))
-        while decoding := self._decoding():
+        while decoding := self._list_decoding():
             longest = max(decoding, key=lambda item: item.cached + len(item.drafts))
             with self._guarded(longest.request):
                 self.reserve(0, longest.cached + 1 + len(longest.drafts))
@@ -257,9 +257,9 @@ class Scheduler:
                 return decoding
         return []
 
-    def decoded(self, outputs: Iterable[SamplerOutput[Any]]) -> None:
+    def note_decoded(self, outputs: Iterable[SamplerOutput[Any]]) -> None:
         """The step's calls were made, and gave these outputs."""
-        self._chunks.decoded(time.perf_counter() - self._begun)
+        self._chunks.note_decoded(time.perf_counter() - self._begun)
         for output in outputs:  # all of them before anyone leaves: whoever leaves has rows moved
             output.sequence.cached += max(1, len(output.choices))
             self._let_go(output.sequence)
@@ -343,7 +343,7 @@ class Scheduler:
             sequence.row = -1
         return list(dict.fromkeys(sequence.request for sequence in held))
 
-    def _decoding(self) -> list[Sequence]:
+    def _list_decoding(self) -> list[Sequence]:
         return list(self._rows.held[: self._rows.decoding])
 
 

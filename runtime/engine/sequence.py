@@ -224,7 +224,7 @@ class RequestState:
         )
 
 
-def named(error: BaseException) -> BaseException:
+def name_error(error: BaseException) -> BaseException:
     """``error`` as clients see it: ours as they are, anything else named as a bug."""
     if isinstance(error, LlmcError):
         return error

@@ -80,7 +80,7 @@ def is_gbnf(grammar: str) -> bool:
     return _RULE.search(grammar) is not None or _LARK.search(grammar) is None
 
 
-def _children(node: Node) -> tuple[Node, ...]:
+def _list_children(node: Node) -> tuple[Node, ...]:
     """The parts of a node, one level down."""
     if isinstance(node, Sequence | Choice):
         return node.parts
@@ -89,7 +89,7 @@ def _children(node: Node) -> tuple[Node, ...]:
 
 def _references(node: Node) -> set[str]:
     """Names of the rules that a node names."""
-    return {node.name} if isinstance(node, Reference) else set().union(*map(_references, _children(node)))
+    return {node.name} if isinstance(node, Reference) else set().union(*map(_references, _list_children(node)))
 
 
 def to_lark(grammar: str) -> str:
@@ -145,7 +145,7 @@ def _derives(node: Node, names: Container[str], holds: Callable[[Node, Container
         return node.name in names
     if isinstance(node, Repetition) and (node.least == 0 or node.most == 0):
         return True
-    return (any if isinstance(node, Choice) else all)(holds(part, names) for part in _children(node))
+    return (any if isinstance(node, Choice) else all)(holds(part, names) for part in _list_children(node))
 
 
 def _check_repetitions(rules: Mapping[str, Node], flat: Iterable[str]) -> None:
@@ -154,7 +154,7 @@ def _check_repetitions(rules: Mapping[str, Node], flat: Iterable[str]) -> None:
     def of(node: Node) -> int:
         if isinstance(node, Reference):
             return largest.get(node.name, 1)
-        below = max(map(of, _children(node)), default=1)
+        below = max(map(of, _list_children(node)), default=1)
         return below * max(1, node.least, node.most or 0) if isinstance(node, Repetition) else below
 
     for name in (*flat, *rules):
@@ -197,7 +197,7 @@ class _Text:
             return " ".join(self._of(part, terminal) for part in node.parts) or '""'
         if isinstance(node, Repetition):
             return self._repetition(node, terminal)
-        return f"({' | '.join(self._of(part, terminal) for part in self._options(_children(node), terminal))})"
+        return f"({' | '.join(self._of(part, terminal) for part in self._options(_list_children(node), terminal))})"
 
     def _terminal(self, node: Node) -> str:
         key = node.lark if isinstance(node, Characters) else node.name if isinstance(node, Reference) else node

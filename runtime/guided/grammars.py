@@ -14,7 +14,7 @@ from llmc.runtime.guided.guide import CompiledGrammar
 from llmc.runtime.guided.json_schema import OPTIONS, check_schema, enforceable, schema_text
 from llmc.runtime.guided.patterns import LONGEST_REGEX, MOST_REPETITIONS, check_regex, repetitions
 from llmc.runtime.guided.trial import Clock
-from llmc.runtime.guided.vocabulary import Vocabulary, shortened
+from llmc.runtime.guided.vocabulary import Vocabulary, shorten_reason
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
 
-    def compiled(self, params: SamplingParams, deadline_s: float | None = None) -> CompiledGrammar | None:
+    def compile_grammar(self, params: SamplingParams, deadline_s: float | None = None) -> CompiledGrammar | None:
         """The grammar of the output that ``params`` asks for, None if they ask for none.
 
         ``deadline_s`` is the time that is left to the request, in seconds.
@@ -99,13 +99,13 @@ def _library_grammar(kind: str, text: str) -> tuple[str, bool]:
             check_regex(text, "regex")
             return str(matcher.grammar_from_regex(text)), laborious
         if kind == "grammar":
-            lark, schemas = (to_lark(text), False) if is_gbnf(text) else _checked_lark(text)
+            lark, schemas = (to_lark(text), False) if is_gbnf(text) else _check_lark(text)
             return str(matcher.grammar_from_lark(lark)), laborious or schemas
         schema = json.loads(text)
         laborious |= check_schema(schema)
         return str(matcher.grammar_from_json_schema(enforceable(schema), overrides=OPTIONS)), laborious
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"{kind} cannot be read: {shortened(str(error))}") from error
+        raise GrammarError(f"{kind} cannot be read: {shorten_reason(str(error))}") from error
 
 
 def _choice_grammar(choices: list[str]) -> str:
@@ -114,7 +114,7 @@ def _choice_grammar(choices: list[str]) -> str:
     return f"start: CHOICE\nCHOICE: {literals}\n"
 
 
-def _checked_lark(grammar: str) -> tuple[str, bool]:
+def _check_lark(grammar: str) -> tuple[str, bool]:
     """The grammar in llguidance's dialect of Lark as it is enforced, and whether a schema in it may take long."""
     counts = [int(digits[:20]) for match in _COUNT.finditer(grammar) for digits in match.groups("0")]
     found = max(repetitions(grammar), *counts, 0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmc.errors import GrammarError, ResourceError
 from llmc.runtime.guided.trial import Clock, try_out
-from llmc.runtime.guided.vocabulary import Bits, Vocabulary, shortened
+from llmc.runtime.guided.vocabulary import Bits, Vocabulary, shorten_reason
 from llmc.runtime.sampling.logits import Logits
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class CompiledGrammar:
         except Unfinished as error:
             raise clock.over(kind) from error
         self._renewable = took < _QUICK_SECONDS
-        GrammarGuide(self).allowed()
+        GrammarGuide(self).compute_allowed()
 
     def start(self) -> "LLMatcher":
         return self._pristine.deep_copy()
@@ -78,11 +78,11 @@ class CompiledGrammar:
         # A warning means that something is not enforced.
         complaints = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if complaints:
-            raise GrammarError(f"{self.kind} cannot be enforced: {shortened(complaints[0])}")
+            raise GrammarError(f"{self.kind} cannot be enforced: {shorten_reason(complaints[0])}")
         return matcher
 
     def failure(self, matcher: "LLMatcher") -> GrammarError:
-        reason = shortened(matcher.get_error())
+        reason = shorten_reason(matcher.get_error())
         if reason in ("", "NoExtension", "NoExtensionBias"):
             reason = "it allows no text"
         return GrammarError(f"{self.kind} cannot be followed: {reason}")
@@ -144,7 +144,7 @@ class GrammarGuide:
         Raises:
             GrammarError: no token is allowed, or the grammar became too complex to follow.
         """
-        allowed = self.allowed()
+        allowed = self.compute_allowed()
         assert logits.shape == (self._compiled.vocabulary.size,) and logits.dtype == np.float32
         if self._penalties is None:
             self._penalties = np.empty((allowed.size, 8), np.float32)
@@ -154,7 +154,7 @@ class GrammarGuide:
         with np.errstate(invalid="ignore"):  # a logit of +inf becomes NaN, which samplers refuse as well
             return np.add(logits, masked, out=masked)
 
-    def allowed(self) -> Bits:
+    def compute_allowed(self) -> Bits:
         """The tokens that may come next: token i by bit i % 8 of byte i // 8. GrammarError as :meth:`mask`."""
         if self._allowed is None:
             self._allowed = self._next_allowed()
@@ -167,7 +167,7 @@ class GrammarGuide:
             GrammarError: the token is not allowed here; the guide stays where it was.
         """
         vocabulary = self._compiled.vocabulary
-        if not 0 <= token < vocabulary.size or self._ended or not self.allowed()[token // 8] >> token % 8 & 1:
+        if not 0 <= token < vocabulary.size or self._ended or not self.compute_allowed()[token // 8] >> token % 8 & 1:
             where = "after its end" if self._ended else f"after {len(self._accepted)} tokens"
             raise GrammarError(f"token {token} is not allowed {where} by {self._compiled.kind}; choose under the mask")
         if token in vocabulary.eos_token_ids:

@@ -116,7 +116,7 @@ class _Reader:
     def _literal(self, character: str) -> str:
         if UNNAMED_CONTROLS.match(character):
             raise self._error("names a control character that JSON writes as \\u00XX only")
-        return _escaped(character)
+        return _escape(character)
 
     def _set(self) -> str | None:
         r"""The members of a class that is written as an escape at the current place, such as ``\s``."""
@@ -170,7 +170,7 @@ class _Reader:
                 last, self._at = first, before
         if first > last:
             raise self._error(f"has the range {first}-{last}, which is empty")
-        return _escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}"
+        return _escape(first) if first == last else f"{_escape(first)}-{_escape(last)}"
 
     def _class_atom(self) -> str:
         """A single character, or the longer text of a set of them."""
@@ -191,5 +191,5 @@ class _Reader:
         return GrammarError(f"json_schema: the pattern at {self._where} cannot be enforced: it {reason}")
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     return character if character.isalnum() or ord(character) > 0x7F else f"\\x{ord(character):02x}"

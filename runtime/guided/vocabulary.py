@@ -64,7 +64,7 @@ class _Spellings:
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_token_id: int) -> None:
         self.eos_token_id = eos_token_id
-        self.tokens = [tokenizer.spelling(token_id) for token_id in range(size)]
+        self.tokens = [tokenizer.spell(token_id) for token_id in range(size)]
         self.special_token_ids = [token_id for token_id in range(size) if tokenizer.is_silent(token_id)]
         self._encode = tokenizer.encode
         # Where a text begins with a space of the tokenizer's own, it is encoded behind what merges with nothing.
@@ -76,7 +76,7 @@ class _Spellings:
         return self._encode(self._before + text, add_special_tokens=False)[len(before) :]
 
 
-def shortened(text: str) -> str:
+def shorten_reason(text: str) -> str:
     """The reason in an error message of the library, without the state and the source that follow it."""
     for end in ("<state>", "<non-verbose/>", "⟦"):
         text = text.partition(end)[0]

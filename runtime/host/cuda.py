@@ -87,10 +87,10 @@ class Driver:
         found, needed = int(self._call("asking for the version", "cuDriverGetVersion")), int(self._api.CUDA_VERSION)
         if found // 1000 < needed // 1000:
             raise GpuError(
-                f"the driver speaks CUDA {_dotted(found)}, the installed cuda-bindings want {needed // 1000}.0 or "
-                f"newer; pip install 'cuda-bindings<{needed // 1000}', or update the driver"
+                f"the driver speaks CUDA {_format_version(found)}, the installed cuda-bindings want {needed // 1000}.0 "
+                f"or newer; pip install 'cuda-bindings<{needed // 1000}', or update the driver"
             )
-        self._version = _dotted(found)
+        self._version = _format_version(found)
 
     def _describe(self) -> DeviceInfo:
         attributes = self._api.CUdevice_attribute
@@ -256,7 +256,7 @@ def open_driver() -> Driver:
     return Driver(api)
 
 
-def _dotted(version: int) -> str:
+def _format_version(version: int) -> str:
     """13000 is CUDA 13.0."""
     return f"{version // 1000}.{version % 1000 // 10}"
 

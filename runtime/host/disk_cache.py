@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from llmc.publish import locked, sync, sync_all
+from llmc.publish import lock_file, sync, sync_all
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Hold:
         with suppress(OSError):  # it does not exist
             descriptor = os.open(path, os.O_RDONLY)
             self._release = weakref.finalize(self, _release, descriptor)
-            locked(descriptor, shared=True)
+            lock_file(descriptor, shared=True)
 
     def release(self) -> None:
         """Let it go, marked as used now. A second call does nothing."""
@@ -70,7 +70,7 @@ class Hold:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[Path]:
+def write_entry(path: Path) -> Iterator[Path]:
     """Give the name of an empty file to write, which takes the place of ``path`` when the block ends without an error.
 
     It lies in the same folder, which must exist. What killed processes leave there :func:`prune` clears away.
@@ -87,7 +87,7 @@ def written(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def published(path: Path) -> Iterator[Path]:
+def publish_entry(path: Path) -> Iterator[Path]:
     """Give an empty folder to write into, and make it the entry ``path`` when the block ends without an error.
 
     Whoever looks at ``path`` sees nothing or all of it. Of two that publish the same entry the first one wins.
@@ -116,7 +116,7 @@ def once(kind: str, key: str, check: Callable[[], object], *, always: bool = Fal
         return
     check()
     try:
-        with published(path):
+        with publish_entry(path):
             pass
     except OSError as error:
         log.warning("the result of a check is not kept (%s)", error)
@@ -158,7 +158,7 @@ def _remove_unused(path: Path) -> bool:
     except OSError:
         return False
     try:
-        if locked(descriptor) is False or time.time() - _last_use(path) <= RECENT_S:
+        if lock_file(descriptor) is False or time.time() - _last_use(path) <= RECENT_S:
             return False
         log.info("removing %s from the cache", path)
         remove(path)

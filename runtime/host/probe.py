@@ -71,8 +71,8 @@ def probe(
         platform=f"{sys.platform}-{platform.machine()}",
         python=platform.python_version(),
         kernel_module=_kernel_module(root),
-        driver=_finding(Driver, answers["driver"]),
-        libraries={name: _finding(Library, answers[name]) for name in LIBRARIES},
+        driver=_take_finding(Driver, answers["driver"]),
+        libraries={name: _take_finding(Library, answers[name]) for name in LIBRARIES},
         packages={name: version for name in PACKAGES if (version := _package(name))},
         jetson=_jetson(root),
         seconds=round(time.monotonic() - started, 3),
@@ -81,7 +81,7 @@ def probe(
 
 def probe_driver(timeout_s: float = TIMEOUT_S) -> Driver:
     """Only the driver and its GPUs; takes a tenth of a second where there is none."""
-    return _finding(Driver, run_apart({"driver": step_commands()["driver"]}, timeout_s)["driver"])
+    return _take_finding(Driver, run_apart({"driver": step_commands()["driver"]}, timeout_s)["driver"])
 
 
 def step_commands() -> dict[str, list[str]]:
@@ -89,7 +89,7 @@ def step_commands() -> dict[str, list[str]]:
     return {name: command("llmc.runtime.host.probe_steps:take", name) for name in ("driver", *LIBRARIES)}
 
 
-def _finding(kind: type[Found], answer: dict[str, Any]) -> Found:
+def _take_finding(kind: type[Found], answer: dict[str, Any]) -> Found:
     """The finding of a step, or the end of its process; an end after it had answered is a problem too."""
     found = answer.get("result", answer)
     if found is not answer:

@@ -165,7 +165,9 @@ def onnxruntime() -> Library:
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     library = importlib.import_module("onnxruntime")
     providers = list(library.get_available_providers())
-    problem = "" if len(_installed(r"onnxruntime(-gpu)?")) < 2 else "onnxruntime and onnxruntime-gpu are both installed"
+    problem = (
+        "" if len(_list_installed(r"onnxruntime(-gpu)?")) < 2 else "onnxruntime and onnxruntime-gpu are both installed"
+    )
     if "CUDAExecutionProvider" in providers:
         loads = _loads_provider(library, "CUDAExecutionProvider")
         providers += [] if loads else ["cuda"]
@@ -176,7 +178,7 @@ def onnxruntime() -> Library:
 
 def _loads_provider(library: Any, provider: str) -> str:
     """Nothing if ``provider`` takes a graph, else why it does not."""
-    sys.stderr.write(preloaded(library))
+    sys.stderr.write(preload_library(library))
     try:
         session = library.InferenceSession(IDENTITY, providers=[provider], enable_fallback=0)
     except Exception as error:  # noqa: BLE001 - the library's own kinds of error
@@ -184,7 +186,7 @@ def _loads_provider(library: Any, provider: str) -> str:
     return "" if provider in session.get_providers() else f"{provider} cannot be loaded; its reason is on stderr"
 
 
-def preloaded(library: Any) -> str:
+def preload_library(library: Any) -> str:
     """Load CUDA's libraries as pip installs them, and say what ONNX Runtime says of it.
 
     It looks for them beside itself only, and not where torch, say, has brought them into another folder of packages;
@@ -215,12 +217,12 @@ def tensorrt(name: str) -> Library:
                 abilities.append(ability)
         except (RuntimeError, TypeError) as error:  # what pybind11 makes of a null pointer
             problems.append(f"{make}: {_first_line(error)}")
-    built_for = [found[-2:] for found in _installed(f"{name.replace('_', '[-_]')}[-_]cu1[0-9]")]
+    built_for = [found[-2:] for found in _list_installed(f"{name.replace('_', '[-_]')}[-_]cu1[0-9]")]
     cuda = built_for[0] if built_for else ""
     return Library("ok", "; ".join(problems), library.__version__, cuda, tuple(abilities))
 
 
-def _installed(pattern: str) -> list[str]:
+def _list_installed(pattern: str) -> list[str]:
     """Names of installed distributions that match."""
     names = (distribution.metadata["Name"] or "" for distribution in importlib.metadata.distributions())
     return sorted({name for name in names if re.fullmatch(pattern, name)})

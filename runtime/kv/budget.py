@@ -25,7 +25,7 @@ def next_capacity(needed: int, maximum: int) -> int:
     return min(maximum, -(-needed // step) * step)
 
 
-def rounded_up(engine: EngineConfig | None, positions: int) -> int:
+def round_up(engine: EngineConfig | None, positions: int) -> int:
     """Positions that a session makes room for for: a TensorRT engine has one capacity."""
     return positions if engine is None else engine.buckets[-1]
 
@@ -34,7 +34,7 @@ def device_bytes(manifest: Manifest, positions: int, rows: int) -> int:
     """Bytes of the GPU's memory with room for ``positions`` in each of ``rows`` rows; 0 for a bundle without a GPU."""
     if manifest.device is None:
         return 0
-    return manifest.device.total(rounded_up(manifest.engine, positions), rows)
+    return manifest.device.total(round_up(manifest.engine, positions), rows)
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ class CacheBudget:
 
     def fits(self, positions: int, rows: int) -> bool:
         """Tell whether ``rows`` rows of ``positions`` positions fit."""
-        return self._lacking(positions, rows) is None
+        return self._find_lacking(positions, rows) is None
 
     def refusal(self, positions: int, rows: int) -> ResourceError:
         """The error for a request that does not fit even alone."""
-        share = self._lacking(positions, rows) or self._shares[0]
+        share = self._find_lacking(positions, rows) or self._shares[0]
         return ResourceError(
             f"the request may grow to {positions} positions in {rows} row(s), for which "
             f"{share.needed(positions, rows) // MB} {share.what} are needed in all, and {share.limit // MB} MB may be "
             "taken; shorten its prompt, ask for fewer tokens or free memory"
         )
 
-    def _lacking(self, positions: int, rows: int) -> _Share | None:
+    def _find_lacking(self, positions: int, rows: int) -> _Share | None:
         return next((share for share in self._shares if share.needed(positions, rows) > share.limit), None)
 
 
@@ -134,8 +134,8 @@ class MemoryEstimate:
             return
         parts = ", ".join(f"{size // MB} {name}" for name, size in self.parts.items() if size >= MB)
         raise ResourceError(
-            f"{what}: to {self.stage} it needs {_rounded_up(self.total)} MB ({parts}), {available // MB} MB are "
-            f"available, {_rounded_up(verdict.missing)} MB are missing; {what_fits(self, verdict)}"
+            f"{what}: to {self.stage} it needs {_round_to_mb(self.total)} MB ({parts}), {available // MB} MB are "
+            f"available, {_round_to_mb(verdict.missing)} MB are missing; {what_fits(self, verdict)}"
         )
 
 
@@ -151,7 +151,7 @@ def what_fits(plan: MemoryEstimate, verdict: Verdict) -> str:
     return f"{found}: lower them, free memory or use a smaller precision"
 
 
-def _rounded_up(size: int) -> int:
+def _round_to_mb(size: int) -> int:
     return -(-size // MB)
 
 

@@ -170,7 +170,7 @@ class KVCache(ABC):
                 f"a cache of {rows} rows x {capacity} positions is asked for, the bundle was built for "
                 f"{limits.max_batch} x {limits.max_context}; build with larger ones"
             )
-        rows, capacity = max(rows, self.rows), max(self._rounded(capacity), self._capacity)
+        rows, capacity = max(rows, self.rows), max(self._round_capacity(capacity), self._capacity)
         if (rows, capacity) == (self.rows, self._capacity):
             return
         held = self.rows, self._capacity
@@ -181,7 +181,7 @@ class KVCache(ABC):
         self._written += [0] * (rows - self.rows)
         self._capacity = capacity
 
-    def _rounded(self, capacity: int) -> int:
+    def _round_capacity(self, capacity: int) -> int:
         """Positions of a cache that has at least ``capacity``."""
         return capacity
 
@@ -210,7 +210,7 @@ class KVCache(ABC):
                     self._renew(row)
         return ends
 
-    def computed(self, first_row: int, ends: Sequence[int]) -> None:
+    def note_computed(self, first_row: int, ends: Sequence[int]) -> None:
         """Note that a call wrote rows up to the positions ``ends``."""
         for row, end in enumerate(ends, first_row):
             self._wrote(row, end)
@@ -255,7 +255,7 @@ class KVCache(ABC):
             self._discard(row, 0)
             self._settled[row] = self._written[row] = 0
 
-    def _held_from(self, tensor: CacheTensor, row: int) -> int:
+    def _find_first_held(self, tensor: CacheTensor, row: int) -> int:
         """The first position of a row that a tensor holds."""
         return max(0, self._settled[row] - tensor.window - BACK) if tensor.window else 0
 

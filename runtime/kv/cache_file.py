@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.publish import replaced
+from llmc.publish import replace_file
 
 MAGIC = b"llmcKV\r\n"  # a transfer that changes line ends breaks it at once
 VERSION = 3
@@ -75,7 +75,7 @@ def write_block(path: Path, root: bytes, chain: bytes, block: NDArray[Any]) -> N
     raw = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
     about = {"key": root.hex(), "chain": chain.hex(), "shape": block.shape, "dtype": block.dtype.str}
     text = json.dumps({**about, "digest": _digest(raw).hex()}).encode()
-    with replaced(path, STAGING, synced=False) as file:
+    with replace_file(path, STAGING, synced=False) as file:
         file.write(_LEAD.pack(MAGIC, VERSION, len(text), _digest(text)) + text)
         file.write(raw)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import BundleError, LlmcError
 from llmc.runtime.host.cuda import Driver
-from llmc.runtime.kv.budget import rounded_up
+from llmc.runtime.kv.budget import round_up
 from llmc.runtime.kv.cache import KVCache, Values
 
 # Of pinned memory through which positions are read and written; longer ranges go in pieces.
@@ -68,8 +68,8 @@ class DeviceCache(KVCache):
             starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
         return starts
 
-    def _rounded(self, capacity: int) -> int:
-        return rounded_up(self._manifest.engine, capacity)
+    def _round_capacity(self, capacity: int) -> int:
+        return round_up(self._manifest.engine, capacity)
 
     def _grow(self, rows: int, capacity: int) -> None:
         """All of the new memory is there, zeroed, before any of the old goes: both count for a moment."""
@@ -116,11 +116,11 @@ class DeviceCache(KVCache):
 
     def _read(self, row: int, start: int, end: int, values: Values) -> None:
         for first, last in self._pieces(start, end):
-            for tensor, (staged, _) in enumerate(self._staged_parts(values, start, end, first, last)):
+            for tensor, (staged, _) in enumerate(self._stage_parts(values, start, end, first, last)):
                 there, here = staged.ctypes.data, self.address(tensor, row) + first * self._position(tensor)
                 self._copy_positions(tensor, (there, last - first), (here, self._capacity), last - first)
             self._driver.synchronize(self._stream)
-            for staged, part in self._staged_parts(values, start, end, first, last):
+            for staged, part in self._stage_parts(values, start, end, first, last):
                 part[...] = staged
 
     def read_blocks(self, row: int, size: int, start: int, end: int) -> list[Values]:
@@ -129,7 +129,7 @@ class DeviceCache(KVCache):
 
     def _write(self, row: int, start: int, end: int, values: Values) -> None:
         for first, last in self._pieces(start, end):
-            for tensor, (staged, part) in enumerate(self._staged_parts(values, start, end, first, last)):
+            for tensor, (staged, part) in enumerate(self._stage_parts(values, start, end, first, last)):
                 staged[...] = part
                 there, here = self.address(tensor, row) + first * self._position(tensor), staged.ctypes.data
                 self._copy_positions(tensor, (there, self._capacity), (here, last - first), last - first)
@@ -147,7 +147,7 @@ class DeviceCache(KVCache):
         for first in range(start, end, step):
             yield first, min(first + step, end)
 
-    def _staged_parts(
+    def _stage_parts(
         self, values: Values, start: int, end: int, first: int, last: int
     ) -> Iterator[tuple[Values, Values]]:
         """Of each tensor the pinned memory for the positions ``first`` ... ``last - 1``, and their place in ``values``,

@@ -49,7 +49,7 @@ class HostCache(KVCache):
                 new[: self.rows] = old
                 continue
             for row, length in enumerate(self._written):
-                held = slice(self._held_from(tensor, row), length)
+                held = slice(self._find_first_held(tensor, row), length)
                 new[row, :, held] = old[row, :, held]
 
     def begin(self, first_row: int, past_lengths: Sequence[int], count: int) -> list[int]:
@@ -70,7 +70,7 @@ class HostCache(KVCache):
             if tensor.kind == "state":
                 array[target] = array[source]
                 continue
-            held = slice(max(start, self._held_from(tensor, source)), end)
+            held = slice(max(start, self._find_first_held(tensor, source)), end)
             array[target, :, held] = array[source, :, held]
 
     def _swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
@@ -80,8 +80,8 @@ class HostCache(KVCache):
                 array[[one, other]] = array[[other, one]]
                 continue
             mine, theirs = (
-                slice(self._held_from(tensor, one), its_end),
-                slice(self._held_from(tensor, other), others_end),
+                slice(self._find_first_held(tensor, one), its_end),
+                slice(self._find_first_held(tensor, other), others_end),
             )
             kept = array[one, :, mine].copy()
             array[one, :, theirs] = array[other, :, theirs]
@@ -90,7 +90,7 @@ class HostCache(KVCache):
     def _discard(self, row: int, end: int) -> None:
         for tensor, array, pages in zip(self.tensors, self.arrays, self._pages, strict=True):
             if tensor.window:
-                held, (_, heads, capacity, _) = self._held_from(tensor, row), array.shape
+                held, (_, heads, capacity, _) = self._find_first_held(tensor, row), array.shape
                 for head in range(row * heads, (row + 1) * heads):
                     for first, last in ((0, min(held, end)), (end, capacity)):
                         _give_back(pages, (head * capacity + first, head * capacity + last), array.strides[2])

@@ -223,9 +223,9 @@ class PrefixStore:
     def _prune(self, kept: int) -> int:
         """Remove this user's least recently used files until ``kept`` bytes remain, and what killed writers left."""
         found = []
-        for folder in _own_entries(self.folder):
+        for folder in _list_own_entries(self.folder):
             if _OUR_FOLDER.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
-                for entry in _own_entries(Path(folder.path)):
+                for entry in _list_own_entries(Path(folder.path)):
                     about = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(about.st_mode):
                         found.append((about.st_mtime_ns, about.st_size, Path(entry.path)))
@@ -269,7 +269,7 @@ def _close_to_others(folder: Path) -> None:
     check_owner(status)
 
 
-def _own_entries(folder: Path) -> list[os.DirEntry[str]]:
+def _list_own_entries(folder: Path) -> list[os.DirEntry[str]]:
     """Entries of a folder that this user owns; none if nobody may look."""
     own: list[os.DirEntry[str]] = []
     with suppress(OSError), os.scandir(folder) as entries:

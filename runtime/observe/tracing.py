@@ -102,7 +102,7 @@ def current_context() -> "Context | None":
 
 
 @contextmanager
-def continued_trace(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[None]:
+def continue_trace(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[None]:
     """While the block runs, be in the trace that HTTP headers name (W3C's ``traceparent``, or what the application has
     configured); nothing happens where OpenTelemetry is not in use."""
     if _tracer() is None:

@@ -36,7 +36,7 @@ class StepCosts:
         shape = known.shapes.get((rows, tokens))
         if shape is not None:
             return shape.seconds
-        return known.between(rows * tokens) if known.shapes else None
+        return known.interpolate_seconds(rows * tokens) if known.shapes else None
 
     def count(self, phase: str, rows: int, tokens: int) -> int:
         """Calls of this shape that were seen, up to 5; 1 if the last was :data:`OLD` observations ago."""
@@ -86,7 +86,7 @@ class _Phase:
         shape.observe(seconds, now)
         self._latest[total] = shape
 
-    def between(self, total: int) -> float:
+    def interpolate_seconds(self, total: int) -> float:
         """Seconds of a call of ``total`` tokens in a shape that was never seen."""
         if total in self._latest:
             return self._latest[total].seconds

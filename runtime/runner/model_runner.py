@@ -20,7 +20,7 @@ from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
-from llmc.runtime.runner.prefill import Floats, prefill, shared_batch, sharing
+from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
 from llmc.runtime.sampling.logits import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
@@ -117,12 +117,12 @@ class ModelRunner:
         """The first of those who wait for their first chunk, in rows side by side, and those who share its call."""
         if not self._policy.shares_prefill:
             return list(waiting[:1])
-        return sharing(waiting, self._chunk, self.session.cache.capacity)
+        return list_sharing(waiting, self._chunk, self.session.cache.capacity)
 
     def prefill_together(self, sequences: Sequence[Slot]) -> Floats:
         """Feed the whole contexts of those who share a call; logits [B, V] after each, which the next call may
         overwrite."""
-        logits = self._run(shared_batch(sequences))[:, 0]
+        logits = self._run(make_shared_batch(sequences))[:, 0]
         for sequence in sequences:
             sequence.cached = len(sequence.context)
         return logits

@@ -67,7 +67,7 @@ def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], outputs: Se
     return Batch(phase, ids, np.asarray(past, np.int64), np.array([outputs], np.int64), row)
 
 
-def sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
+def list_sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
     """The waiting sequences, of which nothing was fed yet, from the first on that are fed whole in the same call:
     within ``chunk`` tokens, padding included, and within the ``capacity`` of a row.
     """
@@ -85,7 +85,7 @@ def sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
     return list(waiting[:count])
 
 
-def shared_batch(sequences: Sequence[Slot]) -> Batch:
+def make_shared_batch(sequences: Sequence[Slot]) -> Batch:
     """The call that feeds what is left of each, with logits after its last token."""
     rest = [sequence.context[sequence.cached :] for sequence in sequences]
     lengths = np.array([len(tokens) for tokens in rest], np.int64)
@@ -120,7 +120,7 @@ class SingleRunner:
     def prefill_beside(self, other: Sequence[int], prompt: Sequence[int]) -> Floats:
         """Feed both from empty rows in one call, on a session that packs rows; the logits after ``prompt`` [V]."""
         self.session.cache.grow(2, max(len(other), len(prompt)), self.max_context)
-        logits: Floats = self.session.run(shared_batch([Slot(other, row=0), Slot(prompt, row=1)]))[1, 0]
+        logits: Floats = self.session.run(make_shared_batch([Slot(other, row=0), Slot(prompt, row=1)]))[1, 0]
         return logits
 
     def step(self, token: int, position: int) -> Floats:

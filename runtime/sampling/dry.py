@@ -38,7 +38,7 @@ class Breakers:
     def __contains__(self, token: int) -> bool:
         """True if the token contains one of the texts."""
         if token not in self._containing:
-            spelling = self._spelt(token)
+            spelling = self._get_spelling(token)
             self._containing[token] = any(text in spelling for text in self._texts)
         return self._containing[token]
 
@@ -47,7 +47,7 @@ class Breakers:
         ``before`` with the tokens that follow, the end of the text so far."""
         if not self._texts:
             return 0, b""
-        spellings = [self._spelt(token) for token in tokens]
+        spellings = [self._get_spelling(token) for token in tokens]
         text = b"".join([before, *spellings])
         end = max(place + len(breaker) if (place := text.rfind(breaker)) >= 0 else 0 for breaker in self._texts)
         count, reached = 0, len(before)
@@ -56,7 +56,7 @@ class Breakers:
             count += 1
         return count, text[max(0, len(text) - self._carried) :]
 
-    def _spelt(self, token: int) -> bytes:
+    def _get_spelling(self, token: int) -> bytes:
         if token not in self._spellings:
             self._spellings[token] = self._spelling(token)
         return self._spellings[token]

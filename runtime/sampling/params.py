@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.ranges import (
     FLAG,
@@ -15,7 +15,7 @@ from llmc.runtime.sampling.ranges import (
     Parameter,
     above,
     biases,
-    filled,
+    drop_empty,
     integer,
     number,
     one_of,
@@ -147,7 +147,7 @@ class SamplingParams:
     banned_tokens: tuple[int, ...] = _bias((), tokens(_MOST_TOKENS), "tokens that may not come")
     allowed_tokens: tuple[int, ...] | None = _bias(
         None,
-        optional(filled(tokens(_MOST_TOKENS))),
+        optional(drop_empty(tokens(_MOST_TOKENS))),
         "the only tokens that may come",
         short=f"1 to {_MOST_TOKENS:,} token ids",
     )
@@ -191,7 +191,7 @@ class SamplingParams:
     )
     regex: str | None = _form(None, optional(TEXT), "the output matches this regular expression")
     grammar: str | None = _form(None, optional(TEXT), "the output is derived from this grammar")
-    choice: tuple[str, ...] | None = _form(None, optional(filled(TEXTS)), "the output is one of these")
+    choice: tuple[str, ...] | None = _form(None, optional(drop_empty(TEXTS)), "the output is one of these")
     on_overflow: Literal["refuse", "truncate_left", "sink"] = _end(
         "refuse",
         one_of("refuse", "truncate_left", "sink"),
@@ -275,7 +275,7 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
     for name in overrides.keys() - set(known):
         close = neighbour(name, known)
         hint = f"did you mean {close}?" if close else f"expected one of {', '.join(known)}"
-        raise UsageError(f"unknown sampling parameter {written(name)}; {hint}")
+        raise UsageError(f"unknown sampling parameter {format_value(name)}; {hint}")
 
 
 # ------------------------------------------------------------------------------------------------------ combinations
@@ -326,13 +326,13 @@ def check_combination(params: SamplingParams) -> None:
     for mode, is_on, excluded in _MODES:
         clash = next((name for name in excluded if _is_set(params, name)), None) if is_on(params) else None
         if clash:
-            raise UsageError(f"{mode} cannot be combined with {_shown(params, clash)}; leave one of them out")
+            raise UsageError(f"{mode} cannot be combined with {_show_parameter(params, clash)}; leave one of them out")
     guides = [name for name in GUIDES if _is_set(params, name)]
     if len(guides) > 1:
         raise UsageError(f"{' and '.join(guides)} are given, expected at most one of {', '.join(GUIDES)}")
     for name, needed, holds in _NEEDS:
         if _is_set(params, name) and not holds(params):
-            raise UsageError(f"{_shown(params, name)} needs {needed}")
+            raise UsageError(f"{_show_parameter(params, name)} needs {needed}")
     if params.num_beams > 1 and params.temperature not in (0, 1):
         raise UsageError(f"beam search draws nothing, so temperature={params.temperature} cannot be used; leave it out")
     if params.num_beams > 1 and params.speculate:
@@ -343,5 +343,5 @@ def _is_set(params: SamplingParams, name: str) -> bool:
     return bool(getattr(params, name) != _DEFAULTS[name])
 
 
-def _shown(params: SamplingParams, name: str) -> str:
-    return f"{name}={written(getattr(params, name))}"
+def _show_parameter(params: SamplingParams, name: str) -> str:
+    return f"{name}={format_value(getattr(params, name))}"

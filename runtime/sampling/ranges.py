@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Range:
 
     def error(self, name: str, value: object) -> UsageError:
         """The refusal of a ``value`` of the parameter ``name`` that is not in the range."""
-        return UsageError(f"{name} is {written(value)}, expected {self.expected}")
+        return UsageError(f"{name} is {format_value(value)}, expected {self.expected}")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _numbers(
 ) -> Range:
     short = f"from {low}" if high == math.inf else f"{low} to {most or high}"
     text = f"of at least {low}" if high == math.inf else f"from {short}"
-    return Range(kind, f"{name} {text}{_noted(note)}", lambda value: holds(value, low, high), short, note)
+    return Range(kind, f"{name} {text}{_format_note(note)}", lambda value: holds(value, low, high), short, note)
 
 
 def above(low: float, high: float = math.inf) -> Range:
@@ -129,7 +129,7 @@ def above(low: float, high: float = math.inf) -> Range:
     )
 
 
-def _noted(note: str) -> str:
+def _format_note(note: str) -> str:
     return f" ({note})" if note else ""
 
 
@@ -173,7 +173,7 @@ def biases(size: float, most: int) -> Range:
     return Range("biases", expected, holds, f"up to {most:,} (id, {pair}) pairs")
 
 
-def filled(values: Range) -> Range:
+def drop_empty(values: Range) -> Range:
     """The tuples of a range but the empty one."""
     expected = values.expected.replace("a tuple", "a non-empty tuple")
     return replace(values, expected=expected, holds=lambda value: values.holds(value) and value != ())

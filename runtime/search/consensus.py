@@ -20,7 +20,7 @@ class Similarity:
         return self.compare(self.parts(hypothesis), self.parts(reference))
 
 
-def expected_similarities(texts: Sequence[str], similarity: Similarity) -> list[float]:
+def compute_expected_similarities(texts: Sequence[str], similarity: Similarity) -> list[float]:
     """The expected similarity of each text to what the model might say, for which the texts themselves stand.
 
     Kumar and Byrne, Minimum Bayes-Risk Decoding for Statistical Machine Translation, https://aclanthology.org/N04-1022;

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.strict import read_bytes
 
@@ -250,7 +250,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for setting in settings():
-            object.__setattr__(self, setting.name, _checked(setting, getattr(self, setting.name)))
+            object.__setattr__(self, setting.name, _check(setting, getattr(self, setting.name)))
         _check_together(self)
 
     @property
@@ -290,10 +290,10 @@ _KINDS = {
 def settings() -> tuple[Setting, ...]:
     """Every setting, in the order in which they are declared."""
     hints = typing.get_type_hints(ServerConfig)
-    return tuple(_described(f.name, hints[f.name], f.default, f.metadata) for f in fields(ServerConfig))
+    return tuple(_describe(f.name, hints[f.name], f.default, f.metadata) for f in fields(ServerConfig))
 
 
-def _described(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Setting:
+def _describe(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Setting:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = typing.get_args(hint)[0]
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
@@ -326,7 +326,7 @@ def _read(path: Path) -> dict[str, Any]:
         if name not in known:
             raise UsageError(f"{path}: there is no setting {name!r:.60}; {_advice(name, known)}")
         try:
-            given[name] = _beside(path, known[name], _checked(known[name], value))
+            given[name] = _beside(path, known[name], _check(known[name], value))
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
     return given
@@ -350,7 +350,7 @@ def _beside(path: Path, setting: Setting, value: Any) -> Any:
     return value
 
 
-def _checked(setting: Setting, value: Any) -> Any:
+def _check(setting: Setting, value: Any) -> Any:
     """The value in the type of its field: a list as a tuple, a whole number as a number, a text as a path."""
     if value is None and setting.default is None and setting.kind != "models":
         return None
@@ -360,11 +360,11 @@ def _checked(setting: Setting, value: Any) -> Any:
         _check_names(value)
     wrong = taken is None or (setting.choices and value not in setting.choices)
     if wrong or (low is not None and taken < low) or (high is not None and not taken <= high):
-        raise UsageError(f"{setting.name} is {written(value)}, expected {expected(setting)}")
+        raise UsageError(f"{setting.name} is {format_value(value)}, expected {describe_values(setting)}")
     return taken
 
 
-def expected(setting: Setting) -> str:
+def describe_values(setting: Setting) -> str:
     """The values of a setting in words, such as ``1 ... 65535 bytes``."""
     if setting.choices:
         return f"one of {', '.join(setting.choices)}"
@@ -382,7 +382,7 @@ def _check_names(models: Mapping[Any, Any]) -> None:
     """Refuse a name that no client could ask for."""
     for name in models:
         if type(name) is not str or not _MODEL.fullmatch(name):
-            said = f"models has the name {written(name)}, expected letters, digits and . _ : / + @ -"
+            said = f"models has the name {format_value(name)}, expected letters, digits and . _ : / + @ -"
             raise UsageError(f"{said}, a letter or digit first; give it another name")
 
 
@@ -396,7 +396,7 @@ def _texts(value: Any) -> tuple[str, ...] | None:
     return tuple(value) if whole else None
 
 
-def _named_paths(value: Any) -> Mapping[str, Path] | None:
+def _read_named_paths(value: Any) -> Mapping[str, Path] | None:
     if not isinstance(value, Mapping):
         return None
     found = {name: _path(folder) for name, folder in value.items() if type(name) is str and _MODEL.fullmatch(name)}
@@ -413,7 +413,7 @@ _TAKEN: Mapping[str, Any] = {
     "choice": lambda value: value if type(value) is str else None,
     "path": _path,
     "list": _texts,
-    "models": _named_paths,
+    "models": _read_named_paths,
 }
 _WORDS = {
     "flag": "true or false",
@@ -438,7 +438,7 @@ def is_local(host: str) -> bool:
 def _check_together(config: ServerConfig) -> None:
     unknown = [name for name in config.warm if name not in config.models]
     if unknown and config.models:
-        raise UsageError(f"warm holds {written(unknown[0])}, expected names of models: {', '.join(config.models)}")
+        raise UsageError(f"warm holds {format_value(unknown[0])}, expected names of models: {', '.join(config.models)}")
     if (config.tls_cert is None) != (config.tls_key is None):
         given, other = ("tls_key", "tls_cert") if config.tls_cert is None else ("tls_cert", "tls_key")
         raise UsageError(f"{given} is given without {other}: expected both for HTTPS, or neither")
@@ -447,12 +447,12 @@ def _check_together(config: ServerConfig) -> None:
     open_to_others = config.unix_socket is None and not is_local(config.host)
     if open_to_others and config.keys_file is None and not config.allow_no_keys:
         raise UsageError(
-            f"host is {written(config.host)}, which other machines reach, and no key would be asked for; "
+            f"host is {format_value(config.host)}, which other machines reach, and no key would be asked for; "
             "give keys_file, or allow_no_keys if everybody may use the service"
         )
     for origin in config.cors_origins:
         if not _ORIGIN.fullmatch(origin):
             raise UsageError(
-                f"cors_origins holds {written(origin)}, expected origins as browsers write them, such as "
+                f"cors_origins holds {format_value(origin)}, expected origins as browsers write them, such as "
                 "https://example.com: lower case, no path, no '*'"
             )

@@ -17,13 +17,13 @@ from starlette.responses import JSONResponse
 from llmc.errors import LlmcError
 from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
-from llmc.runtime.server.http.accounts import allowed
+from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import Body
-from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError, from_llmc, named
-from llmc.runtime.server.http.streams import EventStream, encoded, unless_gone
-from llmc.runtime.server.http.validation import given
-from llmc.runtime.server.models.service import Service, service_of, submitted
+from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError, from_llmc, name_parameters
+from llmc.runtime.server.http.streams import EventStream, encode_json, unless_gone
+from llmc.runtime.server.http.validation import take_body
+from llmc.runtime.server.models.service import Service, service_of, submit_promptly
 from llmc.runtime.server.openai.chat import ChatRequest, Tool, open_chat
 
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
@@ -137,7 +137,7 @@ class Asked(Body):
         return ChatRequest.model_validate(
             {
                 **self.options.plain(),
-                "model": named_model(service, self.model),
+                "model": parse_model_name(service, self.model),
                 "messages": messages,
                 "response_format": form,
                 "reasoning_effort": effort,
@@ -176,7 +176,7 @@ class OllamaPrompt(Asked):
         return self.chat(service, [*system, {"role": "user", "content": self.prompt}])
 
 
-def named_model(service: Service, name: str) -> str:
+def parse_model_name(service: Service, name: str) -> str:
     """The model's name without the tag that clients add."""
     return name if name in service.pool.names else name.removesuffix(":latest")
 
@@ -260,10 +260,10 @@ async def lines(pieces: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
     async with aclosing(pieces) as objects:  # type: ignore[type-var]
         try:
             async for one in objects:
-                yield encoded(one).encode() + b"\n"
+                yield encode_json(one).encode() + b"\n"
         except (ApiError, LlmcError) as error:
             refusal = error if isinstance(error, ApiError) else from_llmc(error)
-            yield encoded({"error": refusal.message}).encode() + b"\n"
+            yield encode_json({"error": refusal.message}).encode() + b"\n"
 
 
 async def chat_pieces(body: Asked, handle: ChatHandle, member: Any) -> AsyncIterator[dict[str, Any]]:
@@ -306,11 +306,11 @@ class Lines(EventStream):
 
 
 @router.post("/api/chat", response_model=None)
-async def chat(body: Annotated[OllamaChat, given(OllamaChat)], request: Request, service: Served) -> Response:
+async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Request, service: Served) -> Response:
     """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded."""
     async with AsyncExitStack() as held:
         if not body.messages:
-            return await loaded(body, service, held, chat_member)
+            return await load_model(body, service, held, chat_member)
         asked = await aside(lambda: body.request(service))
         _, handle = await open_chat(asked, held, service)
         if body.stream:
@@ -323,14 +323,14 @@ async def chat(body: Annotated[OllamaChat, given(OllamaChat)], request: Request,
 
 @router.post("/api/generate", response_model=None)
 async def generate(
-    body: Annotated[OllamaPrompt, given(OllamaPrompt)],
+    body: Annotated[OllamaPrompt, take_body(OllamaPrompt)],
     request: Request,
     service: Served,
 ) -> Response:
     """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false."""
     async with AsyncExitStack() as held:
         if not body.prompt:
-            return await loaded(body, service, held, prompt_member)
+            return await load_model(body, service, held, prompt_member)
         if body.raw:
             return await complete(body, request, service, held)
         asked = await aside(lambda: body.request(service))
@@ -348,10 +348,10 @@ async def complete(body: OllamaPrompt, request: Request, service: Service, held:
     for name in ("system", "format", "think"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is given beside raw, which leaves the template out; leave {name} out")
-    model = await held.enter_async_context(service.generator(named_model(service, body.model)))
-    with named({"max_tokens": "options.num_predict"}):
-        arguments = service.bounded(body.options.plain()) | {"parse_special": service.config.allow_special}
-        handle = await submitted(partial(model.stream, body.prompt, **arguments))
+    model = await held.enter_async_context(service.generator(parse_model_name(service, body.model)))
+    with name_parameters({"max_tokens": "options.num_predict"}):
+        arguments = service.bound_sampling(body.options.plain()) | {"parse_special": service.config.allow_special}
+        handle = await submit_promptly(partial(model.stream, body.prompt, **arguments))
     held.callback(handle.cancel)
 
     async def pieces() -> AsyncIterator[dict[str, Any]]:
@@ -367,9 +367,9 @@ async def complete(body: OllamaPrompt, request: Request, service: Service, held:
     return JSONResponse({**head_of(body), "response": result.text, **end_of(result, result.finish_reason)})
 
 
-async def loaded(body: Asked, service: Service, held: AsyncExitStack, member: Any) -> Response:
+async def load_model(body: Asked, service: Service, held: AsyncExitStack, member: Any) -> Response:
     """Load the model, which is what a request without a prompt asks for."""
-    await held.enter_async_context(service.model(named_model(service, body.model)))
+    await held.enter_async_context(service.model(parse_model_name(service, body.model)))
     return JSONResponse({**head_of(body), **member("", "", None), "done": True, "done_reason": "load"})
 
 
@@ -397,13 +397,13 @@ def card(service: Service, name: str) -> dict[str, Any]:
 @router.get("/api/tags")
 async def tags(service: Served) -> dict[str, Any]:
     """The models that are served to this client."""
-    return {"models": [card(service, name) for name in service.pool.names if allowed(name)]}
+    return {"models": [card(service, name) for name in service.pool.names if allows_model(name)]}
 
 
 @router.get("/api/ps")
 async def running(service: Served) -> dict[str, Any]:
     """Those of them that are loaded."""
-    return {"models": [card(service, name) for name in service.pool.models() if allowed(name)]}
+    return {"models": [card(service, name) for name in service.pool.models() if allows_model(name)]}
 
 
 @router.get("/api/version")
@@ -421,11 +421,11 @@ class Named(Body):
 
 
 @router.post("/api/show")
-async def show(body: Annotated[Named, given(Named)], service: Served) -> dict[str, Any]:
+async def show(body: Annotated[Named, take_body(Named)], service: Served) -> dict[str, Any]:
     """The facts of a model, and its abilities."""
     if not (name := body.model or body.name):
         raise ApiError(400, "model is missing; give it", param="model")
-    name = service.name(named_model(service, name))
+    name = service.name(parse_model_name(service, name))
     manifest = service.pool.manifest(name)
     encoder, family = manifest.geometry.encoder, manifest.geometry.model_type
     return {

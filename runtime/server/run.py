@@ -19,10 +19,10 @@ from llmc.errors import GpuError, LlmcError, UsageError
 from llmc.runtime.observe.tracing import event
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import Guarded, guarded, uvicorn_options
-from llmc.runtime.server.http.logs import RequestLog, logging_to_stderr, route_noted
+from llmc.runtime.server.http.guarded import Guarded, guard_app, uvicorn_options
+from llmc.runtime.server.http.logs import RequestLog, log_to_stderr, route_noted
 from llmc.runtime.server.models.pool import ModelPool
-from llmc.runtime.server.supervisor import inherited_sockets, notify, reloading, watchdog_s
+from llmc.runtime.server.supervisor import describe_reload, inherit_sockets, notify, watchdog_s
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ def serve(config: ServerConfig) -> None:
         BundleError, ResourceError: a model cannot be loaded, or not all of them fit.
         GpuError: the GPU was lost, and only another process can use it again.
     """
-    with logging_to_stderr(config.log_format):
+    with log_to_stderr(config.log_format):
         pool = ModelPool(config.models, memory=config.memory, load_options=config.load_options)
-        run(config, pool, guarded(route_noted(make_app(config, pool)), config))
+        run(config, pool, guard_app(route_noted(make_app(config, pool)), config))
 
 
 class Models(Protocol):
@@ -77,7 +77,7 @@ def run(config: ServerConfig, models: Models, app: Guarded) -> None:
     """
     logged = RequestLog(app, bodies=config.log_prompts)
     options = _uvicorn_config(config, logged)
-    with listening(config) as sockets:
+    with open_sockets(config) as sockets:
         server = Server(options, models, config, logged, app.reload)
         for address in map(_url(config), sockets):
             event(log, "listening", address=address)
@@ -167,7 +167,7 @@ class Server(uvicorn.Server):
 
     async def _reload(self) -> None:
         """Do as SIGHUP asks; whatever fails is logged, and what was there before goes on."""
-        notify(reloading())
+        notify(describe_reload())
         try:
             self._reload_all()
         except (LlmcError, OSError) as error:
@@ -248,9 +248,9 @@ class Server(uvicorn.Server):
 
 
 @contextmanager
-def listening(config: ServerConfig) -> Iterator[list[socket.socket]]:
+def open_sockets(config: ServerConfig) -> Iterator[list[socket.socket]]:
     """Sockets that listen: systemd's if it gave any, the Unix socket, or host and port."""
-    found = inherited_sockets()
+    found = inherit_sockets()
     made = None
     try:
         if not found:

@@ -28,7 +28,7 @@ def notify(state: str) -> None:
         return
 
 
-def reloading() -> str:
+def describe_reload() -> str:
     """The state to send when a reload begins; ``READY=1`` ends it."""
     return f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}"
 
@@ -41,7 +41,7 @@ def watchdog_s() -> float | None:
     return int(wanted) / 2e6
 
 
-def inherited_sockets(environment: MutableMapping[str, str] = os.environ) -> list[socket.socket]:
+def inherit_sockets(environment: MutableMapping[str, str] = os.environ) -> list[socket.socket]:
     """Sockets that systemd listens on and hands over (sd_listen_fds(3)); none where this process was not meant."""
     given = {name: environment.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")}
     if given["LISTEN_PID"] != str(os.getpid()) or not given["LISTEN_FDS"].isdecimal():

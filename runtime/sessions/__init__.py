@@ -8,7 +8,7 @@ from llmc.bundle import Manifest, Target
 from llmc.errors import BundleError
 from llmc.runtime.sessions.base import Batch, Phase, Session
 
-__all__ = ["Batch", "Phase", "Session", "emulated", "open_session"]
+__all__ = ["Batch", "Phase", "Session", "emulate_target", "open_session"]
 
 ENGINES = {
     "onnxruntime": "llmc.runtime.sessions.onnxruntime.cpu:OnnxRuntimeSession",
@@ -38,7 +38,7 @@ def open_session(folder: Path, manifest: Manifest, threads: int) -> Session:
     return session
 
 
-def emulated(manifest: Manifest) -> Manifest:
+def emulate_target(manifest: Manifest) -> Manifest:
     """The manifest of a GPU's bundle as if it were for the CPU, so that its graph is run there: slow, to check it."""
     if manifest.device is None:
         return manifest

@@ -109,19 +109,19 @@ class DraftLength:
 
     def length(self, rows: int = 1) -> int:
         """Drafts to ask for before the next step of a batch of ``rows`` sequences, this one included; 0 for none."""
-        return self._chosen(self.longest, SUREST, rows)[0]
+        return self._choose_length(self.longest, SUREST, rows)[0]
 
     def keep(self, had: int, asked: int, rows: int = 1) -> int:
         """The drafts to verify (the first ones) of ``had``, where ``asked`` were asked for; report them by
-        :meth:`verified`."""
+        :meth:`note_verified`."""
         kind = kind_of(had, asked)
-        length, stake = self._chosen(had, kind, rows)
+        length, stake = self._choose_length(had, kind, rows)
         if length:
             self._class, self._staked = kind, stake
             self._shared.book(stake)  # not to be staked twice in a step
         return length
 
-    def verified(self, proposed: int, accepted: int, rows: int = 1, seconds: float | None = None) -> None:
+    def note_verified(self, proposed: int, accepted: int, rows: int = 1, seconds: float | None = None) -> None:
         """Learn how many of ``proposed`` > 0 drafts were accepted, once ``costs`` knows the call; ``seconds`` for
         drafting."""
         assert 0 <= accepted <= proposed and proposed > 0
@@ -138,7 +138,7 @@ class DraftLength:
         self._shared.book(lost - self._staked)
         self._staked = 0.0
 
-    def watched(self, had: int, asked: int, guessed: int, right: int) -> None:
+    def note_watched(self, had: int, asked: int, guessed: int, right: int) -> None:
         """Learn that of ``guessed`` > 0 drafts that were not verified so many came true; the others as in ``keep``."""
         assert 0 <= right <= guessed and guessed > 0
         self._acceptance[kind_of(had, asked)].count(guessed, right, self._position)
@@ -157,7 +157,7 @@ class DraftLength:
         self._shared.book(-self._staked)
         self._staked = 0.0
 
-    def _chosen(self, had: int, kind: int, rows: int) -> tuple[int, float]:
+    def _choose_length(self, had: int, kind: int, rows: int) -> tuple[int, float]:
         """The best length up to ``had``, and what it could lose; 0 if it is not expected to win."""
         if self._streak >= REMEASURE:
             return 0, 0.0
@@ -178,13 +178,13 @@ class DraftLength:
                 break
             tokens = length + 1
             count = self._costs.count(self._phase(tokens), 1, tokens)
-            both = self._seconds(length, rows, most=(settled or self._assumed(tokens)) if count == 1 else None)
+            both = self._seconds(length, rows, most=(settled or self._assume_seconds(tokens)) if count == 1 else None)
             if count > 1:
                 settled = self._costs.predict(self._phase(tokens), 1, tokens)
             if both is None:
                 continue
             ratio = both[1] / both[0]
-            factor = (rows - 1 + expected(length, acceptance)) / rows / ratio
+            factor = (rows - 1 + expect_tokens(length, acceptance)) / rows / ratio
             if factor > gain and rows * (ratio - 1) <= most:
                 best, gain, stake = length, factor, max(0.0, rows * (ratio - 1))
         return best, gain, stake
@@ -202,12 +202,12 @@ class DraftLength:
         if not plain or others is None:
             return None
         if call is None:
-            call = self._assumed(length + 1)
+            call = self._assume_seconds(length + 1)
         if drafting is None:
             drafting = costs.predict(self.drafter, 1, length) or 0.0
         return plain, others + (call if most is None else min(call, most)) + drafting
 
-    def _assumed(self, tokens: int) -> float:
+    def _assume_seconds(self, tokens: int) -> float:
         """Seconds of a call of so many tokens as long as none is known: a step, and a quarter for each token."""
         return (1 + tokens / 4) * (self.step(1) or 0.0)
 
@@ -240,6 +240,6 @@ def kind_of(had: int, asked: int) -> int:
     return SUREST if had >= asked else bisect_left(UNSURE, had)
 
 
-def expected(length: int, a: float) -> float:
+def expect_tokens(length: int, a: float) -> float:
     """Tokens that a call with ``length`` drafts commits on average, each accepted with probability ``a``."""
     return length + 1.0 if a >= 1.0 else (1.0 - a ** (length + 1)) / (1.0 - a)

@@ -17,7 +17,7 @@ LOOK_SHARE = 0.005
 class Speculator:
     """Asks the drafter for one sequence's drafts and learns from what becomes of them.
 
-    Each step: :meth:`drafts`; the call, with its seconds told to ``costs``; :func:`verify`; :meth:`committed`.
+    Each step: :meth:`drafts`; the call, with its seconds told to ``costs``; :func:`verify`; :meth:`note_committed`.
 
     Drafts that are not worth a call are compared with the tokens that come anyway, so text that begins to repeat itself
     is noticed. After a look that found nothing worth a call there is none until it took 0.5 % of the time.
@@ -48,7 +48,7 @@ class Speculator:
         # The drafter first reads the prompt, which is not the usual cost.
         usual = self._length > 0
         self._compare(tokens)
-        found = self._found(tokens, room, rows)
+        found = self._find_drafts(tokens, room, rows)
         self._seconds = perf_counter() - start if usual else None
         if not found and self._seconds is not None:
             self._costs.observe(self._looking, 1, 1, self._seconds)
@@ -56,10 +56,10 @@ class Speculator:
             self._rest = rows * spent / plain / LOOK_SHARE
         return found
 
-    def committed(self, proposed: int, tokens: int, rows: int = 1) -> None:
+    def note_committed(self, proposed: int, tokens: int, rows: int = 1) -> None:
         """Learn that after ``proposed`` drafts, or none, ``tokens`` tokens were committed, from 1."""
         if proposed:
-            self.control.verified(proposed, tokens - 1, rows, self._seconds)
+            self.control.note_verified(proposed, tokens - 1, rows, self._seconds)
             return
         self._rest -= 1
         self.control.plain()
@@ -71,7 +71,7 @@ class Speculator:
         if answer and isinstance(self._drafter, AnswerLookup):
             self._drafter.answers.add(answer)
 
-    def _found(self, tokens: Sequence[int], room: int, rows: int) -> list[int]:
+    def _find_drafts(self, tokens: Sequence[int], room: int, rows: int) -> list[int]:
         """Drafts worth a call; others may be watched."""
         asked = min(room, self.control.length(rows) if self._drafter.costs_by_token else self.control.longest)
         had = self._propose(tokens, asked or TRIAL)
@@ -99,7 +99,7 @@ class Speculator:
         right = next((i for i, (a, b) in enumerate(zip(guess.tokens, came, strict=False)) if a != b), len(came))
         if right < len(came) or len(came) == len(guess.tokens):
             self._guess = None
-            self.control.watched(guess.had, guess.asked, len(guess.tokens), right)
+            self.control.note_watched(guess.had, guess.asked, len(guess.tokens), right)
 
 
 def make_speculators(drafter: Drafter, runner: ModelRunner, longest: int) -> Callable[[int, str | None], Speculator]:

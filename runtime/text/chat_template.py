@@ -15,7 +15,7 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 
-from llmc.errors import BundleError, RequestError, UsageError, written
+from llmc.errors import BundleError, RequestError, UsageError, format_value
 from llmc.runtime.text.control_tokens import FIRST_STAND, LAST_STAND, ControlTokens, Disguise
 from llmc.runtime.text.sandbox import Sandbox
 from llmc.runtime.text.tokenizer import CONFIG_FILE, REMEDY, Tokenizer, read_tokenizer_config
@@ -120,13 +120,13 @@ class ChatTemplate:
         """
         compiled, name = self._marked if disguise else self._plain, self._name(tools is not None)
         if not isinstance(messages, list | tuple) or not messages:
-            raise UsageError(f"messages is {written(messages)}, expected a list of mappings with role and content")
+            raise UsageError(f"messages is {format_value(messages)}, expected a list of mappings with role and content")
         checked = with_calls_as_mappings(messages)
         mark = secrets.token_hex(16) if continue_final_message else None
         if mark is not None:
             if add_generation_prompt:
                 raise UsageError("continue_final_message is True and add_generation_prompt too; set one of them")
-            checked[-1] = _marked(checked[-1], f"{mark} ")
+            checked[-1] = _mark_end(checked[-1], f"{mark} ")
         others = {"tools": tools, "documents": documents, **variables}
 
         def render(copies: _Copies) -> str:
@@ -153,10 +153,10 @@ class _Compiled:
         self.special_tokens = {name: mark(text) for name, text in special_tokens.items()}
         self.sandbox = Sandbox(mark)
         self._sources = sources
-        self._templates = {name: _guarded(self.sandbox.from_string, source) for name, source in sources.items()}
+        self._templates = {name: _call_guarded(self.sandbox.from_string, source) for name, source in sources.items()}
 
     def render(self, name: str, values: dict[str, Any]) -> str:
-        rendered: str = _guarded(self._templates[name].render, values)
+        rendered: str = _call_guarded(self._templates[name].render, values)
         return rendered
 
     @cached_property
@@ -215,7 +215,7 @@ def with_calls_as_mappings(messages: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _marked(message: Any, mark: str) -> Any:
+def _mark_end(message: Any, mark: str) -> Any:
     """The last message with a mark at the end of its text, as transformers finds the place."""
     wrong = "expected one of the assistant with text, and without calls, for the answer to go on with"
     if not isinstance(message, Mapping) or message.get("role") != "assistant" or message.get("tool_calls"):
@@ -275,10 +275,10 @@ class _Copies:
         if not isinstance(message, Mapping):
             raise UsageError(f"{where} is a {type(message).__name__}, expected a mapping with role and content")
         if not isinstance(message.get("role"), str):
-            raise UsageError(f"{where} has the role {written(message.get('role'))}, expected text such as user")
+            raise UsageError(f"{where} has the role {format_value(message.get('role'))}, expected text such as user")
         if not isinstance(message.get("content"), (str, list, tuple)) and not message.get("tool_calls"):
             raise UsageError(
-                f"{where} has the content {written(message.get('content'))}, expected text or a list of parts"
+                f"{where} has the content {format_value(message.get('content'))}, expected text or a list of parts"
             )
         # Templates expect what is not there to be missing, not None.
         plain = self.plain({key: value for key, value in message.items() if value is not None}, where)
@@ -308,7 +308,7 @@ class _Copies:
 
     def _pair(self, key: Any, item: Any, where: str, depth: int) -> tuple[Any, Any]:
         if isinstance(key, (Mapping, list, tuple)):
-            raise UsageError(f"{where} has the key {written(key)}, expected text or a number")
+            raise UsageError(f"{where} has the key {format_value(key)}, expected text or a number")
         if key in _COMPARED and isinstance(item, str) and item.isidentifier():
             self._size += len(item)
             kept = self._words is None or item in self._words | _ROLES
@@ -317,7 +317,7 @@ class _Copies:
         if self._words is not None:
             other = chr(FIRST_STAND + len(self._keys) % 1000) * 2
             copied = key if key in self._words else self._keys.setdefault(key, other)
-        return copied, self.plain(item, f"{where}.{key if isinstance(key, str) else written(key):.40}", depth + 1)
+        return copied, self.plain(item, f"{where}.{key if isinstance(key, str) else format_value(key):.40}", depth + 1)
 
 
 def _hide_all(text: str) -> str:
@@ -332,7 +332,7 @@ def _line(message: object) -> str:
 # ----------------------------------------------------------------------------------------------------------- sandbox
 
 
-def _guarded(call: Callable[[Any], Any], argument: Any) -> Any:
+def _call_guarded(call: Callable[[Any], Any], argument: Any) -> Any:
     try:
         return call(argument)
     except jinja2.TemplateSyntaxError as error:

@@ -73,7 +73,7 @@ def _overlap(text: str, stop: str) -> int:
     return len(text) - start if start >= 0 else 0
 
 
-def decoded(tokenizer: Tokenizer, ids: Sequence[int], shown: Collection[int] = ()) -> str:
+def decode_all(tokenizer: Tokenizer, ids: Sequence[int], shown: Collection[int] = ()) -> str:
     """The text of all of ``ids``, with the names of special tokens in ``shown``."""
     if not shown:
         return tokenizer.decode(ids)
@@ -121,7 +121,7 @@ class _IncrementalDecoder:
                 self._window, self._returned = [token_id], len(text) - 1
             return text[: self._returned] if self._window else text
         if self._tokenizer.is_silent(token_id):
-            return self._named(token_id) if token_id in self._shown else ""
+            return self._name_token(token_id) if token_id in self._shown else ""
         self._window.append(token_id)
         if self._tokenizer.is_byte(token_id):
             return ""
@@ -136,7 +136,7 @@ class _IncrementalDecoder:
             self._returned = len(self._tokenizer.decode(self._window)) - open_end
         return delta
 
-    def _named(self, token_id: int) -> str:
+    def _name_token(self, token_id: int) -> str:
         """The text so far that was not returned yet, and the token's name; what follows is a text of its own."""
         text = self.finish() + self._tokenizer.decode([token_id], skip_special_tokens=False)
         self._window, self._returned = [], 0

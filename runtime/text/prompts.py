@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.bundle import PROMPTS_FILE
-from llmc.errors import BundleError, UsageError, written
+from llmc.errors import BundleError, UsageError, format_value
 from llmc.strict import read_json
 
 # Prompts that state a task in words: a text's own task may take the place of these words.
@@ -69,7 +69,7 @@ class Prompts:
         if instruction is None:
             return self.default
         if not isinstance(instruction, str):
-            raise UsageError(f"instruction is {written(instruction)}, expected a prompt's name or a text")
+            raise UsageError(f"instruction is {format_value(instruction)}, expected a prompt's name or a text")
         if instruction in self.named or not instruction:
             return self.named.get(instruction, "")
         if not instruction.rstrip().endswith(":"):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llmc.errors import RequestError, UsageError, written
+from llmc.errors import RequestError, UsageError, format_value
 from llmc.runtime.text.chat_template import ChatTemplate, with_calls_as_mappings
 from llmc.runtime.text.control_tokens import Disguise
 
@@ -12,7 +12,7 @@ Write = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]
 _ADVICE = "which the model's chat template does not show to the model"
 
 
-def rendered(
+def render_messages(
     template: ChatTemplate,
     messages: Messages,
     add_generation_prompt: bool = True,
@@ -47,7 +47,7 @@ def rendered(
         own = sorted(known - {"messages", "tools", "documents", "add_generation_prompt"})
         expected = f"expected some of {', '.join(own)}" if own else "which reads none; leave it out"
         raise UsageError(
-            f"chat_template_kwargs holds {written(min(unknown))}, which the model's chat template does not read, "
+            f"chat_template_kwargs holds {format_value(min(unknown))}, which the model's chat template does not read, "
             f"{expected}"
         )
 
@@ -67,7 +67,7 @@ def rendered(
         fewer = [found for message in messages if (found := less(message)) is not None]
         if fewer != list(messages) and _same(render, fewer, prompt):
             if less is _without_calls and write is not None:
-                messages = [_spelt(message, write) for message in with_calls_as_mappings(messages)]
+                messages = [_spell_calls(message, write) for message in with_calls_as_mappings(messages)]
                 prompt = render(messages)
                 continue
             if less is _without_name and ignored is not None:
@@ -86,7 +86,7 @@ def _same(render: Callable[[Messages], str], messages: Messages, prompt: str) ->
         return False
 
 
-def _spelt(message: Any, write: Write) -> Any:
+def _spell_calls(message: Any, write: Write) -> Any:
     """A message with its calls in its content; UsageError for those of an answer that was cut."""
     if not (_is(message, "assistant") and message.get("tool_calls")):
         return message

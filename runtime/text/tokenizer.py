@@ -84,7 +84,7 @@ class Tokenizer:
             UsageError: ``text`` is not a string.
             RequestError: ``text`` holds what is no Unicode text, such as undecodable bytes.
         """
-        with _encoding(text):
+        with _translate_errors(text):
             # Unlike encode, this lets other threads of Python run meanwhile.
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -93,7 +93,7 @@ class Tokenizer:
 
         Of two texts the second one, ``pair``, is cut; None cuts nothing. RequestError if the rest alone is too long.
         """
-        with _encoding(text), _encoding(pair or ""):
+        with _translate_errors(text), _translate_errors(pair or ""):
             first = self._backend.encode(text, add_special_tokens=False)
             second = None if pair is None else self._backend.encode(pair, add_special_tokens=False)
             kept = self._backend.num_special_tokens_to_add(pair is not None) + (0 if second is None else len(first))
@@ -113,7 +113,7 @@ class Tokenizer:
             ids = self.encode(self.controls.unmark(prompt), add_special_tokens=False)
             if self.controls.all_written(prompt, ids):
                 return ids
-        with _encoding(prompt):
+        with _translate_errors(prompt):
             return self.controls.encode(prompt, disguise)
 
     def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -173,7 +173,7 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise UsageError(f"token ids are integers of at least 0: {error}") from error
 
-    def normalized_length(self, text: str) -> int:
+    def count_normalized(self, text: str) -> int:
         """Characters of ``text`` as the model's vocabulary sees it."""
         normalizer = self._backend.normalizer
         return len(text) if normalizer is None else len(normalizer.normalize_str(text))
@@ -190,7 +190,7 @@ class Tokenizer:
         """True for a byte-fallback token such as ``<0xE4>``, whose text depends on the bytes around it."""
         return token_id in self._byte_ids
 
-    def spelling(self, token_id: int) -> bytes:
+    def spell(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text that goes on, for a special token its name; they need not be UTF-8."""
         if token_id in self._added:
             return self._added[token_id]
@@ -212,7 +212,7 @@ _BYTE_LEVEL = {0x100 + place: byte for place, byte in enumerate(sorted({*range(2
 
 
 @contextmanager
-def _encoding(text: Any) -> Iterator[None]:
+def _translate_errors(text: Any) -> Iterator[None]:
     """Translate what encoding raises."""
     if not isinstance(text, str):
         raise UsageError(f"the text is {type(text).__name__}, expected str")

@@ -49,7 +49,7 @@ CHATS: tuple[dict[str, Any], ...] = (
 )
 
 
-def tried_tokenizer(folder: Path) -> Tokenizer:
+def load_tried_tokenizer(folder: Path) -> Tokenizer:
     """:meth:`Tokenizer.from_folder`, after a trial where these files have not been tried on this machine.
 
     Raises:
@@ -70,7 +70,7 @@ def try_tokenizer(folder: Path) -> None:
         return
     try:
         call_apart(f"{__name__}:examine", str(folder), seconds=TRIAL_S, memory=TRIAL_BYTES)
-        with disk_cache.published(known):
+        with disk_cache.publish_entry(known):
             pass
     except ApartError as error:
         if error.refused:
@@ -129,7 +129,7 @@ def _use(tokenizer: Tokenizer, sample: str, path: Path) -> None:
     most = MOST_PER_CHARACTER * (len(sample) + MOST_PER_CHARACTER)
     for special in (True, False):
         ids = tokenizer.encode(sample, add_special_tokens=special)
-        if (made := max(len(ids), tokenizer.normalized_length(sample))) > most:
+        if (made := max(len(ids), tokenizer.count_normalized(sample))) > most:
             raise BundleError(f"{path} makes {made} tokens or characters of {len(sample)}, at most {most} are expected")
         tokenizer.decode(ids, skip_special_tokens=special)
 

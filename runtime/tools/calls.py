@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 
 # OpenAI's rule; templates write names between quotes, brackets or spaces.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -100,7 +100,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if not isinstance(tools, list | tuple):
-        raise UsageError(f"tools is {written(tools)}, expected a list of functions")
+        raise UsageError(f"tools is {format_value(tools)}, expected a list of functions")
     if len(tools) > MOST_TOOLS:
         raise UsageError(f"tools holds {len(tools)} functions, expected at most {MOST_TOOLS}")
     found = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
@@ -113,37 +113,41 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
 
 def _tool(tool: Any, where: str) -> Tool:
     if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
-        raise UsageError(f'{where} is {written(tool)}, expected {{"type": "function", "function": {{...}}}}')
+        raise UsageError(f'{where} is {format_value(tool)}, expected {{"type": "function", "function": {{...}}}}')
     function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UsageError(f"{where} has the name {written(name)}, expected letters, digits, _, - and ., at most 64")
+        raise UsageError(f"{where} has the name {format_value(name)}, expected letters, digits, _, - and ., at most 64")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise UsageError(f"{where}: parameters is {written(parameters)}, expected a JSON schema, which is a mapping")
+        raise UsageError(
+            f"{where}: parameters is {format_value(parameters)}, expected a JSON schema, which is a mapping"
+        )
     if parameters and parameters.get("type", "object") != "object":
-        raise UsageError(f"{where}: parameters is of type {written(parameters['type'])}, expected 'object'")
+        raise UsageError(f"{where}: parameters is of type {format_value(parameters['type'])}, expected 'object'")
     if name in CHOICES:
         raise UsageError(f"{where} is called {name}, which is a word of tool_choice ({', '.join(CHOICES)}); rename it")
     return Tool(name, parameters, function.get("strict") is True)
 
 
-def chosen(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
+def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
     """The tools that ``tool_choice`` allows to call.
 
     Raises:
         UsageError: it is neither one of :data:`CHOICES` nor a tool's name, or wants tools and there are none.
     """
     if not isinstance(choice, str):
-        raise UsageError(f"tool_choice is {written(choice)}, expected {', '.join(CHOICES)} or a tool's name")
+        raise UsageError(f"tool_choice is {format_value(choice)}, expected {', '.join(CHOICES)} or a tool's name")
     if choice == "none" or (choice == "auto" and not tools):
         return ()
     if not tools:
-        raise UsageError(f"tool_choice is {written(choice)}, but the request has no tools; give some, or leave it out")
+        raise UsageError(
+            f"tool_choice is {format_value(choice)}, but the request has no tools; give some, or leave it out"
+        )
     if choice in CHOICES:
         return tuple(tools)
     named = tuple(tool for tool in tools if tool.name == choice)
     if not named:
         names = ", ".join([*CHOICES, *(tool.name for tool in tools)])
-        raise UsageError(f"tool_choice is {written(choice)}, expected one of {names}")
+        raise UsageError(f"tool_choice is {format_value(choice)}, expected one of {names}")
     return named

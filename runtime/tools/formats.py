@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 from llmc.runtime.tools.calls import Tool
 from llmc.runtime.tools.gemma_calls import GemmaCalls
 from llmc.runtime.tools.grammar import Spell
@@ -126,5 +126,5 @@ def writer(name: str | None) -> Callable[[Sequence[tuple[str, Mapping[str, Any]]
 def format_named(name: str) -> CallFormat:
     """The format of that name."""
     if name not in FORMATS:
-        raise UsageError(f"tool_format is {written(name)}, expected one of {', '.join(FORMATS)}")
+        raise UsageError(f"tool_format is {format_value(name)}, expected one of {', '.join(FORMATS)}")
     return FORMATS[name]

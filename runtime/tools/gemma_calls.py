@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.errors import GrammarError, written
+from llmc.errors import GrammarError, format_value
 from llmc.runtime.tools.calls import MarkedCalls, Tool
 from llmc.runtime.tools.grammar import Spell, check_name, literal, without_annotations
 from llmc.runtime.tools.json_calls import read_name, take_after_blanks
@@ -111,8 +111,8 @@ class _Rules:
         unknown = schema.keys() - {"type", *_KEPT.get(kind, ())}
         if unknown:
             raise GrammarError(
-                f"{where} has {written(sorted(unknown)[0])}, which the model's format of calls cannot hold to; leave "
-                "it out"
+                f"{where} has {format_value(sorted(unknown)[0])}, which the model's format of calls cannot hold to; "
+                "leave it out"
             )
         return self._rule(self._body(kind, schema, where, depth))
 
@@ -132,7 +132,7 @@ class _Rules:
             inner = "TEXT_VALUE" if values is None else " | ".join(literal(str(value)) for value in values)
             return f"{self._quote} ({inner}) {self._quote}"
         if kind not in _NUMBERS:
-            raise GrammarError(f"{where} has the type {written(kind)}, expected one of JSON's")
+            raise GrammarError(f"{where} has the type {format_value(kind)}, expected one of JSON's")
         return _NUMBERS[kind]
 
     def _object(self, schema: Mapping[str, Any], where: str, depth: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.errors import GrammarError, written
+from llmc.errors import GrammarError, format_value
 from llmc.runtime.tools.calls import Tool
 
 # They restrict nothing, and are most of what is written in schemas; grammars have a longest length.
@@ -77,15 +77,15 @@ def parameters_of(tool: Tool) -> Iterator[Parameter]:
     unknown = schema.keys() - _OF_PARAMETERS
     if unknown:
         raise GrammarError(
-            f"the parameters of the tool {tool.name} have {written(sorted(unknown)[0])} beside their properties, which "
-            "the model's format of calls cannot hold to; leave it out"
+            f"the parameters of the tool {tool.name} have {format_value(sorted(unknown)[0])} beside their properties, "
+            "which the model's format of calls cannot hold to; leave it out"
         )
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = schema.get("required", ())
     listed = schema.get("properties", {})
     missing = next((name for name in required if name not in listed), None)
     if missing is not None:
-        raise GrammarError(f"the tool {tool.name} requires {written(missing)}, which is none of its properties")
+        raise GrammarError(f"the tool {tool.name} requires {format_value(missing)}, which is none of its properties")
     for name, item in listed.items():
         check_name(name, tool.name)
         own = item if isinstance(item, Mapping) else {} if item is True else {"not": {}}
@@ -96,8 +96,8 @@ def check_name(name: str, where: str) -> None:
     """Refuse a parameter whose name would end where the format's own marks begin."""
     if not _NAME.fullmatch(name):
         raise GrammarError(
-            f"{where} has the parameter {written(name)}, expected letters, digits, _, - and ., for the model's format "
-            "of calls writes names without quotes"
+            f"{where} has the parameter {format_value(name)}, expected letters, digits, _, - and ., for the model's "
+            "format of calls writes names without quotes"
         )
 
 

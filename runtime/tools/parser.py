@@ -62,14 +62,14 @@ class ChatParser:
             if event is None:
                 break
             events.append(event)
-        return self._parsed(events)
+        return self._collect_parsed(events)
 
     def finish(self, cut: bool = False) -> Parsed:
         """The rest: nothing more comes; ``cut`` where the output had not come to its end."""
         self._source.ended, self._cut = True, cut
         return self.push("")
 
-    def _parsed(self, events: Sequence[Event]) -> Parsed:
+    def _collect_parsed(self, events: Sequence[Event]) -> Parsed:
         deltas: list[ToolCallDelta] = []
         for event in events:
             if isinstance(event, Called):

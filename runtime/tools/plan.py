@@ -9,11 +9,11 @@ from llmc.errors import UsageError
 from llmc.runtime.guided.json_schema import schema_text, without_rules, without_unenforceable
 from llmc.runtime.sampling.params import GUIDES
 from llmc.runtime.text.tokenizer import Tokenizer
-from llmc.runtime.tools.calls import Tool, chosen
+from llmc.runtime.tools.calls import Tool, choose_tools
 from llmc.runtime.tools.formats import FORMATS, CallFormat, format_named, format_of
 from llmc.runtime.tools.grammar import answer_grammar, bare_grammar, literal, value_of
 from llmc.runtime.tools.parser import ChatParser
-from llmc.runtime.tools.thinking import Thinking, ThinkingMarks, check_budget, marks_of, opened
+from llmc.runtime.tools.thinking import Thinking, ThinkingMarks, check_budget, marks_of, opens_reasoning
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ChatPlan:
         """The parser of one output."""
         return ChatParser(self.calls, {tool.name: tool for tool in self.tools}, self.marks, self.thinking, new_id)
 
-    def loosened(self) -> Iterator[tuple["ChatPlan", Iterable[str]]]:
+    def loosen_plans(self) -> Iterator[tuple["ChatPlan", Iterable[str]]]:
         """Plans in which calls hold to less of the tools' schemas, ever less, and what each leaves out; none where the
         answer has to be a call. Strict tools keep theirs."""
         if self.required or all(tool.strict or not tool.parameters for tool in self.tools):
@@ -58,7 +58,7 @@ class ChatPlan:
                 tools.append(tool)
             yield replace(self, tools=tuple(tools)), left_out
 
-    def sampling(self, tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
+    def make_sampling(self, tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of the request: those ``given``, and what the plan adds to them.
 
         Raises:
@@ -150,7 +150,7 @@ def plan_chat(
     Raises:
         UsageError: an argument is out of its range, or asks for what the template does not teach.
     """
-    callable_tools = chosen(tools, tool_choice)
+    callable_tools = choose_tools(tools, tool_choice)
     calls = _calls(template, tool_format) if callable_tools else None
     marks = marks_of(template)
     check_budget(reasoning_budget)
@@ -162,7 +162,7 @@ def plan_chat(
     if goes_on:
         _refuse_beside_a_beginning(required, reasoning_budget)
         marks = None
-    return ChatPlan(calls, callable_tools, required, parallel, marks, opened(prompt, marks), reasoning_budget)
+    return ChatPlan(calls, callable_tools, required, parallel, marks, opens_reasoning(prompt, marks), reasoning_budget)
 
 
 def _refuse_beside_a_beginning(required: bool, reasoning_budget: int | None) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.processors import Guide
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def marks_of(template: str) -> ThinkingMarks | None:
     return next((marks for marks in MARKS if marks.end in template), None)
 
 
-def opened(prompt: str, marks: ThinkingMarks | None) -> bool:
+def opens_reasoning(prompt: str, marks: ThinkingMarks | None) -> bool:
     """True if the prompt, as the template wrote it, ends inside the reasoning."""
     return marks is not None and prompt.rstrip().endswith(marks.begin)
 
@@ -64,7 +64,7 @@ class Thinking:
 def check_budget(budget: object) -> None:
     """Refuse a budget that is none."""
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
-        raise UsageError(f"reasoning_budget is {written(budget)}, expected an integer of at least 0, or None")
+        raise UsageError(f"reasoning_budget is {format_value(budget)}, expected an integer of at least 0, or None")
 
 
 class ThinkingGuide:
@@ -145,7 +145,7 @@ class ThinkingGuide:
                 self._answer.accept(token)
 
     def _accept_before(self, token: int) -> None:
-        self._read += self._tokenizer.spelling(token)
+        self._read += self._tokenizer.spell(token)
         read = self._read.lstrip()
         if read.startswith(self._begin):
             self._think()
@@ -156,7 +156,7 @@ class ThinkingGuide:
             self._place = _ANSWER
 
     def _accept_thought(self, token: int) -> None:
-        self._read += self._tokenizer.spelling(token)
+        self._read += self._tokenizer.spell(token)
         if self._end in self._read:
             self._end_thinking(self._read.partition(self._end)[2])
             return

@@ -68,13 +68,13 @@ class XmlCalls(MarkedCalls):
 
     def _value(self, tool: Tool, parameter: Parameter) -> str:
         """The value of a parameter and its closing tag."""
-        schema, types = resolved(parameter.schema), types_of(parameter.schema)
+        schema, types = resolve_schema(parameter.schema), types_of(parameter.schema)
         closing = literal(self.pad + _END)
         if "string" not in types:
             return f"{value_of(parameter.schema)} {closing}"
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is not None and all(_comes_back(value, types) for value in values):
-            written = " | ".join(literal(_spelt(value)) for value in values if value != "")
+            written = " | ".join(literal(_format_value(value)) for value in values if value != "")
             return f"({written}){'?' * ('' in values)} {closing}" if written else closing
         if values is not None or not _is_plain(schema):
             raise GrammarError(
@@ -89,7 +89,7 @@ class XmlCalls(MarkedCalls):
         """Calls, names with arguments, as a model is taught to write them."""
         written = []
         for tool, given in calls:
-            parts = "".join(f"<parameter={k}>{self.pad}{_spelt(v)}{self.pad}{_END}\n" for k, v in given.items())
+            parts = "".join(f"<parameter={k}>{self.pad}{_format_value(v)}{self.pad}{_END}\n" for k, v in given.items())
             written.append(f"{self.begin}\n<function={tool}>\n{parts}</function>\n{self.end}")
         return "\n".join(written)
 
@@ -192,7 +192,7 @@ def types_of(
     if reference is not None:
         if str(reference) not in known:
             known[str(reference)] = _ALL_TYPES  # of one that refers to itself
-            known[str(reference)] = types_of(_referred(root, reference), root, known)
+            known[str(reference)] = types_of(_follow_reference(root, reference), root, known)
         found &= known[str(reference)]
     if "type" in schema:
         kinds = schema["type"] if isinstance(schema["type"], list | tuple) else [schema["type"]]
@@ -206,12 +206,12 @@ def types_of(
     return found
 
 
-def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolve_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema that a reference to a definition means; any other as it is, without the definitions."""
     root = schema
     for _ in range(len(root.get("$defs", ())) + len(root.get("definitions", ())) + 1):
         schema = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
-        found = _referred(root, schema["$ref"]) if schema.keys() == {"$ref"} else None
+        found = _follow_reference(root, schema["$ref"]) if schema.keys() == {"$ref"} else None
         if not isinstance(found, Mapping):
             break
         schema = found
@@ -229,16 +229,16 @@ def _is_plain(schema: Any) -> bool:
 
 def _comes_back(value: Any, types: frozenset[str]) -> bool:
     """True if a value that is written as text is read as itself."""
-    found = json.loads(_as_json(_spelt(value), types))
-    return found == value and type(found) is type(value) and _END not in _spelt(value)
+    found = json.loads(_as_json(_format_value(value), types))
+    return found == value and type(found) is type(value) and _END not in _format_value(value)
 
 
-def _referred(root: Mapping[str, Any], reference: Any) -> Any:
+def _follow_reference(root: Mapping[str, Any], reference: Any) -> Any:
     found: Any = root
     for name in str(reference).removeprefix("#/").split("/"):
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
 
 
-def _spelt(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

@@ -31,7 +31,7 @@ class Terminal:
 
     def __init__(self, *arguments: object) -> None:
         self.ours, theirs = pty.openpty()
-        self.shown, self.read, self.ended = "", 0, False
+        self.make_arguments, self.read, self.ended = "", 0, False
         command = [sys.executable, "-c", CONTROLLED, *slow_llmc("chat", *arguments)]
         self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
         os.close(theirs)
@@ -43,18 +43,18 @@ class Terminal:
         """Read for a moment; whether ``text`` came after what was waited for before."""
         if not self.ended and select.select([self.ours], [], [], 0.1)[0]:
             try:
-                self.shown += os.read(self.ours, 65536).decode(errors="replace")
+                self.make_arguments += os.read(self.ours, 65536).decode(errors="replace")
             except OSError:  # the program was the last that had it open
                 self.ended = True
-        return text in self.shown[self.read :]
+        return text in self.make_arguments[self.read :]
 
     def wait_for(self, text: str) -> None:
         """Read until ``text`` came."""
         until = time.monotonic() + LIMIT_S
         while not self.shows(text):
             on = not self.ended and time.monotonic() < until
-            assert on, f"{text!r} did not come; the terminal shows {self.shown!r}"
-        self.read = self.shown.index(text, self.read) + len(text)
+            assert on, f"{text!r} did not come; the terminal shows {self.make_arguments!r}"
+        self.read = self.make_arguments.index(text, self.read) + len(text)
 
     def __enter__(self) -> "Terminal":
         return self

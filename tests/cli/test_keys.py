@@ -25,7 +25,7 @@ def press(keys: Interrupts) -> None:
 def test_one_that_came_while_the_request_was_made_cancels_it():
     keys, handle = Interrupts(), FakeHandle()
     press(keys)
-    with keys.stopping(handle):
+    with keys.cancel_on_interrupt(handle):
         assert handle.cancelled == 1
 
 

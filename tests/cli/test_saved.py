@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmc.cli.saved import named_path, read_messages, target, write_messages
+from llmc.cli.saved import parse_path, read_messages, target, write_messages
 from llmc.errors import UsageError
 
 TALK = [
@@ -60,7 +60,7 @@ def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, content: str,
 
 def test_a_home_is_found_and_a_link_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert named_path("~/a talk", "/save") == tmp_path / "a talk"
+    assert parse_path("~/a talk", "/save") == tmp_path / "a talk"
     (tmp_path / "first").symlink_to("second")
     (tmp_path / "second").symlink_to("real")
     assert target(tmp_path / "first") == tmp_path / "real"

@@ -8,7 +8,7 @@ import torch
 from llmc.bundle import MADE_FILE
 from llmc.export.decoder import Decoder
 from llmc.export.sources.checkpoint import read_checkpoint
-from llmc.export.sources.codes import flattened
+from llmc.export.sources.codes import flatten_tensors
 from llmc.export.sources.made import write_made
 from llmc.export.sources.safetensors import StoredTensor
 
@@ -19,7 +19,7 @@ def load_decoder(folder: Path) -> Decoder:
     checkpoint = read_checkpoint(folder)
     decoder = Decoder(checkpoint.config)
     with TemporaryDirectory() as scratch:
-        places, _ = write_made(flattened(checkpoint.tensors), Path(scratch))
+        places, _ = write_made(flatten_tensors(checkpoint.tensors), Path(scratch))
         folders = {name: Path(scratch) if tensor.file == MADE_FILE else folder for name, tensor in places.items()}
         weights = {name: _read(folders[name], tensor) for name, tensor in places.items()}
     decoder.load_state_dict(weights, assign=True)

@@ -14,7 +14,7 @@ class Always:
         found: list[int] = self._drafter.propose(self._key, tokens, min(room, 3))
         return found
 
-    def committed(self, proposed: int, tokens: int, rows: int = 1) -> None:
+    def note_committed(self, proposed: int, tokens: int, rows: int = 1) -> None:
         assert 1 <= tokens <= proposed + 1
 
     def close(self, answer: Sequence[int] = ()) -> None:

@@ -159,7 +159,7 @@ class FakeTensorRT:
 
     def __init__(self, driver: FakeDriver, version: str = "10.16.1.11", *, compiles: bool = False) -> None:
         self.__version__ = version
-        self.compiled: list[str] = []
+        self.compile_grammar: list[str] = []
         if compiles:
             self.CudaGraphStrategy = CudaGraphStrategy
             self.DynamicShapesKernelSpecializationStrategy = KernelStrategy
@@ -442,7 +442,7 @@ class Context:
         known = name in self.config.cache.kernels
         if not known and strategy is not KernelStrategy.NONE:
             self.config.cache.kernels.add(name)
-            self._library.compiled.append(name)
+            self._library.compile_grammar.append(name)
         eager = strategy is KernelStrategy.EAGER
         return 1.0 if eager or (known and strategy is KernelStrategy.LAZY) else GENERAL
 

@@ -152,5 +152,5 @@ def test_transformers_own_unpacking_agrees(mixed, kind):
     data = mixed.read_bytes()[entry.offset : entry.offset + entry.length]
     expected = dequantize(torch.frombuffer(bytearray(data), dtype=torch.uint8), Kind[kind]).numpy()
     raw = np.frombuffer(data, np.uint8).reshape(entry.shape[0], -1)
-    found = gguf_tensors.unpacked(mixed, entry, "F32", raw)
+    found = gguf_tensors.unpack_rows(mixed, entry, "F32", raw)
     np.testing.assert_array_equal(found, expected.reshape(entry.shape))

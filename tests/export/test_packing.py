@@ -7,7 +7,7 @@ from doubles import packers
 from llmc.errors import CheckpointError
 from llmc.export.keys import Keys
 from llmc.export.sources.codes import QuantizedTensor
-from llmc.export.sources.packing import unpacked
+from llmc.export.sources.packing import unpack_weights
 from llmc.export.sources.quantization import read_quantization
 from llmc.export.sources.safetensors import read_shards
 
@@ -23,7 +23,7 @@ def read(folder, scheme, tensors, **config):
     packers.write_tensors(folder, tensors)
     [shard] = read_shards(folder)
     settings = {"quantization_config": {**packers.SCHEMES[scheme].config, **config}}
-    return unpacked(folder, shard.tensors, read_quantization(Keys(settings, "config.json")))
+    return unpack_weights(folder, shard.tensors, read_quantization(Keys(settings, "config.json")))
 
 
 def refuses(folder, scheme, change, *words, **config):

@@ -176,10 +176,10 @@ def use_checkpoint(folder: Path) -> None:
 def use_gguf(folder: Path) -> None:
     """Read it as every export does, and make the weights that it does not hold as they are needed."""
     from llmc.export.sources.checkpoint import read_checkpoint
-    from llmc.export.sources.codes import flattened
+    from llmc.export.sources.codes import flatten_tensors
     from llmc.export.sources.made import MadeTensor
 
-    for tensor in flattened(read_checkpoint(folder / "model.gguf").tensors).values():
+    for tensor in flatten_tensors(read_checkpoint(folder / "model.gguf").tensors).values():
         for _ in tensor.pieces() if isinstance(tensor, MadeTensor) else ():
             pass
 

@@ -7,7 +7,7 @@ import pytest
 
 import llmc
 from llmc.optimize.targets import TARGETS
-from llmc.runtime.diagnose.targets import NEEDS, PRECISIONS, RTX_GPUS, absent
+from llmc.runtime.diagnose.targets import NEEDS, PRECISIONS, RTX_GPUS, list_absent_precisions
 
 PAGES = Path(llmc.__path__[0]) / "recipes"
 
@@ -32,7 +32,7 @@ def test_the_documentation_has_the_table():
 def test_the_table_of_boards_refuses_what_a_board_lacks():
     (_, _, *names), *rows = rows_of("jetson.md", "JetPack, TensorRT")
     for _, boards, *cells in rows:
-        lacking = {name for gpu in re.findall(r"\d+\.\d", boards) for name in absent("tensorrt", gpu)}
+        lacking = {name for gpu in re.findall(r"\d+\.\d", boards) for name in list_absent_precisions("tensorrt", gpu)}
         refused = {name.split()[0] for name, cell in zip(names, cells, strict=True) if "refused" in cell}
         assert refused == lacking, boards
 
@@ -63,7 +63,7 @@ def test_every_precision_of_a_target_for_gpus_is_in_the_table():
     ],
 )
 def test_what_a_gpu_lacks_is_known_by_its_number(target: str, capability: str, expected: dict[str, str]):
-    assert absent(target, capability) == expected
+    assert list_absent_precisions(target, capability) == expected
 
 
 def test_the_list_of_gpus_is_the_librarys_own():

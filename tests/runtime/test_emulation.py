@@ -14,7 +14,7 @@ import pytest
 from llmc.bundle import DECODER_FILE, read_bundle, read_export
 from llmc.errors import GpuError
 from llmc.runtime import Model, load
-from llmc.runtime.sessions import EMULATED_BYTES, Batch, Phase, emulated
+from llmc.runtime.sessions import EMULATED_BYTES, Batch, Phase, emulate_target
 from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
 # Largest difference of logits in float32: the same sums in another order. Found: 2e-5. A length that is off by one is
@@ -87,7 +87,7 @@ def portable(tiny_export: Path) -> Logits:
 
 @pytest.fixture
 def session(bundle: Path) -> Iterator[OnnxRuntimeSession]:
-    opened = OnnxRuntimeSession(bundle, emulated(read_bundle(bundle)), 1)
+    opened = OnnxRuntimeSession(bundle, emulate_target(read_bundle(bundle)), 1)
     yield opened
     opened.close()
 
@@ -158,7 +158,7 @@ def test_requests_that_share_batches_get_the_tokens_of_the_cpus_bundle(
 
 def test_a_bundle_that_is_emulated_is_planned_in_the_machines_memory(bundle: Path):
     manifest = read_bundle(bundle)
-    found = emulated(manifest)
+    found = emulate_target(manifest)
     assert manifest.device is not None
     assert (found.target.name, found.target.engine) == (manifest.target.name, "onnxruntime")
     assert found.device is None

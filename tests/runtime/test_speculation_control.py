@@ -80,7 +80,7 @@ def simulate(
             costs.observe(Phase.DECODE, 1, 1, machine.plain * random.normal(1, 0.03))
             control.plain()
             if watch and not run.tokens % 3:
-                control.watched(3, 0, 3, right[:3].index(False) if False in right[:3] else 3)
+                control.note_watched(3, 0, 3, right[:3].index(False) if False in right[:3] else 3)
             continue
         accepted = right.index(False) if False in right[:length] else length
         draft, verify = machine.per_draft * length, machine.verify(length + 1)
@@ -88,7 +88,7 @@ def simulate(
         run.tokens += accepted + 1
         costs.observe(Phase.PREFILL, 1, length + 1, verify * random.normal(1, 0.03))
         costs.observe("draft", 1, length, draft)
-        control.verified(length, accepted)
+        control.note_verified(length, accepted)
     return run
 
 
@@ -197,7 +197,7 @@ def test_a_step_without_drafts_is_measured_now_and_then():
     control = DraftLength(settled(Machine(10.0, 8.0, 0.5)))
     for _ in range(64):
         assert control.length() > 0
-        control.verified(3, 3)
+        control.note_verified(3, 3)
     assert control.length() == 0
     control.plain()
     assert control.length() > 0
@@ -218,7 +218,7 @@ def lost(machine: Machine, sequences: Moves, ledger: Ledger | None = None) -> tu
             if length := control.keep(had, 31):
                 accepted = min(right, length)
                 own += machine.verify(length + 1) / machine.plain - (1 + accepted)
-                control.verified(length, accepted)
+                control.note_verified(length, accepted)
             else:
                 control.plain()
                 alone += 1

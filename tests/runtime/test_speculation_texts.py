@@ -68,7 +68,7 @@ def speed(machine: str, text: dict[str, Any], clock: Clock, engine: tuple[StepCo
         right = next((i for i, (a, b) in enumerate(zip(drafts, coming, strict=True)) if a != b), len(drafts))
         call = seconds[len(drafts)] if drafts else step
         costs.observe(Phase.PREFILL if drafts else Phase.DECODE, 1, len(drafts) + 1, call)
-        own.committed(len(drafts), right + 1)
+        own.note_committed(len(drafts), right + 1)
         took, length = took + call, length + right + 1
     return (len(text["new"]) - 1) * step / took
 

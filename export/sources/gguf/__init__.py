@@ -14,7 +14,7 @@ from llmc.errors import CheckpointError
 from llmc.export.sources.codes import Weight
 from llmc.export.sources.gguf.config import Metadata, read_config
 from llmc.export.sources.gguf.header import SUFFIX, Header, read_header
-from llmc.export.sources.gguf.tensors import decoder_tensors, read_small, unpacked_types
+from llmc.export.sources.gguf.tensors import count_unpacked_types, decoder_tensors, read_small
 from llmc.export.sources.gguf.tokenizer import read_tokenizer
 
 __all__ = ["SUFFIX", "GgufModel", "read_gguf"]
@@ -76,7 +76,7 @@ def read_gguf(path: Path) -> GgufModel:
         tensors,
         tuple(header.path for header in headers),
         linked,
-        _notes(path, unpacked_types(headers, tensors, config["model_type"])),
+        _notes(path, count_unpacked_types(headers, tensors, config["model_type"])),
     )
 
 

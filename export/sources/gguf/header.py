@@ -115,7 +115,7 @@ class _Reader:
                 raise self._corrupt(f"{key} is there twice")
             metadata[key] = self._value(key, self._number("<u4"))
         tensors = [self._tensor() for _ in range(tensor_count)]
-        return Header(self._path, metadata, self._placed(tensors, _alignment(self._path, metadata)))
+        return Header(self._path, metadata, self._place_tensors(tensors, _alignment(self._path, metadata)))
 
     def _check_kind(self) -> None:
         magic = self._take(4)
@@ -220,7 +220,7 @@ class _Reader:
             )
         return Entry(name, kind, shape, offset, math.prod(shape) // weights * size)
 
-    def _placed(self, tensors: list[Entry], alignment: int) -> tuple[Entry, ...]:
+    def _place_tensors(self, tensors: list[Entry], alignment: int) -> tuple[Entry, ...]:
         """The tensors with their places in the file: in the order of the header, each at the next aligned byte."""
         start = -(-self._position // alignment) * alignment
         expected, names = 0, {entry.name for entry in tensors}

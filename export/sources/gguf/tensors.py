@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError, require
-from llmc.export.sources.codes import QuantizedTensor, Weight, packed
+from llmc.export.sources.codes import QuantizedTensor, Weight, pack_codes
 from llmc.export.sources.gguf.config import head_dim
 from llmc.export.sources.gguf.header import BLOCKS, Entry, Header
 from llmc.export.sources.made import MadeTensor, array_type
@@ -65,13 +65,13 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tup
     """
     found: dict[str, Weight] = {}
     entries = [(header.path, entry) for header in headers for entry in header.tensors if entry.name not in _CONSUMED]
-    link = any(len(e.shape) > 1 and e.kind in STORED and not _turned(e, config) for _, e in entries)
+    link = any(len(e.shape) > 1 and e.kind in STORED and not _count_turned_rows(e, config) for _, e in entries)
     for path, entry in entries:
         name = parameter(entry.name, config["model_type"])
         if name in found:
             raise CheckpointError(f"{path}: {entry.name} is in another file, too; download the files again")
         multiplied = name.endswith("_proj.weight") or name == (EMBEDDING if config["tie_word_embeddings"] else HEAD)
-        found[name] = _tensor(path, entry, _turned(entry, config), link, multiplied)
+        found[name] = _tensor(path, entry, _count_turned_rows(entry, config), link, multiplied)
     return found, link
 
 
@@ -91,7 +91,7 @@ def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
     return next(_rows(path, entry, 0, partial(_plain, entry)))
 
 
-def _turned(entry: Entry, config: Mapping[str, Any]) -> int:
+def _count_turned_rows(entry: Entry, config: Mapping[str, Any]) -> int:
     """Rows of a head whose order must be undone, 0 for none.
 
     llama.cpp turns neighbouring values of a head by one angle in these models, Hugging Face those half a head apart.
@@ -110,7 +110,7 @@ def _tensor(path: Path, entry: Entry, turned: int, link: bool, codes: bool) -> W
     if codes and entry.kind in CODES:
         return _codes(entry, rows)
     dtype = "F16" if len(entry.shape) > 1 else "F32"
-    return MadeTensor(dtype, entry.shape, lambda: rows(partial(unpacked, path, entry, dtype)))
+    return MadeTensor(dtype, entry.shape, lambda: rows(partial(unpack_rows, path, entry, dtype)))
 
 
 def _codes(entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]) -> QuantizedTensor:
@@ -135,7 +135,7 @@ def _bytes(blocks: Bytes) -> NDArray[np.int8]:
 def _nibbles(blocks: Bytes) -> Bytes:
     """Codes of Q4_0 [R, B, 16], the first half of a block in the low halves of its bytes -> packed [R, K / 2]."""
     levels = np.concatenate([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1)
-    return packed((levels.astype(np.int8) - np.int8(8)).reshape(blocks.shape[0], -1))
+    return pack_codes((levels.astype(np.int8) - np.int8(8)).reshape(blocks.shape[0], -1))
 
 
 # Types whose codes are kept: their type in an export, and what makes them of blocks without their scales.
@@ -162,7 +162,7 @@ def _plain(entry: Entry, raw: Bytes) -> NDArray[Any]:
     return raw.view(array_type(entry.kind)).reshape(raw.shape[0], *entry.shape[1:])
 
 
-def unpacked(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
+def unpack_rows(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
     """Bytes of rows in blocks as floats [rows, ...]."""
     quants, kinds = require("gguf.quants", "export"), require("gguf", "export").GGMLQuantizationType
     with np.errstate(over="ignore", invalid="ignore"):
@@ -182,7 +182,7 @@ def _halves(values: NDArray[Any], rows: int) -> NDArray[Any]:
     return halves
 
 
-def unpacked_types(headers: Sequence[Header], tensors: Mapping[str, Weight], family: str) -> dict[str, int]:
+def count_unpacked_types(headers: Sequence[Header], tensors: Mapping[str, Weight], family: str) -> dict[str, int]:
     """The number of tensors of each type that are unpacked."""
     kinds = [
         entry.kind

@@ -73,7 +73,7 @@ class _Reader:
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": self._added(),
+            "added_tokens": self._list_added_tokens(),
             **(self._bytes(pre) if pre else self._sentencepiece()),
             "post_processor": self._around(begins=pre.begins if pre else True),
         }
@@ -88,10 +88,10 @@ class _Reader:
             if kind == _UNUSED and token == f"[PAD{index}]":
                 continue
             if found.setdefault(token or f"[EMPTY_{index}]", index) != index:
-                raise self._broken(f"tokens {found[token]} and {index} are both {token!r:.80}")
+                raise self._make_error(f"tokens {found[token]} and {index} are both {token!r:.80}")
         return found
 
-    def _added(self) -> list[dict[str, Any]]:
+    def _list_added_tokens(self) -> list[dict[str, Any]]:
         """Tokens that a text is searched for before anything else."""
         strips = self._kind == "llama" and self._metadata.get("general.architecture") == "phi3"
         kinds = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
@@ -133,12 +133,12 @@ class _Reader:
     def _merges(self) -> list[tuple[str, str]]:
         stored, vocab, merges = self._list("merges", None), self._vocab, []
         if len(stored) > MOST_MERGES:
-            raise self._broken(f"it has {len(stored)} merges, at most {MOST_MERGES} are expected")
+            raise self._make_error(f"it has {len(stored)} merges, at most {MOST_MERGES} are expected")
         for merge in stored:
             cut = merge.find(" ", 1)
             left, right = merge[:cut], merge[cut + 1 :]
             if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
-                raise self._broken(f"the merge {merge!r:.80} is none of two tokens to a third")
+                raise self._make_error(f"the merge {merge!r:.80} is none of two tokens to a third")
             merges.append((left, right))
         return merges
 
@@ -160,20 +160,20 @@ class _Reader:
             },
             "model": _bpe(
                 self._vocab,
-                self._scored_merges(),
+                self._list_scored_merges(),
                 unk_token=None if unknown is None else self._tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=True,
             ),
         }
 
-    def _scored_merges(self) -> list[tuple[str, str]]:
+    def _list_scored_merges(self) -> list[tuple[str, str]]:
         """Every pair of tokens that makes a third, the third with the highest score first."""
         scores = self._numbers("scores", "f").tolist()
         if not np.isfinite(scores).all():
-            raise self._broken("a score is no number")
+            raise self._make_error("a score is no number")
         if max(map(len, self._tokens)) > LONGEST_TOKEN or sum(map(len, self._tokens)) > MOST_CHARACTERS:
-            raise self._broken(
+            raise self._make_error(
                 f"its tokens have more than {LONGEST_TOKEN} characters, or {MOST_CHARACTERS} of them together"
             )
         types = self._types.tolist()
@@ -197,7 +197,7 @@ class _Reader:
         for name in (name for name, added in names.items() if added):
             index = self._ids[name]
             if index is None:
-                raise self._broken(f"a text has a token {name} around it, but {name}_token_id is missing")
+                raise self._make_error(f"a text has a token {name} around it, but {name}_token_id is missing")
             tokens[name] = index
         if not tokens:
             return None
@@ -230,7 +230,7 @@ class _Reader:
         names = self._metadata.get("tokenizer.chat_templates", [])
         named = {name: self._metadata.get(f"tokenizer.chat_template.{name}") for name in names}
         if not all(isinstance(text, str) for text in (*named.values(), plain or "")):
-            raise self._broken("a chat template is no text")
+            raise self._make_error("a chat template is no text")
         if not named:
             return plain
         templates = ({"default": plain} if plain else {}) | named
@@ -247,15 +247,15 @@ class _Reader:
     def _list(self, name: str, most: int | None) -> list[str]:
         found = self._metadata.get(f"tokenizer.ggml.{name}")
         if not isinstance(found, list):
-            raise self._broken(f"tokenizer.ggml.{name} is missing, or no list of texts")
+            raise self._make_error(f"tokenizer.ggml.{name} is missing, or no list of texts")
         if most is not None and not 0 < len(found) <= most:
-            raise self._broken(f"it knows {len(found)} tokens, and the model has {most} rows for them")
+            raise self._make_error(f"it knows {len(found)} tokens, and the model has {most} rows for them")
         return found
 
     def _numbers(self, name: str, kinds: str) -> Any:
         found = self._metadata.get(f"tokenizer.ggml.{name}")
         if not isinstance(found, np.ndarray) or found.dtype.kind not in kinds or len(found) != len(self._tokens):
-            raise self._broken(f"tokenizer.ggml.{name} is missing, or not a number for each of the tokens")
+            raise self._make_error(f"tokenizer.ggml.{name} is missing, or not a number for each of the tokens")
         return found
 
     def _id(self, name: str, default: int | None) -> int | None:
@@ -275,7 +275,7 @@ class _Reader:
             f"{self._where}: tokenizer.ggml.{name}={value!r:.80} is unsupported; expected {expected}"
         )
 
-    def _broken(self, why: str) -> CheckpointError:
+    def _make_error(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: its tokenizer is broken ({why}); get the file from somebody else")
 
 

@@ -87,8 +87,8 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
         scales, attributes = _cache_scales(graph, attention, context)
         emit = Emitter(node, main=GQA)
         packed = _split_source(query, key, value)
-        if tables and _rotated_apart(attention, tables):
-            query, key = rotated(emit, attention, token_positions(graph, attentions[0]), tables)
+        if tables and _must_rotate_apart(attention, tables):
+            query, key = emit_rotation(emit, attention, token_positions(graph, attentions[0]), tables)
             packed = tables = None
         optional = [*(tables.key if tables else (None, None)), *scales] if tables or scales else []
         outputs = emit.many(
@@ -118,13 +118,15 @@ def rotate_before(graph: ir.Graph, context: LoweringContext) -> None:
         replace(node, rotate(emit, attention.rotary_dim, heads, node.inputs[0], positions, tables))
 
 
-def _rotated_apart(attention: Attention, tables: Tables) -> bool:
+def _must_rotate_apart(attention: Attention, tables: Tables) -> bool:
     """The operator has one pair of tables, and rotates multiples only."""
     sizes = attention.head_dim, attention.rotary_dim
     return tables.query is not tables.key or any(size % ROTATED_MULTIPLE for size in sizes)
 
 
-def rotated(emit: Emitter, attention: Attention, positions: ir.Value, tables: Tables) -> tuple[ir.Value, ir.Value]:
+def emit_rotation(
+    emit: Emitter, attention: Attention, positions: ir.Value, tables: Tables
+) -> tuple[ir.Value, ir.Value]:
     """Query and key [B, S, heads * D] of the attention before which ``emit`` emits, turned by ``positions`` [B, S]."""
     query, key = emit.anchor.inputs[:2]
     return (
@@ -148,7 +150,7 @@ def rotate(
     )
 
 
-def attended(
+def emit_attention(
     emit: Emitter, attention: Attention, query: ir.Value | None, keys: ir.Value, values: ir.Value, mask: ir.Value
 ) -> ir.Value:
     """Attention [B, S, H * D] of the node before which ``emit`` emits, in basic operators: ``query`` [B, S, H * D] over
@@ -177,7 +179,7 @@ def check_head_sizes(geometry: Geometry) -> None:
             )
 
 
-def counted_tokens(graph: ir.Graph) -> ir.Value:
+def emit_token_counts(graph: ir.Graph) -> ir.Value:
     """1 ... S in every row, int64 [B, S], without Shape: made once, in front of everything else."""
     if "counted" not in graph.meta:
         ids = graph_input(graph, "input_ids")
@@ -194,7 +196,7 @@ def token_positions(graph: ir.Graph, first: ir.Node) -> ir.Value:
     if "positions" not in graph.meta:
         emit = Emitter(first, "positions")
         starts = emit("Unsqueeze", graph_input(graph, "past_lengths"), vector(graph, [1]))
-        ends = emit("Add", starts, counted_tokens(graph))
+        ends = emit("Add", starts, emit_token_counts(graph))
         graph.meta["positions"] = emit("Sub", ends, scalar(graph, 1, np.int64))
     positions: ir.Value = graph.meta["positions"]
     return positions

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import attended, rotated, token_positions
+from llmc.optimize.lower.onnxruntime.attention import emit_attention, emit_rotation, token_positions
 from llmc.optimize.lower.rewrite import Emitter, scalar, vector
 from llmc.optimize.lower.rotary import rotary_tables
 
@@ -18,7 +18,7 @@ class Provider(Protocol):
     def slots(self, emit: Emitter) -> ir.Value:
         """The number of positions that are read, int64 [1], called T below."""
 
-    def written(self, emit: Emitter, past: ir.Value | None, heads: ir.Value, positions: ir.Value) -> ir.Value:
+    def write_cache(self, emit: Emitter, past: ir.Value | None, heads: ir.Value, positions: ir.Value) -> ir.Value:
         """A cache with new heads [B, KV, S, D] in it at ``positions`` int64 [B, S], in place where past and present
         share their memory."""
 
@@ -52,10 +52,10 @@ def basic_attention(node: ir.Node, shared: Shared, context: LoweringContext) -> 
     query, key, value, past_key, past_value = node.inputs[:5]
     emit, attention, provider = Emitter(node), context.attention(node), shared.provider
     if tables := rotary_tables(node, context):
-        query, key = rotated(emit, attention, shared.positions, tables)
+        query, key = emit_rotation(emit, attention, shared.positions, tables)
     split = vector(emit.graph, [0, 0, attention.kv_heads, attention.head_dim])
     present_key, present_value = (
-        provider.written(
+        provider.write_cache(
             emit, past, emit("Transpose", emit("Reshape", part, split), perm=[0, 2, 1, 3]), shared.positions
         )
         for past, part in ((past_key, key), (past_value, value))
@@ -65,7 +65,7 @@ def basic_attention(node: ir.Node, shared: Shared, context: LoweringContext) -> 
         for present in (present_key, present_value)
     )  # (B, KV, 1, T, D)
     mask = _mask(emit, shared, attention.window)
-    return attended(emit, attention, query, keys, values, mask), present_key, present_value
+    return emit_attention(emit, attention, query, keys, values, mask), present_key, present_value
 
 
 def _mask(emit: Emitter, shared: Shared, window: int) -> ir.Value:

@@ -12,7 +12,7 @@ from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, graph_input, no
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over the shared buffers of a CPU, or basic operators."""
     rotate_before(graph, context)
-    return _capped(graph, context) + group_query_attention(graph, context, _lengths)
+    return _lower_capped(graph, context) + group_query_attention(graph, context, _lengths)
 
 
 def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
@@ -31,7 +31,7 @@ def _totals(emit: Emitter) -> ir.Value:
 # ----------------------------------------------------------------------------------------------------------- softcaps
 
 
-def _capped(graph: ir.Graph, context: LoweringContext) -> int:
+def _lower_capped(graph: ir.Graph, context: LoweringContext) -> int:
     """Attentions with a softcap in basic operators, where many tokens come at once.
 
     GroupQueryAttention computes their tanh one by one, 11 ns each: 128 tokens attend in three times, 256 after 1,792
@@ -58,7 +58,7 @@ class _Cache:
     def slots(self, _: Emitter) -> ir.Value:
         return self._longest
 
-    def written(self, emit: Emitter, past: ir.Value | None, heads: ir.Value, positions: ir.Value) -> ir.Value:
+    def write_cache(self, emit: Emitter, past: ir.Value | None, heads: ir.Value, positions: ir.Value) -> ir.Value:
         kv_heads = emit.anchor.attributes["kv_heads"].as_int()
         if kv_heads not in self._places:
             self._places[kv_heads] = _places(Emitter(emit.anchor, "positions"), positions, kv_heads)

@@ -11,7 +11,7 @@ from llmc.optimize.lower.context import Float16, Float32, LoweringContext, PerTo
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.onnxruntime.linears import (
     bias_of,
-    blocked_linear,
+    emit_blocked_linear,
     float_linear,
     with_bias,
 )
@@ -43,10 +43,10 @@ Tokens = tuple[ir.Value, ir.Value]
 def lower_linears(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::Linear -> the operator that its QuantConfig asks for. Counts the parts of packed ones."""
     activations: dict[ir.Value, Tokens] = {}
-    return replace_linears(graph, context, lambda linear: _lowered(linear, context, activations))
+    return replace_linears(graph, context, lambda linear: _lower_linear(linear, context, activations))
 
 
-def _lowered(linear: Linear, context: LoweringContext, activations: dict[ir.Value, Tokens]) -> ir.Value:
+def _lower_linear(linear: Linear, context: LoweringContext, activations: dict[ir.Value, Tokens]) -> ir.Value:
     """``activations`` are those that earlier linears quantized."""
     match context.quant.of(linear.module):
         case Float32():
@@ -55,7 +55,7 @@ def _lowered(linear: Linear, context: LoweringContext, activations: dict[ir.Valu
             return float_linear(linear, "float16", context)
         case WeightOnly(grid):
             bias = bias_of(Emitter(linear.node).graph, linear, context) if linear.biases else None
-            return blocked_linear(linear, grid, context, bias, accuracy_level=ACCURACY_INT8)
+            return emit_blocked_linear(linear, grid, context, bias, accuracy_level=ACCURACY_INT8)
         case PerToken(grid):
             return _per_token_linear(linear, grid, context, activations)
         case Static(grid):
@@ -104,7 +104,7 @@ def _integer_product(
     """(tokens - 128) @ W, exact in 32 bits, times weight scales [N] and ``scale``: float32 [M, N]."""
 
     def by_column() -> tuple[NDArray[np.int8], Float]:
-        quantized = context.calibrated.quantized(linear.weights, grid)
+        quantized = context.calibrated.quantize_stacked(linear.weights, grid)
         return quantized.values.T, quantized.scales[:, 0]
 
     names = (f"{linear.name}.int8", f"{linear.name}.int8.scales")
@@ -141,13 +141,13 @@ def defer_token_scales(graph: ir.Graph, _: LoweringContext) -> int:
     """
     count = 0
     for gate in nodes_of(graph, "Mul"):
-        reshape = _made_by("Reshape", gate.inputs[1])
-        scaled = _made_by("Mul", reshape.inputs[0]) if reshape is not None else None
+        reshape = _find_producer("Reshape", gate.inputs[1])
+        scaled = _find_producer("Mul", reshape.inputs[0]) if reshape is not None else None
         flat = sole_consumer(gate.outputs[0])
         quantize = flat and next((user for user, _ in flat.outputs[0].uses() if user.op_type == "QuantizeLinear"), None)
         if not flat or flat.op_type != "Reshape" or not reshape or not scaled or not quantize:
             continue
-        squeeze = _made_by("Squeeze", quantize.inputs[1])
+        squeeze = _find_producer("Squeeze", quantize.inputs[1])
         if sole_consumer(reshape.outputs[0]) is not gate or squeeze is None:
             continue
         assert squeeze.inputs[0] is not None
@@ -161,7 +161,7 @@ def defer_token_scales(graph: ir.Graph, _: LoweringContext) -> int:
     return count
 
 
-def _made_by(operator: str, value: ir.Value | None) -> ir.Node | None:
+def _find_producer(operator: str, value: ir.Value | None) -> ir.Node | None:
     """The node that computes ``value``, if it is of that kind."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == operator else None

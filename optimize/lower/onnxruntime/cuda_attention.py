@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import counted_tokens, group_query_attention, rotate_before
+from llmc.optimize.lower.onnxruntime.attention import emit_token_counts, group_query_attention, rotate_before
 from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention
 from llmc.optimize.lower.rewrite import LLMC, Emitter, graph_input, nodes_of, replace, scalar, vector
 
@@ -27,7 +27,7 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
 
 def _sequence_lengths(graph: ir.Graph, emit: Emitter) -> ir.Value:
     """S for each row, int64 [B], on the device."""
-    return emit("Gather", counted_tokens(graph), scalar(graph, -1, np.int64), axis=1)
+    return emit("Gather", emit_token_counts(graph), scalar(graph, -1, np.int64), axis=1)
 
 
 def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
@@ -61,7 +61,7 @@ class _Cache:
     def slots(self, emit: Emitter) -> ir.Value:
         return _capacity(emit)
 
-    def written(self, emit: Emitter, past: ir.Value | None, heads: ir.Value, positions: ir.Value) -> ir.Value:
+    def write_cache(self, emit: Emitter, past: ir.Value | None, heads: ir.Value, positions: ir.Value) -> ir.Value:
         column = emit("Unsqueeze", positions, vector(emit.graph, [1, 3]))
         places = emit("Expand", column, emit("Shape", heads))
         return emit("ScatterElements", past, places, heads, axis=2)

@@ -7,8 +7,8 @@ import onnx_ir as ir
 from llmc.inventory import EMBEDDING, POSITIONS
 from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_gather
-from llmc.optimize.lower.onnxruntime.linears import blocked, float_weight
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, converted, initializer, vector
+from llmc.optimize.lower.onnxruntime.linears import float_weight, pack_linear
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, emit_conversion, initializer, vector
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights.tensors import Weight, sizes
 
@@ -30,15 +30,15 @@ def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
 
 def _rows(emit: Emitter, table: Weight, context: LoweringContext) -> ir.Value:
     if isinstance(config := context.embedding, WeightOnly):
-        return _blocked_rows(emit, (table,), config.grid, context)
+        return _dequantize_blocked_rows(emit, (table,), config.grid, context)
     stored = float_weight(table.name or "", (table,), "float16" if config == Float16() else "float32", context)
     rows = emit("Gather", initializer(emit.graph, stored), emit.anchor.inputs[1], axis=0)
-    return converted(emit, rows, stored.dtype, context.type)
+    return emit_conversion(emit, rows, stored.dtype, context.type)
 
 
-def _blocked_rows(emit: Emitter, table: tuple[Weight], grid: Grid, context: LoweringContext) -> ir.Value:
+def _dequantize_blocked_rows(emit: Emitter, table: tuple[Weight], grid: Grid, context: LoweringContext) -> ir.Value:
     """Dequantized rows [B, S, H] of a blocked matrix: the bytes of a head's MatMulNBits, seen as rows."""
-    packed, *scales_and_zeros = blocked(table, grid, context)
+    packed, *scales_and_zeros = pack_linear(table, grid, context)
     outputs, hidden = sizes(table[0])
     flat = context.weights.view(packed, (outputs, math.prod(sizes(packed)[1:])))
     rows = emit(

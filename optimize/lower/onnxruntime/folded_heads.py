@@ -55,7 +55,7 @@ def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
     groups = {group: _Group(folded[0][0], group) for group in sorted({group_size(item) for _, item in folded})}
     for node, attention in folded:
         emit = _Branch(node)
-        outputs = _folded(emit, attention, groups[group_size(attention)])
+        outputs = _emit_folded(emit, attention, groups[group_size(attention)])
         together = _graph(f"{node.name}.folded", emit.nodes, outputs)
         several = ir.node(GQA, node.inputs, dict(node.attributes), domain=MICROSOFT, num_outputs=3)
         several.name = f"{node.name}.several"
@@ -77,7 +77,7 @@ def foldable(attention: Attention) -> bool:
     return group_size(attention) > 1 and not attention.window
 
 
-def overwritten(attentions: tuple[Attention, ...]) -> int:
+def count_overwritten(attentions: tuple[Attention, ...]) -> int:
     """Positions behind a step's token that its folded heads write over."""
     return max((group_size(attention) - 1 for attention in attentions if foldable(attention)), default=0)
 
@@ -128,7 +128,7 @@ def _heads_of_tokens(graph: ir.Graph, kv_heads: int, size: int) -> ir.Value:
     return constant(graph, f"const.heads.{kv_heads}.{size}", np.array(heads, np.int64))
 
 
-def _folded(emit: Emitter, attention: Attention, group: _Group) -> list[ir.Value]:
+def _emit_folded(emit: Emitter, attention: Attention, group: _Group) -> list[ir.Value]:
     """Outputs of the attention before which ``emit`` emits, for a call of one token in each row."""
     graph, node, kv_heads, width = emit.graph, emit.anchor, attention.kv_heads, attention.head_dim
     packed, key, value, past_key, past_value = node.inputs[:5]

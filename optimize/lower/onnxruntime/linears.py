@@ -8,7 +8,7 @@ from llmc.errors import BuildError
 from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, converted, initializer
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, emit_conversion, initializer
 from llmc.optimize.quantize.grid import Grid, pack_blocks, pack_zero_points
 from llmc.optimize.weights.store import grid_name
 from llmc.optimize.weights.tensors import Weight
@@ -28,7 +28,7 @@ def _cuda_linear(linear: Linear, context: LoweringContext) -> ir.Value:
         case Computed():
             return float_linear(linear, context.compute, context)
         case WeightOnly(grid) if grid.block:
-            product = blocked_linear(linear, grid, context)  # not every version adds a bias inside of it
+            product = emit_blocked_linear(linear, grid, context)  # not every version adds a bias inside of it
             return with_bias(Emitter(linear.node), product, linear, context, context.type)
         case config:
             raise BuildError(
@@ -46,10 +46,10 @@ def float_linear(linear: Linear, dtype: str, context: LoweringContext) -> ir.Val
     x, activations = linear.node.inputs[0], context.type
     assert x is not None
     arithmetic = stored.dtype if stored.dtype == activations else ir.DataType.FLOAT
-    weight = converted(emit, initializer(emit.graph, stored), stored.dtype, arithmetic)
-    x = converted(emit, x, activations, arithmetic)
+    weight = emit_conversion(emit, initializer(emit.graph, stored), stored.dtype, arithmetic)
+    x = emit_conversion(emit, x, activations, arithmetic)
     output = with_bias(emit, emit("FusedMatMul", x, weight, domain=MICROSOFT, transB=1), linear, context, arithmetic)
-    return converted(emit, output, arithmetic, activations)
+    return emit_conversion(emit, output, arithmetic, activations)
 
 
 def with_bias(
@@ -66,12 +66,12 @@ def bias_of(
     return constant(graph, f"{linear.name}.bias.{kind.name}", context.calibrated.matrix(linear.biases).astype(kind))
 
 
-def blocked_linear(
+def emit_blocked_linear(
     linear: Linear, grid: Grid, context: LoweringContext, bias: ir.Value | None = None, **attributes: int
 ) -> ir.Value:
     """MatMulNBits with scales in the type of the activations; ``bias`` is added inside of it."""
     emit = Emitter(linear.node, main="MatMulNBits")
-    weight, scales, *zeros = [initializer(emit.graph, tensor) for tensor in blocked(linear.weights, grid, context)]
+    weight, scales, *zeros = [initializer(emit.graph, tensor) for tensor in pack_linear(linear.weights, grid, context)]
     optional: list[ir.Value | None] = [zeros[0] if zeros else None, None, bias]
     while optional and optional[-1] is None:
         optional.pop()
@@ -87,14 +87,14 @@ def blocked_linear(
     )
 
 
-def blocked(weights: tuple[Weight, ...], grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
+def pack_linear(weights: tuple[Weight, ...], grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
     """Packed weights uint8 [N, groups, bytes], scales [N, groups] and, on an asymmetric grid, packed zero points."""
     name = f"{'+'.join(weight.name or '' for weight in weights)}.{grid_name(grid)}"
     scales = f"{name}.scales" if context.compute == "float32" else f"{name}.scales.{context.compute}"
     names = [name, scales, *([] if grid.symmetric else [f"{name}.zeros"])]
 
     def make() -> list[NDArray[np.generic]]:
-        quantized = context.calibrated.quantized(weights, grid)
+        quantized = context.calibrated.quantize_stacked(weights, grid)
         scales = quantized.scales.astype(context.compute, copy=False)
         arrays: list[NDArray[np.generic]] = [pack_blocks(quantized.values, grid), scales]
         if quantized.zero_points is not None:

@@ -3,7 +3,7 @@
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.raising import norm_nodes, stored
+from llmc.optimize.lower.raising import find_weight, norm_nodes
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, nodes_of, replace, sole_consumer
 
 # By the operator of the portable graph: the kernel, and the one that adds first.
@@ -21,7 +21,7 @@ def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
         kernel, _ = KERNELS[norm.op_type]
         weights = [
             constant(graph, f"{tensor.name}.{context.compute}", context.calibrated.rows(tensor).astype(context.compute))
-            for tensor in map(stored, norm.inputs[1:])
+            for tensor in map(find_weight, norm.inputs[1:])
         ]
         epsilon = norm.attributes["epsilon"].as_float()
         replace(norm, Emitter(norm, main=kernel)(kernel, norm.inputs[0], *weights, axis=-1, epsilon=epsilon))

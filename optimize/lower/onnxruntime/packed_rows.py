@@ -12,7 +12,7 @@ import onnx_ir as ir
 from llmc.errors import BuildError
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import GQA, counted_tokens
+from llmc.optimize.lower.onnxruntime.attention import GQA, emit_token_counts
 from llmc.optimize.lower.rewrite import (
     MICROSOFT,
     Emitter,
@@ -57,7 +57,7 @@ class _Packed:
         self.graph, ids, past = graph, graph_input(graph, "input_ids"), graph_input(graph, "past_lengths")
         new_lengths = ir.Value(name=NEW_LENGTHS, type=past.type, shape=past.shape)
         graph.inputs.append(new_lengths)
-        counted = counted_tokens(graph)
+        counted = emit_token_counts(graph)
         emit = Emitter(_after(counted), "packed")
         valid = emit("LessOrEqual", counted, emit("Unsqueeze", new_lengths, vector(graph, [1])))
         flags = emit("Reshape", valid, vector(graph, [-1]))
@@ -78,7 +78,7 @@ class _Packed:
         if first is None:
             raise BuildError("the graph has no value hidden.0 behind its embedding; export the checkpoint again")
         ids, positions = graph_input(self.graph, "input_ids"), self.graph.meta.get("positions")
-        row_by_row = _making([first, self.graph.meta["counted"], self.slots, *self.lengths.values()])
+        row_by_row = _list_producers([first, self.graph.meta["counted"], self.slots, *self.lengths.values()])
         made = first.producer()
         assert made is not None
         for value in made.outputs:  # a skip norm gives what it normalized, too
@@ -133,7 +133,7 @@ def _after(value: ir.Value) -> ir.Node:
     return next(nodes)
 
 
-def _making(values: Iterable[ir.Value]) -> list[ir.Node]:
+def _list_producers(values: Iterable[ir.Value]) -> list[ir.Node]:
     """Nodes that ``values`` hang on."""
     found: dict[int, ir.Node] = {}
     todo = list(values)

@@ -6,11 +6,11 @@ import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import (
-    attended,
-    counted_tokens,
+    emit_attention,
+    emit_rotation,
+    emit_token_counts,
     group_query_attention,
     rotate_before,
-    rotated,
     token_positions,
 )
 from llmc.optimize.lower.rewrite import LLMC, Emitter, graph_input, nodes_of, replace, scalar, vector
@@ -25,7 +25,7 @@ def as_cached(graph: ir.Graph, _: LoweringContext) -> int:
     for node in nodes_of(graph, "SelfAttention", LLMC):
         if not count:  # positions begin with the call, and with nothing that was before
             graph.meta["positions"] = Emitter(graph[0], "positions")(
-                "Sub", counted_tokens(graph), scalar(graph, 1, np.int64)
+                "Sub", emit_token_counts(graph), scalar(graph, 1, np.int64)
             )
         query, key, value, lengths, inv_freq = node.inputs
         inputs = [query, key, value, None, None, lengths, inv_freq]
@@ -60,20 +60,20 @@ def _attend(node: ir.Node, context: LoweringContext, masks: dict[int, ir.Value])
     emit, attention = Emitter(node), context.attention(node)
     query, key, value = node.inputs[:3]
     if tables := rotary_tables(node, context):
-        query, key = rotated(emit, attention, token_positions(emit.graph, node), tables)
+        query, key = emit_rotation(emit, attention, token_positions(emit.graph, node), tables)
     split = vector(emit.graph, [0, 0, attention.kv_heads, 1, attention.head_dim])
     keys, values = (
         emit("Transpose", emit("Reshape", part, split), perm=[0, 2, 3, 1, 4]) for part in (key, value)
     )  # (B, KV, 1, S, D)
     if attention.window not in masks:
         masks[attention.window] = _mask(emit, attention.window)
-    found = attended(emit, attention, query, keys, values, masks[attention.window])
+    found = emit_attention(emit, attention, query, keys, values, masks[attention.window])
     replace(node, found, *emit.many("Split", [found], 2, num_outputs=2, axis=-1))
 
 
 def _mask(emit: Emitter, window: int) -> ir.Value:
     """Positions that a position sees, bool [B, 1, 1, S, S]: those of its row less than ``window`` away, and itself."""
-    graph, counted = emit.graph, counted_tokens(emit.graph)
+    graph, counted = emit.graph, emit_token_counts(emit.graph)
     column, row = (emit("Unsqueeze", counted, vector(graph, axes)) for axes in ([1, 2, 4], [1, 2, 3]))
     ends = emit("Unsqueeze", graph_input(graph, "lengths"), vector(graph, [1, 2, 3, 4]))
     mask, distance = emit("LessOrEqual", row, ends), emit("Abs", emit("Sub", column, row))

@@ -10,10 +10,10 @@ from llmc.errors import BuildError
 from llmc.inventory import EMBEDDING, POSITIONS
 from llmc.optimize.lower.context import Computed, LoweringContext, Static, WeightOnly
 from llmc.optimize.lower.linears import replace_gather
-from llmc.optimize.lower.rewrite import Emitter, converted, initializer, vector
+from llmc.optimize.lower.rewrite import Emitter, emit_conversion, initializer, vector
 from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.lower.tensorrt.slots import token_positions
-from llmc.optimize.lower.tensorrt.words import packed_table, unpack_words
+from llmc.optimize.lower.tensorrt.words import pack_table, unpack_words
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights.tensors import Weight, sizes
 
@@ -38,15 +38,15 @@ def _rows(emit: Emitter, table: Weight, context: LoweringContext) -> ir.Value:
             rows = initializer(emit.graph, weights.float_rows(table, context))
             return emit("Gather", rows, emit.anchor.inputs[1], axis=0)
         case WeightOnly(grid) | Static(grid):
-            return _unpacked_rows(emit, table, grid, context)
+            return _unpack_rows(emit, table, grid, context)
     raise BuildError(f"{emit.name}: TensorRT gathers no rows stored as {context.embedding}; build with another head")
 
 
-def _unpacked_rows(emit: Emitter, table: Weight, grid: Grid, context: LoweringContext) -> ir.Value:
+def _unpack_rows(emit: Emitter, table: Weight, grid: Grid, context: LoweringContext) -> ir.Value:
     """Rows [B, S, H] in the compute type, from integers in words and their scales."""
     graph, ids, hidden = emit.graph, emit.anchor.inputs[1], sizes(table)[1]
     grid = _grid(grid, hidden, emit.name)
-    tables = (initializer(graph, tensor) for tensor in packed_table(table, grid, context))
+    tables = (initializer(graph, tensor) for tensor in pack_table(table, grid, context))
     words, scales = (emit("Gather", values, ids, axis=0) for values in tables)
     rows = unpack_words(emit, words, grid.bits)
     if grid.block:
@@ -57,7 +57,7 @@ def _unpacked_rows(emit: Emitter, table: Weight, grid: Grid, context: LoweringCo
         rows = emit("Mul", rows, scales)
     if hidden % (32 // grid.bits):
         rows = emit("Slice", rows, vector(graph, [0]), vector(graph, [hidden]), vector(graph, [-1]))
-    return converted(emit, rows, ir.DataType.FLOAT, context.type)
+    return emit_conversion(emit, rows, ir.DataType.FLOAT, context.type)
 
 
 def _grid(grid: Grid, hidden: int, name: str) -> Grid:
@@ -66,4 +66,4 @@ def _grid(grid: Grid, hidden: int, name: str) -> Grid:
         raise BuildError(f"{name}: TensorRT has no zero points; build with symmetric = true")
     if grid.bits == 8 and grid.block and hidden % grid.block:
         return Grid(8)
-    return weights.fitted(grid, hidden, name)
+    return weights.fit_grid(grid, hidden, name)

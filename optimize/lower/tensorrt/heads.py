@@ -6,7 +6,7 @@ import onnx_ir as ir
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import NORMS
-from llmc.optimize.lower.rewrite import Emitter, converted, scalar, vector
+from llmc.optimize.lower.rewrite import Emitter, emit_conversion, scalar, vector
 
 # Softmax makes 0 of it in float32, and unlike -inf it can never turn into NaN.
 MASKED = float(np.finfo(np.float32).min)
@@ -34,7 +34,7 @@ def _is_norm(value: ir.Value | None) -> bool:
     return producer is not None and producer.op_type in NORMS
 
 
-def merged(emit: Emitter, output: ir.Value) -> ir.Value:
+def merge_heads(emit: Emitter, output: ir.Value) -> ir.Value:
     """[B, heads, S, D] -> [B, S, heads * D]."""
     turned = emit("Transpose", output, perm=[0, 2, 1, 3])
     return emit("Reshape", turned, vector(emit.graph, [0, 0, -1]))
@@ -64,9 +64,9 @@ def attend(
     scaled = emit("Mul", query, scalar(graph, scale / (softcap or 1.0), context.array_type))
     stacked = emit("Reshape", scaled, vector(graph, [0, attention.kv_heads, -1, head_dim]))  # (B, KV, G*S, D)
     product = emit("MatMul", stacked, emit("Transpose", key, perm=[0, 1, 3, 2]))
-    scores = converted(emit, product, context.type, ir.DataType.FLOAT)
+    scores = emit_conversion(emit, product, context.type, ir.DataType.FLOAT)
     if softcap:
         scores = emit("Mul", emit("Tanh", scores), scalar(graph, softcap, np.float32))
     seen = emit("Where", mask, scores, scalar(graph, MASKED, np.float32))
-    shares = converted(emit, emit("Softmax", seen, axis=-1), ir.DataType.FLOAT, context.type)
+    shares = emit_conversion(emit, emit("Softmax", seen, axis=-1), ir.DataType.FLOAT, context.type)
     return emit("Reshape", emit("MatMul", shares, value), vector(graph, [0, attention.heads, -1, head_dim]))

@@ -20,16 +20,16 @@ def lower_linears(graph: ir.Graph, context: LoweringContext) -> int:
     Counts the parts of packed ones.
     """
     rounded: dict[ir.Value, ir.Value] = {}
-    return replace_linears(graph, context, lambda linear: _lowered(linear, context, rounded))
+    return replace_linears(graph, context, lambda linear: _lower_linear(linear, context, rounded))
 
 
-def _lowered(linear: Linear, context: LoweringContext, rounded: dict[ir.Value, ir.Value]) -> ir.Value:
+def _lower_linear(linear: Linear, context: LoweringContext, rounded: dict[ir.Value, ir.Value]) -> ir.Value:
     """``rounded`` are the inputs that earlier linears rounded."""
     x, config, emit = linear.node.inputs[0], context.quant.of(linear.module), Emitter(linear.node)
     assert x is not None
     if isinstance(config, Static) or (isinstance(config, Float8) and config.activations):
         if x not in rounded:
-            rounded[x] = _rounded_input(linear, x, config, context)
+            rounded[x] = _round_input(linear, x, config, context)
         x = rounded[x]
     output = emit("MatMul", x, _weight(Emitter(linear.node, f"{linear.name}.weight"), linear, config, context))
     return emit("Add", output, _bias(emit.graph, linear, context)) if linear.biases else output
@@ -48,29 +48,29 @@ def _weight(emit: Emitter, linear: Linear, config: QuantConfig, context: Lowerin
             stored, scales = (initializer(graph, tensor) for tensor in weights.float8_columns(linear, context))
             return emit("DequantizeLinear", stored, scales, axis=1)
         case WeightOnly(grid) | Static(grid) if (grid.bits, bool(grid.block)) in ((8, False), (4, True)):
-            return _dequantized(emit, linear, _recorded(graph, linear, grid), context)
+            return _emit_dequantize(emit, linear, _record_grid(graph, linear, grid), context)
     raise BuildError(
         f"{linear.module}: TensorRT takes no weights stored as {config}; expected floats, float8, int8 with a scale "
         "per output or int4 in blocks"
     )
 
 
-def _dequantized(emit: Emitter, linear: Linear, grid: Grid, context: LoweringContext) -> ir.Value:
+def _emit_dequantize(emit: Emitter, linear: Linear, grid: Grid, context: LoweringContext) -> ir.Value:
     stored, scales = (initializer(emit.graph, tensor) for tensor in weights.integer_columns(linear, grid, context))
     if grid.block:
         return emit("DequantizeLinear", stored, scales, axis=0, block_size=grid.block)
     return emit("DequantizeLinear", stored, scales, axis=1)
 
 
-def _recorded(graph: ir.Graph, linear: Linear, grid: Grid) -> Grid:
+def _record_grid(graph: ir.Graph, linear: Linear, grid: Grid) -> Grid:
     """The grid with a block that divides the inputs; where that is another one, the graph's metadata say so."""
-    found = weights.fitted(grid, linear.inputs, linear.module)
+    found = weights.fit_grid(grid, linear.inputs, linear.module)
     if found != grid:
         graph.metadata_props[f"llmc.block.{linear.name}"] = str(found.block)
     return found
 
 
-def _rounded_input(linear: Linear, x: ir.Value, config: Static | Float8, context: LoweringContext) -> ir.Value:
+def _round_input(linear: Linear, x: ir.Value, config: Static | Float8, context: LoweringContext) -> ir.Value:
     """The activation rounded to int8 or float8 with one scale that calibration found."""
     emit = Emitter(linear.node, f"{linear.name}.input")
     largest = context.calibrated.activation(linear.module)
@@ -78,7 +78,7 @@ def _rounded_input(linear: Linear, x: ir.Value, config: Static | Float8, context
         scale, zero = static.activation_scale(largest) * static.LARGEST / weights.LARGEST_FLOAT8, _FLOAT8_ZERO
     else:
         scale, zero = static.activation_scale(largest), _INT8_ZERO
-    held = weights.stored_scales(np.array(scale, np.float32), context.array_type)
+    held = weights.round_scales(np.array(scale, np.float32), context.array_type)
     scale_value = constant(emit.graph, f"{emit.name}.scale", held)
     zero_value = constant(emit.graph, f"const.{zero.dtype.name}.zero", zero)
     rounded = emit("QuantizeLinear", x, scale_value, zero_value)
@@ -90,5 +90,5 @@ _FLOAT8_ZERO = np.array(0, ml_dtypes.float8_e4m3fn)
 
 
 def _bias(graph: ir.Graph, linear: Linear, context: LoweringContext) -> ir.Value:
-    bias = weights.narrowed(context.calibrated.matrix(linear.biases), context.compute, f"{linear.name}.bias")
+    bias = weights.narrow_values(context.calibrated.matrix(linear.biases), context.compute, f"{linear.name}.bias")
     return constant(graph, f"{linear.name}.bias.{context.compute}", bias)

@@ -8,12 +8,12 @@ import onnx_ir as ir
 
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.raising import norm_nodes, stored
+from llmc.optimize.lower.raising import find_weight, norm_nodes
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, scalar, vector
 from llmc.optimize.lower.rotary import Pair, rotary_tables, rotations, table_pair
-from llmc.optimize.lower.tensorrt.heads import attend, heads, mask_of, merged, split
+from llmc.optimize.lower.tensorrt.heads import attend, heads, mask_of, merge_heads, split
 from llmc.optimize.lower.tensorrt.slots import Slots
-from llmc.optimize.lower.tensorrt.weights import narrowed
+from llmc.optimize.lower.tensorrt.weights import narrow_values
 
 
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
@@ -27,14 +27,14 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     for node, attention in turned:
         emit = Emitter(node, main="RotaryEmbedding")
         x = split(emit, node.inputs[0], node.attributes["num_heads"].as_int())
-        replace(node, merged(emit, _rotated(emit, attention, x, table_pair(node, context), slots)))
+        replace(node, merge_heads(emit, _rotate(emit, attention, x, table_pair(node, context), slots)))
     attended = Emitter(attentions[0], "attended")("Shape", slots.cache_slots)
     for node in attentions:
         emit, attention = Emitter(node, main="Attention"), context.attention(node)
         query, key, value = heads(emit, attention)
         if tables := rotary_tables(node, context):
-            query = _rotated(emit, attention, query, tables.query, slots)
-            key = _rotated(emit, attention, key, tables.key, slots)
+            query = _rotate(emit, attention, query, tables.query, slots)
+            key = _rotate(emit, attention, key, tables.key, slots)
         presents = [
             emit("TensorScatter", past, new, slots.past_lengths, axis=2)
             for past, new in zip(node.inputs[3:5], (key, value), strict=True)
@@ -48,11 +48,11 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
             # stays is taken out of the parsed network, see :meth:`llmc.optimize.tensorrt.network.Network.refine`.
             scale = scalar(graph, node.attributes["scale"].as_float(), context.array_type)
             output = emit("Attention", emit("Mul", query, scale), *seen, mask, scale=1.0)
-        replace(node, merged(emit, output), *presents)
+        replace(node, merge_heads(emit, output), *presents)
     return len(attentions)
 
 
-def _rotated(emit: Emitter, attention: Attention, x: ir.Value, tables: Pair, slots: Slots) -> ir.Value:
+def _rotate(emit: Emitter, attention: Attention, x: ir.Value, tables: Pair, slots: Slots) -> ir.Value:
     """Heads [B, heads, S, D], rotated as the node before which ``emit`` emits says."""
     interleaved, dim = emit.anchor.attributes["interleaved"].as_int(), attention.rotary_dim
     return emit("RotaryEmbedding", x, *tables, slots.positions, interleaved=interleaved, rotary_embedding_dim=dim)
@@ -73,7 +73,7 @@ def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
     norms = norm_nodes(graph)
     for norm in norms:
         for index, value in enumerate(norm.inputs[1:], 1):
-            tensor = stored(value)
-            weight = narrowed(context.calibrated.rows(tensor), context.compute, tensor.name or "")
+            tensor = find_weight(value)
+            weight = narrow_values(context.calibrated.rows(tensor), context.compute, tensor.name or "")
             norm.replace_input_with(index, constant(graph, f"{tensor.name}.{context.compute}", weight))
     return len(norms)

@@ -12,7 +12,7 @@ from llmc.errors import BuildError
 from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import ARRAY_TYPES, LoweringContext
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.tensorrt.words import packed_table
+from llmc.optimize.lower.tensorrt.words import pack_table
 from llmc.optimize.quantize.grid import Float, Grid, Quantized
 from llmc.optimize.weights.store import grid_name
 from llmc.optimize.weights.tensors import Weight, in_parallel, pieces, sizes
@@ -27,7 +27,7 @@ INT4_BLOCKS = (128, 64, 32)
 TABLE = f"{EMBEDDING}.weight"
 
 
-def narrowed(values: Float, compute: str, name: str) -> Array:
+def narrow_values(values: Float, compute: str, name: str) -> Array:
     """Values in the compute type, rounded to nearest."""
     with np.errstate(over="ignore"):
         found: Array = values.astype(ARRAY_TYPES[compute])
@@ -46,7 +46,9 @@ def float_rows(tensor: Weight, context: LoweringContext) -> ir.ExternalTensor:
         found = np.empty(sizes(tensor), context.array_type)
 
         def fill(span: tuple[int, int]) -> None:
-            found[slice(*span)] = narrowed(context.calibrated.rows(tensor, *span), context.compute, tensor.name or "")
+            found[slice(*span)] = narrow_values(
+                context.calibrated.rows(tensor, *span), context.compute, tensor.name or ""
+            )
 
         _each_piece(tensor, fill)
         return [found]
@@ -61,7 +63,7 @@ def float_columns(linear: Linear, context: LoweringContext) -> ir.ExternalTensor
         found = np.empty((linear.inputs, linear.outputs), context.array_type)
 
         def fill(tensor: Weight, span: tuple[int, int], columns: slice) -> None:
-            found[:, columns] = narrowed(
+            found[:, columns] = narrow_values(
                 context.calibrated.rows(tensor, *span), context.compute, tensor.name or linear.name
             ).T
 
@@ -81,7 +83,7 @@ def float8_columns(linear: Linear, context: LoweringContext) -> list[ir.External
 
         def fill(tensor: Weight, span: tuple[int, int], columns: slice) -> None:
             rows = context.calibrated.rows(tensor, *span)
-            found = stored_scales(np.abs(rows).max(axis=1) / LARGEST_FLOAT8, dtype)
+            found = round_scales(np.abs(rows).max(axis=1) / LARGEST_FLOAT8, dtype)
             scaled = np.clip(rows / found.astype(np.float32)[:, None], -LARGEST_FLOAT8, LARGEST_FLOAT8)
             values[:, columns] = scaled.T.astype(ml_dtypes.float8_e4m3fn)
             scales[columns] = found
@@ -128,9 +130,9 @@ def integer_columns(linear: Linear, grid: Grid, context: LoweringContext) -> lis
     kind = np.dtype(np.int8 if grid.bits == 8 else ml_dtypes.int4)
 
     def make() -> list[Array]:
-        found = context.calibrated.quantized(linear.weights, grid)
+        found = context.calibrated.quantize_stacked(linear.weights, grid)
         if linear.weights[0].name == TABLE:  # a tied head: choosing its integers again would take as long again
-            packed_table(linear.weights[0], grid, context, found)
+            pack_table(linear.weights[0], grid, context, found)
         values, scales = as_stored(found, dtype)
         return [values.T.astype(kind, order="C"), scales.T if grid.block else scales[:, 0]]
 
@@ -150,7 +152,7 @@ def as_stored(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np
         )
     rows, inputs = found.values.shape
     groups = found.scales.shape[1]
-    values, scales = np.empty((rows, groups, inputs // groups), np.int8), stored_scales(found.scales, dtype)
+    values, scales = np.empty((rows, groups, inputs // groups), np.int8), round_scales(found.scales, dtype)
     held = (found.scales / scales.astype(np.float32))[..., None]
 
     def fill(span: tuple[int, int]) -> None:
@@ -163,7 +165,7 @@ def as_stored(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np
     return values.reshape(rows, inputs), scales
 
 
-def stored_scales(scales: Float, dtype: np.dtype[np.generic]) -> Array:
+def round_scales(scales: Float, dtype: np.dtype[np.generic]) -> Array:
     """Scales above zero in the type that they are stored in."""
     with np.errstate(over="ignore"):
         found: Array = np.maximum(scales, SMALLEST_SCALE).astype(dtype)
@@ -172,7 +174,7 @@ def stored_scales(scales: Float, dtype: np.dtype[np.generic]) -> Array:
     return found
 
 
-def fitted(grid: Grid, inputs: int, name: str) -> Grid:
+def fit_grid(grid: Grid, inputs: int, name: str) -> Grid:
     """The grid with a block that divides the inputs: its own, or the largest of 128, 64 and 32 below it that does.
 
     Raises:

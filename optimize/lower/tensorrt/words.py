@@ -16,7 +16,7 @@ from llmc.optimize.weights.tensors import Weight
 HALF_WORD = 1 << 16
 
 
-def packed_table(
+def pack_table(
     table: Weight, grid: Grid, context: LoweringContext, found: Quantized | None = None
 ) -> list[ir.ExternalTensor]:
     """Words int32 [V, words] and scales float32 [V, groups] of a matrix [V, H]; here a scale may be negative.
@@ -25,7 +25,7 @@ def packed_table(
     """
 
     def make() -> list[NDArray[np.generic]]:
-        integers = found or context.calibrated.quantized((table,), grid)
+        integers = found or context.calibrated.quantize_stacked((table,), grid)
         return [pack_words(integers.values, integers.grid.bits), integers.scales]
 
     name = f"{table.name}.{grid_name(grid)}.words"

@@ -16,14 +16,14 @@ from llmc.errors import ContextError, LlmcError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.http.aside import aside
-from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat, told
-from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, from_llmc, named
+from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat, make_extra_member
+from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, from_llmc, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, event, unless_gone
-from llmc.runtime.server.http.validation import given
-from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submitted
-from llmc.runtime.server.openai.chat import EFFORTS, reasoned
+from llmc.runtime.server.http.validation import take_body
+from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submit_promptly
+from llmc.runtime.server.openai.chat import EFFORTS, add_reasoning
 
 # This dialect's names of llmc's parameters.
 NAMES = {
@@ -37,14 +37,14 @@ PING = event({"type": "ping"}, "ping")
 FAILED = "Error: "  # before the result of a tool that failed, for templates have no other place to say so
 
 
-async def versioned(
+async def check_version(
     anthropic_version: Annotated[Literal["2023-06-01", "2026-10-21"], Header(description="version of the API")],
 ) -> None:
     """The header that the API requires. Versions before these stream in another way, and are refused; the later one has
     no sampling parameters, which are extensions there."""
 
 
-router = APIRouter(tags=["Anthropic"], dependencies=[Depends(versioned)], responses=ANTHROPIC_ERRORS)
+router = APIRouter(tags=["Anthropic"], dependencies=[Depends(check_version)], responses=ANTHROPIC_ERRORS)
 
 
 # ------------------------------------------------------------------------------------------------------------ request
@@ -298,7 +298,7 @@ class Prompted(Body):
             said = f"{place} is the beginning of the answer, before which thoughts would come; leave out thinking or it"
             raise ApiError(400, said, param=place)
 
-    def shown(self, model: Model) -> dict[str, Any]:
+    def make_arguments(self, model: Model) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
 
         Raises:
@@ -310,7 +310,7 @@ class Prompted(Body):
             thinks = True
         return {
             "tools": [tool.plain() for tool in self.tools] if self.tools else None,
-            "chat_template_kwargs": reasoned(model, None, thinks),
+            "chat_template_kwargs": add_reasoning(model, None, thinks),
             "continue_final_message": self.is_prefilled,
         }
 
@@ -434,7 +434,7 @@ def usage_of(model: Model, result: ChatResult) -> Usage:
     }
 
 
-def ending_of(body: MessageRequest, result: ChatResult) -> dict[str, Any]:
+def find_ending(body: MessageRequest, result: ChatResult) -> dict[str, Any]:
     """The reason of the end, and the stop sequence that was met."""
     finish, stopped = result.message.finish_reason, None
     if finish == "tool_calls":
@@ -452,7 +452,7 @@ def blocks_of(message: Message) -> list[dict[str, Any]]:
     """The blocks of an answer; a call that was cut off by the limit is left out, for its input is none."""
     found: list[dict[str, Any]] = []
     if message.reasoning:
-        found.append(thinking_block(message.reasoning))
+        found.append(make_thinking_block(message.reasoning))
     if message.content:
         found.append(text_block(message.content))
     for call in message.tool_calls:
@@ -461,7 +461,7 @@ def blocks_of(message: Message) -> list[dict[str, Any]]:
     return found
 
 
-def thinking_block(text: str = "") -> dict[str, Any]:
+def make_thinking_block(text: str = "") -> dict[str, Any]:
     """A block of thoughts."""
     return {"type": "thinking", "thinking": text, "signature": ""}
 
@@ -503,7 +503,7 @@ class Blocks:
     def events(self, delta: MessageDelta) -> Iterator[dict[str, Any]]:
         """The events that a piece of the message becomes."""
         if delta.reasoning:
-            yield from self._turn(("thinking", 0), thinking_block())
+            yield from self._turn(("thinking", 0), make_thinking_block())
             yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
         if delta.content:
             yield from self._turn(("text", 0), text_block())
@@ -545,12 +545,12 @@ async def events_of(
         yield found
     result = await handle
     usage = await run_in_threadpool(usage_of, model, result)
-    told_of = told(body.x_llmc, model, result)
-    yield {"type": "message_delta", "delta": ending_of(body, result), "usage": usage, **told_of}
+    told_of = make_extra_member(body.x_llmc, model, result)
+    yield {"type": "message_delta", "delta": find_ending(body, result), "usage": usage, **told_of}
     yield {"type": "message_stop"}
 
 
-async def guarded(events: AsyncIterator[dict[str, Any]], request_id: str | None) -> AsyncIterator[bytes]:
+async def guard_events(events: AsyncIterator[dict[str, Any]], request_id: str | None) -> AsyncIterator[bytes]:
     """Events of this dialect, encoded; an error is the last one of them."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         try:
@@ -577,15 +577,15 @@ def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, A
         return model.stream_chat(messages, **{**arguments, "max_tokens": room})
 
 
-async def _opened(body: MessageRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
+async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
     """Submit the request; model and request are held until ``held`` is closed."""
     note(user=body.metadata and body.metadata.user_id)
-    messages, arguments = await aside(lambda: (body.plain(), service.bounded(body.arguments())))
+    messages, arguments = await aside(lambda: (body.plain(), service.bound_sampling(body.arguments())))
     arguments |= {"parse_special": service.parses_special(body.parse_special)}
     model = await held.enter_async_context(service.generator(body.model))
-    with named(NAMES):
-        arguments |= await aside(partial(body.shown, model))
-        handle = await submitted(partial(_submit, model, messages, arguments))
+    with name_parameters(NAMES):
+        arguments |= await aside(partial(body.make_arguments, model))
+        handle = await submit_promptly(partial(_submit, model, messages, arguments))
     held.callback(handle.cancel)
     return model, handle
 
@@ -598,31 +598,31 @@ def _request_id(request: Request) -> tuple[str | None, dict[str, str]]:
 
 @router.post("/v1/messages", response_model=MessageAnswer)
 async def messages(
-    body: Annotated[MessageRequest, given(MessageRequest)],
+    body: Annotated[MessageRequest, take_body(MessageRequest)],
     request: Request,
     service: Annotated[Service, Depends(service_of)],
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events, pings among them."""
     request_id, headers = _request_id(request)
     async with AsyncExitStack() as held:
-        model, handle = await _opened(body, held, service)
+        model, handle = await _submit_chat(body, held, service)
         if body.stream:
-            events = guarded(events_of(body, service, model, handle), request_id)
+            events = guard_events(events_of(body, service, model, handle), request_id)
             return EventStream(events, held.pop_all(), service.config.heartbeat_s, heartbeat=PING, headers=headers)
         result = await unless_gone(request, handle)
         usage = await run_in_threadpool(usage_of, model, result)
         answer = {
             **head_of(body, service, {**usage}),
             "content": blocks_of(result.message),
-            **ending_of(body, result),
-            **told(body.x_llmc, model, result),
+            **find_ending(body, result),
+            **make_extra_member(body.x_llmc, model, result),
         }
         return JSONResponse(answer, headers=headers)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(
-    body: Annotated[Prompted, given(Prompted)],
+    body: Annotated[Prompted, take_body(Prompted)],
     request: Request,
     response: Response,
     service: Annotated[Service, Depends(service_of)],
@@ -630,6 +630,8 @@ async def count_tokens(
     """The tokens of the prompt that such a conversation becomes."""
     response.headers.update(_request_id(request)[1])
     async with service.generator(body.model) as model:
-        with named(NAMES):
-            tokens = await service.tokenized(lambda: model.chat_tokens(body.plain(), **body.shown(model)), len)
+        with name_parameters(NAMES):
+            tokens = await service.tokenize_in_thread(
+                lambda: model.chat_tokens(body.plain(), **body.make_arguments(model)), len
+            )
     return {"input_tokens": len(tokens)}

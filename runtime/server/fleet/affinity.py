@@ -37,12 +37,12 @@ class Affinity:
         """
         # Somebody is always within the bound: were all above it, so would their mean be.
         most = max(self._rows, IMBALANCE * (sum(loads.values()) + 1) / max(len(loads), 1))
-        held = self._held(prefix)
+        held = self._count_held(prefix)
         first = prefix[0] if prefix else None
 
         def rank(replica: str) -> tuple[bool, int, int, int]:
             busy = loads[replica] + 1 > most
-            drawn = 0 if first is None else _drawn(first, replica)
+            drawn = 0 if first is None else _draw(first, replica)
             # Those that are too busy stand last, the least busy of them first; so do those without a claim.
             weighs = busy or first is None
             return busy, loads[replica] if weighs else 0, -held.get(replica, 0), drawn
@@ -57,7 +57,7 @@ class Affinity:
         while len(self._holders) > MOST_REMEMBERED:
             self._holders.popitem(last=False)
 
-    def _held(self, prefix: Sequence[bytes]) -> dict[str, int]:
+    def _count_held(self, prefix: Sequence[bytes]) -> dict[str, int]:
         """Blocks from the beginning on that each replica has."""
         found: dict[str, int] = {}
         for length, block in enumerate(prefix):
@@ -69,5 +69,5 @@ class Affinity:
         return found
 
 
-def _drawn(block: bytes, replica: str) -> int:
+def _draw(block: bytes, replica: str) -> int:
     return int.from_bytes(blake2b(replica.encode(), key=block, digest_size=8).digest(), "big")

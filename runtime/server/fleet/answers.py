@@ -64,7 +64,7 @@ class Answer:
         if not self._streams:
             raise ConnectionError(LOST)
         error = error or ApiError(500, LOST, code="replica_lost")
-        ended = failed(self._scope, error, self._events)
+        ended = make_failure(self._scope, error, self._events)
         await self._send({"type": "http.response.body", "body": ended, "more_body": False})
 
     def _begin(self, message: Message) -> None:
@@ -84,7 +84,7 @@ class Answer:
 
     async def _speak(self, message: Message) -> None:
         if self._refused:  # a plain error, where the client waits for events
-            message = {**message, "body": _named(self._scope["path"], message["body"])}
+            message = {**message, "body": _name_event(self._scope["path"], message["body"])}
         await self._release_start()
         self.spoken = True
         held, self._held = self._held, []
@@ -93,7 +93,7 @@ class Answer:
             await self._send(waiting)
 
 
-def failed(scope: Scope, error: ApiError, number: int) -> bytes:
+def make_failure(scope: Scope, error: ApiError, number: int) -> bytes:
     """The event that ends a stream with an error, in the dialect of the route.
 
     Args:
@@ -107,7 +107,7 @@ def failed(scope: Scope, error: ApiError, number: int) -> bytes:
     return event(error.body)
 
 
-def _named(path: str, body: bytes) -> bytes:
+def _name_event(path: str, body: bytes) -> bytes:
     """The body of a refusal as an event."""
     head = b"event: error\n" if path.startswith(("/v1/messages", "/v1/responses")) else b""
     return head + b"data: " + body + b"\n\n"

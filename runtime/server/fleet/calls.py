@@ -31,7 +31,7 @@ class Call:
     prefix: tuple[bytes, ...]
 
 
-def called(scope: Scope, body: bytes) -> Call:
+def make_call(scope: Scope, body: bytes) -> Call:
     """A request as it is sent to a replica, for which the application stands at the top of its host."""
     path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
     kept = {name: scope[name] for name in SENT if name in scope}

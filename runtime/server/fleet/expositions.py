@@ -6,10 +6,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from llmc.runtime.server.http.accounts import allowed
+from llmc.runtime.server.http.accounts import allows_model
 
 
-def joined(texts: Mapping[str, bytes]) -> bytes:
+def join_expositions(texts: Mapping[str, bytes]) -> bytes:
     """One text with the families of all, and the label ``replica`` on every sample; without models that the present
     client's key is not for.
 
@@ -32,7 +32,9 @@ class _Joined:
         families: dict[str, Any] = {}
         for replica, text in sorted(self._texts.items()):
             for family in text_string_to_metric_families(text.decode()):
-                shown = (s for s in family.samples if "model_name" not in s.labels or allowed(s.labels["model_name"]))
+                shown = (
+                    s for s in family.samples if "model_name" not in s.labels or allows_model(s.labels["model_name"])
+                )
                 samples = [s._replace(labels={**s.labels, "replica": replica}) for s in shown]
                 known = families.setdefault(family.name, family)
                 known.samples = samples if known is family else [*known.samples, *samples]

@@ -15,9 +15,9 @@ from starlette.websockets import WebSocket
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.fleet.answers import Answer
-from llmc.runtime.server.fleet.calls import BILL, Call, ReplicaLostError, called
-from llmc.runtime.server.fleet.expositions import joined
-from llmc.runtime.server.http.accounts import NOTHING, Tab, opened_tab
+from llmc.runtime.server.fleet.calls import BILL, Call, ReplicaLostError, make_call
+from llmc.runtime.server.fleet.expositions import join_expositions
+from llmc.runtime.server.http.accounts import NOTHING, Tab, open_tab
 from llmc.runtime.server.http.errors import ApiError, from_llmc, response
 from llmc.runtime.server.http.streams import unless_gone
 
@@ -78,7 +78,7 @@ class Front:
         request = Request(scope, receive)
         answer = Answer(scope, send)
         try:
-            call = called(scope, await request.body())
+            call = make_call(scope, await request.body())
             waiting = self._relay(call, answer)
             if call.scope["path"] == "/ready":  # without a replica it would wait for one
                 waiting = asyncio.wait_for(waiting, ASKED_S)
@@ -90,11 +90,13 @@ class Front:
 
     async def metrics(self, request: Request) -> Response:
         """The metrics of all replicas for Prometheus, each with its name."""
-        return Response(joined(await self._replicas.metrics()), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            join_expositions(await self._replicas.metrics()), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def _relay(self, call: Call, answer: Answer) -> None:
         """The answer of the first replica that is not lost before it says something."""
-        with opened_tab() as tab:
+        with open_tab() as tab:
             await self._try_all(call, answer, tab)
 
     async def _try_all(self, call: Call, answer: Answer, tab: Tab) -> None:

@@ -43,9 +43,9 @@ def prefix_of(path: str, body: bytes, scope: str | None = None) -> tuple[bytes, 
         if not isinstance(request, dict):
             return ()
         key = request.get("prompt_cache_key")
-        salt = _named(scope, b"scope") if scope is not None else b""
-        first = _named(key, salt or b"key") if isinstance(key, str) and path in KEYED else b""
-        return (*([first] if first else []), *_chained(_text(request, members), first or salt))
+        salt = _hash_text(scope, b"scope") if scope is not None else b""
+        first = _hash_text(key, salt or b"key") if isinstance(key, str) and path in KEYED else b""
+        return (*([first] if first else []), *_chain_names(_text(request, members), first or salt))
     except (ValueError, RecursionError):
         return ()
 
@@ -58,7 +58,7 @@ def _text(request: dict[str, Any], members: tuple[str, ...]) -> str:
         if member == "input" and isinstance(value, str):  # short for a message of the user's
             value = [{"role": "user", "content": value}]
         plain = _plain(value)
-        pieces += [plain] if isinstance(plain, str) else map(_written, plain if isinstance(plain, list) else [plain])
+        pieces += [plain] if isinstance(plain, str) else map(_write_text, plain if isinstance(plain, list) else [plain])
     return "\n".join(pieces)
 
 
@@ -78,15 +78,15 @@ def _plain(value: Any) -> Any:
     return kept if kept.get("type") != "message" else {name: item for name, item in kept.items() if name != "type"}
 
 
-def _written(value: Any) -> str:
+def _write_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def _chained(text: str, former: bytes) -> Iterator[bytes]:
+def _chain_names(text: str, former: bytes) -> Iterator[bytes]:
     for start in range(0, min(len(text) // BLOCK, MOST_BLOCKS) * BLOCK, BLOCK):
-        former = _named(text[start : start + BLOCK], former)
+        former = _hash_text(text[start : start + BLOCK], former)
         yield former
 
 
-def _named(text: str, former: bytes) -> bytes:
+def _hash_text(text: str, former: bytes) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), key=former, digest_size=16).digest()

@@ -132,7 +132,7 @@ class Replica:
         client = Client(state.get("key"), state.get("prefix_scope"), UNLIMITED, report)
         answering = asyncio.ensure_future(self._run(client, scope, body, sent, gone))
         try:
-            while messages := _taken(await sent.get(), sent):
+            while messages := _take_messages(await sent.get(), sent):
                 if self._ready_pool.lost is not None:
                     self._end()
                 yield [{"type": BILL, "bill": client.bill}, *messages]
@@ -187,7 +187,7 @@ def _name() -> str:
     return name
 
 
-def _taken(first: Message | None, sent: "asyncio.Queue[Message | None]") -> list[Message]:
+def _take_messages(first: Message | None, sent: "asyncio.Queue[Message | None]") -> list[Message]:
     """The first message and those that are there already; none at the end."""
     messages: list[Message] = []
     message = first

@@ -19,8 +19,8 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import Call
 from llmc.runtime.server.fleet.cluster import RayReplicas, replicas_of
 from llmc.runtime.server.fleet.front import make_front
-from llmc.runtime.server.http.guarded import guarded
-from llmc.runtime.server.http.logs import logging_to_stderr, route_noted
+from llmc.runtime.server.http.guarded import guard_app
+from llmc.runtime.server.http.logs import log_to_stderr, route_noted
 from llmc.runtime.server.run import run
 
 log = logging.getLogger(__name__)
@@ -40,13 +40,13 @@ def serve(config: ServerConfig) -> None:
         UsageError: an address, certificate or keys cannot be used, or there is no such cluster.
         ResourceError: the replicas cannot be started.
     """
-    with logging_to_stderr(config.log_format), connected(config.ray_address):
+    with log_to_stderr(config.log_format), connect_ray(config.ray_address):
         fleet = Fleet(config)
-        run(config, fleet, guarded(route_noted(make_front(fleet)), config))
+        run(config, fleet, guard_app(route_noted(make_front(fleet)), config))
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[None]:
+def connect_ray(address: str | None) -> Iterator[None]:
     """Ray, of the cluster at this address, or one that is started here and ends with the block."""
     own: dict[str, Any] = {}
     event(log, "starting Ray" if address is None else "joining Ray's cluster", address=address)

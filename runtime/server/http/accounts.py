@@ -161,7 +161,7 @@ class Tab:
 
 
 @contextmanager
-def opened_tab() -> Iterator[Tab]:
+def open_tab() -> Iterator[Tab]:
     """A tab of the present client's account for the time of the block."""
     client = CLIENT.get()
     tab = Tab(client.account if client else UNLIMITED)
@@ -251,7 +251,7 @@ def cost(handle: Handle) -> int:
     return handle.prompt_tokens + handle.generated()
 
 
-def allowed(model: str) -> bool:
+def allows_model(model: str) -> bool:
     """True if the present client's key is for a model."""
     client = CLIENT.get()
     return client is None or client.key is None or client.key.allows(model)
@@ -264,7 +264,7 @@ def check_model(name: str) -> None:
         ApiError: 403, with the models that it is for.
     """
     client = CLIENT.get()
-    if client and client.key and not allowed(name):
+    if client and client.key and not allows_model(name):
         known = ", ".join(sorted(client.key.models or ()))
         message = f"the key {client.key.name!r} is not for the model {name!r}, expected {known}"
         raise ApiError(403, message, param="model", code="model_not_allowed")

@@ -14,7 +14,7 @@ from llmc.errors import printable
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.aside import LARGE, aside, mark
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.refusal import heard, refuse
+from llmc.runtime.server.http.refusal import check_messages, refuse
 
 # Values take some fifty times the bytes of "[]," once Python holds them; no request of the API has nearly as many, but
 # for prompts of token ids, of which a million is more than any context.
@@ -43,7 +43,7 @@ class Bodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # the size of a message is limited by uvicorn (ws_max_size)
-            return await self.app(scope, heard(scope, receive, send, self._check_text), send)
+            return await self.app(scope, check_messages(scope, receive, send, self._check_text), send)
         if scope["type"] != "http" or not _has_body(scope):
             return await self.app(scope, receive, send)
         try:
@@ -57,7 +57,7 @@ class Bodies:
             scope[PARSED] = await aside(partial(check_json, body, self._depth))
         except ApiError as error:
             return await refuse(scope, receive, send, error)
-        return await self.app(scope, _replayed(body, receive), send)
+        return await self.app(scope, _replay(body, receive), send)
 
     async def _check_text(self, text: str) -> None:
         mark(len(text))
@@ -91,7 +91,7 @@ def _has_body(scope: Scope) -> bool:
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replay(body: bytes, receive: Receive) -> Receive:
     """``receive`` that gives the body, and afterwards what there is, which is the client's disconnection."""
     message: Message | None = {"type": "http.request", "body": body, "more_body": False}
 

@@ -116,7 +116,7 @@ class Wanted(Body):
     )
 
 
-def _sampling() -> dict[str, Any]:
+def _collect_sampling() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in fields(SamplingParams):
         stated = field.metadata["parameter"]
@@ -133,7 +133,7 @@ NAMES = (*(field.name for field in fields(SamplingParams) if field.name not in S
 if TYPE_CHECKING:
     _Sampling = Body
 else:
-    _Sampling = create_model("_Sampling", __base__=Body, **_sampling())
+    _Sampling = create_model("_Sampling", __base__=Body, **_collect_sampling())
 
 
 # Other servers' names of parameters that are here under llmc's.
@@ -236,7 +236,7 @@ def usage_of(results: Sequence[GenerationResult]) -> Usage:
     }
 
 
-def told(wanted: Wanted | None, model: Model, result: GenerationResult) -> dict[str, Any]:
+def make_extra_member(wanted: Wanted | None, model: Model, result: GenerationResult) -> dict[str, Any]:
     """The member ``x_llmc`` of an answer, or nothing where it was not asked for."""
     found: dict[str, Any] = {}
     if wanted is not None and wanted.resolved:
@@ -257,15 +257,15 @@ def told(wanted: Wanted | None, model: Model, result: GenerationResult) -> dict[
     return {"x_llmc": found} if found else {}
 
 
-def unknown_usage(options: StreamOptions | None) -> dict[str, Any]:
+def make_unknown_usage(options: StreamOptions | None) -> dict[str, Any]:
     """The member of every chunk before the last where a stream is to end with its usage."""
     return {"usage": None} if options is not None and options.include_usage else {}
 
 
-def asked_at_the_end(body: Any, model: Model, results: Sequence[GenerationResult]) -> dict[str, Any]:
+def make_last_members(body: Any, model: Model, results: Sequence[GenerationResult]) -> dict[str, Any]:
     """The members of a stream's last chunk that its request asked for: usage, and facts of the first result."""
-    usage = {"usage": usage_of(results)} if unknown_usage(body.stream_options) else {}
-    return {**usage, **told(body.x_llmc, model, results[0])}
+    usage = {"usage": usage_of(results)} if make_unknown_usage(body.stream_options) else {}
+    return {**usage, **make_extra_member(body.x_llmc, model, results[0])}
 
 
 def biases(logit_bias: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -10,7 +10,7 @@ from llmc.runtime.server.http.errors import ApiError, response
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection; :func:`limited_protocol` makes a class with settings."""
+    """One connection; :func:`make_limited_protocol` makes a class with settings."""
 
     limits: ServerConfig
 
@@ -92,6 +92,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def limited_protocol(config: ServerConfig) -> type[LimitedProtocol]:
+def make_limited_protocol(config: ServerConfig) -> type[LimitedProtocol]:
     """uvicorn's ``http`` with the limits of the settings."""
     return type("Limited", (LimitedProtocol,), {"limits": config})

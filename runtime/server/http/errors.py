@@ -146,7 +146,7 @@ def from_llmc(error: LlmcError, names: Mapping[str, str] = MappingProxyType({}))
 
 
 @contextmanager
-def named(names: Mapping[str, str]) -> Iterator[None]:
+def name_parameters(names: Mapping[str, str]) -> Iterator[None]:
     """Refusals of what the block does say a dialect's own names of parameters; see :func:`from_llmc`.
 
     Raises:
@@ -181,7 +181,7 @@ def _object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
-def documented(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+def document_errors(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
     """The errors that every route may answer with, for the OpenAPI document.
 
     Args:
@@ -202,8 +202,8 @@ MEANINGS = {
     504: "The deadline passed.",
 }
 _TEXT, _MAYBE = {"type": "string"}, {"type": ["string", "null"]}
-OPENAI_ERRORS = documented(_object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE)))
-OLLAMA_ERRORS = documented(_object(error=_TEXT))
-ANTHROPIC_ERRORS = documented(
+OPENAI_ERRORS = document_errors(_object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE)))
+OLLAMA_ERRORS = document_errors(_object(error=_TEXT))
+ANTHROPIC_ERRORS = document_errors(
     _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_MAYBE)
 )

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.arrival import Bodies
-from llmc.runtime.server.http.connections import limited_protocol
+from llmc.runtime.server.http.connections import make_limited_protocol
 from llmc.runtime.server.http.keys import Keyring, Keys
 from llmc.runtime.server.http.origins import Hosts, Origins, cors
 from llmc.runtime.server.http.rates import Rates
@@ -47,7 +47,7 @@ class Guarded:
             self._keyring.reload()
 
 
-def guarded(app: ASGIApp, config: ServerConfig) -> Guarded:
+def guard_app(app: ASGIApp, config: ServerConfig) -> Guarded:
     """An application that only those reach who may, within the limits of the settings.
 
     Raises:
@@ -83,7 +83,7 @@ class RequestIds:
 def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     """Arguments of ``uvicorn.Config`` that hold connections within the limits."""
     return {
-        "http": limited_protocol(config),
+        "http": make_limited_protocol(config),
         "limit_concurrency": config.max_connections,
         "ws_max_size": config.max_body_bytes,
         "ws_per_message_deflate": False,  # what is compressed may be a thousand times as large as what was sent

@@ -14,10 +14,10 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.refusal import heard, refuse
+from llmc.runtime.server.http.refusal import check_messages, refuse
 from llmc.strict import open_regular
 
 if sys.version_info >= (3, 11):
@@ -147,7 +147,7 @@ def _key(path: Path, name: str, table: Any) -> Key:
             "tokens_per_minute or admin"
         )
     if type(admin := table.get("admin", False)) is not bool:
-        raise UsageError(f"{where}: admin is {written(admin)}, expected true or false")
+        raise UsageError(f"{where}: admin is {format_value(admin)}, expected true or false")
     return Key(
         name,
         _digest(where, table),
@@ -174,14 +174,14 @@ def _models(where: str, value: Any) -> frozenset[str] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not value or not all(type(name) is str for name in value):
-        raise UsageError(f"{where}: models is {written(value)}, expected a list of names")
+        raise UsageError(f"{where}: models is {format_value(value)}, expected a list of names")
     return frozenset(value)
 
 
 def _rate(where: str, name: str, table: Mapping[str, Any]) -> int | None:
     value = table.get(name)
     if value is not None and (type(value) is not int or value < 1):
-        raise UsageError(f"{where}: {name} is {written(value)}, expected an integer above 0")
+        raise UsageError(f"{where}: {name} is {format_value(value)}, expected an integer above 0")
     return value
 
 
@@ -205,7 +205,7 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
-        presented, scope, send = taken(scope, send)
+        presented, scope, send = take_key(scope, send)
 
         async def identify(text: str = "") -> None:
             self._identify(scope, presented)
@@ -215,7 +215,7 @@ class Keys:
         except ApiError as error:
             return await refuse(scope, receive, send, error)
         if scope["type"] == "websocket":  # whose key may be withdrawn, or changed, between two messages
-            receive = heard(scope, receive, send, identify)
+            receive = check_messages(scope, receive, send, identify)
         return await self.app(scope, receive, send)
 
     def _identify(self, scope: Scope, presented: str) -> None:
@@ -241,7 +241,7 @@ class Keys:
         return path == "/health" or (self._page and (path == "/" or path.startswith("/page/")))
 
 
-def taken(scope: Scope, send: Send) -> tuple[str, Scope, Send]:
+def take_key(scope: Scope, send: Send) -> tuple[str, Scope, Send]:
     """The key that a client presented, and the request without it.
 
     ``Authorization: Bearer`` comes first, then ``x-api-key``, then a WebSocket's protocol ``llmc-key.KEY``.
@@ -256,14 +256,14 @@ def taken(scope: Scope, send: Send) -> tuple[str, Scope, Send]:
         presented = presented or next(n for n in offered if n.startswith(KEY_PROTOCOL)).removeprefix(KEY_PROTOCOL)
         offered = [name for name in offered if not name.startswith(KEY_PROTOCOL)]
         secret.add(b"sec-websocket-protocol")
-        send = accepting(PROTOCOL, send) if PROTOCOL in offered else send
+        send = accept_protocol(PROTOCOL, send) if PROTOCOL in offered else send
     scope = {**scope, "headers": [(name, value) for name, value in scope["headers"] if name not in secret]}
     if scope["type"] == "websocket":
         scope["subprotocols"] = offered
     return presented.strip(), scope, send
 
 
-def accepting(protocol: str, send: Send) -> Send:
+def accept_protocol(protocol: str, send: Send) -> Send:
     """``send`` that accepts a WebSocket with a protocol, without which browsers that offered some hang up."""
 
     async def sending(message: Message) -> None:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.errors import LlmcError
 from llmc.runtime.api.handle import Handle
-from llmc.runtime.observe.tracing import JsonFormatter, continued_trace, event, fields_of
+from llmc.runtime.observe.tracing import JsonFormatter, continue_trace, event, fields_of
 
 log = logging.getLogger(__name__)
 
@@ -140,20 +140,20 @@ class RequestLog:
         token = _RECORD.set(record)
         if scope["type"] == "websocket":
             self._sockets.add(record)
-        receive, send = self._overheard(record, receive, send)
+        receive, send = self._record_bytes(record, receive, send)
         scope[PIECES] = send
         try:
-            with continued_trace(scope["headers"]):
+            with continue_trace(scope["headers"]):
                 await self._app(scope, receive, _status_noted(record, send))
         except Exception as error:  # noqa: BLE001 - written here with the request's id; the framework has answered
             record.fields.setdefault("status", 500)
-            self._failed(scope, error)
+            self._log_failure(scope, error)
         finally:
             _RECORD.reset(token)
             self._sockets.discard(record)
             _write(scope, record, time.perf_counter() - start)
 
-    def _overheard(self, record: Record, receive: Receive, send: Send) -> tuple[Receive, Send]:
+    def _record_bytes(self, record: Record, receive: Receive, send: Send) -> tuple[Receive, Send]:
         """Both with their bytes written down, where they are asked for."""
         if not self._bodies:
             return receive, send
@@ -174,11 +174,11 @@ class RequestLog:
 
         return heard, said
 
-    def _failed(self, scope: Scope, error: Exception) -> None:
+    def _log_failure(self, scope: Scope, error: Exception) -> None:
         said = str(error) if self._bodies else None
         place = "".join(traceback.format_tb(error.__traceback__)).rstrip()
         fields = {"request_id": _state(scope, "request_id"), "error": type(error).__name__, "said": said}
-        event(log, "request failed", level=logging.ERROR, **_given(fields), traceback=place)
+        event(log, "request failed", level=logging.ERROR, **_drop_missing(fields), traceback=place)
 
 
 def _status_noted(record: Record, send: Send) -> Send:
@@ -204,14 +204,14 @@ def _write(scope: Scope, record: Record, seconds: float) -> None:
     }
     status = record.fields.get("status", 499)  # nginx's number where the client left before the answer began
     quiet = record.fields.get("route") in QUIET and status < 500
-    event(log, "request", level=logging.DEBUG if quiet else logging.INFO, **_given({**fields, "status": status}))
+    event(log, "request", level=logging.DEBUG if quiet else logging.INFO, **_drop_missing({**fields, "status": status}))
 
 
 def _state(scope: Scope, name: str) -> Any:
     return scope.get("state", {}).get(name)
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
+def _drop_missing(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -229,7 +229,7 @@ class TextFormatter(logging.Formatter):
 
 
 @contextmanager
-def logging_to_stderr(form: str | None) -> Iterator[None]:
+def log_to_stderr(form: str | None) -> Iterator[None]:
     """Write what llmc and uvicorn log, from INFO on, to stderr: ``json``, a line each, or ``text``; by default the
     latter where a person reads it, at a terminal.
 

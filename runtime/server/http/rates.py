@@ -10,7 +10,7 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.accounts import CLIENT, Account, Bucket, Client, Clock, Tab
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.keys import Key
-from llmc.runtime.server.http.refusal import heard, refuse
+from llmc.runtime.server.http.refusal import check_messages, refuse
 
 STORED = "/v1/responses/"  # megabytes each, and read again and again
 
@@ -36,12 +36,12 @@ class Rates:
         client = Client(state["key"], state.get("prefix_scope"), account, tab.take)
         CLIENT.set(client)  # of this request's task alone
         try:
-            await self._counted(client, tab, scope, receive, send)
+            await self._count_request(client, tab, scope, receive, send)
         finally:
             tab.take(client.bill)
             tab.close()
 
-    async def _counted(self, client: Client, tab: Tab, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _count_request(self, client: Client, tab: Tab, scope: Scope, receive: Receive, send: Send) -> None:
         async def admit(text: str = "") -> None:
             client.key = scope["state"]["key"]  # which may have changed since the last message of a WebSocket
             client.account = tab.account = self.account(client.key)
@@ -49,14 +49,14 @@ class Rates:
             client.account.admit()
 
         if scope["type"] == "websocket":  # each message is a request
-            return await self.app(scope, heard(scope, receive, send, admit), send)
+            return await self.app(scope, check_messages(scope, receive, send, admit), send)
         if scope["method"] != "POST" and not scope["path"].startswith(STORED):
             return await self.app(scope, receive, send)
         try:
             await admit()
         except ApiError as error:
             return await refuse(scope, receive, send, error)
-        return await self.app(scope, receive, _telling(client, tab, send))
+        return await self.app(scope, receive, _tell_rates(client, tab, send))
 
     def account(self, key: Key | None) -> Account:
         """The buckets of a key, new ones where its rates have changed; without keys, those of everybody."""
@@ -69,7 +69,7 @@ class Rates:
         return self._accounts[name, rates]
 
 
-def _telling(client: Client, tab: Tab, send: Send) -> Send:
+def _tell_rates(client: Client, tab: Tab, send: Send) -> Send:
     """``send`` that adds the state of the rates to an answer's headers, and counts its tokens before its end."""
     account = client.account
     if account.requests is None and account.tokens is None:

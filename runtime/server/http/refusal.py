@@ -21,7 +21,7 @@ async def refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) ->
     return await send({"type": "websocket.close", "code": POLICY, "reason": error.message[:120]})
 
 
-def heard(scope: Scope, receive: Receive, send: Send, check: Callable[[str], Awaitable[None]]) -> Receive:
+def check_messages(scope: Scope, receive: Receive, send: Send, check: Callable[[str], Awaitable[None]]) -> Receive:
     """``receive`` of a WebSocket whose messages pass ``check``; those that do not are answered with its ApiError."""
 
     async def receiving() -> Message:

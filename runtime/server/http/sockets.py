@@ -11,7 +11,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.http.errors import ApiError, from_llmc
-from llmc.runtime.server.http.streams import encoded, unless_long
+from llmc.runtime.server.http.streams import encode_json, unless_long
 
 Events = AsyncIterator[dict[str, Any]] | AsyncIterator[str]
 Opened = Callable[[Any, AsyncExitStack], Awaitable[Events]]
@@ -39,7 +39,7 @@ async def converse(socket: WebSocket, read: Callable[[str], Awaitable[Any]], ope
                         await _answer(socket, client, await opened(await read(asked), held))
                 except (ApiError, LlmcError) as error:
                     found = error if isinstance(error, ApiError) else from_llmc(error)
-                    await socket.send_text(encoded(found.body))
+                    await socket.send_text(encode_json(found.body))
 
 
 class _Client:
@@ -98,6 +98,6 @@ def _text(message: Message) -> str:
 async def _send_all(socket: WebSocket, events: Events) -> None:
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         async for piece in pieces:
-            text = piece if isinstance(piece, str) else await unless_long(piece, partial(encoded, piece))
+            text = piece if isinstance(piece, str) else await unless_long(piece, partial(encode_json, piece))
             await socket.send_text(text)
     await socket.send_text(END)

@@ -33,20 +33,20 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan
 _HOLE = secrets.token_hex(16)  # stands for a text while the rest of its chunk is encoded; nobody else can write it
 
 
-def encoded(value: Any) -> str:
+def encode_json(value: Any) -> str:
     """JSON in one line, for events and answers."""
     return _ENCODER.encode(value)
 
 
 def in_pieces(value: Any) -> str:
-    """:func:`encoded` of a value of any size, which lets other threads have their turn meanwhile."""
+    """:func:`encode_json` of a value of any size, which lets other threads have their turn meanwhile."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{encoded(str(name))}:{in_pieces(item)}" for name, item in value.items()) + "}"
+        return "{" + ",".join(f"{encode_json(str(name))}:{in_pieces(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple) and len(value) > PIECE:
         return "[" + ",".join(in_pieces(value[at : at + PIECE])[1:-1] for at in range(0, len(value), PIECE)) + "]"
     if isinstance(value, list | tuple) and room_beside(value, SHORT) < 0:
         return "[" + ",".join(map(in_pieces, value)) + "]"
-    return encoded(value)
+    return encode_json(value)
 
 
 async def unless_long(value: Any, encode: Callable[[], T]) -> T:
@@ -54,14 +54,14 @@ async def unless_long(value: Any, encode: Callable[[], T]) -> T:
     return await apart(encode) if room_beside(value, SHORT) < 0 else encode()
 
 
-async def answered(make: Callable[[], Any], *, large: bool) -> Response:
+async def make_answer(make: Callable[[], Any], *, large: bool) -> Response:
     """The answer that ``make`` makes, as JSON; made and encoded off the event loop where it may be ``large``."""
     if large:
         return Response(await apart(lambda: in_pieces(make())), media_type="application/json")
-    return Response(encoded(make()), media_type="application/json")
+    return Response(encode_json(make()), media_type="application/json")
 
 
-def event(value: Any, name: str | None = None, encode: Callable[[Any], str] = encoded) -> bytes:
+def event(value: Any, name: str | None = None, encode: Callable[[Any], str] = encode_json) -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {encode(value)}\n\n".encode()
@@ -75,11 +75,11 @@ class Chunks:
     """
 
     def __init__(self, head: Mapping[str, Any]) -> None:
-        self._head = encoded(head)[:-1]
+        self._head = encode_json(head)[:-1]
 
     def __call__(self, **rest: Any) -> str:
         """The chunk with ``rest``, at least one member, after its head."""
-        return f"{self._head},{encoded(rest)[1:]}"
+        return f"{self._head},{encode_json(rest)[1:]}"
 
     def of_texts(self, rest: Callable[[str], Mapping[str, Any]]) -> Callable[[str], str]:
         """A maker of chunks that differ in one text alone, which is what nearly all of a stream's do: all but the text
@@ -206,7 +206,7 @@ async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
         await asyncio.gather(waiting, gone, return_exceptions=True)
 
 
-async def guarded(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
+async def guard_chunks(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
     """Chunks of OpenAI's dialects as events, and an error as the last one of them, or ``[DONE]``."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         try:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import HTTPConnection
 
-from llmc.errors import printable, written
+from llmc.errors import format_value, printable
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import PARAMETERS
 from llmc.runtime.server.http.arrival import PARSED, value_of
@@ -60,15 +60,17 @@ def api_error(found: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
         return len(places[number]), not one["type"].endswith("_type"), len(one["loc"])
 
     deepest = max(range(len(found)), key=depth)
-    fault, param = found[deepest], _spelt(places[deepest])
+    fault, param = found[deepest], _format_place(places[deepest])
     if fault["type"] == "extra_forbidden":
         ours = neighbour(param or "", PARAMETERS)
         hint = "" if ours in (None, param) else f", or did you mean {ours}?"
         return ApiError(400, f"{param} is not a parameter of this route; leave it out{hint}", param=param)
-    return ApiError(400, f"{param} {_said(fault, found, places, deepest)}", param=param)
+    return ApiError(400, f"{param} {_describe_fault(fault, found, places, deepest)}", param=param)
 
 
-def _said(fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: Sequence[Place], at: int) -> str:
+def _describe_fault(
+    fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: Sequence[Place], at: int
+) -> str:
     """The rest of the sentence that begins with the parameter."""
     kind, about, value = fault["type"], fault.get("ctx", {}), fault.get("input")
     if kind == "missing":
@@ -77,7 +79,9 @@ def _said(fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: 
         return f"names no {_discriminator(about)}, by which its kind is known; give it"
     if kind == "union_tag_invalid":
         tags = str(about["expected_tags"])
-        return f"has the {_discriminator(about)} {_shown(about['tag'])}, expected {'one of ' * (',' in tags)}{tags}"
+        return (
+            f"has the {_discriminator(about)} {_show_value(about['tag'])}, expected {'one of ' * (',' in tags)}{tags}"
+        )
     if kind in ("too_short", "too_long"):
         bound = f"{about['min_length']} or more" if kind == "too_short" else f"at most {about['max_length']}"
         count = about.get("actual_length")
@@ -91,7 +95,7 @@ def _said(fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: 
         if place == places[at] and other["type"] in _EXPECTED
     ]
     if kinds:
-        return f"is {_shown(value)}, expected {' or '.join(dict.fromkeys(kinds))}"
+        return f"is {_show_value(value)}, expected {' or '.join(dict.fromkeys(kinds))}"
     return f"does not fit: {fault['msg'][:1].lower()}{fault['msg'][1:]}"
 
 
@@ -101,16 +105,16 @@ def _discriminator(about: Mapping[str, Any]) -> str:
     return "type" if name.endswith("()") else name.strip("'")
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     """A value as its client wrote it, or what it is, where it is long."""
     if isinstance(value, list | tuple):
         return "a list"
     if isinstance(value, Mapping):
         return "an object"
-    return json.dumps(value) if value is None or isinstance(value, bool | float) else written(value)
+    return json.dumps(value) if value is None or isinstance(value, bool | float) else format_value(value)
 
 
-def _spelt(place: Place) -> str | None:
+def _format_place(place: Place) -> str | None:
     """A place as OpenAI writes it: ``messages[0].content``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     return printable(text)[:LONGEST_PARAM] or None
@@ -122,22 +126,22 @@ def _place(fault: Mapping[str, Any], body: Any) -> Place:
     if where != "body":
         return tuple(map(str, parts))
     absent = fault["type"] == "missing" and parts
-    found, _ = _traced(tuple(parts[:-1] if absent else parts), body)
+    found, _ = _trace_place(tuple(parts[:-1] if absent else parts), body)
     return (*found, parts[-1]) if absent else found
 
 
-def _traced(parts: Place, at: Any) -> tuple[Place, bool]:
+def _trace_place(parts: Place, at: Any) -> tuple[Place, bool]:
     """Those of ``parts`` that lead through a value, as many as can; and True if the last one is among them."""
     if not parts:
         return (), False
     part, rest = parts[0], parts[1:]
-    passed, reached = _traced(rest, at)
+    passed, reached = _trace_place(rest, at)
     inside = (isinstance(at, Mapping) and part in at) or (
         isinstance(at, list) and isinstance(part, int) and part < len(at)
     )
     if not inside:
         return passed, reached
-    found, ends = _traced(rest, at[part])
+    found, ends = _trace_place(rest, at[part])
     taken: tuple[Place, bool] = ((part, *found), ends or not rest)
     return max((taken, (passed, reached)), key=lambda each: (each[1], len(each[0])))
 
@@ -162,7 +166,7 @@ async def no_query(connection: HTTPConnection) -> None:
         raise ApiError(400, f"{name[:40]} is not a parameter {where}", param=name[:40] or None)
 
 
-def given(kind: type[BaseModel]) -> Any:
+def take_body(kind: type[BaseModel]) -> Any:
     """The dependency of a route that takes such a body; :func:`document_bodies` documents it."""
     return Depends(partial(read_request, kind))
 
@@ -207,7 +211,7 @@ def _read(kind: type[M], content: bytes, parsed: Any = None) -> M:
 
 
 def document_bodies(document: dict[str, Any], routes: Iterable[APIRoute]) -> None:
-    """Add the bodies that routes take (:func:`given`) to an OpenAPI document."""
+    """Add the bodies that routes take (:func:`take_body`) to an OpenAPI document."""
     calls = [(route, own.call) for route in routes for own in route.dependant.dependencies]
     kinds = {
         route.path: call.args[0] for route, call in calls if isinstance(call, partial) and call.func is read_request

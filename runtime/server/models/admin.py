@@ -25,7 +25,7 @@ def refusal(scope: Scope) -> ApiError | None:
     return None
 
 
-async def admitted(request: Request) -> None:
+async def require_admin(request: Request) -> None:
     """Refuse whoever is no admin.
 
     Raises:
@@ -35,7 +35,7 @@ async def admitted(request: Request) -> None:
         raise error
 
 
-router = APIRouter(prefix=PREFIX, tags=["Administration"], dependencies=[Depends(admitted)])
+router = APIRouter(prefix=PREFIX, tags=["Administration"], dependencies=[Depends(require_admin)])
 Served = Annotated[Service, Depends(service_of)]
 
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmc.runtime.server.http.accounts import allowed
+from llmc.runtime.server.http.accounts import allows_model
 
 if TYPE_CHECKING:
     from llmc.runtime.server.models.pool import ModelPool
@@ -85,11 +85,11 @@ class _Models:
             "llmc_model_state", "1 for the state that a model is in.", labels=("model_name", "state")
         )
         for name, state in self._pool.states().items():
-            if allowed(name):
+            if allows_model(name):
                 states.add_metric((name, state.phase), 1)
         yield states
         families: dict[str, Any] = {}
-        models = ((name, model) for name, model in self._pool.models().items() if allowed(name))
+        models = ((name, model) for name, model in self._pool.models().items() if allows_model(name))
         for name, model in models:
             for family in model.metric_families({"model_name": name}):
                 if family.name in families:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from llmc.bundle import Manifest, publication
-from llmc.errors import BundleError, EngineClosedError, GpuError, ResourceError, UsageError, written
+from llmc.errors import BundleError, EngineClosedError, GpuError, ResourceError, UsageError, format_value
 from llmc.runtime.model import MemoryNeed, Model, default_memory
 from llmc.runtime.observe.tracing import event
 from llmc.runtime.server.http.logs import note
@@ -281,7 +281,7 @@ class ModelPool:
             share = await self._share(place, folder, need, patience_s)
             reserved = 0 if share is None else share + need.draft
             place.reserved += reserved
-            model = await self._opened(place, folder, share)
+            model = await self._load_model(place, folder, share)
         except Exception as error:
             place.failure = _Failure(error, folder, published, time.monotonic() + RETRY_S)
             log.error("%s: %s could not be loaded: %s", place.name, folder, reason_of(error))
@@ -297,7 +297,7 @@ class ModelPool:
         event(log, "model loaded", model=place.name, bundle=str(folder), memory=loaded.held, duration_s=took)
         return loaded
 
-    async def _opened(self, place: _Place, folder: Path, memory: int | None) -> Model:
+    async def _load_model(self, place: _Place, folder: Path, memory: int | None) -> Model:
         """Load a model; where the machine, or its GPU, has less memory than was planned, idle models make room."""
         while True:
             try:
@@ -456,7 +456,7 @@ class ModelPool:
 
     def _place(self, name: str) -> _Place:
         if name not in self._places:
-            raise UsageError(f"there is no model {written(name)}; expected one of {', '.join(self._places)}")
+            raise UsageError(f"there is no model {format_value(name)}; expected one of {', '.join(self._places)}")
         return self._places[name]
 
     def _refuse_closed(self) -> None:

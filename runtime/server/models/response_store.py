@@ -32,7 +32,7 @@ class Stored:
         return len(self.items) + len(self.response)
 
 
-def kept(previous: str | None, items: list[Item], response: dict[str, Any]) -> Stored:
+def make_stored(previous: str | None, items: list[Item], response: dict[str, Any]) -> Stored:
     """A response as it is kept."""
     return Stored(previous, *(in_pieces(part).encode() for part in (items, response)))
 

@@ -13,9 +13,9 @@ from anyio.lowlevel import RunVar
 from starlette.requests import HTTPConnection
 
 from llmc.bundle import Manifest
-from llmc.errors import written
+from llmc.errors import format_value
 from llmc.runtime import Handle, Model
-from llmc.runtime.server.http.accounts import allowed, charge, check_model, prefix_scope, spend
+from llmc.runtime.server.http.accounts import allows_model, charge, check_model, prefix_scope, spend
 from llmc.runtime.server.http.aside import SHORT, room_beside
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.logs import watch
@@ -90,7 +90,7 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """Models that the present client's key is for."""
-        return tuple(name for name in self.pool.names if allowed(name))
+        return tuple(name for name in self.pool.names if allows_model(name))
 
     def manifest(self, asked: str | None) -> Manifest:
         """The manifest of a model, which need not be loaded."""
@@ -118,7 +118,7 @@ class Service:
         async with self.pool.lease(self.name(asked)) as model:
             yield model
 
-    async def tokenized(self, work: Callable[[], T], cost: Callable[[T], int]) -> T:
+    async def tokenize_in_thread(self, work: Callable[[], T], cost: Callable[[T], int]) -> T:
         """The result of ``work`` on a prompt, in one of few threads; the client is charged as for the prompt."""
         found = await to_thread.run_sync(work, limiter=self.tokenizing)
         spend(tokens=cost(found))
@@ -145,7 +145,7 @@ class Service:
         async with self.model(asked) as model:
             yield model
 
-    def bounded(self, sampling: dict[str, Any], prompts: int = 1) -> dict[str, Any]:
+    def bound_sampling(self, sampling: dict[str, Any], prompts: int = 1) -> dict[str, Any]:
         """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes.
 
         Raises:
@@ -156,11 +156,11 @@ class Service:
         if most is not None:
             outputs = prompts * max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
             if outputs > most:
-                said = f"{written(outputs)} outputs are asked for, of which this server allows {most} tokens"
+                said = f"{format_value(outputs)} outputs are asked for, of which this server allows {most} tokens"
                 raise ApiError(400, f"{said}; ask for fewer", param="n" if prompts == 1 else "prompt")
             asked = sampling.get("max_tokens", most // outputs)
             if asked * outputs > most:
-                said = f"{written(asked)} tokens of {outputs} outputs" if outputs > 1 else written(asked)
+                said = f"{format_value(asked)} tokens of {outputs} outputs" if outputs > 1 else format_value(asked)
                 raise ApiError(
                     400, f"max_tokens is {said}, this server allows {most}; ask for less", param="max_tokens"
                 )
@@ -192,7 +192,7 @@ class Service:
         return default if asked is None else asked
 
 
-async def submitted(submit: Callable[[], H]) -> H:
+async def submit_promptly(submit: Callable[[], H]) -> H:
     """A request submitted: at once where it is short, for a thread's waking takes as long as its work, and else in a
     thread, as tokenizing a prompt, a chat template's work and compiling a grammar may take long.
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request, Response, WebSocket
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from llmc.errors import written
+from llmc.errors import format_value
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta
 from llmc.runtime.server.http.aside import aside
@@ -25,20 +25,20 @@ from llmc.runtime.server.http.bodies import (
     ToolFormat,
     Usage,
     Verbosity,
-    asked_at_the_end,
     biases,
     check_stream,
-    told,
-    unknown_usage,
+    make_extra_member,
+    make_last_members,
+    make_unknown_usage,
     usage_of,
 )
-from llmc.runtime.server.http.errors import ApiError, named
+from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
-from llmc.runtime.server.http.streams import Chunks, EventStream, answered, encoded, guarded, unless_gone
-from llmc.runtime.server.http.validation import given, read_json
-from llmc.runtime.server.models.service import Service, service_at, service_of, submitted
+from llmc.runtime.server.http.streams import Chunks, EventStream, encode_json, guard_chunks, make_answer, unless_gone
+from llmc.runtime.server.http.validation import read_json, take_body
+from llmc.runtime.server.models.service import Service, service_at, service_of, submit_promptly
 from llmc.runtime.server.openai.logprobs import chat_logprobs
 
 router = APIRouter(tags=["OpenAI"])
@@ -127,13 +127,13 @@ class ChatMessage(Body):
         if self.content is None:
             found["content"] = self.refusal or ""
         if self.tool_call_id is not None:
-            found["tool_call_id"] = _own_id(self.tool_call_id)
+            found["tool_call_id"] = _convert_id(self.tool_call_id)
         if calls := found.pop("tool_calls", None):
-            found["tool_calls"] = [{**call, "id": _own_id(call["id"])} for call in calls]
+            found["tool_calls"] = [{**call, "id": _convert_id(call["id"])} for call in calls]
         return {**found, "role": "system" if self.role == "developer" else self.role}
 
 
-def _own_id(given: str) -> str:
+def _convert_id(given: str) -> str:
     """The id of a call as the model's template has it, which may take no other than nine letters and digits."""
     return given.removeprefix(CALL_ID)
 
@@ -370,7 +370,7 @@ class ChatRequest(Sampled):
         return self.tool_choice or "auto"
 
 
-def thinking_asked(body: ChatRequest) -> dict[str, Any] | None:
+def read_thinking(body: ChatRequest) -> dict[str, Any] | None:
     """The variables of the chat template that a request gives, ``enable_thinking`` among them."""
     given = dict(body.chat_template_kwargs or {})
     if body.enable_thinking is None:
@@ -393,7 +393,7 @@ def without_idle_switch(model: Model, variables: dict[str, Any] | None, tools: b
     return {name: value for name, value in variables.items() if name != "enable_thinking"}
 
 
-def reasoned(model: Model, variables: dict[str, Any] | None, thinks: bool | None) -> dict[str, Any] | None:
+def add_reasoning(model: Model, variables: dict[str, Any] | None, thinks: bool | None) -> dict[str, Any] | None:
     """Variables of the chat template: those given, and what asks it for reasoning, or for none.
 
     Raises:
@@ -409,7 +409,7 @@ def reasoned(model: Model, variables: dict[str, Any] | None, thinks: bool | None
     return found
 
 
-def worded(
+def add_verbosity(
     model: Model, variables: dict[str, Any] | None, verbosity: Verbosity, tools: bool, name: str
 ) -> dict[str, Any] | None:
     """Variables of the chat template: those given, and the length of answers, where the template shows it. What all
@@ -447,7 +447,9 @@ def form(wanted: ResponseFormat | None) -> dict[str, Any]:
 def _one(name: str, value: Any, other: str, another: Any) -> Any:
     if value is not None and another is not None and value != another:
         raise ApiError(
-            400, f"{name} is {written(value)} and {other} is {written(another)}; give one of them", param=other
+            400,
+            f"{name} is {format_value(value)} and {other} is {format_value(another)}; give one of them",
+            param=other,
         )
     return value if another is None else another
 
@@ -506,7 +508,7 @@ def completion(body: ChatRequest, service: Service, model: Model, result: ChatRe
         for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
     ]
     head = head_of("chat.completion", body, service)
-    return {**head, "choices": choices, "usage": usage_of([result]), **told(body.x_llmc, model, result)}  # type: ignore[typeddict-item]
+    return {**head, "choices": choices, "usage": usage_of([result]), **make_extra_member(body.x_llmc, model, result)}  # type: ignore[typeddict-item]
 
 
 def piece_of(delta: MessageDelta) -> dict[str, Any]:
@@ -533,7 +535,7 @@ async def chunks(
 ) -> AsyncIterator[str]:
     """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage if the client wants it."""
     head = head_of("chat.completion.chunk", body, service)
-    chunk_of = Chunks(head | unknown_usage(body.stream_options))
+    chunk_of = Chunks(head | make_unknown_usage(body.stream_options))
 
     def members(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
         return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}]}
@@ -555,8 +557,8 @@ async def chunks(
     result = await handle
     for index, message in enumerate(result.messages):
         yield chunk(index, {}, finish_reason=message.finish_reason)
-    if asked := asked_at_the_end(body, model, [result]):
-        yield encoded({**head, "choices": [], **asked})
+    if asked := make_last_members(body, model, [result]):
+        yield encode_json({**head, "choices": [], **asked})
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -566,15 +568,15 @@ async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -
     """Submit the request; model and request are held until ``held`` is closed."""
     note(user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata or None)
     service.check_retention(body.prompt_cache_retention)
-    arguments, messages = await aside(lambda: (service.bounded(body.arguments()), conversation(body.messages)))
+    arguments, messages = await aside(lambda: (service.bound_sampling(body.arguments()), conversation(body.messages)))
     arguments |= {"parse_special": service.parses_special(body.parse_special)}
     model = await held.enter_async_context(service.generator(body.model))
-    with named(body.names):
-        variables = without_idle_switch(model, thinking_asked(body), bool(body.tools))
-        variables = reasoned(model, variables, body.thinks)
-        variables = worded(model, variables, body.verbosity, bool(body.tools), "verbosity")
+    with name_parameters(body.names):
+        variables = without_idle_switch(model, read_thinking(body), bool(body.tools))
+        variables = add_reasoning(model, variables, body.thinks)
+        variables = add_verbosity(model, variables, body.verbosity, bool(body.tools), "verbosity")
         arguments["chat_template_kwargs"] = variables
-        handle = await submitted(partial(model.stream_chat, messages, **arguments))
+        handle = await submit_promptly(partial(model.stream_chat, messages, **arguments))
     held.callback(handle.cancel)
     return model, handle
 
@@ -586,16 +588,18 @@ async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion)
 async def chat_completions(
-    body: Annotated[ChatRequest, given(ChatRequest)], request: Request, service: Annotated[Service, Depends(service_of)]
+    body: Annotated[ChatRequest, take_body(ChatRequest)],
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
         if body.stream:
-            events = guarded(await _events(service, body, held))
+            events = guard_chunks(await _events(service, body, held))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handle = await open_chat(body, held, service)
         result = await unless_gone(request, handle)
-        return await answered(partial(completion, body, service, model, result), large=body.logprobs is True)
+        return await make_answer(partial(completion, body, service, model, result), large=body.logprobs is True)
 
 
 @router.websocket("/v1/chat/completions")

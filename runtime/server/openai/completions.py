@@ -20,19 +20,19 @@ from llmc.runtime.server.http.bodies import (
     Sampled,
     StreamOptions,
     Usage,
-    asked_at_the_end,
     biases,
     check_stream,
-    told,
-    unknown_usage,
+    make_extra_member,
+    make_last_members,
+    make_unknown_usage,
     usage_of,
 )
-from llmc.runtime.server.http.errors import ApiError, named
+from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
-from llmc.runtime.server.http.streams import Chunks, EventStream, answered, encoded, guarded, unless_gone
-from llmc.runtime.server.http.validation import given, read_json
-from llmc.runtime.server.models.service import Service, service_at, service_of, submitted
+from llmc.runtime.server.http.streams import Chunks, EventStream, encode_json, guard_chunks, make_answer, unless_gone
+from llmc.runtime.server.http.validation import read_json, take_body
+from llmc.runtime.server.models.service import Service, service_at, service_of, submit_promptly
 from llmc.runtime.server.openai.logprobs import completion_logprobs, text_offsets
 
 router = APIRouter(tags=["OpenAI"])
@@ -148,7 +148,7 @@ def _prompt_logprobs(
     first = prompt[0] if not isinstance(prompt, str) else _first_token(model, prompt, body.add_special_tokens)
     later = result.prompt_logprobs or ()
     found = completion_logprobs(model, later, "") or {}
-    spelt = model.tokenizer.spelling(first).decode("utf-8", "replace")
+    spelt = model.tokenizer.spell(first).decode("utf-8", "replace")
     return {
         "tokens": [spelt, *found["tokens"]],
         "token_logprobs": [None, *found["token_logprobs"]],
@@ -170,7 +170,7 @@ def check_entries(tokens: int, logprobs: int) -> None:
         raise ApiError(400, f"{said} altogether; send fewer prompts, or ask for fewer logprobs", param="prompt")
 
 
-async def merged(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]]:
+async def merge_deltas(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]]:
     """Deltas of several requests as they come, each with the number of its request."""
     streams = [handle.events_async() for handle in handles]
     waiting = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
@@ -192,7 +192,7 @@ async def merged(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]]:
 async def chunks(body: CompletionRequest, service: Service, model: Model, handles: list[Handle]) -> AsyncIterator[str]:
     """The pieces of the answer as JSON, reasons of the end, and the usage if the client wants it."""
     head, outputs = service.head("cmpl", "text_completion", body.model), handles[0].outputs
-    chunk_of = Chunks(head | unknown_usage(body.stream_options))
+    chunk_of = Chunks(head | make_unknown_usage(body.stream_options))
     lengths = [0] * (outputs * len(handles))
     # Log-probabilities of a prompt, which come before the completion's, are known at the end alone.
     whole = body.is_prompt_alone or (body.echo and body.logprobs is not None)
@@ -203,7 +203,7 @@ async def chunks(body: CompletionRequest, service: Service, model: Model, handle
     if body.echo and not whole:
         for index in range(len(lengths)):
             yield chunk(index, echo_of(model, body.prompts()[index // outputs]))
-    async for number, delta in merged(handles):
+    async for number, delta in merge_deltas(handles):
         index = number * outputs + delta.index
         if (delta.text or delta.logprobs) and not whole:
             logprobs = completion_logprobs(model, delta.logprobs or None, delta.text, lengths[index])
@@ -215,21 +215,23 @@ async def chunks(body: CompletionRequest, service: Service, model: Model, handle
     for number, result in enumerate(results):
         for place, output in enumerate(result.outputs):
             yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)
-    if asked := asked_at_the_end(body, model, results):
-        yield encoded({**head, "choices": [], **asked})
+    if asked := make_last_members(body, model, results):
+        yield encode_json({**head, "choices": [], **asked})
 
 
-async def _opened(body: CompletionRequest, held: AsyncExitStack, service: Service) -> tuple[Model, list[Handle]]:
+async def _submit_prompts(
+    body: CompletionRequest, held: AsyncExitStack, service: Service
+) -> tuple[Model, list[Handle]]:
     """Submit a request for each prompt; model and requests are held until ``held`` is closed."""
     note(user=body.user)
     prompts = body.prompts()
-    arguments = service.bounded(await aside(body.arguments), len(prompts))
+    arguments = service.bound_sampling(await aside(body.arguments), len(prompts))
     arguments["parse_special"] = service.parses_special(body.parse_special, service.config.allow_special)
     model = await held.enter_async_context(service.generator(body.model))
     handles = []
     for prompt in prompts:
-        with named({"prompt": "prompt"}):
-            handle = await submitted(partial(model.stream, prompt, **arguments))
+        with name_parameters({"prompt": "prompt"}):
+            handle = await submit_promptly(partial(model.stream, prompt, **arguments))
         held.callback(handle.cancel)
         handles.append(handle)
         if body.echo and body.logprobs is not None:
@@ -238,7 +240,7 @@ async def _opened(body: CompletionRequest, held: AsyncExitStack, service: Servic
 
 
 async def _events(service: Service, body: CompletionRequest, held: AsyncExitStack) -> AsyncIterator[str]:
-    model, handles = await _opened(body, held, service)
+    model, handles = await _submit_prompts(body, held, service)
     return chunks(body, service, model, handles)
 
 
@@ -252,24 +254,29 @@ async def _results(body: CompletionRequest, handles: list[Handle]) -> list[Gener
 
 @router.post("/v1/completions", response_model=Completion)
 async def completions(
-    body: Annotated[CompletionRequest, given(CompletionRequest)],
+    body: Annotated[CompletionRequest, take_body(CompletionRequest)],
     request: Request,
     service: Annotated[Service, Depends(service_of)],
 ) -> Response:
     """Complete prompts. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
         if body.stream:
-            events = guarded(await _events(service, body, held))
+            events = guard_chunks(await _events(service, body, held))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
-        model, handles = await _opened(body, held, service)
+        model, handles = await _submit_prompts(body, held, service)
         results = await unless_gone(request, _results(body, handles))
         head = service.head("cmpl", "text_completion", body.model)
 
         def made() -> dict[str, Any]:
             choices = choices_of(model, body, results)
-            return {**head, "choices": choices, "usage": usage_of(results), **told(body.x_llmc, model, results[0])}
+            return {
+                **head,
+                "choices": choices,
+                "usage": usage_of(results),
+                **make_extra_member(body.x_llmc, model, results[0]),
+            }
 
-        return await answered(made, large=bool(body.echo) or body.logprobs is not None)
+        return await make_answer(made, large=bool(body.echo) or body.logprobs is not None)
 
 
 @router.websocket("/v1/completions")

@@ -19,9 +19,9 @@ from llmc.runtime import Model
 from llmc.runtime.server.http.accounts import spend
 from llmc.runtime.server.http.aside import LARGE
 from llmc.runtime.server.http.bodies import Body
-from llmc.runtime.server.http.errors import ApiError, named
-from llmc.runtime.server.http.streams import answered
-from llmc.runtime.server.http.validation import given
+from llmc.runtime.server.http.errors import ApiError, name_parameters
+from llmc.runtime.server.http.streams import make_answer
+from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Service, new_id, service_of
 
 router = APIRouter(tags=["Embeddings"])
@@ -143,7 +143,7 @@ def vector_form(encoding_format: str | None) -> Callable[[NDArray[np.float32]], 
     return lambda vector: vector.tolist()
 
 
-async def encoded(
+async def encode_texts(
     service: Service, request: Request, model: Model, tokenize: Callable[[], Rows]
 ) -> tuple[Rows, NDArray[np.float32]]:
     """Tokens and results of texts, computed piece by piece while the client is there and the deadline has not passed.
@@ -174,7 +174,7 @@ async def encoded(
 
 @router.post("/v1/embeddings", response_model=Embeddings)
 async def embeddings(
-    body: Annotated[EmbeddingRequest, given(EmbeddingRequest)],
+    body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)],
     request: Request,
     service: Annotated[Service, Depends(service_of)],
 ) -> Response:
@@ -187,9 +187,9 @@ async def embeddings(
         if isinstance(texts[0], str):
             tokenize = partial(encoder.text_tokens, texts, instruction=body.instruction, truncate=body.truncate)
         else:
-            tokenize = partial(encoder.given_tokens, texts, truncate=body.truncate)
-        with named({"prompt": "input"}):
-            rows, vectors = await encoded(service, request, model, tokenize)
+            tokenize = partial(encoder.check_token_ids, texts, truncate=body.truncate)
+        with name_parameters({"prompt": "input"}):
+            rows, vectors = await encode_texts(service, request, model, tokenize)
     name = service.name(body.model)
 
     def made() -> dict[str, Any]:
@@ -199,12 +199,12 @@ async def embeddings(
         ]
         return {"object": "list", "data": data, "model": name, "usage": usage_of(rows)}
 
-    return await answered(made, large=len(rows) * width > LARGE)
+    return await make_answer(made, large=len(rows) * width > LARGE)
 
 
 @router.post("/v1/rerank", response_model=Ranking)
 async def rerank(
-    body: Annotated[RerankRequest, given(RerankRequest)],
+    body: Annotated[RerankRequest, take_body(RerankRequest)],
     request: Request,
     service: Annotated[Service, Depends(service_of)],
 ) -> Response:
@@ -217,8 +217,8 @@ async def rerank(
     async with service.model(body.model) as model:
         pairs = partial(model.encoder.pair_tokens, instruction=body.instruction, truncate=body.truncate)
         tokenize = partial(pairs, body.query, texts)
-        with named({"prompt": "documents"}):
-            rows, scores = await encoded(service, request, model, tokenize)
+        with name_parameters({"prompt": "documents"}):
+            rows, scores = await encode_texts(service, request, model, tokenize)
     order = np.argsort(-scores[:, 0], kind="stable")[: body.top_n].tolist()
     shown = {index: {"document": {"text": texts[index]}} if body.return_documents else {} for index in order}
     results = [{"index": index, "relevance_score": float(scores[index, 0]), **shown[index]} for index in order]

@@ -16,22 +16,22 @@ def _with_chosen(found: Any) -> Sequence[tuple[int, float]]:
     return [*found.top, (found.token, found.logprob)]
 
 
-def _spelling(model: Model) -> Callable[[int], tuple[str, list[int]]]:
+def _make_speller(model: Model) -> Callable[[int], tuple[str, list[int]]]:
     """Text and bytes of tokens, of which most are told of again and again."""
 
     @cache
-    def spelt(token: int) -> tuple[str, list[int]]:
-        found = model.tokenizer.spelling(token)
+    def spell(token: int) -> tuple[str, list[int]]:
+        found = model.tokenizer.spell(token)
         return found.decode("utf-8", "replace"), list(found)
 
-    return spelt
+    return spell
 
 
 def chat_logprobs(model: Model, logprobs: Logprobs | None) -> dict[str, Any] | None:
     """Of the tokens of a message; those before any processor, as everywhere in llmc."""
     if logprobs is None:
         return None
-    spelt = _spelling(model)
+    spelt = _make_speller(model)
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text, spelling = spelt(token)
@@ -51,7 +51,7 @@ def completion_logprobs(model: Model, logprobs: Logprobs | None, text: str, star
     """Of the tokens of ``text``, which begins ``start`` characters after the beginning of what is returned."""
     if logprobs is None:
         return None
-    spelt = _spelling(model)
+    spelt = _make_speller(model)
     tops = [dict(found.top) | {found.token: found.logprob} for found in logprobs]
     return {
         "tokens": [spelt(found.token)[0] for found in logprobs],
@@ -71,7 +71,7 @@ def text_offsets(model: Model, tokens: Sequence[int], text: str, start: int = 0)
     for token in tokens:
         inside = at < len(data) and _continues(data[at])
         found.append(begun - inside)
-        spelt = model.tokenizer.spelling(token)
+        spelt = model.tokenizer.spell(token)
         if not data.startswith(spelt, at) and data.startswith(spelt.lstrip(b" "), at):
             spelt = spelt.lstrip(b" ")  # which tokenizers put before a text
         if data.startswith(spelt, at) or not model.tokenizer.is_silent(token):

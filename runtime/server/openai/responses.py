@@ -26,22 +26,22 @@ from llmc.runtime.server.http.bodies import (
     ToolFormat,
     Verbosity,
     biases,
-    told,
+    make_extra_member,
 )
-from llmc.runtime.server.http.errors import ApiError, from_llmc, named
+from llmc.runtime.server.http.errors import ApiError, from_llmc, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import (
     EventStream,
-    answered,
     event,
+    make_answer,
     unless_gone,
     unless_long,
 )
-from llmc.runtime.server.http.validation import given
-from llmc.runtime.server.models.response_store import Item, kept, read
-from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submitted
-from llmc.runtime.server.openai.chat import EFFORTS, reasoned, worded
+from llmc.runtime.server.http.validation import take_body
+from llmc.runtime.server.models.response_store import Item, make_stored, read
+from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submit_promptly
+from llmc.runtime.server.openai.chat import EFFORTS, add_reasoning, add_verbosity
 from llmc.runtime.server.openai.logprobs import chat_logprobs
 from llmc.runtime.server.openai.response_events import Event, Output
 
@@ -228,10 +228,10 @@ class Prompted(Body):
             ApiError: nothing is.
         """
         if isinstance(self.input, str):
-            return [_named(MessageItem(role="user", content=self.input))]
+            return [_name_item(MessageItem(role="user", content=self.input))]
         if not self.input and self.previous_response_id is None:
             raise ApiError(400, "input holds no items, expected one at least", param="input")
-        return [_named(item) for item in self.input]
+        return [_name_item(item) for item in self.input]
 
     def messages(self, before: Sequence[Item], items: Sequence[Item]) -> list[dict[str, Any]]:
         """The conversation as chat templates read it.
@@ -243,20 +243,20 @@ class Prompted(Body):
         told_first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return [*told_first, *plain([*before, *items])]
 
-    def shown(self, model: Model) -> dict[str, Any]:
+    def make_arguments(self, model: Model) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
 
         Raises:
             UsageError: the chat template cannot do as ``reasoning`` says.
         """
         return {
-            "tools": [tool.plain() for tool in self.offered()] or None,
-            "chat_template_kwargs": worded(
-                model, reasoned(model, None, self.thinks), self.verbosity, bool(self.tools), "text.verbosity"
+            "tools": [tool.plain() for tool in self.list_offered()] or None,
+            "chat_template_kwargs": add_verbosity(
+                model, add_reasoning(model, None, self.thinks), self.verbosity, bool(self.tools), "text.verbosity"
             ),
         }
 
-    def offered(self) -> list[Tool]:
+    def list_offered(self) -> list[Tool]:
         """The tools that the model is shown.
 
         Raises:
@@ -366,7 +366,7 @@ LOGPROBS = "message.output_text.logprobs"
 PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
-def _named(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Item:
+def _name_item(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Item:
     """An item as it is kept, with an id, and a message's text as a part."""
     found = {"id": new_id(PREFIXES[item.type]), "status": "completed", **item.model_dump(exclude_none=True)}
     if isinstance(item, ReasoningItem):
@@ -388,11 +388,11 @@ def plain(items: Iterable[Item]) -> list[dict[str, Any]]:
             role = "system" if item["role"] == "developer" else item["role"]
             found.append({"role": role, "content": _text(item["content"])})
         else:
-            _answered(found, item)
+            _add_answer(found, item)
     return found
 
 
-def _answered(found: list[dict[str, Any]], item: Item) -> None:
+def _add_answer(found: list[dict[str, Any]], item: Item) -> None:
     """Add an item of an answer to the message that it belongs to; thoughts after text or calls begin another one."""
     last = found[-1] if found else {}
     goes_on = last.get("role") == "assistant" and not (
@@ -545,7 +545,7 @@ def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, 
     }
 
 
-def ended(
+def finish_response(
     body: ResponseRequest, model: Model, head: dict[str, Any], output: Output, result: ChatResult
 ) -> dict[str, Any]:
     """The whole response."""
@@ -566,11 +566,11 @@ def ended(
             },
             "total_tokens": usage.total_tokens,
         },
-        **told(body.x_llmc, model, result),
+        **make_extra_member(body.x_llmc, model, result),
     }
 
 
-def failed(head: dict[str, Any], output: Output, error: ApiError) -> Event:
+def make_failure(head: dict[str, Any], output: Output, error: ApiError) -> Event:
     """The last event of a response that went wrong."""
     told_of = {"code": FAILURES.get(error.status, "server_error"), "message": error.message}
     return {
@@ -600,16 +600,16 @@ class Turn:
         self.messages = body.messages(before, self._items)
         note(user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata or None)
         service.check_retention(body.prompt_cache_retention)
-        self.arguments = service.bounded(body.arguments()) | {
+        self.arguments = service.bound_sampling(body.arguments()) | {
             "parse_special": service.parses_special(body.parse_special)
         }
 
-    async def opened(self, held: AsyncExitStack) -> tuple[Model, ChatHandle]:
+    async def submit_chat(self, held: AsyncExitStack) -> tuple[Model, ChatHandle]:
         """Submit the request; model and request are held until ``held`` is closed."""
         model = await held.enter_async_context(self._service.generator(self.body.model))
-        with named(NAMES):
-            arguments = self.arguments | await aside(partial(self.body.shown, model))
-            handle = await submitted(partial(model.stream_chat, self.messages, **arguments))
+        with name_parameters(NAMES):
+            arguments = self.arguments | await aside(partial(self.body.make_arguments, model))
+            handle = await submit_promptly(partial(model.stream_chat, self.messages, **arguments))
         held.callback(handle.cancel)
         return model, handle
 
@@ -627,18 +627,20 @@ class Turn:
         except LlmcError as error:
             for found in output.close("incomplete"):
                 yield found
-            yield failed(head, output, from_llmc(error))
+            yield make_failure(head, output, from_llmc(error))
             return
         for found in output.close("incomplete" if result.message.finish_reason == "length" else "completed"):
             yield found
-        response = await run_in_threadpool(self._ended, model, head, output, result)
+        response = await run_in_threadpool(self._finish_response, model, head, output, result)
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def _ended(self, model: Model, head: dict[str, Any], output: Output, result: ChatResult) -> dict[str, Any]:
+    def _finish_response(
+        self, model: Model, head: dict[str, Any], output: Output, result: ChatResult
+    ) -> dict[str, Any]:
         """The whole response, which is kept where it is to be."""
-        response = ended(self.body, model, head, output, result)
+        response = finish_response(self.body, model, head, output, result)
         if response["store"]:
-            stored = kept(self.body.previous_response_id, self._items, response)
+            stored = make_stored(self.body.previous_response_id, self._items, response)
             self._service.responses.put(self._owner, response["id"], stored)
         return response
 
@@ -667,7 +669,7 @@ def _entries(model: Model, logprobs: Any) -> list[dict[str, Any]]:
     return found["content"] if found else []
 
 
-async def numbered(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+async def number_events(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
     """Events of this dialect, each with its number."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         number = 0
@@ -676,7 +678,7 @@ async def numbered(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
             number += 1
 
 
-async def written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+async def encode_events(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     """Events, encoded."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         async for piece in pieces:
@@ -698,21 +700,21 @@ Served = Annotated[Service, Depends(service_of)]
 
 @router.post("/v1/responses", response_model=Answer)
 async def responses(
-    body: Annotated[ResponseRequest, given(ResponseRequest)], request: Request, owner: Owner, service: Served
+    body: Annotated[ResponseRequest, take_body(ResponseRequest)], request: Request, owner: Owner, service: Served
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events."""
     turn = await turn_of(body, service, owner)
     async with AsyncExitStack() as held:
-        model, handle = await turn.opened(held)
+        model, handle = await turn.submit_chat(held)
         if body.stream:
-            events = written(numbered(turn.events(model, handle)))
+            events = encode_events(number_events(turn.events(model, handle)))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         whole = await unless_gone(request, turn.whole(model, handle))
-        return await answered(lambda: whole, large=body.wants_logprobs)
+        return await make_answer(lambda: whole, large=body.wants_logprobs)
 
 
 @router.post("/v1/responses/input_tokens")
-async def input_tokens(body: Annotated[Prompted, given(Prompted)], owner: Owner, service: Served) -> InputTokens:
+async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], owner: Owner, service: Served) -> InputTokens:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
 
     def conversation() -> list[dict[str, Any]]:
@@ -720,8 +722,10 @@ async def input_tokens(body: Annotated[Prompted, given(Prompted)], owner: Owner,
 
     messages = await (aside if body.previous_response_id is None else apart)(conversation)
     async with service.generator(body.model) as model:
-        with named(NAMES):
-            tokens = await service.tokenized(lambda: model.chat_tokens(messages, **body.shown(model)), len)
+        with name_parameters(NAMES):
+            tokens = await service.tokenize_in_thread(
+                lambda: model.chat_tokens(messages, **body.make_arguments(model)), len
+            )
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
@@ -754,7 +758,7 @@ async def input_items(
         items = [*service.responses.conversation(owner, stored.previous), *read(stored.items)]
         return page_of(items if order == "asc" else items[::-1], after, limit)
 
-    return await answered(page, large=True)
+    return await make_answer(page, large=True)
 
 
 def page_of(items: list[Item], after: str | None, limit: int) -> dict[str, Any]:

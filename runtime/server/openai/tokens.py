@@ -12,12 +12,12 @@ from llmc.runtime.engine.input_processor import text_tokens
 from llmc.runtime.model import template_variables
 from llmc.runtime.server.http.aside import SHORT
 from llmc.runtime.server.http.bodies import Body
-from llmc.runtime.server.http.errors import ApiError, named
-from llmc.runtime.server.http.streams import answered
-from llmc.runtime.server.http.validation import given
+from llmc.runtime.server.http.errors import ApiError, name_parameters
+from llmc.runtime.server.http.streams import make_answer
+from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Service, service_of
 from llmc.runtime.server.openai.chat import ChatMessage, Tool, conversation
-from llmc.runtime.text.shown import rendered
+from llmc.runtime.text.shown import render_messages
 
 router = APIRouter(tags=["Models and tokens"])
 CHARACTERS = 4  # of a template's text that are charged as a token, for it is not tokenized
@@ -142,7 +142,7 @@ def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
 
 @router.post("/tokenize", response_model=Tokens)
 async def tokenize(
-    body: Annotated[TokenizeRequest, given(TokenizeRequest)], service: Annotated[Service, Depends(service_of)]
+    body: Annotated[TokenizeRequest, take_body(TokenizeRequest)], service: Annotated[Service, Depends(service_of)]
 ) -> Response:
     """The tokens of a text, or those of the prompt that a conversation becomes."""
     if (body.prompt is None) == (body.messages is None):
@@ -151,10 +151,10 @@ async def tokenize(
     if idle := sorted(name for name in body.model_fields_set & names if getattr(body, name) is not None):
         raise ApiError(400, f"{idle[0]} is given without {other}; leave it out", param=idle[0])
     async with service.model(body.model) as loaded:
-        with named({"prompt": "prompt" if body.messages is None else "messages"}):
-            found = await service.tokenized(partial(_tokens_of, loaded, body), len)
+        with name_parameters({"prompt": "prompt" if body.messages is None else "messages"}):
+            found = await service.tokenize_in_thread(partial(_tokens_of, loaded, body), len)
         told = {"tokens": found, "count": len(found), "max_model_len": loaded.max_context}
-        return await answered(lambda: told, large=len(found) > SHORT)
+        return await make_answer(lambda: told, large=len(found) > SHORT)
 
 
 def _tokens_of(model: Model, body: TokenizeRequest) -> list[int]:
@@ -167,12 +167,12 @@ def _tokens_of(model: Model, body: TokenizeRequest) -> list[int]:
 
 @router.post("/detokenize", response_model=Text)
 async def detokenize(
-    body: Annotated[DetokenizeRequest, given(DetokenizeRequest)], service: Annotated[Service, Depends(service_of)]
+    body: Annotated[DetokenizeRequest, take_body(DetokenizeRequest)], service: Annotated[Service, Depends(service_of)]
 ) -> Response:
     """The text of tokens, special ones included unless they are to be skipped."""
     async with service.model(body.model) as loaded:
-        text = await service.tokenized(partial(_text_of, loaded, body), lambda text: len(body.tokens))
-        return await answered(lambda: {"prompt": text}, large=len(text) > SHORT)
+        text = await service.tokenize_in_thread(partial(_text_of, loaded, body), lambda text: len(body.tokens))
+        return await make_answer(lambda: {"prompt": text}, large=len(text) > SHORT)
 
 
 def _text_of(model: Model, body: DetokenizeRequest) -> str:
@@ -188,15 +188,15 @@ def _text_of(model: Model, body: DetokenizeRequest) -> str:
 
 @router.post("/apply-template", response_model=Text)
 async def apply_template(
-    body: Annotated[TemplateRequest, given(TemplateRequest)], service: Annotated[Service, Depends(service_of)]
+    body: Annotated[TemplateRequest, take_body(TemplateRequest)], service: Annotated[Service, Depends(service_of)]
 ) -> Response:
     """The prompt that a conversation becomes, as text; tokens that messages spell are shown as they were written."""
     async with service.model(body.model) as loaded:
-        text = await service.tokenized(partial(_prompt_of, loaded, body), lambda text: len(text) // CHARACTERS)
-        return await answered(lambda: {"prompt": text}, large=len(text) > SHORT)
+        text = await service.tokenize_in_thread(partial(_prompt_of, loaded, body), lambda text: len(text) // CHARACTERS)
+        return await make_answer(lambda: {"prompt": text}, large=len(text) > SHORT)
 
 
 def _prompt_of(model: Model, body: TemplateRequest) -> str:
     plain = _plain(body)
     variables = {**template_variables(plain.pop("chat_template_kwargs")), "documents": body.documents}
-    return rendered(model.chat_template, **plain, **variables)
+    return render_messages(model.chat_template, **plain, **variables)

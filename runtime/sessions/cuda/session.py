@@ -19,8 +19,8 @@ from llmc.runtime.sessions.cuda.blocks import Block, Part, outputs_of
 class DeviceSession(Session):
     """The half of a session that is the same for every engine on a GPU.
 
-    An engine's session loads its model within :meth:`_loading`, where it calls :meth:`_begin` before it takes memory,
-    and :meth:`_make_cache`; it runs calls within :meth:`_guarded`, and leaves what they give in ``_logits``.
+    An engine's session loads its model within :meth:`_free_on_error`, where it calls :meth:`_begin` before it takes
+    memory, and :meth:`_make_cache`; it runs calls within :meth:`_guard_context`, and leaves their logits in ``_logits``.
 
     Args:
         folder: the bundle.
@@ -46,10 +46,10 @@ class DeviceSession(Session):
     # ------------------------------------------------------------------------------------------------- loading
 
     @contextmanager
-    def _loading(self) -> Iterator[None]:
+    def _free_on_error(self) -> Iterator[None]:
         """Everything is freed where loading fails."""
         try:
-            with self._guarded("loading"):
+            with self._guard_context("loading"):
                 yield
         except BaseException:
             self.close()
@@ -69,7 +69,7 @@ class DeviceSession(Session):
             self._stream,
             device_memory=self._device_memory,
             forget=self._forget_addresses,
-            guard=self._guarded,
+            guard=self._guard_context,
         )
         self._later(self.cache.close)
 
@@ -100,18 +100,18 @@ class DeviceSession(Session):
     # -------------------------------------------------------------------------------------------------- errors
 
     @contextmanager
-    def _guarded(self, doing: str) -> Iterator[None]:
+    def _guard_context(self, doing: str) -> Iterator[None]:
         """Remember that the GPU's context was lost, and say so at once from then on."""
         if self._lost is not None:
             raise GpuError(self._lost, lost=True)
         try:
-            with self._translated(doing):
+            with self._translate_errors(doing):
                 yield
         except GpuError as error:
             self._lost = str(error) if error.lost else None
             raise
 
-    def _translated(self, doing: str) -> AbstractContextManager[None]:
+    def _translate_errors(self, doing: str) -> AbstractContextManager[None]:
         """Turn the engine's own exceptions into ours; ``doing`` is for the message."""
         return nullcontext()
 

@@ -80,7 +80,7 @@ class OnnxRuntimeSession(Session):
             ends = (batch.past_lengths + batch.new_lengths).tolist()
         elif rows > 1 and sequence > 1:
             return self._run_row_by_row(batch)
-        binding = self._binding(batch)
+        binding = self._bind_buffers(batch)
         binding.input_ids[:] = batch.input_ids
         binding.past_lengths[:] = batch.past_lengths
         binding.logit_indices[:] = batch.logit_indices
@@ -89,9 +89,9 @@ class OnnxRuntimeSession(Session):
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
         except Exception:
-            with translated("running the model"):
+            with translate_errors("running the model"):
                 raise
-        self.cache.computed(batch.first_row, ends)
+        self.cache.note_computed(batch.first_row, ends)
         self._logits = binding.logits
         return self._logits
 
@@ -101,7 +101,7 @@ class OnnxRuntimeSession(Session):
         self.cache.close()
         self._graphs.clear()
 
-    def _binding(self, batch: Batch) -> "_Binding":
+    def _bind_buffers(self, batch: Batch) -> "_Binding":
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
         shape = (batch.phase, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row)
         bound = self._bound
@@ -207,14 +207,14 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
     plain = {name: folder / name for name in names}
     with read_ahead(folder / WEIGHTS_FILE):  # all of it is about to be packed
         if manifest.recipe.phases != "single":
-            return _opened(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_ALL)
+            return _open_sessions(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_ALL)
         # Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would
         # compute something else than the graph says.
         once = "session.disable_quant_qdq", "1"
-        return _opened(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_BASIC, once)
+        return _open_sessions(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_BASIC, once)
 
 
-def _opened(
+def _open_sessions(
     runtime: Any,
     paths: dict[str, Path],
     files: Collection[str],
@@ -230,7 +230,7 @@ def _opened(
         options.graph_optimization_level = level
         for key, value in config:
             options.add_session_config_entry(key, value)
-        with translated(f"{path}: loading"):
+        with translate_errors(f"{path}: loading"):
             return inference_session(runtime, str(path), options)
 
     with ThreadPoolExecutor(len(paths)) as pool:
@@ -271,7 +271,7 @@ def _of_engine(error: Exception) -> bool:
 
 
 @contextmanager
-def translated(doing: str) -> Iterator[None]:
+def translate_errors(doing: str) -> Iterator[None]:
     """Turn exceptions of ONNX Runtime into ours."""
     try:
         yield

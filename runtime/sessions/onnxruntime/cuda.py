@@ -30,7 +30,7 @@ from llmc.runtime.sessions.onnxruntime.cuda_provider import (
     check_provider,
     import_onnxruntime_gpu,
     open_graph,
-    translated,
+    translate_errors,
 )
 from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 
@@ -81,7 +81,7 @@ class CudaSession(DeviceSession):
         self._runtime = import_onnxruntime_gpu() if runtime is None else runtime
         check_provider(self._runtime, manifest.target.engine_minimum)
         super().__init__(folder, manifest, open_driver() if driver is None else driver)
-        with self._loading():
+        with self._free_on_error():
             self._open(manifest)
 
     # ------------------------------------------------------------------------------------------------- loading
@@ -108,8 +108,8 @@ class CudaSession(DeviceSession):
         self._forget_addresses()
         del self._graph
 
-    def _translated(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        return translated(f"{self._folder}: {doing}")
+    def _translate_errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        return translate_errors(f"{self._folder}: {doing}")
 
     @property
     def engine_version(self) -> str:
@@ -124,9 +124,9 @@ class CudaSession(DeviceSession):
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if rows > 1 and sequence > 1:  # attention's kernels take several tokens of one row, or one of each
             return self._run_row_by_row(batch)
-        with self._guarded("running the model"):
+        with self._guard_context("running the model"):
             self._run(batch)
-        self.cache.computed(batch.first_row, ends)
+        self.cache.note_computed(batch.first_row, ends)
         return self._logits
 
     def _run(self, batch: Batch) -> None:
@@ -135,7 +135,7 @@ class CudaSession(DeviceSession):
         wanted = batch.logit_indices.shape[1]
         call = _Call(rows, sequence, max(1, wanted), batch.first_row)
         with self._memory_for(call) as blocks:
-            binding = self._binding(call, blocks)
+            binding = self._bind_call(call, blocks)
             binding.fill(batch)
             binding.run(self._stream)
             self._driver.synchronize(self._stream)
@@ -157,7 +157,7 @@ class CudaSession(DeviceSession):
                 stack.callback(blocks[-1].close)
             yield blocks[0], blocks[1]
 
-    def _binding(self, call: _Call, blocks: tuple[Block, Block]) -> Binding:
+    def _bind_call(self, call: _Call, blocks: tuple[Block, Block]) -> Binding:
         """The graph bound for a call; short calls are kept, with the recordings that were made of them."""
         if blocks is not self._blocks or call.tokens > self._short:
             return self._bind(call, blocks, None)

@@ -28,11 +28,11 @@ from llmc.errors import (
     require,
 )
 from llmc.runtime.host.cuda import EMULATE, STICKY
-from llmc.runtime.host.probe_steps import preloaded
+from llmc.runtime.host.probe_steps import preload_library
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, size_of
-from llmc.runtime.sessions.onnxruntime.cpu import translated as translated_for_cpus
+from llmc.runtime.sessions.onnxruntime.cpu import translate_errors as translated_for_cpus
 from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY
 
 log = logging.getLogger(__name__)
@@ -86,13 +86,13 @@ class Graph:
 
 def open_graph(runtime: Any, file: Path, stream: int, compute: str) -> Graph:
     """Open a graph on the GPU's stream; BundleError if it is refused, GpuError if it would run on the CPU."""
-    said = " ".join(preloaded(runtime).split())[:300]
+    said = " ".join(preload_library(runtime).split())[:300]
     options = _provider_options(stream, compute)
     # In float32 attention is made of many operators, among them some whose sizes the host hands over.
     recording = [True, False] if compute == "float16" else [False]
     for records in recording:
         try:
-            session = _opened(runtime, file, {**options, "enable_cuda_graph": str(int(records))})
+            session = _open_session(runtime, file, {**options, "enable_cuda_graph": str(int(records))})
         except Exception as error:
             if not records or "graph capture" not in str(error):
                 raise
@@ -116,7 +116,7 @@ def _provider_options(stream: int, compute: str) -> dict[str, str]:
     }
 
 
-def _opened(runtime: Any, file: Path, options: dict[str, str]) -> Any:
+def _open_session(runtime: Any, file: Path, options: dict[str, str]) -> Any:
     settings = runtime.SessionOptions()
     settings.log_severity_level = LOG_FATAL_ONLY
     settings.intra_op_num_threads = 1  # the host computes shapes
@@ -210,7 +210,7 @@ class Binding:
 
 
 @contextlib.contextmanager
-def translated(doing: str) -> Iterator[None]:
+def translate_errors(doing: str) -> Iterator[None]:
     """Turn what ONNX Runtime raises into ResourceError, GpuError (``lost`` where nothing works any more) or
     BundleError."""
     with translated_for_cpus(doing):

@@ -10,7 +10,7 @@ from llmc.bundle import Manifest
 from llmc.errors import BundleError
 from llmc.runtime.host.machine import computable, cpu_model
 from llmc.runtime.host.threads import on_leaving
-from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, open_graphs, translated
+from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, open_graphs, translate_errors
 
 
 class EncoderSession:
@@ -41,7 +41,7 @@ class EncoderSession:
     def run(self, input_ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.float32]:
         """Vectors [B, W] or scores [B], float32, of texts [B, S], right-padded, of these ``lengths`` [B]."""
         feeds = {"input_ids": input_ids, "lengths": lengths}
-        with translated("running the model"):
+        with translate_errors("running the model"):
             found: NDArray[np.float32] = self._graph.run([self._result], feeds, self._options)[0]
         return found
 

@@ -18,14 +18,14 @@ from llmc.runtime.kv.cache import tensors_of
 from llmc.runtime.kv.device_cache import ALIGNMENT
 from llmc.runtime.sessions.cuda.blocks import Shape
 from llmc.runtime.sessions.tensorrt.kernels import Kernels
-from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, logger, made, nameable_gpus
+from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, logger, make_object, nameable_gpus
 
 # Types by the library's names.
 CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 DECODE, PREFILL = 0, 1  # numbers of the profiles
 
 
-def required_config(folder: Path, manifest: Manifest) -> EngineConfig:
+def require_config(folder: Path, manifest: Manifest) -> EngineConfig:
     """The config of the bundle's engine, which must have been built."""
     config = manifest.engine
     if config is None or not config.file:
@@ -122,8 +122,8 @@ class Engine:
         self.library = library
         self.log = logger(library)
         self._folder, self._where = folder, file
-        self._runtime = made(library, library.Runtime)
-        with self.log.collected() as messages, mapped(file) as content:
+        self._runtime = make_object(library, library.Runtime)
+        with self.log.collect_messages() as messages, map_file(file) as content:
             native = self._runtime.deserialize_cuda_engine(content)
         if native is None:
             said = last_error(messages) or "it said nothing"
@@ -147,7 +147,7 @@ class Engine:
         strategy = self.library.ExecutionContextAllocationStrategy.USER_MANAGED
         if self._kernels is None:
             return strategy
-        return self._kernels.configured(strategy, repeats=repeats, records=records)
+        return self._kernels.configure_context(strategy, repeats=repeats, records=records)
 
     def tensors(self) -> dict[str, tuple[str, Shape]]:
         """Type, as the library calls it, and shape of all inputs and outputs; -1 where a dimension may vary."""
@@ -227,8 +227,8 @@ class Context:
         self._addresses: dict[str, int] = {}
         self._ran = False
         settings = engine.context_settings(repeats=profile == DECODE, records=records)
-        self._native = self._asked("making a context", engine.native.create_execution_context, settings)
-        self._asked("choosing a profile", self._native.set_optimization_profile_async, profile, stream)
+        self._native = self._ask("making a context", engine.native.create_execution_context, settings)
+        self._ask("choosing a profile", self._native.set_optimization_profile_async, profile, stream)
         if size:
             self._native.set_device_memory(memory, size)
 
@@ -251,11 +251,11 @@ class Context:
                 self._shapes[name] = shape
         for name, address in addresses.items():
             if self._addresses.get(name) != address:
-                self._asked(f"setting the address of {name}", self._native.set_tensor_address, name, address)
+                self._ask(f"setting the address of {name}", self._native.set_tensor_address, name, address)
                 self._addresses[name] = address
 
     def _set_shape(self, name: str, shape: Shape) -> None:
-        with self._log.collected() as messages:
+        with self._log.collect_messages() as messages:
             if not self._native.set_input_shape(name, shape):
                 said = last_error(messages) or "no reason given"
                 raise RequestError(f"{name} of shape {list(shape)} is not in the engine's profile ({said})")
@@ -266,12 +266,12 @@ class Context:
         Raises:
             GpuError: the engine refuses, with what the library logged.
         """
-        self._asked("running the engine", self._native.execute_async_v3, stream)
+        self._ask("running the engine", self._native.execute_async_v3, stream)
         self._ran = True
 
-    def _asked(self, doing: str, ask: Callable[..., Any], *arguments: Any) -> Any:
+    def _ask(self, doing: str, ask: Callable[..., Any], *arguments: Any) -> Any:
         """The library's answer, which must not be None or False."""
-        with self._log.collected() as messages:
+        with self._log.collect_messages() as messages:
             answer = ask(*arguments)
         if answer is None or answer is False:
             said = last_error(messages) or "no reason given"
@@ -290,7 +290,7 @@ def last_error(messages: list[Any]) -> str:
 
 
 @contextmanager
-def mapped(file: Path) -> Iterator[Any]:
+def map_file(file: Path) -> Iterator[Any]:
     """A file's bytes without a copy of them in memory.
 
     Raises:

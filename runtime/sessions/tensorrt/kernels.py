@@ -52,7 +52,7 @@ class Kernels:
             else:
                 log.info("%s is not for this machine: kernels are compiled anew", file)
 
-    def configured(self, strategy: Any, *, repeats: bool, records: bool) -> Any:
+    def configure_context(self, strategy: Any, *, repeats: bool, records: bool) -> Any:
         """Settings of a context: who allocates its memory, whether its shapes are few, and whether it records."""
         config = self._engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
@@ -69,7 +69,7 @@ class Kernels:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with disk_cache.written(self._file) as staging:
+            with disk_cache.write_entry(self._file) as staging:
                 staging.write_bytes(content)
             self._known = len(content)
             disk_cache.prune(KIND, KEPT_BYTES)

@@ -72,7 +72,7 @@ class Log:
         log.info("%s: %s", severity.lower(), text)
 
     @contextmanager
-    def collected(self) -> Iterator[list[Message]]:
+    def collect_messages(self) -> Iterator[list[Message]]:
         """A list that receives every warning and error until the block ends, in order."""
         messages: list[Message] = []
         self._listeners.append(messages)
@@ -119,10 +119,10 @@ def load_library(engine: str) -> Any:
     if engine not in LIBRARIES:
         raise UsageError(f"engine {engine!r} has no library of TensorRT's kind; expected {' or '.join(LIBRARIES)}")
     wanted = LIBRARIES[engine]
-    library = _imported(wanted, engine)
+    library = _import_library(wanted, engine)
     found = str(getattr(library, "__version__", ""))
     if not found:
-        raise _broken(wanted, "it has no __version__")
+        raise _make_error(wanted, "it has no __version__")
     if version(found)[:2] < wanted.minimum:
         needed = ".".join(map(str, wanted.minimum))
         raise GpuError(
@@ -132,29 +132,29 @@ def load_library(engine: str) -> Any:
     return library
 
 
-def _imported(wanted: _Library, engine: str) -> Any:
+def _import_library(wanted: _Library, engine: str) -> Any:
     try:
         return require(wanted.module, engine)
     except MissingExtraError as error:
         hollow = sys.modules.get(wanted.module)
         if hollow is not None and getattr(hollow, "__file__", None) is None:  # a folder, taken for a package
-            raise _broken(wanted, "its folder holds no code") from error
+            raise _make_error(wanted, "its folder holds no code") from error
         raise MissingExtraError(
             f"{wanted.module} is not installed: {wanted.install()}; without it llmc verify, run and eval --emulate "
             "compute on the CPU, and llmc build of an export --deferred leaves the engine to a machine that has it"
         ) from error
     except Exception as error:  # a broken installation raises anything
-        raise _broken(wanted, text_of(error)) from error
+        raise _make_error(wanted, text_of(error)) from error
 
 
-def _broken(wanted: _Library, why: str) -> GpuError:
+def _make_error(wanted: _Library, why: str) -> GpuError:
     return GpuError(
         f"{wanted.module} is installed and cannot be loaded ({why}): uninstall all packages of that library, remove "
         f"the folder {wanted.module} if one is left, then install it: {wanted.install()}"
     )
 
 
-def made(library: Any, make: Any) -> Any:
+def make_object(library: Any, make: Any) -> Any:
     """``make`` a builder of engines, or a runtime to load them with: the library's Builder or Runtime.
 
     TensorRT needs a GPU for both, TensorRT-RTX for a runtime alone.
@@ -163,7 +163,7 @@ def made(library: Any, make: Any) -> Any:
         GpuError: the library cannot start, mostly for want of a driver; with what it logged.
     """
     native = logger(library)
-    with native.collected() as messages:
+    with native.collect_messages() as messages:
         try:
             return make(native.native)
         except (TypeError, RuntimeError) as error:  # the binding turns a null pointer into a TypeError

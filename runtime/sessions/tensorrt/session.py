@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import UsageError
 from llmc.runtime.host.cuda import Driver, open_driver
-from llmc.runtime.kv.budget import rounded_up
+from llmc.runtime.kv.budget import round_up
 from llmc.runtime.kv.cache import tensors_of
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import INT64, Part, Shape, inputs_of, size_of
@@ -28,7 +28,7 @@ from llmc.runtime.sessions.tensorrt.engine import (
     Engine,
     check_machine,
     decoder_interface,
-    required_config,
+    require_config,
     select_interface,
 )
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels, kernels_file
@@ -57,15 +57,15 @@ class TensorRTSession(DeviceSession):
     ) -> None:
         self._library = load_library(manifest.target.engine) if library is None else library
         super().__init__(folder, manifest, open_driver() if driver is None else driver)
-        with self._loading():
-            self._config = required_config(folder, manifest)
+        with self._free_on_error():
+            self._config = require_config(folder, manifest)
             self._open(manifest)
 
     # ------------------------------------------------------------------------------------------------- loading
 
     def _open(self, manifest: Manifest) -> None:
         check_machine(self._folder, manifest, self._config, self._library, self._driver.device)
-        self._begin(manifest.device, rounded_up(self._config, 1))
+        self._begin(manifest.device, round_up(self._config, 1))
         engine, select = self._load(manifest)
         self._candidates = self._config.candidates if select is not None else 0
         self._make_blocks()
@@ -81,15 +81,15 @@ class TensorRTSession(DeviceSession):
         An integrated GPU needs no second one: all logits are in the host's memory as they are.
         """
         config = self._config
-        engine = self._loaded(manifest, config.file)
+        engine = self._load_engine(manifest, config.file)
         engine.check(decoder_interface(self._geometry, manifest.cache, config.buckets[-1]), profiles=2)
         if not config.select or not config.candidates or self._driver.device.integrated:
             return engine, None
-        select = self._loaded(manifest, config.select)
+        select = self._load_engine(manifest, config.select)
         select.check(select_interface(self._geometry.vocab_size, config.candidates), profiles=1)
         return engine, select
 
-    def _loaded(self, manifest: Manifest, file: str) -> Engine:
+    def _load_engine(self, manifest: Manifest, file: str) -> Engine:
         path = self._folder / file
         engine = Engine(self._library, path, self._folder)
         self._later(engine.close)
@@ -163,7 +163,7 @@ class TensorRTSession(DeviceSession):
             RequestError: the engine's profiles do not take it.
             GpuError: the engine or the GPU failed; ``lost`` tells that every later call will.
         """
-        with self._guarded("running the model"):
+        with self._guard_context("running the model"):
             self._check_call(batch)
             todo = list(pieces(batch, self._config))
             if len(todo) == 1 and batch.logit_indices.shape[1]:
@@ -176,7 +176,7 @@ class TensorRTSession(DeviceSession):
         Raises:
             GpuError: the GPU failed.
         """
-        with self._guarded("copying logits"):
+        with self._guard_context("copying logits"):
             if self._left is not None:
                 self._left.download_logits(self._stream)
                 self._driver.synchronize(self._stream)
@@ -234,7 +234,7 @@ class TensorRTSession(DeviceSession):
         if piece.profile == PREFILL and piece.outputs.size:
             step.inputs["logit_indices"][:] = batch.logit_indices[piece.rows, piece.outputs] - piece.tokens.start
         self._steps.run(step)
-        self.cache.computed(first_row, ends)
+        self.cache.note_computed(first_row, ends)
         return step
 
     def _step(self, call: Call) -> Step:
@@ -242,11 +242,11 @@ class TensorRTSession(DeviceSession):
         if step is None:
             inputs = inputs_of(call.rows, call.sequence, call.outputs)
             outputs = self._outputs_of(call.rows, call.outputs, call.candidates)
-            step = Step(call, (self._taken, self._given), (inputs, outputs), self._fixed(call))
+            step = Step(call, (self._taken, self._given), (inputs, outputs), self._collect_fixed(call))
             self._steps.keep(step)
         return step
 
-    def _fixed(self, call: Call) -> tuple[dict[str, Shape], dict[str, int]]:
+    def _collect_fixed(self, call: Call) -> tuple[dict[str, Shape], dict[str, int]]:
         """Shapes and addresses of what no call brings along: the cache, and its positions."""
         shapes: dict[str, Shape] = {"cache_slots": (call.attended,)}
         addresses = {"cache_slots": self._slots.device}

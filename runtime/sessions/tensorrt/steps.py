@@ -174,17 +174,17 @@ class Steps:
                 step.graph = self._record(step)
         if step.graph:
             if self._last.get(step.call.profile) is not step:  # what was recorded is its context's, as it was set then
-                self._prepare(step, self._shared(step))
+                self._prepare(step, self._share_context(step))
             self._driver.launch(step.graph, self._stream)
         else:
             self._queue(step)
         self._driver.synchronize(self._stream)
 
-    def _shared(self, step: Step) -> Pair:
+    def _share_context(self, step: Step) -> Pair:
         return self._contexts[step.call.profile]
 
     def _queue(self, step: Step) -> None:
-        contexts = step.own or self._shared(step)
+        contexts = step.own or self._share_context(step)
         self._prepare(step, contexts)
         step.upload(self._stream)
         contexts.decoder.run(self._stream)
@@ -204,7 +204,7 @@ class Steps:
 
     def _may_record(self, step: Step) -> bool:
         """True of a short step whose very shapes have just been run: the library sets up a run only once."""
-        call, contexts = step.call, self._shared(step)
+        call, contexts = step.call, self._share_context(step)
         if not self.records or call.sequence > RECORDED_TOKENS or not contexts.decoder.has_run(step.shapes):
             return False
         if self._recorder is not None:

@@ -11,7 +11,7 @@ import torch
 
 from llmc.bundle import read_export
 from llmc.export.streaming import StreamedDecoder
-from llmc.optimize.calibrate.layers import STATE, calibrate, stored_config
+from llmc.optimize.calibrate.layers import STATE, calibrate, choose_stored_config
 from llmc.optimize.lower.context import Float32, QuantConfig, QuantConfigs, WeightOnly, quant_configs
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid
@@ -231,8 +231,8 @@ def test_at_most_two_layers_are_in_memory(exported, tmp_path):
 @pytest.mark.parametrize(("inputs", "block"), [(256, 128), (576, 64), (160, 32)])
 def test_integers_for_engines_are_chosen_on_the_block_that_fits(manifest, inputs, block):
     recipe = replace(manifest.recipe, precision="int4", head="int4", phases="single", activations="none")
-    form = stored_config(recipe, quant_configs(recipe)["single"], "model.layers.0.mlp.down_proj", inputs)
+    form = choose_stored_config(recipe, quant_configs(recipe)["single"], "model.layers.0.mlp.down_proj", inputs)
     assert form == WeightOnly(Grid(4, block, positive=True))
     shared = replace(recipe, phases="shared")
-    kept = stored_config(shared, quant_configs(shared)["shared"], "model.layers.0.mlp.down_proj", inputs)
+    kept = choose_stored_config(shared, quant_configs(shared)["shared"], "model.layers.0.mlp.down_proj", inputs)
     assert kept == WeightOnly(Grid(4, 128)), "ONNX Runtime pads the last block"

@@ -12,7 +12,7 @@ import pytest
 from llmc.bundle import Budget, read_export
 from llmc.errors import MissingExtraError, UsageError
 from llmc.optimize.calibrate import layers
-from llmc.optimize.calibrate.request import CalibrationRequest, calibrated_weights
+from llmc.optimize.calibrate.request import CalibrationRequest, calibrate_weights
 from llmc.optimize.progress import silent
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
@@ -64,7 +64,7 @@ def start(tiny_export):
     """Asks for the weights of a recipe."""
 
     def run(request: CalibrationRequest | None, **recipe: Any) -> Any:
-        return calibrated_weights(tiny_export, read_export(tiny_export), recipe_of(**recipe), request, silent)
+        return calibrate_weights(tiny_export, read_export(tiny_export), recipe_of(**recipe), request, silent)
 
     return run
 
@@ -140,7 +140,7 @@ def test_every_choice_that_decides_weights_has_a_folder_of_its_own(start, calls,
         start(request, **BASE)
     export = read_export(tiny_export)
     other = replace(export, source=replace(export.source, fingerprint="0" * 64))
-    calibrated_weights(tiny_export, other, recipe_of(**BASE), CalibrationRequest(decoder, text, 2, 16), silent)
+    calibrate_weights(tiny_export, other, recipe_of(**BASE), CalibrationRequest(decoder, text, 2, 16), silent)
     assert len(set(calls.folders)) == len(calls.folders) == len(OTHERS) + 4
 
 

@@ -51,7 +51,7 @@ def test_ranges_are_those_of_all_inputs():
 @pytest.mark.parametrize("moments", [True, False])
 def test_scaled_statistics_are_those_of_scaled_inputs(moments):
     x, factors = inputs(), torch.logspace(2, -2, 24)
-    got, wanted = collect(x, moments=moments).scaled(factors), collect(x * factors, moments=moments)
+    got, wanted = collect(x, moments=moments).scale(factors), collect(x * factors, moments=moments)
     np.testing.assert_allclose(got.absmax, wanted.absmax, rtol=SCALE_TOLERANCE)
     assert (got.second_moment is None) == (not moments)
     assert not moments or moment_error(x * factors, got.second_moment) < MOMENT_TOLERANCE

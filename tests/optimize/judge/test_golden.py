@@ -12,7 +12,7 @@ from llmc.bundle import LARGEST_TOLERANCE, read_bundle, write_manifest
 from llmc.errors import BuildError, MissingExtraError, ResourceError
 from llmc.optimize.build import build
 from llmc.optimize.judge import replay as apart
-from llmc.optimize.judge.golden import Golden, golden_prompts, tolerance
+from llmc.optimize.judge.golden import Golden, run_golden_prompts, tolerance
 from llmc.optimize.judge.replay import replay_apart
 from llmc.runtime import Model, load
 from llmc.runtime.selftest import LOGIT_TOLERANCE, replay
@@ -52,7 +52,7 @@ def recorded(model: Model, golden: Golden) -> None:
 def test_where_calls_of_other_sizes_differ_by_more_than_the_least_tolerance_the_replay_is_equal_to_the_bit(
     model: Model, tiny_export: Path
 ):
-    golden = golden_prompts(model, tiny_export)
+    golden = run_golden_prompts(model, tiny_export)
     assert golden.spread > LOGIT_TOLERANCE
     recorded(model, golden)
     assert replay(model).largest_difference == 0
@@ -63,11 +63,11 @@ def test_where_calls_of_other_sizes_differ_by_more_than_the_least_tolerance_the_
 def test_the_spread_is_the_largest_difference_between_calls_and_planted_ones_show(
     model: Model, tiny_export: Path, request: pytest.FixtureRequest
 ):
-    alone = golden_prompts(model, tiny_export).spread
+    alone = run_golden_prompts(model, tiny_export).spread
     request.getfixturevalue("skewed")
     longest = max(len(case.prompt) for case in model.manifest.golden)
     wanted = SKEW * (longest - 1)  # a whole prompt beside one token
-    assert golden_prompts(model, tiny_export).spread == pytest.approx(wanted, abs=alone + 0.01)
+    assert run_golden_prompts(model, tiny_export).spread == pytest.approx(wanted, abs=alone + 0.01)
 
 
 @pytest.mark.parametrize(("spread", "wanted"), [(0.0, 0.25), (0.12, 0.25), (0.3, 0.6), (9.0, LARGEST_TOLERANCE)])

@@ -9,7 +9,7 @@ import pytest
 
 from llmc.bundle import Invariance, Manifest, read_bundle
 from llmc.optimize.build import build
-from llmc.optimize.judge.invariance import measured
+from llmc.optimize.judge.invariance import measure_guarantees
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sessions import Batch, Phase, open_session
 
@@ -125,14 +125,16 @@ def with_limits(manifest: Manifest, max_context: int = 512, max_batch: int = 8) 
 
 @pytest.mark.parametrize(("flaw", "prefill", "decode"), FLAWS)
 def test_a_difference_of_one_bit_is_found_and_named(manifest: Manifest, flaw, prefill: Invariance, decode: Invariance):
-    found = measured(Exact(flaw), with_limits(manifest))
+    found = measure_guarantees(Exact(flaw), with_limits(manifest))
     assert {phase: graph.invariance for phase, graph in found.graphs.items()} == {"prefill": prefill, "decode": decode}
 
 
 def test_a_token_whose_heads_are_folded_is_never_one_beside_others(manifest: Manifest):
     """However equal it is after the few tokens that are measured."""
     decode = replace(manifest.graphs["decode"], overwritten=3)
-    graphs = measured(Exact(), replace(with_limits(manifest), graphs=manifest.graphs | {"decode": decode})).graphs
+    graphs = measure_guarantees(
+        Exact(), replace(with_limits(manifest), graphs=manifest.graphs | {"decode": decode})
+    ).graphs
     assert graphs["decode"].invariance == replace(ALL, single=False)
 
 
@@ -149,7 +151,7 @@ def built(request: pytest.FixtureRequest) -> Iterator[Path]:
 def test_a_build_records_what_a_loaded_bundle_shows(built: Path):
     manifest = read_bundle(built)
     session = open_session(built, manifest, 1)
-    again = measured(session, manifest)
+    again = measure_guarantees(session, manifest)
     session.close()
     assert again == manifest
     for graph in manifest.graphs.values():

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 from doubles.lowerings import difference
 
-from llmc.optimize.judge.reference import Reference, kept_states, open_part
+from llmc.optimize.judge.reference import Reference, keep_states, open_part
 
 # Largest absolute difference of logits (up to 9) in float32: both sides sum in different orders, which costs 2e-5.
 LOGIT_TOLERANCE = 1e-4
@@ -49,25 +49,25 @@ def windows(ids):
 
 def test_kept_states_are_read_and_not_computed_again(exported, windows, tmp_path, monkeypatch):
     reference = Reference(exported("llama-biases").export)
-    first = kept_states(reference, windows, tmp_path / "cache")
-    monkeypatch.setattr(Reference, "normed", None)
-    np.testing.assert_array_equal(kept_states(reference, windows, tmp_path / "cache"), first)
+    first = keep_states(reference, windows, tmp_path / "cache")
+    monkeypatch.setattr(Reference, "compute_normed", None)
+    np.testing.assert_array_equal(keep_states(reference, windows, tmp_path / "cache"), first)
 
 
 def test_new_weights_of_the_old_shape_are_computed(copied, windows, tmp_path):
-    kept_states(Reference(copied), windows, tmp_path / "cache")
+    keep_states(Reference(copied), windows, tmp_path / "cache")
     os.utime(copied / "model.safetensors", ns=(0, 0))
-    kept_states(Reference(copied), windows, tmp_path / "cache")
+    keep_states(Reference(copied), windows, tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"\x93NUMPY\x01\x00"])
 def test_a_broken_file_is_replaced(exported, windows, tmp_path, content):
     reference = Reference(exported("llama-biases").export)
-    wanted = kept_states(reference, windows, tmp_path)
+    wanted = keep_states(reference, windows, tmp_path)
     [path] = tmp_path.iterdir()
     path.write_bytes(content)
-    np.testing.assert_array_equal(kept_states(reference, windows, tmp_path), wanted)
+    np.testing.assert_array_equal(keep_states(reference, windows, tmp_path), wanted)
     np.testing.assert_array_equal(np.load(path), wanted)
 
 

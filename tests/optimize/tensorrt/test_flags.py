@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from llmc.optimize.tensorrt.flags import FLAGS, FLAGS_OF_11, VARIABLE, compiled_with, compiler_flags
+from llmc.optimize.tensorrt.flags import FLAGS, FLAGS_OF_11, VARIABLE, compiler_flags, use_flags
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_flags_are_there_for_a_while_behind_the_users_own(before: str | None, mo
     monkeypatch.delenv(VARIABLE, raising=False)
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)
-    with pytest.raises(RuntimeError), compiled_with(FLAGS):
+    with pytest.raises(RuntimeError), use_flags(FLAGS):
         assert os.environ[VARIABLE] == (f"{before} {FLAGS}" if before else FLAGS)
         raise RuntimeError
     assert os.environ.get(VARIABLE) == before

@@ -50,7 +50,7 @@ def small_pieces(monkeypatch):
 def test_without_a_store_weights_are_the_checkpoints(tensor, matrix):
     np.testing.assert_array_equal(Calibrated().matrix((tensor,)), matrix)
     np.testing.assert_array_equal(
-        Calibrated().quantized((tensor,), GRID).dequantize(), rtn.quantize(matrix, GRID).dequantize()
+        Calibrated().quantize_stacked((tensor,), GRID).dequantize(), rtn.quantize(matrix, GRID).dequantize()
     )
 
 
@@ -61,7 +61,7 @@ def test_rows_take_factors(tensor, matrix, store):
     wanted = matrix * rows[:, None] * columns
     np.testing.assert_array_equal(Calibrated(store).matrix((tensor,)), wanted)
     np.testing.assert_array_equal(Calibrated(store).rows(tensor, 13, 20), wanted[13:20])
-    found = Calibrated(store).quantized((tensor,), Grid(8))
+    found = Calibrated(store).quantize_stacked((tensor,), Grid(8))
     np.testing.assert_array_equal(found.values, rtn.quantize(wanted, Grid(8)).values)
 
 
@@ -72,10 +72,12 @@ def test_integers_that_were_chosen_are_taken_on_their_grid_only(tensor, matrix, 
     key = f"{grid_name(grid)}:{NAME}"
     arrays = {f"values:{key}": chosen.values, f"scales:{key}": chosen.scales}
     store.write("layer-007", arrays if symmetric else {**arrays, f"zeros:{key}": chosen.zero_points})
-    np.testing.assert_array_equal(Calibrated(store).quantized((tensor,), grid).dequantize(), chosen.dequantize())
+    np.testing.assert_array_equal(Calibrated(store).quantize_stacked((tensor,), grid).dequantize(), chosen.dequantize())
     other = Grid(4, 32, not symmetric)
     rounded = rtn.quantize(matrix, other)
-    np.testing.assert_array_equal(Calibrated(store).quantized((tensor,), other).dequantize(), rounded.dequantize())
+    np.testing.assert_array_equal(
+        Calibrated(store).quantize_stacked((tensor,), other).dequantize(), rounded.dequantize()
+    )
 
 
 @pytest.mark.parametrize("ask", ["activation", "cache"])

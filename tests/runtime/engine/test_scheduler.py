@@ -57,10 +57,10 @@ def test_a_further_sample_waits_in_the_place_of_its_request():
 def test_while_others_decode_a_further_chunk_waits_for_steps_and_for_their_time():
     pacer = ChunkedPrefill(SPACING)
     assert pacer.allows(first_chunk=False, decoding=True)
-    pacer.fed(CHUNK_S, first_chunk=False)
+    pacer.note_fed(CHUNK_S, first_chunk=False)
     for _ in range(SPACING):
         assert not pacer.allows(first_chunk=False, decoding=True)
-        pacer.decoded(STEP_S)
+        pacer.note_decoded(STEP_S)
     assert pacer.allows(first_chunk=False, decoding=True)
 
 
@@ -68,6 +68,6 @@ def test_while_others_decode_a_further_chunk_waits_for_steps_and_for_their_time(
 def test_a_first_chunk_never_waits_nor_any_where_nobody_decodes(past: list[tuple[bool, float]]):
     pacer = ChunkedPrefill(SPACING)
     for fed, seconds in past:
-        pacer.fed(seconds, first_chunk=False) if fed else pacer.decoded(seconds)
+        pacer.note_fed(seconds, first_chunk=False) if fed else pacer.note_decoded(seconds)
     assert pacer.allows(first_chunk=True, decoding=True)
     assert pacer.allows(first_chunk=False, decoding=False)

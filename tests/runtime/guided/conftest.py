@@ -42,7 +42,7 @@ class Vocabulary:
         return self.grammars()
 
     def ask(self, grammars: Grammars | None = None, **form: Any) -> GrammarGuide | None:
-        compiled = (grammars or self.shared).compiled(SamplingParams(**form))
+        compiled = (grammars or self.shared).compile_grammar(SamplingParams(**form))
         return None if compiled is None else GrammarGuide(compiled)
 
     def start(self, grammars: Grammars | None = None, **form: Any) -> GrammarGuide:
@@ -91,7 +91,7 @@ class Vocabulary:
         rest = text.encode()
         longest = max(map(len, self.tokens_of))
         while rest:
-            bits = guide.allowed()
+            bits = guide.compute_allowed()
             fits = (token for end in range(longest, 0, -1) for token in self.tokens_of.get(rest[:end], ()))
             token = next((token for token in fits if bits[token // 8] >> token % 8 & 1), None)
             if token is None:

@@ -159,12 +159,12 @@ class TestTime:
 
     def test_is_that_of_the_request_where_it_has_less(self, tiny: Any) -> None:
         with pytest.raises(DeadlineError, match=r"deadline of 0.2 s passed while json_schema was compiled"):
-            tiny.shared.compiled(SamplingParams(json_schema=MANY_COMBINATIONS), 0.2)
+            tiny.shared.compile_grammar(SamplingParams(json_schema=MANY_COMBINATIONS), 0.2)
 
     def test_is_bounded_without_a_process_as_well(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(guide_module.CompiledGrammar, "_build", lambda self: time.sleep(0.2))
         with pytest.raises(DeadlineError, match=r"deadline of 0.01 s passed while regex was compiled"):
-            tiny.shared.compiled(SamplingParams(regex="never compiled before"), 0.01)
+            tiny.shared.compile_grammar(SamplingParams(regex="never compiled before"), 0.01)
 
     def test_counts_what_the_grammar_takes_and_not_what_a_busy_machine_does(
         self, tiny: Any, monkeypatch: pytest.MonkeyPatch

@@ -96,7 +96,7 @@ class TestSuite:
         for case in CASES[file]:
             schema, where = case["schema"], f"{case['draft']}: {case['description']}"
             try:
-                compiled = byte_level.shared.compiled(SamplingParams(json_schema=schema))
+                compiled = byte_level.shared.compile_grammar(SamplingParams(json_schema=schema))
             except GrammarError as error:
                 named = any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(error)) for name in keywords(schema))
                 assert named or any(reason in str(error) for reason in REASONS), (where, str(error))
@@ -124,7 +124,7 @@ class TestSuite:
 
     def test_notices_an_output_that_breaks_a_schema(self, byte_level: Any) -> None:
         """The planted error: a validator of another schema."""
-        compiled = byte_level.shared.compiled(SamplingParams(json_schema={"enum": ["a", "b"]}))
+        compiled = byte_level.shared.compile_grammar(SamplingParams(json_schema={"enum": ["a", "b"]}))
         texts = finished_outputs(byte_level, compiled)
         assert texts
         assert not any(VALIDATORS["draft7"]({"enum": ["c"]}).is_valid(json.loads(text)) for text in texts)
@@ -167,7 +167,7 @@ class TestRandomSchemas:
         for _ in range(12):
             schema = random_schema(random)
             try:
-                compiled = byte_level.shared.compiled(SamplingParams(json_schema=schema))
+                compiled = byte_level.shared.compile_grammar(SamplingParams(json_schema=schema))
             except GrammarError:
                 continue
             for text in finished_outputs(byte_level, compiled):

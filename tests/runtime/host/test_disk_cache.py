@@ -49,7 +49,7 @@ def test_the_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, 
 
 def test_an_entry_appears_when_it_is_whole(root: Path):
     entry = disk_cache.entry("kind", "key")
-    with disk_cache.published(entry) as folder:
+    with disk_cache.publish_entry(entry) as folder:
         (folder / "content").write_text("all")
         assert not entry.exists()
     assert (entry / "content").read_text() == "all"
@@ -58,7 +58,7 @@ def test_an_entry_appears_when_it_is_whole(root: Path):
 
 def test_an_error_leaves_nothing():
     entry = disk_cache.entry("kind", "key")
-    with pytest.raises(OSError, match="No space left"), disk_cache.published(entry) as folder:
+    with pytest.raises(OSError, match="No space left"), disk_cache.publish_entry(entry) as folder:
         (folder / "content").write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert list(entry.parent.iterdir()) == []
@@ -66,9 +66,9 @@ def test_an_error_leaves_nothing():
 
 def test_the_first_of_two_that_publish_one_entry_wins():
     entry = disk_cache.entry("kind", "key")
-    with disk_cache.published(entry) as late:
+    with disk_cache.publish_entry(entry) as late:
         (late / "content").write_text("second")
-        with disk_cache.published(entry) as early:
+        with disk_cache.publish_entry(entry) as early:
             (early / "content").write_text("first")
     assert (entry / "content").read_text() == "first"
     assert list(entry.parent.iterdir()) == [entry]
@@ -135,7 +135,7 @@ def test_without_a_writable_folder_entries_are_temporary_and_one_warning_says_so
     (tmp_path / "file").touch()
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "file" / "below"))
     entry = disk_cache.entry("kind", "key")
-    with disk_cache.published(entry) as folder:
+    with disk_cache.publish_entry(entry) as folder:
         (folder / "content").write_text("x")
     assert entry.is_dir()
     assert not entry.is_relative_to(tmp_path)

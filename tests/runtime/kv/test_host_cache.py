@@ -77,7 +77,7 @@ def test_growth_keeps_what_was_written_copied_and_computed(made: Made):
     cache.write(0, 0, 9, numbers(9 * POSITION))
     cache.copy(0, 1, 2, 9)
     cache.arrays[2][2, :, 20] = 7
-    cache.computed(2, [21])
+    cache.note_computed(2, [21])
     before = [cache.read(row, 0, end) for row, end in ((0, 9), (1, 9), (2, 21))]
     cache.reserve(4, 300)
     assert (cache.rows, cache.capacity, tuple(cache._written)) == (4, 300, (9, 9, 21, 0))
@@ -147,7 +147,7 @@ def feed(cache: HostCache, row: int, past: int, tokens: Sequence[int]) -> None:
         key[row, :, position] = value[row, :, position] = token
         first[row] = first[row] * 3 % 1009 + token
         second[row] += token
-    cache.computed(row, ends)
+    cache.note_computed(row, ends)
 
 
 def after(tokens: Sequence[int]) -> np.ndarray:
@@ -261,7 +261,7 @@ def fill(cache: HostCache, row: int, tokens: Sequence[int], past: int = 0) -> No
     ends = cache.begin(row, [past], len(tokens))
     for array in cache.arrays:
         array[row, :, past : past + len(tokens)] = np.array(tokens)[:, None]
-    cache.computed(row, ends)
+    cache.note_computed(row, ends)
 
 
 def seen(cache: HostCache, row: int, end: int) -> list[list[int]]:

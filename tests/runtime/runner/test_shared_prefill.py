@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.runtime.kv.rows import Slot
-from llmc.runtime.runner.prefill import SHARED_TOKENS, shared_batch, sharing
+from llmc.runtime.runner.prefill import SHARED_TOKENS, list_sharing, make_shared_batch
 from llmc.runtime.sessions import Phase
 
 CHUNK, CAPACITY = 256, 512
@@ -16,7 +16,7 @@ def waiting(*lengths: int, cached: int = 0) -> list[Slot]:
 
 
 def shared(*lengths: int, chunk: int = CHUNK, capacity: int = CAPACITY, cached: int = 0) -> int:
-    return len(sharing(waiting(*lengths, cached=cached), chunk, capacity))
+    return len(list_sharing(waiting(*lengths, cached=cached), chunk, capacity))
 
 
 def test_short_prompts_share_up_to_as_many_tokens_as_may():
@@ -43,7 +43,7 @@ def test_no_call_has_more_than_a_chunk_unless_it_is_one_prompt_alone(lengths: li
 
 def test_a_shared_call_feeds_what_is_left_of_each():
     sequences = waiting(3, 1, cached=2)
-    batch = shared_batch(sequences)
+    batch = make_shared_batch(sequences)
     assert batch.phase is Phase.PREFILL and batch.first_row == 0
     assert batch.new_lengths is not None
     fed = [row[:length].tolist() for row, length in zip(batch.input_ids, batch.new_lengths, strict=True)]

@@ -133,7 +133,7 @@ def test_a_breaker_breaks_where_it_ends_in_the_text_whatever_tokens_spell_it(
 
 def test_every_token_whose_text_contains_a_breaker_is_one(tiny_tokenizer: Any) -> None:
     """Not only the one that the tokenizer writes it as."""
-    breakers = Breakers((":",), tiny_tokenizer.spelling)
+    breakers = Breakers((":",), tiny_tokenizer.spell)
     vocabulary = range(tiny_tokenizer.vocab_size)
     containing = {i for i in vocabulary if ":" in tiny_tokenizer.decode([i], skip_special_tokens=False)}
     assert {i for i in vocabulary if i in breakers} == containing

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmc.bundle import Generation
-from llmc.errors import UsageError, written
+from llmc.errors import UsageError, format_value
 from llmc.runtime.sampling.params import PARAMETERS, SamplingParams
 
 GREEDY_CHECKPOINT = Generation((2,), 1, False, None, None, None, None)
@@ -108,7 +108,7 @@ class TestRanges:
     def test_are_enforced_by_name(self, name: str, value: Any, expected: str) -> None:
         with pytest.raises(UsageError) as caught:
             SamplingParams(**{name: value})
-        assert str(caught.value) == f"{name} is {written(value)}, expected {expected}"
+        assert str(caught.value) == f"{name} is {format_value(value)}, expected {expected}"
         assert len(str(caught.value)) < 600
 
     @pytest.mark.parametrize("name", ["temperature", "n", "seed", "top_p", "logprobs"])

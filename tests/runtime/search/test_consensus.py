@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmc.runtime.search.consensus import SIMILARITIES, expected_similarities
+from llmc.runtime.search.consensus import SIMILARITIES, compute_expected_similarities
 
 TEXTS = [
     "the train leaves at nine",
@@ -25,7 +25,7 @@ def expected_gains(texts, similarity) -> np.ndarray:
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_scores_are_expected_similarities(name):
     similarity = SIMILARITIES[name]
-    found = np.array(expected_similarities(TEXTS, similarity))
+    found = np.array(compute_expected_similarities(TEXTS, similarity))
     assert np.abs(found - expected_gains(TEXTS, similarity)).max() < TOLERANCE
     other = expected_gains(TEXTS, lambda a, b: similarity(a, b) + 1e-6)
     assert np.abs(found - other).max() > TOLERANCE

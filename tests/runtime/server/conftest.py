@@ -11,13 +11,13 @@ from doubles import encoders
 from doubles.serving import retold, serving
 
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import guarded
+from llmc.runtime.server.http.guarded import guard_app
 
 
 @pytest.fixture(scope="session")
 def address(tiny_bundle: Path) -> Iterator[str]:
     """Where a service answers; tests share it, so each leaves it as it was."""
-    with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1), guarded) as url:
+    with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1), guard_app) as url:
         yield url
 
 
@@ -61,7 +61,7 @@ def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 @pytest.fixture(scope="session")
 def able_address(able_bundle: Path, encoder_bundles: dict[str, Path]) -> Iterator[str]:
     """Where a service with three models answers: the one that calls and thinks, one that embeds, and one that ranks."""
-    with serving(ServerConfig(models={"able": able_bundle, **encoder_bundles}, threads=1), guarded) as url:
+    with serving(ServerConfig(models={"able": able_bundle, **encoder_bundles}, threads=1), guard_app) as url:
         yield url
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmc.errors import UsageError
-from llmc.runtime.server.config import ANY_TOKENS, ServerConfig, expected, is_local, read_config, settings
+from llmc.runtime.server.config import ANY_TOKENS, ServerConfig, describe_values, is_local, read_config, settings
 
 
 def written(folder: Path, content: str) -> Path:
@@ -100,7 +100,7 @@ class TestSettings:
     def test_say_what_they_are(self):
         for setting in settings():
             assert setting.help.endswith(".") and setting.help[0].isupper(), setting
-            assert expected(setting) and setting.flag.startswith("--")
+            assert describe_values(setting) and setting.flag.startswith("--")
             assert (setting.low is not None) == (setting.kind in ("integer", "number")), setting
 
     def test_give_the_arguments_of_load_that_were_given(self):
@@ -133,4 +133,4 @@ class TestSettings:
         for (_, default, values, text), setting in zip(rows, settings(), strict=True):
             shown = "" if setting.default in (None, ()) else str(setting.default)
             assert default == (shown.lower() if setting.kind == "flag" else shown), setting.name
-            assert (values, text.rstrip(" |")) == (expected(setting), setting.help), setting.name
+            assert (values, text.rstrip(" |")) == (describe_values(setting), setting.help), setting.name

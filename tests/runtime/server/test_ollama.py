@@ -16,9 +16,9 @@ def able(able_bundle):
     from doubles.serving import serving
 
     from llmc.runtime.server.config import ServerConfig
-    from llmc.runtime.server.http.guarded import guarded
+    from llmc.runtime.server.http.guarded import guard_app
 
-    with serving(ServerConfig(models={"tiny": able_bundle}, threads=1), guarded) as url:
+    with serving(ServerConfig(models={"tiny": able_bundle}, threads=1), guard_app) as url:
         with httpx.Client(base_url=url, timeout=60) as client:
             yield client
 

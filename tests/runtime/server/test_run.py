@@ -25,7 +25,7 @@ from websockets.sync.client import unix_connect
 
 from llmc.errors import UsageError
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.run import Server, listening, serve
+from llmc.runtime.server.run import Server, open_sockets, serve
 from llmc.runtime.server.supervisor import notify
 
 STEP_S = 0.02  # each step of these engines takes longer by so much
@@ -335,24 +335,24 @@ class TestListening:
         with closing(socket.create_server(("127.0.0.1", 0))) as taken:
             config = ServerConfig(port=taken.getsockname()[1])
             with pytest.raises(UsageError, match=r"127.0.0.1:\d+ cannot be listened on \(Address already in use"):
-                with listening(config):
+                with open_sockets(config):
                     pass
 
     def test_a_unix_socket_takes_no_place_that_somebody_has(self, tmp_path: Path):
         place = tmp_path / "socket"
         config = ServerConfig(unix_socket=place)
-        with listening(config), pytest.raises(UsageError, match="another process listens on"):
-            with listening(config):
+        with open_sockets(config), pytest.raises(UsageError, match="another process listens on"):
+            with open_sockets(config):
                 pass
         place.write_text("notes")
         with pytest.raises(UsageError, match="is there and no socket"):
-            with listening(config):
+            with open_sockets(config):
                 pass
         assert place.read_text() == "notes"
 
     def test_a_path_that_is_too_long_is_named(self, tmp_path: Path):
         with pytest.raises(UsageError, match="cannot be listened on"):
-            with listening(ServerConfig(unix_socket=tmp_path / ("x" * 120))):
+            with open_sockets(ServerConfig(unix_socket=tmp_path / ("x" * 120))):
                 pass
 
     def test_takes_the_sockets_that_systemd_opened(self, monkeypatch: pytest.MonkeyPatch):
@@ -361,12 +361,12 @@ class TestListening:
             monkeypatch.setattr("llmc.runtime.server.supervisor.FIRST", os.dup(given.fileno()))
             for name, value in {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}.items():
                 monkeypatch.setenv(name, value)
-            with listening(ServerConfig(port=1)) as found:
+            with open_sockets(ServerConfig(port=1)) as found:
                 assert [one.getsockname()[1] for one in found] == [port]
             assert "LISTEN_FDS" not in os.environ
         monkeypatch.setenv("LISTEN_PID", "1")
         monkeypatch.setenv("LISTEN_FDS", "1")
-        with suppress(UsageError), listening(ServerConfig(port=0)) as own:
+        with suppress(UsageError), open_sockets(ServerConfig(port=0)) as own:
             assert own[0].getsockname()[1] != port
 
     def test_a_certificate_that_is_none_is_refused_before_a_model_is_loaded(self, tiny_bundle: Path, tmp_path: Path):

@@ -196,10 +196,10 @@ def test_a_token_costs_the_same_late_as_early(byte_level: Tokenizer, content: by
     text = TextStream(counting, ("never",))  # type: ignore[arg-type]
     decoded = []
     for _ in range(20):
-        before = counting.decoded
+        before = counting.note_decoded
         for _ in range(150):
             text.push(token)
-        decoded.append(counting.decoded - before)
+        decoded.append(counting.note_decoded - before)
     assert 150 <= decoded[-1] < LATE_TO_EARLY * decoded[0]
 
 
@@ -208,13 +208,13 @@ class Counting:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.decoded = 0
+        self.note_decoded = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def decode(self, ids: Sequence[int]) -> str:
-        self.decoded += len(ids)
+        self.note_decoded += len(ids)
         return self._tokenizer.decode(ids)
 
 

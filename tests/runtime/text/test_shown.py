@@ -6,7 +6,7 @@ import pytest
 
 from llmc.errors import UsageError
 from llmc.runtime.text.chat_template import ChatTemplate
-from llmc.runtime.text.shown import rendered
+from llmc.runtime.text.shown import render_messages
 from llmc.runtime.tools.formats import writer
 
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -22,7 +22,7 @@ TOOLS = [{"type": "function", "function": {"name": "now"}}]
 
 
 def shown(source: str, *messages: dict[str, Any], **given: Any) -> str:
-    return rendered(ChatTemplate({"default": source}, {}), messages, **given)
+    return render_messages(ChatTemplate({"default": source}, {}), messages, **given)
 
 
 @pytest.mark.parametrize(

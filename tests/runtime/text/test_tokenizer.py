@@ -177,7 +177,7 @@ class TestBadInput:
 def test_the_spellings_of_tokens_are_together_the_text(folder: Path, text: str):
     tokenizer = Tokenizer.from_folder(folder)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    spelt = b"".join(map(tokenizer.spelling, ids)).decode()
+    spelt = b"".join(map(tokenizer.spell, ids)).decode()
     decoded = tokenizer.decode(ids, skip_special_tokens=False)
     assert spelt == decoded or spelt == " " + decoded  # which Metaspace takes from the first word
 
@@ -186,4 +186,4 @@ def test_a_special_token_is_spelt_by_its_name_and_no_token_not_at_all(byte_level
     tokenizer = Tokenizer.from_folder(byte_level_folder)
     end = tokenizer.token_to_id("<|end|>")
     assert end is not None
-    assert (tokenizer.spelling(end), tokenizer.spelling(tokenizer.vocab_size + 5)) == (b"<|end|>", b"")
+    assert (tokenizer.spell(end), tokenizer.spell(tokenizer.vocab_size + 5)) == (b"<|end|>", b"")

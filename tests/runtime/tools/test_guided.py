@@ -16,7 +16,7 @@ from llmc.errors import GrammarError, UsageError
 from llmc.runtime.guided.grammars import Grammars
 from llmc.runtime.guided.guide import GrammarGuide
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.text.detokenizer import decoded
+from llmc.runtime.text.detokenizer import decode_all
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import FORMATS
@@ -34,13 +34,11 @@ class Vocabulary:
         self.size = tokenizer.vocab_size
         self.grammars = Grammars(tokenizer, self.size, EOS)
         closing = {ord(character) for character in '"}]\n<)'}
-        self.closing = {
-            t for t in range(self.size) if tokenizer.spelling(t)[:1] and tokenizer.spelling(t)[0] in closing
-        }
+        self.closing = {t for t in range(self.size) if tokenizer.spell(t)[:1] and tokenizer.spell(t)[0] in closing}
 
     def guide(self, plan: ChatPlan, **given: Any) -> tuple[GrammarGuide, tuple[int, ...]]:
-        arguments = plan.sampling(self.tokenizer, given)
-        compiled = self.grammars.compiled(SamplingParams(grammar=arguments["grammar"]))
+        arguments = plan.make_sampling(self.tokenizer, given)
+        compiled = self.grammars.compile_grammar(SamplingParams(grammar=arguments["grammar"]))
         assert compiled is not None
         return GrammarGuide(compiled), arguments["shown_tokens"]
 
@@ -51,7 +49,7 @@ class Vocabulary:
         tag = self.tokenizer.encode("\n</parameter>", add_special_tokens=False)  # which nobody draws by chance
         planned: list[int] = []
         while len(tokens) < MOST_TOKENS:
-            bits = np.unpackbits(guide.allowed(), bitorder="little")[: self.size]
+            bits = np.unpackbits(guide.compute_allowed(), bitorder="little")[: self.size]
             allowed = np.flatnonzero(bits).tolist()
             planned = planned[1:] or (list(tag) if draw.random() < 0.1 else [])
             ends = [token for token in allowed if token in EOS]
@@ -61,7 +59,7 @@ class Vocabulary:
             token = planned[0] if planned and bits[planned[0]] else token
             guide.accept(token)
             if token in EOS:
-                return decoded(self.tokenizer, tokens, shown)
+                return decode_all(self.tokenizer, tokens, shown)
             tokens.append(token)
         return None
 
@@ -205,7 +203,7 @@ def test_forms_that_do_not_go_with_calls_are_refused(
     form: str, choice: str, given: dict[str, Any], reason: str, vocabulary: Vocabulary
 ):
     with pytest.raises(UsageError, match=reason):
-        plan_of(form, FEW, choice).sampling(vocabulary.tokenizer, given)
+        plan_of(form, FEW, choice).make_sampling(vocabulary.tokenizer, given)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmc.errors import UsageError
-from llmc.runtime.text.detokenizer import decoded
+from llmc.runtime.text.detokenizer import decode_all
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.calls import MOST_TOOLS, read_tools
 from llmc.runtime.tools.formats import FORMATS, format_of
@@ -76,11 +76,11 @@ def test_a_prompt_may_have_opened_or_closed_the_reasoning():
 
 
 def test_reasoning_is_bound_where_the_answer_is_guided_or_a_budget_is_given(tiny_tokenizer: Tokenizer):
-    free: Mapping[str, Any] = plan(tools=[]).sampling(tiny_tokenizer, {})
+    free: Mapping[str, Any] = plan(tools=[]).make_sampling(tiny_tokenizer, {})
     assert "thinking" not in free and "grammar" not in free
-    assert plan(tools=[], reasoning_budget=3).sampling(tiny_tokenizer, {})["thinking"].budget == 3
-    assert plan(tools=[]).sampling(tiny_tokenizer, {"regex": "a"})["thinking"].budget is None
-    assert plan().sampling(tiny_tokenizer, {})["thinking"].opened is False
+    assert plan(tools=[], reasoning_budget=3).make_sampling(tiny_tokenizer, {})["thinking"].budget == 3
+    assert plan(tools=[]).make_sampling(tiny_tokenizer, {"regex": "a"})["thinking"].budget is None
+    assert plan().make_sampling(tiny_tokenizer, {})["thinking"].opened is False
 
 
 def test_marks_that_are_special_tokens_are_made_visible(tiny_checkpoint: Path):
@@ -89,15 +89,15 @@ def test_marks_that_are_special_tokens_are_made_visible(tiny_checkpoint: Path):
     tokenizer = Tokenizer(tokenizer._backend, {})
     ids = [tokenizer.token_to_id(mark) for mark in ("<tool_call>", "<|channel>", "<channel|>")]
     template = "<|channel>thought <channel|> <tool_call>"
-    assert plan(template=template).sampling(tokenizer, {})["shown_tokens"] == tuple(sorted(ids))
+    assert plan(template=template).make_sampling(tokenizer, {})["shown_tokens"] == tuple(sorted(ids))
     tokens = [ids[0], *tokenizer.encode("é", False), ids[1], ids[2], 0]
-    assert decoded(tokenizer, tokens, ids) == "<tool_call>é<|channel><channel|>"
-    assert decoded(tokenizer, tokens, ids[:1]) == "<tool_call>é" and decoded(tokenizer, tokens) == "é"
+    assert decode_all(tokenizer, tokens, ids) == "<tool_call>é<|channel><channel|>"
+    assert decode_all(tokenizer, tokens, ids[:1]) == "<tool_call>é" and decode_all(tokenizer, tokens) == "é"
 
 
 def test_no_calls_are_read_where_none_are_wanted(tiny_tokenizer: Tokenizer):
     assert plan(tool_choice="none").calls is None and plan(tools=[]).calls is None
-    assert plan(tool_choice="none", template="shows no calls").sampling(tiny_tokenizer, {}) == {"shown_tokens": ()}
+    assert plan(tool_choice="none", template="shows no calls").make_sampling(tiny_tokenizer, {}) == {"shown_tokens": ()}
 
 
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}

@@ -29,7 +29,7 @@ def vocabulary(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Tokeniz
 def guide_of(tokenizer: Tokenizer, opened: bool, budget: int | None, regex: str | None = None) -> ThinkingGuide:
     answer = None
     if regex is not None:
-        compiled = Grammars(tokenizer, tokenizer.vocab_size, EOS).compiled(SamplingParams(regex=regex))
+        compiled = Grammars(tokenizer, tokenizer.vocab_size, EOS).compile_grammar(SamplingParams(regex=regex))
         assert compiled is not None
         answer = GrammarGuide(compiled)
     return ThinkingGuide(Thinking(MARKS[0], opened, budget), tokenizer, EOS, answer)
@@ -99,7 +99,7 @@ def test_a_form_counts_from_the_answer_on(vocabulary: Tokenizer, between: str):
 def test_a_form_may_follow_a_forced_end(vocabulary: Tokenizer):
     guide = guide_of(vocabulary, True, 2, "yes|no")
     # The first byte of a character that no third token may complete.
-    broken = next(i for i in range(vocabulary.vocab_size) if vocabulary.spelling(i) == b"\xe4")
+    broken = next(i for i in range(vocabulary.vocab_size) if vocabulary.spell(i) == b"\xe4")
     guide.accept(100)
     guide.accept(broken)
     assert spelt(vocabulary, guide) == "</think>"

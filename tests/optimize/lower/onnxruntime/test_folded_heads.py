@@ -25,7 +25,7 @@ def folding(lowering):
 
     def start(export):
         lowered = lowering(export)
-        spare = folded_heads.overwritten(lowered.geometry.attentions)
+        spare = folded_heads.count_overwritten(lowered.geometry.attentions)
         lowered.context = replace(lowered.context, phase="decode", ragged_rows=True, overwritten=spare)
         return lowered
 
@@ -85,7 +85,7 @@ def test_a_planted_error_exceeds_the_tolerance(exported, folding, decoder, porta
 def test_the_cache_is_written_in_place_and_no_further_than_the_manifest_says(exported, folding, session, ids, position):
     """As a runtime binds it: the buffer that comes in is the one that goes out, and no row is copied."""
     lowered = folding(exported("llama-biases").export)
-    spare = folded_heads.overwritten(lowered.geometry.attentions)
+    spare = folded_heads.count_overwritten(lowered.geometry.attentions)
     assert spare > 0
     decode = session(lowered.save() / DECODER_FILE)
     caches = empty_caches(lowered.geometry.caches, 1, CAPACITY + spare, "float32")

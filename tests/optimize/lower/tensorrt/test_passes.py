@@ -218,7 +218,7 @@ def test_lower_embedding_gathers_floats_or_words(exported, lowering, head, gathe
 def test_the_integers_of_a_tied_head_are_chosen_once(exported, lowering, monkeypatch, head):
     lowered = lowering(exported(TIED).export, Computed(), head).before("lower linears")
     chosen: list[str] = []
-    quantized = lowered.context.calibrated.quantized
+    quantized = lowered.context.calibrated.quantize_stacked
 
     def counted(tensors, grid):
         chosen.extend(tensor.name for tensor in tensors)

@@ -10,9 +10,9 @@ from llmc.optimize.lower.context import Computed, Float8, WeightOnly, quant_conf
 from llmc.optimize.lower.tensorrt.weights import (
     SMALLEST_SCALE,
     as_stored,
-    fitted,
-    narrowed,
-    stored_scales,
+    fit_grid,
+    narrow_values,
+    round_scales,
 )
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid, Quantized
@@ -89,14 +89,14 @@ def test_recipes_for_tensorrt_and_no_others_ask_for_scales_above_zero(target, re
 
 def test_a_scale_beyond_float16_is_refused():
     with pytest.raises(BuildError, match="is beyond float16; build with --fp32"):
-        stored_scales(np.array([1e6], np.float32), HALF)
+        round_scales(np.array([1e6], np.float32), HALF)
 
 
 def test_weights_beyond_float16_are_refused_by_name():
-    assert narrowed(np.array([65504.0], np.float32), "float16", "x") == 65504
-    assert np.isfinite(narrowed(np.array([1e6], np.float32), "bfloat16", "x").astype(np.float32)).all()
+    assert narrow_values(np.array([65504.0], np.float32), "float16", "x") == 65504
+    assert np.isfinite(narrow_values(np.array([1e6], np.float32), "bfloat16", "x").astype(np.float32)).all()
     with pytest.raises(BuildError, match=r"model.norm.weight holds weights beyond float16's range"):
-        narrowed(np.array([1e6], np.float32), "float16", "model.norm.weight")
+        narrow_values(np.array([1e6], np.float32), "float16", "model.norm.weight")
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_weights_beyond_float16_are_refused_by_name():
     [(128, 896, 128), (128, 64, 64), (256, 384, 128), (128, 96, 32), (0, 7, 0), (64, 96, 32)],
 )
 def test_a_block_is_the_largest_that_divides_the_inputs(block, inputs, found):
-    assert fitted(Grid(4, block, positive=True), inputs, "x") == Grid(4, found, positive=True)
+    assert fit_grid(Grid(4, block, positive=True), inputs, "x") == Grid(4, found, positive=True)
 
 
 def test_inputs_that_no_block_divides_are_refused_by_name():
     with pytest.raises(BuildError, match=r"mlp.down_proj: none of 128, 64 and 32 divides its 80 inputs"):
-        fitted(Grid(4, 128), 80, "mlp.down_proj")
+        fit_grid(Grid(4, 128), 80, "mlp.down_proj")
 
 
 def test_an_odd_number_of_int4_outputs_is_refused(exported, lowering):

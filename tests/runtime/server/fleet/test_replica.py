@@ -14,7 +14,7 @@ pytest.importorskip("ray.serve", reason="needs Ray Serve")
 from llmc.errors import EngineClosedError, GpuError, UsageError
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet import replica as module
-from llmc.runtime.server.fleet.calls import BILL, called
+from llmc.runtime.server.fleet.calls import BILL, make_call
 from llmc.runtime.server.fleet.replica import Replica
 
 Work = Callable[[Replica, Path], Coroutine[Any, Any, None]]
@@ -39,7 +39,7 @@ def run(tiny_bundle: Path, tmp_path: Path) -> Callable[[Work], None]:
 
 
 def ask(replica: Replica, **body: Any) -> Any:
-    call = called(CALL, json.dumps({"prompt": "def", "temperature": 0, **body}).encode())
+    call = make_call(CALL, json.dumps({"prompt": "def", "temperature": 0, **body}).encode())
     return replica.answer(call.scope, call.body, prefix=call.prefix)
 
 

@@ -21,7 +21,7 @@ from llmc.runtime.api.handle import Handle, OutputCollector
 from llmc.runtime.observe.tracing import current_context, event
 from llmc.runtime.server import page
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.logs import Costs, RequestLog, TextFormatter, logging_to_stderr, note, route_noted
+from llmc.runtime.server.http.logs import Costs, RequestLog, TextFormatter, log_to_stderr, note, route_noted
 from llmc.runtime.server.http.streams import EventStream
 
 SECRET = "a secret"
@@ -61,7 +61,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_a_request_leaves_a_line_with_the_name_of_its_key(lines: Any):
-    with logging_to_stderr("json"):
+    with log_to_stderr("json"):
         answered(route_noted(fine), body=b"a secret")
     (line,) = lines()
     said = {name: line[name] for name in ("request_id", "key", "method", "status", "model")}
@@ -70,7 +70,7 @@ def test_a_request_leaves_a_line_with_the_name_of_its_key(lines: Any):
 
 
 def test_bodies_are_written_where_they_are_asked_for(lines: Any):
-    with logging_to_stderr("json"):
+    with log_to_stderr("json"):
         answered(fine, bodies=True, body=b"a secret")
     (line,) = lines()
     assert (line["body"], line["answer"]) == ("a secret", "an answer")
@@ -90,7 +90,7 @@ def test_pieces_of_a_stream_are_written_there_too_though_they_are_sent_past_what
 
         await EventStream(events(), AsyncExitStack(), 0)(scope, receive, around)
 
-    with logging_to_stderr("json"):
+    with log_to_stderr("json"):
         answer = ask(RequestLog(app, bodies=True))
     (line,) = lines()
     assert answer.body == b"one,two" and (line["status"], line["answer"]) == (200, "one,two")
@@ -99,7 +99,7 @@ def test_pieces_of_a_stream_are_written_there_too_though_they_are_sent_past_what
 
 @pytest.mark.parametrize("bodies", [False, True])
 def test_a_failure_is_written_with_its_place_and_its_message_only_where_bodies_are(bodies: bool, lines: Any):
-    with logging_to_stderr("json"):
+    with log_to_stderr("json"):
         answered(broken, bodies=bodies)
     failure, line = lines()
     assert (failure["level"], failure["error"], failure["request_id"]) == ("ERROR", "KeyError", "r")
@@ -112,7 +112,7 @@ def test_requests_of_supervisors_leave_no_line(lines: Any):
         note(route="/health")
         await fine(scope, receive, send)
 
-    with logging_to_stderr("json"):
+    with log_to_stderr("json"):
         answered(health)
     assert lines() == []
 
@@ -120,7 +120,7 @@ def test_requests_of_supervisors_leave_no_line(lines: Any):
 def test_the_page_leaves_its_route(lines: Any):
     app = Starlette()
     page.mount(app)  # type: ignore[arg-type]
-    with logging_to_stderr("json"):
+    with log_to_stderr("json"):
         ask(RequestLog(route_noted(app)), "/")
     assert [line["route"] for line in lines()] == ["/"]
 
@@ -129,7 +129,7 @@ def test_what_clients_say_of_themselves_is_in_the_line(tiny_bundle: Path, lines:
     config = ServerConfig(models={"tiny": tiny_bundle}, threads=1)
     said = {"user": "ann", "safety_identifier": "h4sh", "metadata": {"team": "a\nb"}}
     messages = [{"role": "user", "content": "Hello"}]
-    with logging_to_stderr("json"), serving(config, lambda app, config: RequestLog(app)) as url:
+    with log_to_stderr("json"), serving(config, lambda app, config: RequestLog(app)) as url:
         bodies = {
             "chat/completions": {"messages": messages, "max_tokens": 1},
             "responses": {"input": messages, "max_output_tokens": 1},
@@ -154,13 +154,13 @@ def test_people_get_lines_of_their_own():
 
 
 def test_people_at_a_terminal_get_them_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, lines: Any):
-    with logging_to_stderr(None):
+    with log_to_stderr(None):
         answered(fine)
     assert lines()[0]["status"] == 200
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    with logging_to_stderr(None):
+    with log_to_stderr(None):
         answered(fine)
     assert " status=200 " in terminal.getvalue()
 
@@ -176,7 +176,7 @@ def test_of_a_request_that_was_left_the_prompt_counts():
 
 def test_what_was_logged_before_is_so_again(lines: Any):
     logger = logging.getLogger("llmc.runtime.server")
-    with logging_to_stderr("text"):
+    with log_to_stderr("text"):
         assert logger.isEnabledFor(logging.INFO)
     event(logger, "nobody hears it")
     assert not logger.isEnabledFor(logging.INFO) and lines() == []

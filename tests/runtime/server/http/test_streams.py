@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.runtime.server.http import streams
-from llmc.runtime.server.http.streams import HEARTBEAT, Chunks, EventStream, encoded, in_pieces
+from llmc.runtime.server.http.streams import HEARTBEAT, Chunks, EventStream, encode_json, in_pieces
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # halves of characters cannot be sent at all
 VALUES: Any = st.recursive(
@@ -29,7 +29,7 @@ RESTS = st.dictionaries(st.sampled_from(["choices", "usage", "x_llmc"]), VALUES,
 @given(HEADS, RESTS)
 def test_a_chunk_is_the_json_of_its_head_and_the_rest(head: dict[str, Any], rest: dict[str, Any]):
     chunk = Chunks(head)(**rest)
-    assert chunk == encoded({**head, **rest})
+    assert chunk == encode_json({**head, **rest})
     assert json.loads(chunk) == {**head, **rest}
     assert "\n" not in chunk  # which would end the event
 
@@ -56,7 +56,7 @@ def test_what_is_encoded_in_pieces_is_the_same(value: Any, piece: int):
         patch.setattr(streams, "PIECE", piece)
         patch.setattr(streams, "SHORT", piece)
         for whole in (value, {5: value}):  # tokens are names of biases
-            assert in_pieces(whole) == encoded(whole)
+            assert in_pieces(whole) == encode_json(whole)
 
 
 def test_what_json_does_not_know_is_refused():

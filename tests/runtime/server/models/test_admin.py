@@ -12,7 +12,7 @@ from doubles.serving import serving
 
 from llmc.bundle import read_bundle, write_manifest
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import guarded
+from llmc.runtime.server.http.guarded import guard_app
 
 ADMIN, BOB, LIMITED = "sk-admin-0123456789", "sk-bob-0123456789abc", "sk-limited-0123456789"
 NOBODY = f'[bob]\nkey = "{BOB}"\n'
@@ -36,7 +36,7 @@ def service(folder: Path, keys: str, models: dict[str, Path], **given: Any) -> A
     file = folder / "keys.toml"
     file.write_text(keys)
     file.chmod(0o600)
-    return serving(ServerConfig(models=models, threads=1, keys_file=file, **given), guarded)
+    return serving(ServerConfig(models=models, threads=1, keys_file=file, **given), guard_app)
 
 
 @pytest.fixture(scope="module")

@@ -11,29 +11,29 @@ import pytest
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.aside import SHORT, room_beside
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.models.service import Service, submitted
+from llmc.runtime.server.models.service import Service, submit_promptly
 
 POOL: Any = None  # nothing here needs a model
 BOUNDED = Service(ServerConfig(max_request_tokens=50, request_deadline_s=5.0), POOL)
 
 
 def test_a_request_may_ask_for_so_many_tokens_of_all_its_outputs():
-    assert BOUNDED.bounded({"n": 2, "max_tokens": 25})["max_tokens"] == 25
-    assert BOUNDED.bounded({"n": 3})["max_tokens"] == 16
-    assert BOUNDED.bounded({"n": 3}, prompts=2)["max_tokens"] == 8
-    assert BOUNDED.bounded({"max_tokens": 0})["max_tokens"] == 0  # which the engine refuses by name
+    assert BOUNDED.bound_sampling({"n": 2, "max_tokens": 25})["max_tokens"] == 25
+    assert BOUNDED.bound_sampling({"n": 3})["max_tokens"] == 16
+    assert BOUNDED.bound_sampling({"n": 3}, prompts=2)["max_tokens"] == 8
+    assert BOUNDED.bound_sampling({"max_tokens": 0})["max_tokens"] == 0  # which the engine refuses by name
 
 
 @pytest.mark.parametrize(("asked", "param"), [({"max_tokens": 51}, "max_tokens"), ({"n": 51}, "n")])
 def test_more_is_refused_by_the_name_of_what_is_too_much(asked: dict[str, Any], param: str):
     with pytest.raises(ApiError) as refused:
-        BOUNDED.bounded(asked)
+        BOUNDED.bound_sampling(asked)
     assert refused.value.status == 400 and refused.value.param == param
 
 
 def test_a_deadline_may_be_shorter_and_not_longer():
-    assert BOUNDED.bounded({"deadline_s": 1.0})["deadline_s"] == 1.0
-    assert BOUNDED.bounded({"deadline_s": 9.0})["deadline_s"] == 5.0
+    assert BOUNDED.bound_sampling({"deadline_s": 1.0})["deadline_s"] == 1.0
+    assert BOUNDED.bound_sampling({"deadline_s": 9.0})["deadline_s"] == 5.0
 
 
 def took(*given: Any, **named: Any) -> bool:
@@ -43,7 +43,7 @@ def took(*given: Any, **named: Any) -> bool:
         return SimpleNamespace(thread=threading.get_ident(), done=True)
 
     async def main() -> bool:
-        handle: Any = await submitted(partial(submit, *given, **named))
+        handle: Any = await submit_promptly(partial(submit, *given, **named))
         return bool(handle.thread == threading.get_ident())
 
     return asyncio.run(main())

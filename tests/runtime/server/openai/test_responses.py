@@ -11,7 +11,7 @@ from doubles.serving import serving
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.models.response_store import ResponseStore, Stored, kept
+from llmc.runtime.server.models.response_store import ResponseStore, Stored, make_stored
 
 GREEDY: dict[str, Any] = {
     "model": "able",
@@ -238,7 +238,7 @@ def test_a_server_that_keeps_nothing_says_so(tiny_bundle: Path):
 
 
 def named(name: str, previous: str | None = None, text: str = "") -> tuple[str, Stored]:
-    return name, kept(previous, [{"text": f"{name}?"}], {"id": name, "output": [{"text": f"{name}!{text}"}]})
+    return name, make_stored(previous, [{"text": f"{name}?"}], {"id": name, "output": [{"text": f"{name}!{text}"}]})
 
 
 def texts(store: ResponseStore, owner: str | None, name: str) -> list[str]:

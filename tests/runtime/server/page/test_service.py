@@ -7,7 +7,7 @@ import pytest
 from doubles.serving import serving
 
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import guarded
+from llmc.runtime.server.http.guarded import guard_app
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
@@ -55,7 +55,7 @@ def test_asks_for_a_key_that_the_guards_of_the_service_know(context, tiny_bundle
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "sk-alice-0123456789"\n')
     keys.chmod(0o600)
-    with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1, keys_file=keys), around=guarded) as url:
+    with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1, keys_file=keys), around=guard_app) as url:
         page = context.new_page()
         page.goto(url)
         page.get_by_label("Key", exact=True).fill("sk-alice-0123456789")
@@ -63,6 +63,8 @@ def test_asks_for_a_key_that_the_guards_of_the_service_know(context, tiny_bundle
         expect(page.get_by_role("combobox", name="Model")).to_have_value("tiny")
         page.get_by_label("Message", exact=True).fill("Hi")
         page.keyboard.press("Enter")
-        expect(page.locator(".message.assistant .words")).to_contain_text("tok/s")  # tokens come; the answer may be long
+        expect(page.locator(".message.assistant .words")).to_contain_text(
+            "tok/s"
+        )  # tokens come; the answer may be long
         expect(page.locator(".problem:visible")).to_have_count(0)
         page.close()

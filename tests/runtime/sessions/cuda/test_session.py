@@ -35,7 +35,7 @@ class Idle(DeviceSession):
         )
         self.seen: list[tuple[int, int]] = []  # sizes of the cache when its addresses were forgotten
         self.doing: list[str] = []
-        with self._loading():
+        with self._free_on_error():
             self._begin(None, 16)
             self._block(100)
             if failure is not None:

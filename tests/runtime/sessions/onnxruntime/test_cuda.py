@@ -11,7 +11,7 @@ from doubles.onnxruntime_cuda import EngineError, FakeOnnxRuntime
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
-from llmc.runtime.sessions import Batch, Phase, Session, emulated, open_session
+from llmc.runtime.sessions import Batch, Phase, Session, emulate_target, open_session
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider, import_onnxruntime_gpu
 
@@ -85,7 +85,7 @@ def opened() -> Iterator[Callable[..., CudaSession]]:
 @pytest.fixture
 def reference(bundle: Path) -> Iterator[Session]:
     """The same graph on the CPU."""
-    session = open_session(bundle, emulated(read_bundle(bundle)), 1)
+    session = open_session(bundle, emulate_target(read_bundle(bundle)), 1)
     session.cache.reserve(ROWS, 256)
     yield session
     session.close()

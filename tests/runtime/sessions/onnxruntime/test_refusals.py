@@ -81,6 +81,6 @@ def test_telemetry_is_off_before_the_library_is_imported():
     ],
 )
 def test_only_errors_of_the_engine_are_translated(foreign: Exception, ours: type[Exception]):
-    with pytest.raises(ours) as caught, module.translated("loading"):
+    with pytest.raises(ours) as caught, module.translate_errors("loading"):
         raise foreign
     assert caught.type is ours

@@ -14,7 +14,7 @@ from llmc.runtime.sessions.tensorrt.library import (
     Message,
     load_library,
     logger,
-    made,
+    make_object,
 )
 
 BROKEN = r"tensorrt is installed and cannot be loaded \(.*\): uninstall all packages of that library, .* install it: on"
@@ -109,9 +109,9 @@ def test_warnings_and_errors_are_collected_until_the_block_ends():
     library = RecordedLibrary()
     severity, native = library.ILogger.Severity, logger(library)
     native.native.log(severity.ERROR, "before")
-    with native.collected() as outer:
+    with native.collect_messages() as outer:
         native.native.log(severity.WARNING, "odd")
-        with native.collected() as inner:
+        with native.collect_messages() as inner:
             native.native.log(severity.INTERNAL_ERROR, "broken")
             native.native.log(severity.INFO, "by the way")
             native.native.log(severity.VERBOSE, "in detail")
@@ -125,8 +125,8 @@ def test_warnings_and_errors_are_collected_until_the_block_ends():
 def test_the_real_library_logs_to_us():
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
     library = load_library("tensorrt-rtx")
-    with logger(library).collected() as messages:
-        builder = made(library, library.Builder)
+    with logger(library).collect_messages() as messages:
+        builder = make_object(library, library.Builder)
         network = builder.create_network(0)  # the parser does not keep it alive
         parser = library.OnnxParser(network, logger(library).native)
         assert not parser.parse(b"no graph")
@@ -145,4 +145,4 @@ def test_without_a_driver_the_library_says_why(owner: str, monkeypatch: pytest.M
     replaced(monkeypatch, owner, "__init__", fail)
     with pytest.raises(GpuError, match=r"tensorrt 10.16\S* cannot use a GPU here \(CUDA .* error: 35\); install"):
         library = RecordedLibrary()
-        made(library, getattr(library, owner))
+        make_object(library, getattr(library, owner))

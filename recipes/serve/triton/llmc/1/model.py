@@ -35,12 +35,12 @@ class TritonPythonModel:
     async def _answer(self, request: Any) -> None:
         sender = request.get_response_sender()
         try:
-            final = await self._generated(request, sender)
+            final = await self._generate(request, sender)
         except (LlmcError, ValueError, TypeError) as error:
-            final = pb_utils.InferenceResponse(error=_told(error))
+            final = pb_utils.InferenceResponse(error=_make_error(error))
         sender.send(final, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    async def _generated(self, request: Any, sender: Any) -> Any:
+    async def _generate(self, request: Any, sender: Any) -> Any:
         """Send the pieces, if the request wants them; the last response, which has all if it does not."""
         streams = bool(_value(request, "stream"))
         sampling = json.loads(_text(request, "sampling_parameters") or "{}")
@@ -70,7 +70,7 @@ def _response(text: str, finish_reason: str) -> Any:
     return pb_utils.InferenceResponse(output_tensors=tensors)
 
 
-def _told(error: Exception) -> Any:
+def _make_error(error: Exception) -> Any:
     kind = pb_utils.TritonError
     if isinstance(error, CancelledError):
         return kind(str(error), kind.CANCELLED)
