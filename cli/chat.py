@@ -244,12 +244,10 @@ class Conversation:
                 yield delta.content
 
     def system(self, text: str) -> None:
-        """Say ``text`` before everything else, in place of what was said there."""
         rest = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": text}, *rest] if text else rest
 
     def save(self, path: Path) -> None:
-        """Write the conversation."""
         path = target(path)
         check_replaceable(path)
         write_messages(path, self._model.manifest.source.name, self.messages)
@@ -262,7 +260,6 @@ class Conversation:
         click.echo(f"{len(self.messages)} messages loaded from {path}", err=True)
 
     def set(self, text: str) -> None:
-        """Change a parameter for the answers to come, or show those that are set."""
         name, _, value = text.partition(" ")
         if name:
             self._sampling = change_parameter(self._sampling, name.replace("-", "_"), value.strip())
@@ -275,7 +272,6 @@ class Conversation:
         self._last = None
 
     def stats(self, _: str) -> None:
-        """Print counts and times, on stderr."""
         if self._last is None:
             click.echo("no answer yet", err=True)
             return
@@ -287,7 +283,6 @@ class Conversation:
         click.echo(f"all answers: {', '.join(known)}", err=True)
 
     def help(self, _: str) -> None:
-        """List the commands."""
         click.echo("\n".join(f"{name:8} {what}" for name, what in COMMANDS.items()), err=True)
         click.echo(f"{'//...':8}        say a line that begins with a slash", err=True)
         click.echo("a line that ends with \\ goes on in the next one; Alt-Enter begins one, too", err=True)

@@ -148,7 +148,6 @@ def read_recipe(path: Path) -> Request:
 
 
 def _read_table(kind: type, data: dict[str, Any], where: str) -> Any:
-    """A table of the file as the dataclass ``kind``."""
     hints = typing.get_type_hints(kind)
     for key in data:
         if key not in hints:

@@ -270,7 +270,6 @@ def _close_to_others(folder: Path) -> None:
 
 
 def _list_own_entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Entries of a folder that this user owns; none if nobody may look."""
     own: list[os.DirEntry[str]] = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

@@ -102,7 +102,6 @@ def integer(low: int, high: float = math.inf, note: str = "", most: str = "") ->
 
 
 def number(low: float, high: float = math.inf, note: str = "") -> Range:
-    """Finite numbers from ``low`` to ``high``."""
     return _numbers("number", "a number", _is_number, low, high, note)
 
 
@@ -180,7 +179,6 @@ def drop_empty(values: Range) -> Range:
 
 
 def optional(values: Range) -> Range:
-    """A range, and None."""
     return replace(
         values, expected=f"{values.expected}, or None", holds=lambda value: value is None or values.holds(value)
     )

@@ -76,7 +76,6 @@ class Sampler:
         self.needs = 1 if seed is None and top is None and not processors else 0
 
     def begins_with(self, name: str) -> bool:
-        """True if this step comes first."""
         return next(iter([*self._processors, *self._cuts]), None) == name
 
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
@@ -102,7 +101,6 @@ class Sampler:
         return Choice(token, None if self._top is None else token_logprobs(logits, token, self._top))
 
     def _process(self, logits: Logits, tokens: Sequence[int]) -> Logits:
-        """The logits that the processors leave, of which one is finite."""
         current = logits.copy() if self._processors else logits
         for step in self._processors.values():
             current = step(tokens, current)

@@ -42,7 +42,6 @@ LISTEN, MODELS, SECURITY, LIMITS, RATES, OPERATION, FLEET = (
 
 
 def _setting(section: str, default: Any, text: str, **attributes: Any) -> Any:
-    """A field with what people need to know of it; ``attributes`` are those of :class:`Setting`."""
     known = {"section": section, "help": text, **attributes}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=known)
@@ -288,7 +287,6 @@ _KINDS = {
 
 @cache
 def settings() -> tuple[Setting, ...]:
-    """Every setting, in the order in which they are declared."""
     hints = typing.get_type_hints(ServerConfig)
     return tuple(_describe(f.name, hints[f.name], f.default, f.metadata) for f in fields(ServerConfig))
 

@@ -127,7 +127,6 @@ class Asked(Body):
     think: bool | Literal["low", "medium", "high"] | None = None
 
     def chat(self, service: Service, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
-        """The request in OpenAI's dialect."""
         form: dict[str, Any] | None = None
         if self.format:
             schema = {"name": "format", "schema": self.format}
@@ -154,7 +153,6 @@ class OllamaChat(Asked):
     tools: list[Tool] | None = None
 
     def request(self, service: Service) -> ChatRequest:
-        """The request in OpenAI's dialect."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None
         return self.chat(service, conversation(self.messages), tools=tools)
 
@@ -171,7 +169,6 @@ class OllamaPrompt(Asked):
     images: Annotated[list[str] | None, Field(max_length=0, description="these models read text alone")] = None
 
     def request(self, service: Service) -> ChatRequest:
-        """The request in OpenAI's dialect."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return self.chat(service, [*system, {"role": "user", "content": self.prompt}])
 
@@ -212,13 +209,11 @@ def conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def head_of(body: Asked) -> dict[str, Any]:
-    """The members with which each line begins."""
     now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
     return {"model": body.model, "created_at": now}
 
 
 def message_of(message: Message) -> dict[str, Any]:
-    """The assistant's message in Ollama's form."""
     found: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.reasoning is not None:
         found["thinking"] = message.reasoning
@@ -283,13 +278,11 @@ async def chat_pieces(body: Asked, handle: ChatHandle, member: Any) -> AsyncIter
 
 
 def chat_member(content: str, thinking: str, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """A line's message."""
     more = {"thinking": thinking} if thinking else {}
     return {"message": {"role": "assistant", "content": content, **more, **({"tool_calls": calls} if calls else {})}}
 
 
 def prompt_member(content: str, thinking: str, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """A line's piece of an answer to a prompt."""
     return {"response": content, **({"thinking": thinking} if thinking else {})}
 
 
@@ -307,7 +300,6 @@ class Lines(EventStream):
 
 @router.post("/api/chat", response_model=None)
 async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Request, service: Served) -> Response:
-    """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded."""
     async with AsyncExitStack() as held:
         if not body.messages:
             return await load_model(body, service, held, chat_member)
@@ -374,7 +366,6 @@ async def load_model(body: Asked, service: Service, held: AsyncExitStack, member
 
 
 def card(service: Service, name: str) -> dict[str, Any]:
-    """A model as Ollama lists it."""
     manifest = service.pool.manifest(name)
     family = manifest.geometry.model_type
     return {

@@ -35,7 +35,6 @@ class _Branch(Emitter):
     def many(
         self, op: str, inputs: list[ir.Value | None], outputs: int, domain: str = "", **attributes: Any
     ) -> list[ir.Value]:
-        """Insert a node with several outputs, and remember it."""
         made = super().many(op, inputs, outputs, domain, **attributes)
         node = made[0].producer()
         assert node is not None
@@ -68,7 +67,6 @@ def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def group_size(attention: Attention) -> int:
-    """Query heads that share a head of keys and values."""
     return attention.heads // attention.kv_heads
 
 

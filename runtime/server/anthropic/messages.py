@@ -87,7 +87,6 @@ class ToolUseBlock(Body):
     caller: Direct | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The call as chat templates read it."""
         return ToolCall(plain_id(self.id), self.name, json.dumps(self.input, ensure_ascii=False)).to_dict()
 
 
@@ -101,7 +100,6 @@ class ToolResultBlock(Body):
     is_error: bool | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The result as chat templates read it."""
         content = (FAILED if self.is_error else "") + text_of(self.content or "")
         return {"role": "tool", "tool_call_id": plain_id(self.tool_use_id), "content": content}
 
@@ -117,7 +115,6 @@ class UserMessage(Body):
     content: str | Annotated[list[UserBlock], Field(min_length=1)]
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        """The messages as chat templates read them: every result is one of its own."""
         blocks = [self.content] if isinstance(self.content, str) else self.content
         for block in blocks:
             if isinstance(block, ToolResultBlock):
@@ -133,7 +130,6 @@ class AssistantMessage(Body):
     content: str | list[AssistantBlock]
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        """The message as chat templates read it."""
         blocks = [] if isinstance(self.content, str) else self.content
         thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
         calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
@@ -156,7 +152,6 @@ class SystemMessage(Body):
     content: str | Annotated[list[TextBlock], Field(min_length=1)]
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        """The message as chat templates read it."""
         yield {"role": "system", "content": text_of(self.content)}
 
 
@@ -175,7 +170,6 @@ class Tool(Body):
     defer_loading: Literal[False] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The tool as templates and grammars read it."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         given = {**function, "strict": self.strict}
         return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
@@ -368,7 +362,6 @@ class MessageRequest(Sampled, Prompted):
 
 
 def text_of(content: str | Sequence[TextBlock]) -> str:
-    """The text of blocks, a line for each."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
@@ -462,23 +455,19 @@ def blocks_of(message: Message) -> list[dict[str, Any]]:
 
 
 def make_thinking_block(text: str = "") -> dict[str, Any]:
-    """A block of thoughts."""
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def text_block(text: str = "") -> dict[str, Any]:
-    """A block of text."""
     return {"type": "text", "text": text, "citations": None}
 
 
 def call_block(call: str | None, name: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """A block of a call."""
     caller = {"type": "direct"}
     return {"type": "tool_use", "id": f"toolu_{plain_id(call or '')}", "name": name, "input": given, "caller": caller}
 
 
 def head_of(body: MessageRequest, service: Service, usage: dict[str, Any]) -> dict[str, Any]:
-    """An answer before its first token."""
     return {
         "id": new_id("msg_"),
         "type": "message",
@@ -501,7 +490,6 @@ class Blocks:
         self._open: tuple[str, int] | None = None
 
     def events(self, delta: MessageDelta) -> Iterator[dict[str, Any]]:
-        """The events that a piece of the message becomes."""
         if delta.reasoning:
             yield from self._turn(("thinking", 0), make_thinking_block())
             yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
@@ -514,7 +502,6 @@ class Blocks:
                 yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """The end of the open block, if one is."""
         if self._open is not None:
             yield {"type": "content_block_stop", "index": self._index}
         self._open = None
@@ -565,7 +552,6 @@ async def guard_events(events: AsyncIterator[dict[str, Any]], request_id: str | 
 
 
 def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> ChatHandle:
-    """Submit the request, for as many tokens as the context has room for."""
     try:
         return model.stream_chat(messages, **arguments)
     except ContextError:
@@ -578,7 +564,6 @@ def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, A
 
 
 async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
-    """Submit the request; model and request are held until ``held`` is closed."""
     note(user=body.metadata and body.metadata.user_id)
     messages, arguments = await aside(lambda: (body.plain(), service.bound_sampling(body.arguments())))
     arguments |= {"parse_special": service.parses_special(body.parse_special)}
@@ -591,7 +576,6 @@ async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Serv
 
 
 def _request_id(request: Request) -> tuple[str | None, dict[str, str]]:
-    """The request's id, and the header in which this dialect tells it."""
     found: str | None = request.scope.get("state", {}).get("request_id")
     return found, {"request-id": found} if found else {}
 

@@ -156,7 +156,6 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
     def form(self) -> dict[str, Any]:
-        """The sampling parameter that it is."""
         schema = {"type": "object"} if self.json_object and self.json_schema is None else self.json_schema
         return {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
 
@@ -225,7 +224,6 @@ class Usage(TypedDict):
 
 
 def usage_of(results: Sequence[GenerationResult]) -> Usage:
-    """Tokens of requests, all together."""
     prompt = sum(result.usage.prompt_tokens for result in results)
     completion = sum(result.usage.completion_tokens for result in results)
     return {

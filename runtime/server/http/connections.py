@@ -21,12 +21,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._for_headers: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for headers."""
         super().connection_made(transport)
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
         self._headers_done()
         super().connection_lost(exc)
 
@@ -46,7 +44,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._await_headers()  # for uvicorn has stopped counting the time of an idle connection
 
     def on_headers_complete(self) -> None:
-        """Start the application."""
         self._in_headers = False
         self._headers_done()
         super().on_headers_complete()
@@ -79,7 +76,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
         self._refuse(ApiError(400, f"{msg} Expected HTTP/1.1."))
 
     def _refuse(self, error: ApiError) -> None:

@@ -105,12 +105,10 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's format."""
         kind = OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
-        """The error in Anthropic's format."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 

@@ -71,7 +71,6 @@ class Record:
         self.handles.append(handle)
 
     def settle(self, handles: list[Handle]) -> None:
-        """Count these, and forget them."""
         self.costs = self.costs or (Costs() if handles else None)
         for handle in handles:
             assert self.costs is not None
@@ -222,7 +221,6 @@ class TextFormatter(logging.Formatter):
     """Lines for people: time, level, message, and the fields of the event as ``name=value``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The lines, without their end."""
         named = " ".join(f"{name}={value}" for name, value in fields_of(record).items())
         line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:<7} {record.getMessage()} {named}".rstrip()
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

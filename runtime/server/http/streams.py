@@ -62,7 +62,6 @@ async def make_answer(make: Callable[[], Any], *, large: bool) -> Response:
 
 
 def event(value: Any, name: str | None = None, encode: Callable[[Any], str] = encode_json) -> bytes:
-    """One server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {encode(value)}\n\n".encode()
 

@@ -213,7 +213,6 @@ async def submit_promptly(submit: Callable[[], H]) -> H:
 
 
 def _compilers() -> CapacityLimiter:
-    """The limit of threads that compile grammars, of the present event loop."""
     try:
         return _COMPILERS.get()
     except LookupError:
@@ -222,7 +221,6 @@ def _compilers() -> CapacityLimiter:
 
 
 def service_at(connection: HTTPConnection) -> Service:
-    """The service that answers this connection."""
     service: Service = connection.app.state.service
     return service
 

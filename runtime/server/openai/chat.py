@@ -67,7 +67,6 @@ class RefusalPart(Body):
 
     @property
     def text(self) -> str:
-        """The words of the assistant."""
         return self.refusal
 
 
@@ -177,7 +176,6 @@ class Tool(Body):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """The tool as templates and grammars read it."""
         return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
 
 
@@ -350,7 +348,6 @@ class ChatRequest(Sampled):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def _callable(self) -> list[Tool]:
-        """The tools that the request allows to call."""
         tools = self.tools or []
         if not isinstance(self.tool_choice, AllowedChoice):
             return tools
@@ -434,7 +431,6 @@ def add_verbosity(
 
 
 def form(wanted: ResponseFormat | None) -> dict[str, Any]:
-    """The sampling parameter that makes the output have this form."""
     if isinstance(wanted, ObjectFormat):
         return {"json_schema": {"type": "object"} if wanted.schema_ is None else wanted.schema_}
     if isinstance(wanted, SchemaFormat):
@@ -481,7 +477,6 @@ class ChatCompletion(TypedDict):
 
 
 def message_of(message: Message) -> dict[str, Any]:
-    """The assistant's message in OpenAI's form."""
     content = None if message.tool_calls and not message.content else message.content
     found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
     if message.reasoning is not None:
@@ -492,12 +487,10 @@ def message_of(message: Message) -> dict[str, Any]:
 
 
 def head_of(kind: str, body: ChatRequest, service: Service) -> dict[str, Any]:
-    """The members with which the answer and each of its pieces begin."""
     return {**service.head("chatcmpl", kind, body.model), "service_tier": "default"}
 
 
 def completion(body: ChatRequest, service: Service, model: Model, result: ChatResult) -> ChatCompletion:
-    """The whole answer."""
     choices = [
         {
             "index": index,
@@ -512,7 +505,6 @@ def completion(body: ChatRequest, service: Service, model: Model, result: ChatRe
 
 
 def piece_of(delta: MessageDelta) -> dict[str, Any]:
-    """A delta in OpenAI's form."""
     found: dict[str, Any] = {}
     if delta.content:
         found["content"] = delta.content

@@ -137,14 +137,12 @@ def choices_of(model: Model, body: CompletionRequest, results: list[GenerationRe
 
 
 def echo_of(model: Model, prompt: str | list[int]) -> str:
-    """The text of a prompt."""
     return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
 def _prompt_logprobs(
     model: Model, body: CompletionRequest, prompt: str | list[int], echoed: str, result: GenerationResult
 ) -> dict[str, list[Any]]:
-    """Log-probabilities of a prompt's tokens; its first one has none."""
     first = prompt[0] if not isinstance(prompt, str) else _first_token(model, prompt, body.add_special_tokens)
     later = result.prompt_logprobs or ()
     found = completion_logprobs(model, later, "") or {}
@@ -222,7 +220,6 @@ async def chunks(body: CompletionRequest, service: Service, model: Model, handle
 async def _submit_prompts(
     body: CompletionRequest, held: AsyncExitStack, service: Service
 ) -> tuple[Model, list[Handle]]:
-    """Submit a request for each prompt; model and requests are held until ``held`` is closed."""
     note(user=body.user)
     prompts = body.prompts()
     arguments = service.bound_sampling(await aside(body.arguments), len(prompts))

@@ -108,7 +108,6 @@ class RerankRequest(Body):
     truncate: Truncate = False
 
     def texts(self) -> list[str]:
-        """The documents' texts."""
         return [given if isinstance(given, str) else given.text for given in self.documents]
 
 
@@ -131,7 +130,6 @@ class Ranking(TypedDict):
 
 
 def usage_of(rows: Rows) -> EncodingUsage:
-    """Tokens of what was encoded."""
     tokens = sum(map(len, rows))
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 

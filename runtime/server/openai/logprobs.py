@@ -10,7 +10,6 @@ Logprobs = Sequence[Any]  # of llmc.runtime.sampling.logprobs.TokenLogprobs
 
 
 def _with_chosen(found: Any) -> Sequence[tuple[int, float]]:
-    """The most probable tokens, where some are asked for, and the one that was chosen."""
     if not found.top or any(token == found.token for token, _ in found.top):
         return list(found.top)
     return [*found.top, (found.token, found.logprob)]
@@ -82,5 +81,4 @@ def text_offsets(model: Model, tokens: Sequence[int], text: str, start: int = 0)
 
 
 def _continues(byte: int) -> bool:
-    """True for a byte of UTF-8 amid a character."""
     return byte & 0xC0 == 0x80

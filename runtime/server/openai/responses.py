@@ -151,7 +151,6 @@ class Tool(Body):
     defer_loading: Literal[False] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The tool as templates and grammars read it."""
         function = self.model_dump(exclude_none=True, include={"name", "description", "parameters", "strict"})
         return {"type": "function", "function": function}
 
@@ -273,7 +272,6 @@ class Prompted(Body):
 
     @property
     def verbosity(self) -> Verbosity:
-        """The length of the answer that the request asks for."""
         return self.text.verbosity if self.text else None
 
     @property
@@ -335,7 +333,6 @@ class ResponseRequest(Sampled, Prompted):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if log-probabilities are to be told."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
     def _schema(self) -> dict[str, Any] | None:
@@ -379,7 +376,6 @@ def _name_item(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) ->
 
 
 def plain(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The conversation as chat templates read it: thoughts, text and calls of one answer are one message."""
     found: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "function_call_output":
@@ -503,7 +499,6 @@ class ItemList(TypedDict):
 
 
 def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, Any]:
-    """A response before its first item."""
     asked = {name: value for name in PARAMETERS if (value := getattr(body, name)) is not None}
     params = SamplingParams.from_defaults(model.manifest.generation, **asked)
     text = body.text or TextConfig()
@@ -548,7 +543,6 @@ def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, 
 def finish_response(
     body: ResponseRequest, model: Model, head: dict[str, Any], output: Output, result: ChatResult
 ) -> dict[str, Any]:
-    """The whole response."""
     usage, thoughts = result.usage, result.message.reasoning
     cut = result.message.finish_reason == "length"
     return {
@@ -637,7 +631,6 @@ class Turn:
     def _finish_response(
         self, model: Model, head: dict[str, Any], output: Output, result: ChatResult
     ) -> dict[str, Any]:
-        """The whole response, which is kept where it is to be."""
         response = finish_response(self.body, model, head, output, result)
         if response["store"]:
             stored = make_stored(self.body.previous_response_id, self._items, response)
@@ -670,7 +663,6 @@ def _entries(model: Model, logprobs: Any) -> list[dict[str, Any]]:
 
 
 async def number_events(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """Events of this dialect, each with its number."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         number = 0
         async for piece in pieces:
@@ -679,7 +671,6 @@ async def number_events(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
 
 
 async def encode_events(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    """Events, encoded."""
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         async for piece in pieces:
             yield await unless_long(piece, partial(event, piece, piece["type"]))

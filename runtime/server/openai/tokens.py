@@ -42,7 +42,6 @@ class ModelList(TypedDict):
 
 
 def card(service: Service, name: str) -> ModelCard:
-    """The card of a model, for clients that choose one."""
     manifest = service.pool.manifest(name)
     about = {
         "fingerprint": manifest.source.fingerprint,
@@ -126,7 +125,6 @@ class Text(TypedDict):
 
 
 def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
-    """The conversation as the model's methods take it."""
     begins = body.add_generation_prompt and not body.continue_final_message
     if body.add_generation_prompt and not begins and "add_generation_prompt" in body.model_fields_set:
         said = "add_generation_prompt is true, and continue_final_message too; leave one of them out"
@@ -176,7 +174,6 @@ async def detokenize(
 
 
 def _text_of(model: Model, body: DetokenizeRequest) -> str:
-    """The text of tokens, of which there are as many as a context has."""
     if len(body.tokens) > model.max_context:
         said = f"tokens holds {len(body.tokens)} tokens, expected at most {model.max_context}; send them in parts"
         raise ApiError(400, said, param="tokens", code="context_length_exceeded")

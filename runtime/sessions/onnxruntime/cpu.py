@@ -63,12 +63,10 @@ class OnnxRuntimeSession(Session):
 
     @property
     def engine_version(self) -> str:
-        """Version of the installed onnxruntime."""
         return str(self._runtime.__version__)
 
     @property
     def processor(self) -> str:
-        """The CPU's name."""
         return cpu_model()
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -96,7 +94,6 @@ class OnnxRuntimeSession(Session):
         return self._logits
 
     def close(self) -> None:
-        """Free the graphs and the cache."""
         self._bound.clear()
         self.cache.close()
         self._graphs.clear()
@@ -129,7 +126,6 @@ class OnnxRuntimeSession(Session):
         return binding
 
     def _room_for(self, batch: Batch, *, shared: bool) -> NDArray[np.float32]:
-        """Room for the logits of a call."""
         shape, vocab = batch.logit_indices.shape, self._geometry.vocab_size
         if not shared:
             return np.empty((*shape, vocab), np.float32)
@@ -151,7 +147,6 @@ class _Bound:
         self.clear()
 
     def clear(self) -> None:
-        """Let all of it go."""
         self.kept: OrderedDict[Any, _Binding] = OrderedDict()
         self.long: tuple[Any, _Binding] | None = None
         self.logits: NDArray[np.float32] | None = None
@@ -272,7 +267,6 @@ def _of_engine(error: Exception) -> bool:
 
 @contextmanager
 def translate_errors(doing: str) -> Iterator[None]:
-    """Turn exceptions of ONNX Runtime into ours."""
     try:
         yield
     except LlmcError:
