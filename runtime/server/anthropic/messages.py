@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from pydantic import Field, JsonValue
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
-from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import ContextError, LlmcError
 from llmc.runtime import Model
@@ -368,52 +367,10 @@ def text_of(content: str | Sequence[TextBlock]) -> str:
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-class OutputTokens(TypedDict):
-    """Tokens of an answer, apart."""
-
-    thinking_tokens: int
-
-
-class Usage(TypedDict):
-    """Tokens of a request; those that came from the prefix cache are not among ``input_tokens``."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-    output_tokens_details: OutputTokens | None
-    server_tool_use: None
-    cache_creation: NotRequired[None]
-    inference_geo: NotRequired[None]
-    service_tier: NotRequired[Literal["standard"]]
-
-
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class MessageAnswer(TypedDict):
-    """An answer."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: StopReason | None
-    stop_sequence: str | None
-    stop_details: None
-    container: None
-    usage: Usage
-    x_llmc: NotRequired[dict[str, Any]]
-
-
-class TokenCount(TypedDict):
-    """Tokens of a prompt."""
-
-    input_tokens: int
-
-
-def usage_of(model: Model, result: ChatResult) -> Usage:
+def usage_of(model: Model, result: ChatResult) -> dict[str, Any]:
     """Tokens of a request. Those of thoughts are what their text has."""
     usage = result.usage
     thoughts = result.message.reasoning
@@ -580,7 +537,7 @@ def _request_id(request: Request) -> tuple[str | None, dict[str, str]]:
     return found, {"request-id": found} if found else {}
 
 
-@router.post("/v1/messages", response_model=MessageAnswer)
+@router.post("/v1/messages")
 async def messages(
     body: Annotated[MessageRequest, take_body(MessageRequest)],
     request: Request,
@@ -610,7 +567,7 @@ async def count_tokens(
     request: Request,
     response: Response,
     service: Annotated[Service, Depends(service_of)],
-) -> TokenCount:
+) -> dict[str, Any]:
     """The tokens of the prompt that such a conversation becomes."""
     response.headers.update(_request_id(request)[1])
     async with service.generator(body.model) as model:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response, WebSocket
 from pydantic import Field
-from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import format_value
 from llmc.runtime import Model
@@ -23,7 +22,6 @@ from llmc.runtime.server.http.bodies import (
     Sampled,
     StreamOptions,
     ToolFormat,
-    Usage,
     Verbosity,
     biases,
     check_stream,
@@ -453,29 +451,6 @@ def _one(name: str, value: Any, other: str, another: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-class Choice(TypedDict):
-    """One answer."""
-
-    index: int
-    message: dict[str, Any]
-    logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(TypedDict):
-    """The answer to a chat request."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage
-    system_fingerprint: str
-    service_tier: Literal["default"]
-    x_llmc: NotRequired[dict[str, Any]]
-
-
 def message_of(message: Message) -> dict[str, Any]:
     content = None if message.tool_calls and not message.content else message.content
     found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
@@ -490,7 +465,7 @@ def head_of(kind: str, body: ChatRequest, service: Service) -> dict[str, Any]:
     return {**service.head("chatcmpl", kind, body.model), "service_tier": "default"}
 
 
-def completion(body: ChatRequest, service: Service, model: Model, result: ChatResult) -> ChatCompletion:
+def completion(body: ChatRequest, service: Service, model: Model, result: ChatResult) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -501,7 +476,7 @@ def completion(body: ChatRequest, service: Service, model: Model, result: ChatRe
         for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
     ]
     head = head_of("chat.completion", body, service)
-    return {**head, "choices": choices, "usage": usage_of([result]), **make_extra_member(body.x_llmc, model, result)}  # type: ignore[typeddict-item]
+    return {**head, "choices": choices, "usage": usage_of([result]), **make_extra_member(body.x_llmc, model, result)}
 
 
 def piece_of(delta: MessageDelta) -> dict[str, Any]:
@@ -578,7 +553,7 @@ async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> 
     return chunks(body, service, model, handle, handle.outputs)
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion)
+@router.post("/v1/chat/completions")
 async def chat_completions(
     body: Annotated[ChatRequest, take_body(ChatRequest)],
     request: Request,

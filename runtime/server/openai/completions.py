@@ -5,11 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response, WebSocket
 from pydantic import Field
-from typing_extensions import NotRequired, TypedDict
 
 from llmc.runtime import GenerationResult, Handle, Model
 from llmc.runtime.api.results import Delta
@@ -19,7 +18,6 @@ from llmc.runtime.server.http.bodies import (
     Logged,
     Sampled,
     StreamOptions,
-    Usage,
     biases,
     check_stream,
     make_extra_member,
@@ -98,31 +96,9 @@ class CompletionRequest(Sampled):
         )
 
 
-class CompletionChoice(TypedDict):
-    """One completion of one prompt."""
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length"] | None
-
-
-class Completion(TypedDict):
-    """The answer to a completion request."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-    system_fingerprint: str
-    x_llmc: NotRequired[dict[str, Any]]
-
-
-def choices_of(model: Model, body: CompletionRequest, results: list[GenerationResult]) -> list[CompletionChoice]:
+def choices_of(model: Model, body: CompletionRequest, results: list[GenerationResult]) -> list[dict[str, Any]]:
     """All completions; those of a prompt follow each other."""
-    found: list[CompletionChoice] = []
+    found: list[dict[str, Any]] = []
     for prompt, result in zip(body.prompts(), results, strict=True):
         echoed = echo_of(model, prompt) if body.echo else ""
         for output in result.outputs:
@@ -249,7 +225,7 @@ async def _results(body: CompletionRequest, handles: list[Handle]) -> list[Gener
     return found
 
 
-@router.post("/v1/completions", response_model=Completion)
+@router.post("/v1/completions")
 async def completions(
     body: Annotated[CompletionRequest, take_body(CompletionRequest)],
     request: Request,

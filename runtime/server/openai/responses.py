@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Discriminator, Field, JsonValue, Tag
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
-from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import LlmcError
 from llmc.runtime import Model, SamplingParams
@@ -412,92 +411,6 @@ def _text(content: str | Sequence[dict[str, Any]]) -> str:
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-class InputDetails(TypedDict):
-    """Tokens of the prompt, apart."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputDetails(TypedDict):
-    """Tokens of the output, apart."""
-
-    reasoning_tokens: int
-
-
-class ResponseUsage(TypedDict):
-    """Tokens of a request."""
-
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
-class Answer(TypedDict):
-    """A response. What the request did not say is told as it is by default."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: None
-    metadata: dict[str, str]
-    model: str
-    output: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    presence_penalty: float
-    frequency_penalty: float
-    previous_response_id: str | None
-    prompt_cache_key: str | None
-    reasoning: dict[str, Any]
-    safety_identifier: str | None
-    service_tier: Literal["default"]
-    background: Literal[False]
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["auto", "disabled"]
-    usage: ResponseUsage | None
-    user: str | None
-    x_llmc: NotRequired[dict[str, Any]]
-
-
-class InputTokens(TypedDict):
-    """Tokens of a prompt."""
-
-    object: Literal["response.input_tokens"]
-    input_tokens: int
-
-
-class Deleted(TypedDict):
-    """A response that is no longer stored."""
-
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-class ItemList(TypedDict):
-    """Items of a conversation."""
-
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, Any]:
     asked = {name: value for name in PARAMETERS if (value := getattr(body, name)) is not None}
     params = SamplingParams.from_defaults(model.manifest.generation, **asked)
@@ -689,7 +602,7 @@ Owner = Annotated[str | None, Depends(owner_of)]
 Served = Annotated[Service, Depends(service_of)]
 
 
-@router.post("/v1/responses", response_model=Answer)
+@router.post("/v1/responses")
 async def responses(
     body: Annotated[ResponseRequest, take_body(ResponseRequest)], request: Request, owner: Owner, service: Served
 ) -> Response:
@@ -705,7 +618,7 @@ async def responses(
 
 
 @router.post("/v1/responses/input_tokens")
-async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], owner: Owner, service: Served) -> InputTokens:
+async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], owner: Owner, service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
 
     def conversation() -> list[dict[str, Any]]:
@@ -720,20 +633,20 @@ async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], owner: Ow
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
-@router.get("/v1/responses/{response_id}", response_model=Answer)
+@router.get("/v1/responses/{response_id}")
 async def stored_response(response_id: str, owner: Owner, service: Served) -> Response:
     """A stored response, as it was sent."""
     return Response(service.responses.get(owner, response_id).response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, owner: Owner, service: Served) -> Deleted:
+async def delete_response(response_id: str, owner: Owner, service: Served) -> dict[str, Any]:
     """Forget a response. Conversations cannot go on from it, nor from those after it."""
     service.responses.delete(owner, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.get("/v1/responses/{response_id}/input_items", response_model=ItemList)
+@router.get("/v1/responses/{response_id}/input_items")
 async def input_items(
     response_id: str,
     owner: Owner,

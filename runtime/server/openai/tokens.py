@@ -1,11 +1,10 @@
 """Models and their tokens: what is served, and how texts and messages are seen by it."""
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from llmc.runtime import Model
 from llmc.runtime.engine.input_processor import text_tokens
@@ -23,25 +22,7 @@ router = APIRouter(tags=["Models and tokens"])
 CHARACTERS = 4  # of a template's text that are charged as a token, for it is not tokenized
 
 
-class ModelCard(TypedDict):
-    """A model that is served."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: Literal["llmc"]
-    max_model_len: int
-    x_llmc: dict[str, Any]
-
-
-class ModelList(TypedDict):
-    """All of them."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-def card(service: Service, name: str) -> ModelCard:
+def card(service: Service, name: str) -> dict[str, Any]:
     manifest = service.pool.manifest(name)
     about = {
         "fingerprint": manifest.source.fingerprint,
@@ -61,13 +42,13 @@ def card(service: Service, name: str) -> ModelCard:
 
 
 @router.get("/v1/models")
-async def models(service: Annotated[Service, Depends(service_of)]) -> ModelList:
+async def models(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
     """The models that are served to this client; the first of all answers requests that name none."""
     return {"object": "list", "data": [card(service, name) for name in service.names]}
 
 
 @router.get("/v1/models/{name}")
-async def model(name: str, service: Annotated[Service, Depends(service_of)]) -> ModelCard:
+async def model(name: str, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
     """One model."""
     return card(service, service.name(name))
 
@@ -90,14 +71,6 @@ OF_MESSAGES = {"tools", "chat_template_kwargs", "add_generation_prompt", "contin
 OF_PROMPTS = {"add_special_tokens"}
 
 
-class Tokens(TypedDict):
-    """Token ids and how many they are."""
-
-    tokens: list[int]
-    count: int
-    max_model_len: int
-
-
 class DetokenizeRequest(Body):
     """Token ids."""
 
@@ -118,12 +91,6 @@ class TemplateRequest(Body):
     continue_final_message: bool = False
 
 
-class Text(TypedDict):
-    """A text."""
-
-    prompt: str
-
-
 def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
     begins = body.add_generation_prompt and not body.continue_final_message
     if body.add_generation_prompt and not begins and "add_generation_prompt" in body.model_fields_set:
@@ -138,7 +105,7 @@ def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize", response_model=Tokens)
+@router.post("/tokenize")
 async def tokenize(
     body: Annotated[TokenizeRequest, take_body(TokenizeRequest)], service: Annotated[Service, Depends(service_of)]
 ) -> Response:
@@ -163,7 +130,7 @@ def _tokens_of(model: Model, body: TokenizeRequest) -> list[int]:
     return text_tokens(model.tokenizer, body.prompt, encode, model.max_context, None)
 
 
-@router.post("/detokenize", response_model=Text)
+@router.post("/detokenize")
 async def detokenize(
     body: Annotated[DetokenizeRequest, take_body(DetokenizeRequest)], service: Annotated[Service, Depends(service_of)]
 ) -> Response:
@@ -183,7 +150,7 @@ def _text_of(model: Model, body: DetokenizeRequest) -> str:
     return model.tokenizer.decode(body.tokens, body.skip_special_tokens)
 
 
-@router.post("/apply-template", response_model=Text)
+@router.post("/apply-template")
 async def apply_template(
     body: Annotated[TemplateRequest, take_body(TemplateRequest)], service: Annotated[Service, Depends(service_of)]
 ) -> Response:
