@@ -61,13 +61,7 @@ ENGINE = ("compute_capabilities", "deferred")
 @json_option
 @debug_option
 def build_command(
-    source: Path,
-    output: Path | None,
-    search: bool,
-    rebuild: bool,
-    force: bool,
-    as_json: bool,
-    **choices: Any,
+    source: Path, output: Path | None, search: bool, rebuild: bool, force: bool, as_json: bool, **choices: Any
 ) -> None:
     """Build a bundle from SOURCE, an export, a Hugging Face checkpoint or a GGUF file, and verify it.
 

@@ -34,14 +34,7 @@ from llmc.cli.options import (
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
 from llmc.cli.sampling import SAMPLING_NAMES, add_sampling_options, change_parameter
-from llmc.cli.saved import (
-    Message,
-    check_replaceable,
-    parse_path,
-    read_messages,
-    target,
-    write_messages,
-)
+from llmc.cli.saved import Message, check_replaceable, parse_path, read_messages, target, write_messages
 from llmc.errors import CancelledError, LlmcError, RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -91,12 +84,7 @@ def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bo
 
 
 def converse(
-    model: Model,
-    sampling: dict[str, Any],
-    *,
-    stats: bool = False,
-    system: str | None = None,
-    saved: Path | None = None,
+    model: Model, sampling: dict[str, Any], *, stats: bool = False, system: str | None = None, saved: Path | None = None
 ) -> None:
     """Talk until the end of input."""
     refuse_several(sampling)

@@ -117,10 +117,7 @@ def _rebuild_engine(source: Path, manifest: Manifest, old: EngineConfig, folder:
 
 
 def _as_asked(old: EngineConfig) -> EngineRequest:
-    return EngineRequest(
-        workspace=old.workspace,
-        optimization_level=old.optimization_level,
-    )
+    return EngineRequest(workspace=old.workspace, optimization_level=old.optimization_level)
 
 
 def _replay(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> str | None:

@@ -179,12 +179,7 @@ def _read_value(hint: Any, value: Any, where: str) -> Any:
 
 
 def resolve(
-    request: Request,
-    target: Capabilities,
-    max_positions: int,
-    name: str,
-    calibrated: bool = False,
-    coded: bool = False,
+    request: Request, target: Capabilities, max_positions: int, name: str, calibrated: bool = False, coded: bool = False
 ) -> tuple[Recipe, Limits]:
     """Fill in the defaults and refuse what the target or the model cannot do.
 

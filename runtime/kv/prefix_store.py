@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import ResourceError, UsageError
 from llmc.runtime.host import threads
-from llmc.runtime.kv.cache_file import (
-    STAGING,
-    UnreadableError,
-    check_owner,
-    read_block,
-    write_block,
-)
+from llmc.runtime.kv.cache_file import STAGING, UnreadableError, check_owner, read_block, write_block
 
 log = logging.getLogger(__name__)
 

@@ -13,16 +13,7 @@ from llmc.errors import RequestError
 from llmc.runtime.sampling.draws import pick, uniform
 from llmc.runtime.sampling.logits import Logits, check_peak, weigh
 from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
-from llmc.runtime.sampling.processors import (
-    CUTS,
-    PROCESSORS,
-    Candidates,
-    Cut,
-    Guide,
-    Processor,
-    SamplingContext,
-    build,
-)
+from llmc.runtime.sampling.processors import CUTS, PROCESSORS, Candidates, Cut, Guide, Processor, SamplingContext, build
 from llmc.runtime.sampling.truncation import Tokens
 
 

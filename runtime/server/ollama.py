@@ -315,9 +315,7 @@ async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Requ
 
 @router.post("/api/generate", response_model=None)
 async def generate(
-    body: Annotated[OllamaPrompt, take_body(OllamaPrompt)],
-    request: Request,
-    service: Served,
+    body: Annotated[OllamaPrompt, take_body(OllamaPrompt)], request: Request, service: Served
 ) -> Response:
     """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false."""
     async with AsyncExitStack() as held:

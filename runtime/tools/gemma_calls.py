@@ -22,11 +22,7 @@ _NUMBERS = {
     "null": "/null/",
 }
 # Keywords that the grammar below keeps, by type.
-_KEPT = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items"},
-    "string": {"enum", "const"},
-}
+_KEPT = {"object": {"properties", "required", "additionalProperties"}, "array": {"items"}, "string": {"enum", "const"}}
 _MOST_DEEP = 32
 
 

@@ -152,10 +152,7 @@ class _Reader:
         return {
             "normalizer": {"type": "Sequence", "normalizers": [*before, spaces]},
             "pre_tokenizer": None,
-            "decoder": {
-                "type": "Sequence",
-                "decoders": [unspaced, {"type": "ByteFallback"}, {"type": "Fuse"}, *after],
-            },
+            "decoder": {"type": "Sequence", "decoders": [unspaced, {"type": "ByteFallback"}, {"type": "Fuse"}, *after]},
             "model": _bpe(
                 self._vocab,
                 self._list_scored_merges(),

@@ -13,16 +13,7 @@ import onnx_ir as ir
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import GQA, MASKED
-from llmc.optimize.lower.rewrite import (
-    MICROSOFT,
-    Emitter,
-    constant,
-    graph_input,
-    nodes_of,
-    replace,
-    scalar,
-    vector,
-)
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, graph_input, nodes_of, replace, scalar, vector
 
 
 class _Branch(Emitter):

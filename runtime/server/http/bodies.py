@@ -88,8 +88,7 @@ Verbosity = Annotated[
 ]
 _Tags = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 Metadata = Annotated[
-    Annotated[_Tags, Field(max_length=16)] | None,
-    Field(description="up to 16 tags, for the log; echoed by responses"),
+    Annotated[_Tags, Field(max_length=16)] | None, Field(description="up to 16 tags, for the log; echoed by responses")
 ]
 
 

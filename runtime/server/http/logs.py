@@ -22,11 +22,7 @@ log = logging.getLogger(__name__)
 # stands around it, which looks at its start and its end alone, and would cost each token more than its JSON does.
 PIECES = "llmc.pieces"
 LOGGED_BYTES = 64 << 10  # of what is received, and of what is sent, where they are logged on purpose
-LEVELS = {
-    "llmc": logging.INFO,
-    "uvicorn": logging.INFO,
-    "llmc.runtime.engine.output_processor": logging.WARNING,
-}
+LEVELS = {"llmc": logging.INFO, "uvicorn": logging.INFO, "llmc.runtime.engine.output_processor": logging.WARNING}
 # Requests of supervisors, every few seconds each: their lines would bury the others.
 QUIET = frozenset({"/health", "/ready", "/metrics"})
 

@@ -30,13 +30,7 @@ from llmc.runtime.server.http.bodies import (
 from llmc.runtime.server.http.errors import ApiError, from_llmc, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.streams import (
-    EventStream,
-    event,
-    make_answer,
-    unless_gone,
-    unless_long,
-)
+from llmc.runtime.server.http.streams import EventStream, event, make_answer, unless_gone, unless_long
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.response_store import Item, make_stored, read
 from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submit_promptly

@@ -20,7 +20,7 @@ class DeviceSession(Session):
     """The half of a session that is the same for every engine on a GPU.
 
     An engine's session loads its model within :meth:`_free_on_error`, where it calls :meth:`_begin` before it takes
-    memory, and :meth:`_make_cache`; it runs calls within :meth:`_guard_context`, and leaves their logits in ``_logits``.
+    memory, and :meth:`_make_cache`; it runs calls within :meth:`_guard_context`, and leaves logits in ``_logits``.
 
     Args:
         folder: the bundle.

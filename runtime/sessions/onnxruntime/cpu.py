@@ -156,11 +156,7 @@ class _Binding:
     """Arrays for one shape of call, bound to a graph by address; ``caches`` are its rows of the cache's tensors."""
 
     def __init__(
-        self,
-        session: Any,
-        batch: Batch,
-        caches: list[tuple[CacheTensor, NDArray[Any]]],
-        logits: NDArray[np.float32],
+        self, session: Any, batch: Batch, caches: list[tuple[CacheTensor, NDArray[Any]]], logits: NDArray[np.float32]
     ) -> None:
         self.session = session
         self.io = session.io_binding()
@@ -210,12 +206,7 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
 
 
 def _open_sessions(
-    runtime: Any,
-    paths: dict[str, Path],
-    files: Collection[str],
-    threads: int,
-    level: Any,
-    *config: tuple[str, str],
+    runtime: Any, paths: dict[str, Path], files: Collection[str], threads: int, level: Any, *config: tuple[str, str]
 ) -> dict[str, Any]:
     """Opened side by side: most of the time goes into packing weights."""
 

@@ -116,11 +116,7 @@ class Steps:
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        stream: int,
-        contexts: Sequence[Pair],
-        recorder: Callable[[int], Pair] | None = None,
+        self, driver: Driver, stream: int, contexts: Sequence[Pair], recorder: Callable[[int], Pair] | None = None
     ) -> None:
         self._driver = driver
         self._stream = stream

@@ -88,27 +88,14 @@ def built(
     monkeypatch.setattr("llmc.optimize.tensorrt.builder.Network", parse)
     with ExitStack() as opened:
 
-        def build(
-            name: str,
-            body: QuantConfig,
-            *,
-            compute: str = "float16",
-            gpus: tuple[str, ...] = (),
-        ) -> Built:
+        def build(name: str, body: QuantConfig, *, compute: str = "float16", gpus: tuple[str, ...] = ()) -> Built:
             export = exports(name)
             geometry, model = read_export(export).geometry, ir.load(export / DECODER_FILE)
             weights = opened.enter_context(closing(WeightFile(tmp_path)))
             limits = Limits(CAPACITY, DECODE.batch, PREFILL.sequence)
             head = WEIGHTS["int8"] if isinstance(body, Static) else body
             plan = LoweringContext(
-                "single",
-                geometry,
-                limits,
-                QuantConfigs(body, head),
-                weights,
-                Ranges(),
-                compute,
-                compute,
+                "single", geometry, limits, QuantConfigs(body, head), weights, Ranges(), compute, compute
             )
             lower(model, "tensorrt-rtx", plan)
             weights.close()
