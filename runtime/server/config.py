@@ -164,9 +164,6 @@ class ServerConfig:
         high=1 << 20,
     )
     max_json_depth: int = _setting(LIMITS, 64, "Most arrays and objects inside one another in a body.", low=4, high=256)
-    header_timeout_s: float = _setting(
-        LIMITS, 10.0, "Time for the headers of a request.", unit="seconds", low=0.1, high=3600
-    )
     body_timeout_s: float = _setting(LIMITS, 60.0, "Time for a request's body.", unit="seconds", low=0.1, high=3600)
     idle_timeout_s: float = _setting(
         LIMITS, 75.0, "Time that a connection may stay open between requests.", unit="seconds", low=1, high=3600

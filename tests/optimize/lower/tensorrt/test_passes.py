@@ -213,7 +213,7 @@ def test_the_integers_of_a_tied_head_are_chosen_once(exported, lowering, monkeyp
         chosen.extend(tensor.name for tensor in tensors)
         return quantized(tensors, grid)
 
-    monkeypatch.setattr(lowered.context.calibrated, "quantized", counted)
+    monkeypatch.setattr(lowered.context.calibrated, "quantize_stacked", counted)
     lowered.finish()
     assert chosen == ["model.embed_tokens.weight"]
 
