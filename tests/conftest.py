@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from doubles.geometries import uniform
+from doubles.shared import shared
 from hypothesis import HealthCheck, settings
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
@@ -121,12 +122,23 @@ def tiny_export(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     """The small model exported."""
     from llmc.export import export
 
-    return export(tiny_checkpoint, tmp_path_factory.mktemp("tiny") / "export").output
+    return shared(tmp_path_factory, "tiny", lambda folder: export(tiny_checkpoint, folder / "export")) / "export"
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tiny_export: Path) -> Path:
+def tiny_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model built with the defaults: int8, phases split. Tests that change it work on a copy."""
     from llmc.optimize.build import build
 
-    return build(tiny_export, tiny_export.parent / "int8").output
+    return shared(tmp_path_factory, "int8", lambda folder: build(tiny_export, folder / "bundle")) / "bundle"
+
+
+@pytest.fixture(scope="session")
+def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model built in float32. Tests that change it work on a copy."""
+    from llmc.optimize.build import build
+
+    def make(folder: Path) -> None:
+        build(tiny_export, folder / "bundle", precision="fp32")
+
+    return shared(tmp_path_factory, "fp32", make) / "bundle"

@@ -9,6 +9,7 @@ import openai
 import pytest
 from doubles import encoders
 from doubles.serving import retold, serving
+from doubles.shared import shared
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import guard_app
@@ -47,15 +48,13 @@ def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     from llmc.export import export
     from llmc.optimize.build import build
 
-    folder = tmp_path_factory.mktemp("encoders")
-    checkpoints = {
-        "embed": encoders.write_embedder(folder / "embedder"),
-        "rank": encoders.write_reranker(folder / "reranker"),
-    }
-    return {
-        name: build(export(path, folder / f"{name}-export").output, folder / name, precision="fp32").output
-        for name, path in checkpoints.items()
-    }
+    def make(folder: Path) -> None:
+        for name, write in (("embed", encoders.write_embedder), ("rank", encoders.write_reranker)):
+            made = export(write(folder / f"{name}-checkpoint"), folder / f"{name}-export").output
+            build(made, folder / name, precision="fp32")
+
+    folder = shared(tmp_path_factory, "encoders", make)
+    return {name: folder / name for name in ("embed", "rank")}
 
 
 @pytest.fixture(scope="session")
