@@ -38,8 +38,6 @@ THINKING = {True: None, False: "none", "low": "low", "medium": "medium", "high":
 
 
 class Options(Body):
-    """Sampling parameters in Ollama's names."""
-
     # How Ollama's engine runs a model, and samplers that it has dropped.
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         (
@@ -96,15 +94,11 @@ class CalledFunction(Body):
 
 
 class Call(Body):
-    """A call in a message of the assistant."""
-
     IGNORED = frozenset({"id", "type"})
     function: CalledFunction
 
 
 class OllamaMessage(Body):
-    """One message of a conversation."""
-
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
@@ -147,8 +141,6 @@ class Asked(Body):
 
 
 class OllamaChat(Asked):
-    """The body of POST /api/chat."""
-
     messages: Annotated[list[OllamaMessage], Field(default_factory=list)]
     tools: list[Tool] | None = None
 
@@ -158,8 +150,6 @@ class OllamaChat(Asked):
 
 
 class OllamaPrompt(Asked):
-    """The body of POST /api/generate."""
-
     prompt: str = ""
     system: str = ""
     raw: Annotated[bool, Field(description="the prompt as it is, without the chat template")] = False
@@ -211,15 +201,6 @@ def conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 def head_of(body: Asked) -> dict[str, Any]:
     now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
     return {"model": body.model, "created_at": now}
-
-
-def message_of(message: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": "assistant", "content": message.content}
-    if message.reasoning is not None:
-        found["thinking"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = calls_of(message)
-    return found
 
 
 def calls_of(message: Message) -> list[dict[str, Any]]:
@@ -300,17 +281,11 @@ class Lines(EventStream):
 
 @router.post("/api/chat", response_model=None)
 async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Request, service: Served) -> Response:
+    """Answer a conversation, in lines of JSON unless ``stream`` is false."""
     async with AsyncExitStack() as held:
         if not body.messages:
             return await load_model(body, service, held, chat_member)
-        asked = await aside(lambda: body.request(service))
-        _, handle = await open_chat(asked, held, service)
-        if body.stream:
-            return Lines(chat_pieces(body, handle, chat_member), held.pop_all())
-        result = await unless_gone(request, handle)
-        [message] = result.messages
-        answer = {**head_of(body), "message": message_of(message), **end_of(result, message.finish_reason)}
-        return JSONResponse(answer)
+        return await answer(body, request, service, held, chat_member)
 
 
 @router.post("/api/generate", response_model=None)
@@ -323,14 +298,21 @@ async def generate(
             return await load_model(body, service, held, prompt_member)
         if body.raw:
             return await complete(body, request, service, held)
-        asked = await aside(lambda: body.request(service))
-        _, handle = await open_chat(asked, held, service)
-        if body.stream:
-            return Lines(chat_pieces(body, handle, prompt_member), held.pop_all())
-        result = await unless_gone(request, handle)
-        [message] = result.messages
-        member = prompt_member(message.content, message.reasoning or "", None)
-        return JSONResponse({**head_of(body), **member, **end_of(result, message.finish_reason)})
+        return await answer(body, request, service, held, prompt_member)
+
+
+async def answer(
+    body: OllamaChat | OllamaPrompt, request: Request, service: Service, held: AsyncExitStack, member: Any
+) -> Response:
+    """Answer through the chat template; ``member`` as in :func:`chat_pieces`."""
+    asked = await aside(lambda: body.request(service))
+    _, handle = await open_chat(asked, held, service)
+    if body.stream:
+        return Lines(chat_pieces(body, handle, member), held.pop_all())
+    result = await unless_gone(request, handle)
+    [message] = result.messages
+    whole = member(message.content, message.reasoning or "", calls_of(message))
+    return JSONResponse({**head_of(body), **whole, **end_of(result, message.finish_reason)})
 
 
 async def complete(body: OllamaPrompt, request: Request, service: Service, held: AsyncExitStack) -> Response:
@@ -402,8 +384,6 @@ async def version() -> dict[str, Any]:
 
 
 class Named(Body):
-    """The body of POST /api/show."""
-
     IGNORED = frozenset({"verbose"})
     model: str | None = None
     name: Annotated[str | None, Field(description="the older name of model")] = None

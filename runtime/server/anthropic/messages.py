@@ -54,8 +54,6 @@ CACHED = frozenset({"cache_control"})
 
 
 class TextBlock(Body):
-    """Text."""
-
     IGNORED = CACHED | {"citations"}
     type: Literal["text"]
     text: str
@@ -70,14 +68,10 @@ class ThinkingBlock(Body):
 
 
 class Direct(Body):
-    """The model itself called the tool."""
-
     type: Literal["direct"]
 
 
 class ToolUseBlock(Body):
-    """A call of a tool in an earlier answer."""
-
     IGNORED = CACHED
     type: Literal["tool_use"]
     id: str
@@ -90,8 +84,6 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a call."""
-
     IGNORED = CACHED
     type: Literal["tool_result"]
     tool_use_id: str
@@ -108,8 +100,6 @@ AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discr
 
 
 class UserMessage(Body):
-    """Texts of the user, and results of tools."""
-
     role: Literal["user"]
     content: str | Annotated[list[UserBlock], Field(min_length=1)]
 
@@ -123,8 +113,6 @@ class UserMessage(Body):
 
 
 class AssistantMessage(Body):
-    """An earlier answer."""
-
     role: Literal["assistant"]
     content: str | list[AssistantBlock]
 
@@ -145,8 +133,6 @@ class AssistantMessage(Body):
 
 
 class SystemMessage(Body):
-    """Words of the system amid a conversation."""
-
     role: Literal["system"]
     content: str | Annotated[list[TextBlock], Field(min_length=1)]
 
@@ -182,16 +168,12 @@ class AutoChoice(Body):
 
 
 class NamedChoice(Body):
-    """The tool that must be called."""
-
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
 
 
 class NoChoice(Body):
-    """No tool is called."""
-
     type: Literal["none"]
 
 
@@ -214,35 +196,25 @@ class ThinkingOther(Body):
 
 
 class JsonFormat(Body):
-    """JSON of a schema."""
-
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    """Effort, and the form of the answer."""
-
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
 
 class KeptThinking(Body):
-    """An edit of the context that changes nothing."""
-
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
 class ContextManagement(Body):
-    """Edits of the context."""
-
     edits: list[KeptThinking] | None = None
 
 
 class Metadata(Body):
-    """About the request."""
-
     user_id: Logged = None
 
 
@@ -309,8 +281,6 @@ class Prompted(Body):
 
 
 class MessageRequest(Sampled, Prompted):
-    """The body of POST /v1/messages."""
-
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: list[str] | None = None
     stream: bool | None = None

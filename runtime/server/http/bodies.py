@@ -93,8 +93,6 @@ Metadata = Annotated[
 
 
 class StreamOptions(Body):
-    """Settings of a stream."""
-
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 

@@ -72,8 +72,6 @@ Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class CalledFunction(Body):
-    """A function that the model called."""
-
     IGNORED = frozenset({"parsed_arguments", "provider_specific_fields"})  # the former is OpenAI's own client's
 
     name: str
@@ -81,8 +79,6 @@ class CalledFunction(Body):
 
 
 class Call(Body):
-    """A call in a message of the assistant."""
-
     IGNORED = frozenset({"cache_control", "caller", "index", "provider_specific_fields"})
 
     id: str
@@ -91,8 +87,6 @@ class Call(Body):
 
 
 class ChatMessage(Body):
-    """One message of a conversation."""
-
     # What answers carry that is not shown to models, and what other servers' caches are told.
     IGNORED = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields", "thinking_blocks"})
 
@@ -155,8 +149,6 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 class Function(Body):
-    """A function that the model may call."""
-
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -178,14 +170,10 @@ class Tool(Body):
 
 
 class NamedFunction(Body):
-    """The name of a function."""
-
     name: str
 
 
 class NamedTool(Body):
-    """The tool that must be called."""
-
     type: Literal["function"]
     function: NamedFunction
 
@@ -205,8 +193,6 @@ class AllowedChoice(Body):
 
 
 class Schema(Body):
-    """A JSON schema with a name."""
-
     name: str
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -214,8 +200,6 @@ class Schema(Body):
 
 
 class TextFormat(Body):
-    """Any text."""
-
     type: Literal["text"]
 
 
@@ -227,8 +211,6 @@ class ObjectFormat(Body):
 
 
 class SchemaFormat(Body):
-    """JSON of a schema."""
-
     type: Literal["json_schema"]
     json_schema: Schema
 
@@ -244,8 +226,6 @@ ResponseFormat = TextFormat | ObjectFormat | SchemaFormat | GrammarFormat
 
 
 class ChatRequest(Sampled):
-    """The body of POST /v1/chat/completions."""
-
     IGNORED = frozenset({"prediction", "prompt_cache_options", "service_tier", "store"})
 
     model: str | None = None

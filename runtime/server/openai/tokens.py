@@ -72,16 +72,12 @@ OF_PROMPTS = {"add_special_tokens"}
 
 
 class DetokenizeRequest(Body):
-    """Token ids."""
-
     model: str | None = None
     tokens: Annotated[list[int], Field(max_length=1_000_000)]
     skip_special_tokens: bool = False
 
 
 class TemplateRequest(Body):
-    """A conversation."""
-
     model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] | None = None
