@@ -1,45 +1,33 @@
-"""Blocks of the KV cache on disk, one in a file::
+"""Blocks of the KV cache on disk, one in a file: 16 bytes of digest, then NumPy's own format (.npy).
 
-    8 bytes   magic
-    4 bytes   version of the format, little-endian like everything here
-    4 bytes   length of the description
-    16 bytes  digest of the description
-    ...       the description: JSON with key and chain (hashes), shape, dtype, and the digest of the values
-    ...       the values
-
-A digest is BLAKE2b (RFC 7693, https://www.rfc-editor.org/rfc/rfc7693) of 16 bytes. A block is named by its chain hash,
-the digest of its parent's chain hash and its own tokens: equal names mean equal tokens from the first one on.
+The digest is BLAKE2b (RFC 7693, https://www.rfc-editor.org/rfc/rfc7693) of key, chain and all bytes after it. A block
+is named by its chain hash, the digest of its parent's chain hash and its own tokens: equal names mean equal tokens from
+the first one on.
 
 Digests show damage, not who computed the values: whoever writes a file also writes its digests. So a file is believed
 only if nobody but this user and the administrator can have written it.
 """
 
+import io
 import json
-import math
 import os
-import re
 import stat
-import struct
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from llmc.publish import replace_file
 
-MAGIC = b"llmcKV\r\n"  # a transfer that changes line ends breaks it at once
-VERSION = 3
 DIGEST_BYTES = 16
+HEAD_BYTES = 256  # what a file takes beside its values, at most
 STAGING = ".staging-"
-DESCRIPTION_BYTES = 1 << 12  # at most; some 200 are usual
 
 # Shape and type of a block.
 Form = tuple[tuple[int, ...], np.dtype[Any]]
-
-_NUMBERS = re.compile(r"[<>|][iuf][1248]")  # numpy's dtype.str
-_LEAD = struct.Struct(f"<8sII{DIGEST_BYTES}s")
 
 
 def root_hash(key: str, scope: str | None = None) -> bytes:
@@ -72,11 +60,11 @@ def write_block(path: Path, root: bytes, chain: bytes, block: NDArray[Any]) -> N
 
     It is not synced: what a crash leaves of it shows as damage.
     """
-    raw = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
-    about = {"key": root.hex(), "chain": chain.hex(), "shape": block.shape, "dtype": block.dtype.str}
-    text = json.dumps({**about, "digest": _digest(raw).hex()}).encode()
+    values, head = np.ascontiguousarray(block), io.BytesIO()
+    npy.write_array_header_1_0(head, npy.header_data_from_array_1_0(values))
+    raw = values.reshape(-1).view(np.uint8).data
     with replace_file(path, STAGING, synced=False) as file:
-        file.write(_LEAD.pack(MAGIC, VERSION, len(text), _digest(text)) + text)
+        file.write(_digest(root, chain, head.getvalue(), raw) + head.getvalue())
         file.write(raw)
 
 
@@ -86,23 +74,16 @@ def read_block(path: Path, root: bytes, chain: bytes, max_bytes: int) -> NDArray
         raise UnreadableError("it is no regular file", damaged=False)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
         check_owner(os.fstat(file.fileno()))
-        about = _description(file)
-        try:
-            named = (about["key"], about["chain"]) == (root.hex(), chain.hex())
-            shape, dtype, digest = tuple(about["shape"]), about["dtype"], bytes.fromhex(about["digest"])
-            if not named or min(shape) < 1 or not _NUMBERS.fullmatch(dtype):
-                raise ValueError("it describes another block than its name does")
-            size = math.prod(shape) * np.dtype(dtype).itemsize
-        except (ValueError, KeyError, TypeError) as error:
-            raise UnreadableError(f"its description cannot be used ({error})") from error
-        if os.fstat(file.fileno()).st_size != file.tell() + size:
-            raise UnreadableError(f"its description says {size} bytes of values, it has others")
-        if size > max_bytes:
+        if os.fstat(file.fileno()).st_size > max_bytes + HEAD_BYTES:
             return None
-        values = file.read(size)
-        if _digest(values) != digest:
-            raise UnreadableError("the digest of its values is another one")
-        return np.frombuffer(values, dtype).reshape(shape)
+        digest, content = file.read(DIGEST_BYTES), file.read(max_bytes + HEAD_BYTES)
+    if _digest(root, chain, content) != digest:
+        raise UnreadableError("its digest is another one")
+    head = io.BytesIO(content)
+    npy.read_magic(head)
+    shape, _, dtype = npy.read_array_header_1_0(head)
+    block = np.frombuffer(content, dtype, offset=head.tell()).reshape(shape)
+    return block if block.nbytes <= max_bytes else None
 
 
 def check_owner(status: os.stat_result) -> None:
@@ -115,21 +96,8 @@ def check_owner(status: os.stat_result) -> None:
         raise UnreadableError(said, damaged=False)
 
 
-def _description(file: BinaryIO) -> Any:
-    lead = file.read(_LEAD.size)
-    if lead[: len(MAGIC)] != MAGIC[: len(lead)]:
-        raise UnreadableError(f"it begins with {lead[: len(MAGIC)]!r}, not with {MAGIC!r}", damaged=False)
-    if len(lead) < _LEAD.size:
-        raise UnreadableError("it ends too early")
-    _, version, length, digest = _LEAD.unpack(lead)
-    text = file.read(min(length, DESCRIPTION_BYTES))
-    if version != VERSION or _digest(text) != digest:
-        raise UnreadableError(f"it is of format {version} (this llmc reads {VERSION}), or its digest is another one")
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"its description cannot be read ({error})") from error
-
-
-def _digest(data: bytes | memoryview) -> bytes:
-    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+def _digest(*parts: bytes | memoryview) -> bytes:
+    found = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        found.update(part)
+    return found.digest()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import ResourceError, UsageError
 from llmc.runtime.host import threads
-from llmc.runtime.kv.cache_file import STAGING, UnreadableError, check_owner, read_block, write_block
+from llmc.runtime.kv.cache_file import HEAD_BYTES, STAGING, UnreadableError, check_owner, read_block, write_block
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,6 @@ TOUCH_S = 60.0
 ABANDONED_S = 600.0
 # After a failed write the disk is left alone for so long.
 PAUSE_S = 60.0
-# What a file takes beside its values.
-HEAD_BYTES = 256
 
 _OUR_FOLDER = re.compile(r"[0-9a-f]{32}")
 _OUR_FILE = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{32})?\.kv")  # those with two names are an older llmc's

@@ -39,11 +39,11 @@ def test_a_block_that_is_too_large_is_not_read(written: Path):
 
 def test_a_block_of_another_model_or_chain_is_refused(written: Path):
     for root, chain in ((root_hash("another"), CHAIN), (ROOT, ROOT)):
-        with pytest.raises(UnreadableError, match="another block"):
+        with pytest.raises(UnreadableError, match="digest"):
             read_block(written, root, chain, PLENTY)
 
 
-def survives_flips(path: Path) -> set[int]:
+def survives_flips(path: Path, refused: type[Exception] = UnreadableError) -> set[int]:
     """Positions whose change went unnoticed and changed what came back."""
     content, wrong = bytearray(path.read_bytes()), set()
     for position in range(len(content)):
@@ -52,7 +52,7 @@ def survives_flips(path: Path) -> set[int]:
         content[position] ^= 1 << position % 8
         try:
             found = read_block(path, ROOT, CHAIN, PLENTY)
-        except UnreadableError:
+        except refused:
             continue
         if found is None or not np.array_equal(found, values()):
             wrong.add(position)
@@ -64,6 +64,6 @@ def test_no_flipped_bit_changes_a_block_unnoticed(written: Path):
 
 
 def test_flipped_bits_would_be_found_without_the_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cache_file, "_digest", lambda data: bytes(16))
+    monkeypatch.setattr(cache_file, "_digest", lambda *parts: bytes(16))
     write_block(tmp_path / "block.kv", ROOT, CHAIN, values())
-    assert len(survives_flips(tmp_path / "block.kv")) > values().nbytes // 2
+    assert len(survives_flips(tmp_path / "block.kv", Exception)) > values().nbytes // 2
