@@ -28,7 +28,6 @@ TRIAL_BYTES = 4 << 30
 # Tokens, and characters after normalization, that a character may become: four bytes, or what a ligature stands for.
 MOST_PER_CHARACTER = 24
 LONGEST_TEXT = 1000  # of each replacement's; character maps have hundreds of thousands
-KIND, CACHE_BYTES = "tokenizer", 1_000_000
 TRIAL = 4  # another number for another trial
 SAMPLES = (
     "",
@@ -65,23 +64,22 @@ def try_tokenizer(folder: Path) -> None:
     Raises:
         BundleError: it is missing or broken, or does not work within the limits.
     """
-    known = disk_cache.entry(KIND, _key(folder))
-    if known.exists():
-        return
+
+    def examine_apart() -> None:
+        try:
+            call_apart(f"{__name__}:examine", str(folder), seconds=TRIAL_S, memory=TRIAL_BYTES)
+        except ApartError as error:
+            if error.refused:
+                raise BundleError(str(error)) from error
+            raise BundleError(
+                f"{folder}: the tokenizer or chat template does not work: tried in a process of its own it failed "
+                f"({error}); {REMEDY}"
+            ) from error
+
     try:
-        call_apart(f"{__name__}:examine", str(folder), seconds=TRIAL_S, memory=TRIAL_BYTES)
-        with disk_cache.publish_entry(known):
-            pass
-    except ApartError as error:
-        if error.refused:
-            raise BundleError(str(error)) from error
-        raise BundleError(
-            f"{folder}: the tokenizer or chat template does not work: tried in a process of its own it failed "
-            f"({error}); {REMEDY}"
-        ) from error
+        disk_cache.once("tokenizer", _key(folder), examine_apart)
     except OSError as error:
-        log.warning("%s is not tried before its use, or not for good (%s)", folder, error)
-    disk_cache.prune(KIND, CACHE_BYTES)
+        log.warning("%s is not tried before its use (%s)", folder, error)
 
 
 def _key(folder: Path) -> str:
