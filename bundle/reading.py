@@ -203,6 +203,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "golden_spread": 0 <= manifest.golden_spread < math.inf,
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
         "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
+        "device": (manifest.device is None) == (manifest.target.engine == "onnxruntime"),
         "engine": manifest.engine is None
         or manifest.engine.is_sound(limits.max_context, limits.max_batch, limits.prefill_chunk),
         "target": re.fullmatch(r"\d{1,9}(\.\d{1,9})*", manifest.target.engine_minimum, re.ASCII) is not None,

@@ -39,29 +39,19 @@ __all__ = [
     "load",
 ]
 _HOMES = {
-    "ChatHandle": "api.chat",
-    "ChatResult": "api.chat",
-    "Delta": "api.results",
-    "Determinism": "api.options",
-    "Engine": "engine.engine",
-    "EngineOptions": "api.options",
-    "GenerationResult": "api.results",
-    "Handle": "api.handle",
-    "Message": "api.chat",
-    "MessageDelta": "api.chat",
-    "Model": "model",
-    "Output": "api.results",
-    "Request": "api.request",
-    "SamplingParams": "sampling.params",
-    "Timings": "api.results",
-    "ToolCall": "api.chat",
-    "ToolCallDelta": "api.chat",
-    "Usage": "api.results",
-    "load": "model",
+    "api.chat": {"ChatHandle", "ChatResult", "Message", "MessageDelta", "ToolCall", "ToolCallDelta"},
+    "api.handle": {"Handle"},
+    "api.options": {"Determinism", "EngineOptions"},
+    "api.request": {"Request"},
+    "api.results": {"Delta", "GenerationResult", "Output", "Timings", "Usage"},
+    "engine.engine": {"Engine"},
+    "model": {"Model", "load"},
+    "sampling.params": {"SamplingParams"},
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest, of_same, publication
 from llmc.errors import ContextError, RequestError, UsageError, format_value
+from llmc.runtime.sampling.ranges import integer
 from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.prompts import Prompts
@@ -76,8 +77,7 @@ class TextEncoder:
     def vector_width(self, dimensions: int | None) -> int:
         """Values of the vectors that a request gets; UsageError if it asks for more than there are, or for none."""
         width = dimensions if dimensions is not None else min(self._prompts.dimensions or self.width, self.width)
-        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= self.width:
-            raise UsageError(f"dimensions is {format_value(dimensions)}, expected 1 ... {self.width}")
+        integer(1, self.width).check("dimensions", width)
         return width
 
     def cut(self, vectors: Vectors, width: int) -> Vectors:

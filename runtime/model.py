@@ -35,6 +35,7 @@ from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.ranges import integer
 from llmc.runtime.selftest import VerifyReport, check_once, replay
 from llmc.runtime.sessions import emulate_target, open_session
 from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
@@ -216,8 +217,7 @@ def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= highest:
-        raise UsageError(f"{name} is {format_value(value)}, expected 1 ... {highest}")
+    integer(1, highest).check(name, value)
     return value
 
 

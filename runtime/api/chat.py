@@ -121,20 +121,11 @@ class ChatHandle(Handle):
     def __await__(self) -> Generator[Any, None, ChatResult]:
         return self._chat((yield from super().__await__()))
 
-    def __next__(self) -> str:
-        while (delta := self._collector.take()) is not None:
-            if content := self._message_delta(self._note_delta(delta)).content:
-                return content
-        self._get_result()
-        if content := "".join(last.content for last in self._last_deltas()):
-            return content
-        raise StopIteration
+    def _text(self, delta: Delta) -> str:
+        return self._message_delta(delta).content
 
-    async def __aiter__(self) -> AsyncIterator[str]:
-        self._single()
-        async for delta in self.deltas_async():
-            if delta.content:
-                yield delta.content
+    def _last_text(self) -> str:
+        return "".join(last.content for last in self._last_deltas())
 
     def _message_delta(self, delta: Delta) -> MessageDelta:
         index = delta.index

@@ -151,26 +151,18 @@ class Handle:
         """Tokens of the prompt and of all outputs at most; the engine fills it in."""
         self.generated: Callable[[], int] = int
         """Tells how many tokens there are of all outputs so far; the engine fills it in."""
-        self._outputs = outputs
-        self._tokens: list[int] = []
+        self.outputs = outputs
+        """Number of outputs that the request asked for."""
+        self.token_ids: list[int] = []
+        """Tokens of the first output that were read so far."""
         self._finalizer = None if keep else weakref.finalize(self, cancel)
         if self._finalizer is not None:
             self._finalizer.atexit = False
 
     @property
-    def outputs(self) -> int:
-        """Number of outputs that the request asked for."""
-        return self._outputs
-
-    @property
     def done(self) -> bool:
         """True once the request ended, in whichever way."""
         return self._collector.ended
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Tokens of the first output that were read so far."""
-        return self._tokens
 
     def cancel(self) -> bool:
         """Stop the request; its cache row is free after the engine's present step. False if it had ended already.
@@ -184,8 +176,6 @@ class Handle:
         self._cancelled = True
         self._cancel()
         return True
-
-    close = cancel
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end.
@@ -213,9 +203,11 @@ class Handle:
 
     def __next__(self) -> str:
         while (delta := self._collector.take()) is not None:
-            if self._note_delta(delta).text:
-                return delta.text
+            if text := self._text(self._note_delta(delta)):
+                return text
         self._get_result()
+        if text := self._last_text():
+            return text
         raise StopIteration
 
     async def events_async(self) -> AsyncIterator[Delta]:
@@ -232,8 +224,10 @@ class Handle:
     async def __aiter__(self) -> AsyncIterator[str]:
         self._single()
         async for delta in self.events_async():
-            if delta.text:
-                yield delta.text
+            if text := self._text(delta):
+                yield text
+        if text := self._last_text():
+            yield text
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
         return self._wait_async().__await__()
@@ -255,12 +249,20 @@ class Handle:
 
     def _note_delta(self, delta: Delta) -> Delta:
         if delta.index == 0:
-            self._tokens.extend(delta.token_ids)
+            self.token_ids.extend(delta.token_ids)
         return delta
 
+    def _text(self, delta: Delta) -> str:
+        """What iterating gives of a piece."""
+        return delta.text
+
+    def _last_text(self) -> str:
+        """What iterating gives after the last piece."""
+        return ""
+
     def _single(self) -> None:
-        if self._outputs > 1:
-            raise UsageError(f"the request has {self._outputs} outputs, whose texts would mix; iterate over events()")
+        if self.outputs > 1:
+            raise UsageError(f"the request has {self.outputs} outputs, whose texts would mix; iterate over events()")
 
     def _get_result(self) -> GenerationResult:
         if self._finalizer is not None:  # it holds the request, whose error's traceback holds this handle

@@ -6,8 +6,9 @@ from enum import Enum
 from pathlib import Path
 
 from llmc.bundle import Manifest
-from llmc.errors import UsageError, format_value
+from llmc.errors import UsageError
 from llmc.runtime.host.machine import computable
+from llmc.runtime.sampling.ranges import Range, integer, one_of, optional
 
 # Decode steps between two chunks of one prompt while others stream. One step in 29 is slow then, so that the 95th
 # percentile of the time between tokens does not see the chunks; a smaller share of larger chunks also feeds the prompt
@@ -45,7 +46,6 @@ class EngineOptions:
         prefix_cache_disk_bytes: what that folder may hold.
         draft: ``"lookup"`` guesses tokens from what was said before, a path names a bundle with the same tokenizer that
             guesses; ``"auto"`` is ``"lookup"`` where it changes no bit of an answer; None and ``"none"`` speculate not.
-        max_draft_tokens: guesses per step at most, from 1 to 31.
         default_max_tokens: new tokens of a request that names no number, or what the context has room for.
         sampling_threads: threads that choose tokens. One is as fast as two where our own code chooses (an operation on
             152k logits takes about as long as passing Python's lock on); more help functions and grammars of requests
@@ -63,22 +63,14 @@ class EngineOptions:
     prefix_cache_folder: str | Path | None = None
     prefix_cache_disk_bytes: int = 4 << 30
     draft: str | Path | None = None
-    max_draft_tokens: int = 31
     default_max_tokens: int = 256
     sampling_threads: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "determinism", _level(self.determinism))
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is None and name in ("max_batch", "prefix_cache_bytes"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise UsageError(f"{name} is {format_value(value)}, expected {low} ... {high}")
-        for name in ("draft", "prefix_cache_folder"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str | os.PathLike) or str(value) in ("", ".")):
-                raise UsageError(f"{name} is {format_value(value)}, expected a path or None")
+        one_of(*(level.value for level in Determinism)).check("determinism", self.determinism)
+        object.__setattr__(self, "determinism", Determinism(self.determinism))
+        for name, values in _RANGES.items():
+            values.check(name, getattr(self, name))
         if self.prefix_cache_folder is not None and self.prefix_cache_bytes == 0:
             raise UsageError("prefix_cache_folder needs prefix_cache_bytes above 0: prefixes pass through memory")
         if self.draft == "none":
@@ -90,24 +82,22 @@ class EngineOptions:
             )
 
 
-_RANGES = (
-    ("max_batch", 1, 1024),
-    ("max_queue", 1, 1_000_000),
-    ("decode_steps_per_chunk", 0, 1_000_000),
-    ("prefix_cache_bytes", 0, 1 << 50),
-    ("prefix_cache_disk_bytes", 0, 1 << 50),
-    ("max_draft_tokens", 1, 31),
-    ("default_max_tokens", 1, 1 << 31),
-    ("sampling_threads", 1, 1024),
-)
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | os.PathLike) and str(value) not in ("", ".")
 
 
-def _level(value: object) -> Determinism:
-    try:
-        return Determinism(value)
-    except ValueError as error:
-        known = ", ".join(level.value for level in Determinism)
-        raise UsageError(f"determinism is {format_value(value)}, expected one of {known}") from error
+_PATH = optional(Range("path", "a path", _is_path))
+_RANGES = {
+    "max_batch": optional(integer(1, 1024)),
+    "max_queue": integer(1, 1_000_000),
+    "decode_steps_per_chunk": integer(0, 1_000_000),
+    "prefix_cache_bytes": optional(integer(0, 1 << 50)),
+    "prefix_cache_folder": _PATH,
+    "prefix_cache_disk_bytes": integer(0, 1 << 50),
+    "draft": _PATH,
+    "default_max_tokens": integer(1, 1 << 31),
+    "sampling_threads": integer(1, 1024),
+}
 
 
 def check_level(manifest: Manifest, level: Determinism) -> None:

@@ -7,6 +7,7 @@ from llmc.errors import UsageError, format_value
 from llmc.runtime.api.results import Delta
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import Processor
+from llmc.runtime.sampling.ranges import Range, above, integer, optional
 from llmc.runtime.tools.thinking import Thinking
 
 LONGEST_DEADLINE = 10**9  # seconds
@@ -31,8 +32,6 @@ class Request:
         on_delta: called with every :class:`llmc.runtime.api.results.Delta` on the engine's thread; be quick.
         add_special_tokens: whether the tokenizer puts its own tokens, such as BOS, around a text prompt.
         shown_tokens: special tokens whose names are part of the text; others give none.
-        draft_scope: a name; prompt lookup may find what comes next in ended answers to requests of the same name as
-            well. None: in the request's own text alone. It means nothing to engines without ``draft="lookup"``.
         prefix_scope: a name; cached prefixes are shared with requests of the same name alone. None: with those that
             have none.
         thinking: the reasoning before the answer: forms count from the answer on, and a budget bounds it.
@@ -47,7 +46,6 @@ class Request:
     on_delta: Callable[[Delta], None] | None = None
     add_special_tokens: bool = True
     shown_tokens: tuple[int, ...] = ()
-    draft_scope: str | None = None
     prefix_scope: str | None = None
     thinking: Thinking | None = None
 
@@ -61,26 +59,18 @@ class Request:
             object.__setattr__(self, name, tuple(listed))
             if not all(callable(item) for item in listed):
                 raise UsageError(f"{name} holds {format_value(listed)}, expected functions")
-        if self.on_delta is not None and not callable(self.on_delta):
-            raise UsageError(f"on_delta is {format_value(self.on_delta)}, expected a function or None")
-        if self.thinking is not None and not isinstance(self.thinking, Thinking):
-            raise UsageError(f"thinking is {format_value(self.thinking)}, expected Thinking or None")
-        _check_scope("draft_scope", self.draft_scope)
-        _check_scope("prefix_scope", self.prefix_scope)
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > 1000:
-            raise UsageError(
-                f"priority is {format_value(self.priority)}, expected an integer from -1000 to 1000 (lower is sooner)"
-            )
-        seconds = self.deadline_s
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if seconds is not None and not (is_number and 0 < seconds <= LONGEST_DEADLINE):
-            raise UsageError(
-                f"deadline_s is {format_value(seconds)}, expected seconds above 0, up to {LONGEST_DEADLINE}, or None"
-            )
+        for name, values in _RANGES.items():
+            values.check(name, getattr(self, name))
 
 
-def _check_scope(name: str, scope: object) -> None:
-    if scope is not None and not (isinstance(scope, str) and 0 < len(scope) <= LONGEST_SCOPE):
-        raise UsageError(
-            f"{name} is {format_value(scope)}, expected a name of up to {LONGEST_SCOPE} characters, or None"
-        )
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= LONGEST_SCOPE
+
+
+_RANGES = {
+    "priority": integer(-1000, 1000, note="lower is sooner"),
+    "deadline_s": optional(above(0, LONGEST_DEADLINE)),
+    "on_delta": optional(Range("function", "a function", callable)),
+    "prefix_scope": optional(Range("text", f"a name of up to {LONGEST_SCOPE} characters", _is_name)),
+    "thinking": optional(Range("thinking", "Thinking", lambda value: isinstance(value, Thinking))),
+}

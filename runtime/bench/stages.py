@@ -120,7 +120,7 @@ def find_memories(on_gpu: bool, memory: int | None, gpu_memory: int | None, unif
 
 def _first_gpu() -> tuple[Available | None, bool]:
     """Its free memory, None where it cannot be asked; true if that is the machine's."""
-    gpu = next(iter(probe.probe().driver.devices), None)
+    gpu = next(iter(probe.probe_driver().devices), None)
     if gpu is None:
         return None, False
     return (None if gpu.free_memory is None else Available(gpu.free_memory, gpu.name)), gpu.integrated

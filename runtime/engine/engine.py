@@ -111,7 +111,7 @@ class Engine:
             guarded=self._guard,
             prefixes=prefixes,
         )
-        speculate = None if drafter is None else make_speculators(drafter, self._runner, options.max_draft_tokens)
+        speculate = None if drafter is None else make_speculators(drafter, self._runner)
         self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, speculate)
         self._outputs = OutputProcessor(
             self._scheduler, manifest.source.name, options.sampling_threads, self._guard, self._forget

@@ -46,7 +46,7 @@ class InputProcessor:
         tokenizer: Tokenizer,
         max_context: int,
         max_rows: int,
-        speculate: Callable[[int, str | None], Speculator] | None = None,
+        speculate: Callable[[int], Speculator] | None = None,
     ) -> None:
         self._speculate = speculate
         self.max_context = max_context

@@ -33,7 +33,7 @@ class Sample(Sequence):
         text: TextStream,
         ends: Mapping[int, int | None],
         guide: Guide | None = None,
-        speculate: Callable[[int, str | None], Speculator] | None = None,
+        speculate: Callable[[int], Speculator] | None = None,
     ) -> None:
         super().__init__(group, list(group.request.prompt))
         self.index = index
@@ -66,7 +66,7 @@ class Sample(Sequence):
         if self._speculate is None or self.slid:
             return []
         if self._speculator is None:
-            self._speculator = self._speculate(self.key, self.request.request.draft_scope)
+            self._speculator = self._speculate(self.key)
         wanted = self.request.params.max_tokens - (len(self.tokens) - len(self.request.prompt)) - 1
         return self._speculator.drafts(self.tokens, max(0, min(room, wanted)), rows)
 
@@ -103,7 +103,7 @@ class Sample(Sequence):
 
     def close(self) -> None:
         if self._speculator is not None:
-            self._speculator.close(self.new_tokens)
+            self._speculator.close()
 
     def make_output(self) -> Output:
         """The finished completion, with its mean log-probability where ``best_of`` ranks it."""

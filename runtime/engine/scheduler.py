@@ -117,7 +117,6 @@ class Scheduler:
         self._prefixes = prefixes
         self._queue = Queue()
         self._chunks = ChunkedPrefill(options.decode_steps_per_chunk)
-        self._most_drafts = options.max_draft_tokens
         # Elsewhere no request may depend on what shared batches and verified drafts computed.
         self._remembers = options.determinism is Determinism.FAST
         self._plan = plan
@@ -243,8 +242,7 @@ class Scheduler:
         for sequence in decoding:
             if sequence.speculates and sequence.row >= 0:  # its request did not fail with another sequence
                 with self._guarded(sequence.request):
-                    room = min(self.max_context - len(sequence.context), self._most_drafts)
-                    sequence.drafts = sequence.propose(room, len(decoding))
+                    sequence.drafts = sequence.propose(self.max_context - len(sequence.context), len(decoding))
         while decoding := self._list_decoding():
             longest = max(decoding, key=lambda item: item.cached + len(item.drafts))
             with self._guarded(longest.request):

@@ -218,8 +218,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, values in _RANGES.items():
             value = getattr(self, name)
-            if value is not _DEFAULTS[name] and not values.holds(value):
-                raise values.error(name, value)
+            if value is not _DEFAULTS[name]:
+                values.check(name, value)
         check_combination(self)
 
     @classmethod
@@ -236,8 +236,7 @@ class SamplingParams:
         _refuse_unknown(overrides, list(_DEFAULTS))
         given = {name: _as_tuple(name, value) for name, value in overrides.items() if value is not None}
         for name, value in given.items():
-            if not _RANGES[name].holds(value):
-                raise _RANGES[name].error(name, value)
+            _RANGES[name].check(name, value)
         return cls(**{**_checkpoint_defaults(generation, given), **given})
 
 

@@ -23,9 +23,10 @@ class Range:
     note: str = ""
     choices: tuple[str | bool, ...] = ()
 
-    def error(self, name: str, value: object) -> UsageError:
-        """The refusal of a ``value`` of the parameter ``name`` that is not in the range."""
-        return UsageError(f"{name} is {format_value(value)}, expected {self.expected}")
+    def check(self, name: str, value: object) -> None:
+        """Refuse a ``value`` of the parameter ``name`` that is not in the range, with a UsageError."""
+        if not self.holds(value):
+            raise UsageError(f"{name} is {format_value(value)}, expected {self.expected}")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Batch:
     Attributes:
         input_ids: int64 [B, S], right-padded where ``new_lengths`` says so.
         past_lengths: int64 [B], valid positions in the cache before this call.
-        logit_indices: int64 [B, O], which of the S new positions get logits; O may be 0.
+        logit_indices: int64 [B, O], which of the S new positions get logits, ascending; O may be 0.
         candidates: how many of the largest logits of each output the caller needs, 0 for all of them. A session may
             then leave all others at -inf; :meth:`Session.full_logits` has them still.
         new_lengths: int64 [B], how many of each row's new tokens count, for a session that packs rows; default: all.
@@ -50,28 +50,22 @@ class Session(ABC):
 
     Attributes:
         cache: the KV cache that calls read and write.
+        engine_version: of the engine's library in use.
+        processor: name of the CPU or GPU: results hold for it and not for another.
         substitutes: whether a phase runs on the other phase's graph, because this machine cannot run its own.
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
     """
 
     cache: KVCache
+    engine_version: str
+    processor: str
     substitutes = False
     changes_kernels = False
     packs_rows = False
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)
-
-    @property
-    @abstractmethod
-    def engine_version(self) -> str:
-        """Version of the engine library in use."""
-
-    @property
-    @abstractmethod
-    def processor(self) -> str:
-        """Name of the CPU or GPU: results hold for it and not for another."""
 
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
 """The number of tokens to draft: as many as are expected to win, within what drafting may still lose."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.sessions.base import Phase
@@ -9,6 +9,7 @@ from llmc.runtime.sessions.base import Phase
 LENGTHS = (1, 3, 5, 7, 11, 15, 23, 31)
 """Draft lengths to choose from. A call has one token more, so calls are even, as kernels for pairs of rows like them,
 and of few shapes, as sessions that bind buffers per shape like them."""
+LONGEST = LENGTHS[-1]
 TRIAL = 3
 """Drafts that are guessed, and compared with what comes, while none are verified."""
 
@@ -77,7 +78,6 @@ class DraftLength:
         costs: measured seconds of calls; may be shared by all sequences of a session.
         drafter: the name under which ``costs`` knows the drafter's seconds, by number of drafts.
         phase: of the call that verifies with so many tokens; default: of a graph that does them all.
-        lengths: draft lengths to choose from, ascending from 1.
         step: seconds of a step without drafts of so many rows, None while unknown; default: from ``costs``.
         ledger: shared with the other sequences; default: one of its own.
     """
@@ -87,7 +87,6 @@ class DraftLength:
         costs: StepCosts,
         drafter: str = "draft",
         phase: Callable[[int], str] = lambda tokens: Phase.PREFILL,
-        lengths: Sequence[int] = LENGTHS,
         step: Callable[[int], float | None] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
@@ -96,8 +95,6 @@ class DraftLength:
         self._costs = costs
         self.drafter = drafter
         self._phase = phase
-        self._lengths = tuple(lengths)
-        self.longest = lengths[-1]
         self._acceptance = [_Acceptance(*prior) for prior in PRIORS]
         self._shared = ledger or Ledger()
         self._own = Ledger(STAKE)
@@ -109,7 +106,7 @@ class DraftLength:
 
     def length(self, rows: int = 1) -> int:
         """Drafts to ask for before the next step of a batch of ``rows`` sequences, this one included; 0 for none."""
-        return self._choose_length(self.longest, SUREST, rows)[0]
+        return self._choose_length(LONGEST, SUREST, rows)[0]
 
     def keep(self, had: int, asked: int, rows: int = 1) -> int:
         """The drafts to verify (the first ones) of ``had``, where ``asked`` were asked for; report them by
@@ -172,7 +169,7 @@ class DraftLength:
         """
         best, gain, stake, settled = 0, 0.0, 0.0, None
         most = min(max(self._own.left, self._promise), self._shared.left)
-        for length in self._lengths:
+        for length in LENGTHS:
             if length > had:
                 break
             tokens = length + 1

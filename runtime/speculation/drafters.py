@@ -47,20 +47,16 @@ class PromptLookup:
         self._indices: dict[int, _Index] = {}
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        start, matched = self.find(key, tokens)
+        index = self._indices.get(key)
+        if index is None:
+            index = self._indices[key] = _Index()
+        index.extend(tokens)
+        start, matched = index.find(tokens)
         count = min(count, REACH * matched)
         found = list(tokens[start : start + count])
         for i in range(count - len(found)):  # beyond the end
             found.append(found[i])
         return found
-
-    def find(self, key: int, tokens: Sequence[int]) -> tuple[int, int]:
-        """The place behind the longest match of the end of ``tokens`` in them; its length, 0 for none."""
-        index = self._indices.get(key)
-        if index is None:
-            index = self._indices[key] = _Index()
-        index.extend(tokens)
-        return index.find(tokens)
 
     def forget(self, key: int) -> None:
         self._indices.pop(key, None)

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.model_runner import ModelRunner
-from llmc.runtime.speculation.answers import AnswerLookup, Scopes
-from llmc.runtime.speculation.control import LENGTHS, TRIAL, DraftLength, Ledger
-from llmc.runtime.speculation.drafters import Drafter, PromptLookup
+from llmc.runtime.speculation.control import LONGEST, TRIAL, DraftLength, Ledger
+from llmc.runtime.speculation.drafters import Drafter
 
 LOOK_SHARE = 0.005
 """Of the time without drafts: looking for some takes no more, in the long run."""
@@ -64,14 +63,12 @@ class Speculator:
         self._rest -= 1
         self.control.plain()
 
-    def close(self, answer: Sequence[int] = ()) -> None:
+    def close(self) -> None:
         self._drafter.forget(self._key)
         self.control.close()
-        if answer and isinstance(self._drafter, AnswerLookup):
-            self._drafter.answers.add(answer)
 
     def _find_drafts(self, tokens: Sequence[int], room: int, rows: int) -> list[int]:
-        asked = min(room, self.control.length(rows) if self._drafter.costs_by_token else self.control.longest)
+        asked = min(room, self.control.length(rows) if self._drafter.costs_by_token else LONGEST)
         had = self._propose(tokens, asked or TRIAL)
         kept = self.control.keep(len(had), asked, rows) if asked and had else 0
         if kept:
@@ -83,7 +80,7 @@ class Speculator:
     def _propose(self, tokens: Sequence[int], count: int) -> list[int]:
         start = perf_counter()
         found = list(self._drafter.propose(self._key, tokens, count))[:count]
-        usual = self._length > 0 and len(tokens) - self._length <= self.control.longest + 1
+        usual = self._length > 0 and len(tokens) - self._length <= LONGEST + 1
         self._length = len(tokens)
         if usual and found:
             self._costs.observe(self._name, 1, len(found), perf_counter() - start)
@@ -100,18 +97,15 @@ class Speculator:
             self.control.note_watched(guess.had, guess.asked, len(guess.tokens), right)
 
 
-def make_speculators(drafter: Drafter, runner: ModelRunner, longest: int) -> Callable[[int, str | None], Speculator]:
-    """A factory of speculators by a sequence's key and scope, sharing ledger and costs; ``longest`` in drafts."""
-    ledger, scopes = Ledger(), Scopes()
-    lengths = tuple(length for length in LENGTHS if length <= longest)
+def make_speculators(drafter: Drafter, runner: ModelRunner) -> Callable[[int], Speculator]:
+    """A factory of speculators by a sequence's key, sharing ledger and costs."""
+    ledger = Ledger()
 
-    def make(key: int, scope: str | None) -> Speculator:
-        chosen = drafter
-        if scope is not None and isinstance(drafter, PromptLookup):
-            chosen = AnswerLookup(drafter, scopes.of(scope))
-        name = type(chosen).__name__
-        control = DraftLength(runner.costs, name, runner.phase, lengths, runner.step_seconds, ledger)
-        return Speculator(key, chosen, runner.costs, control)
+    name = type(drafter).__name__
+
+    def make(key: int) -> Speculator:
+        control = DraftLength(runner.costs, name, runner.phase, runner.step_seconds, ledger)
+        return Speculator(key, drafter, runner.costs, control)
 
     return make
 

@@ -215,7 +215,7 @@ def test_emulation_reaches_the_loader(
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     monkeypatch.setattr("llmc.runtime.bench.stages.memory_here", lambda: Available(64_000 * MB, "cgroup"))
-    return lambda probe: monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: probe)
+    return lambda probe: monkeypatch.setattr("llmc.runtime.host.probe.probe_driver", lambda: probe.driver)
 
 
 def gpu_stage(out: str) -> dict[str, Any]:

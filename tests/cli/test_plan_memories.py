@@ -25,7 +25,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def become(probe: Probe, free: Available = FREE) -> None:
         monkeypatch.setattr("llmc.runtime.bench.stages.memory_here", lambda: free)
-        monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: probe)
+        monkeypatch.setattr("llmc.runtime.host.probe.probe_driver", lambda: probe.driver)
 
     return become
 

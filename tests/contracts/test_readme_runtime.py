@@ -21,7 +21,7 @@ from llmc.runtime.observe.prometheus import EngineCollector
 from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAPH_FROM
 from llmc.runtime.sampling.params import MOST_COMPARED, PARAMETERS
 from llmc.runtime.sampling.processors import CUTS, PROCESSORS
-from llmc.runtime.speculation import answers, control
+from llmc.runtime.speculation import control
 from llmc.runtime.speculation.control import LENGTHS
 from llmc.runtime.speculation.speculator import LOOK_SHARE
 
@@ -35,13 +35,11 @@ IN_WORDS = [
     f"in chunks of {CHUNK_WITH_ALL_LOGITS} tokens, without the prefix cache",
     f"at most {model.PENDING_BYTES // MB} MB waiting",
     f"at most {model.PREFIX_BYTES // MB} MB |",
-    f"({', '.join(map(str, LENGTHS[:-1]))} or {LENGTHS[-1]}, at most",
+    f"({', '.join(map(str, LENGTHS[:-1]))} or {LENGTHS[-1]})",
     f"than {control.MARGIN - 1:.0%} (the surest".replace("%", " %"),
     f"to lose more than {1 - control.LENIENCE:.0%}".replace("%", " %"),
     f"may lose {control.STAKE} tokens' worth of time, {control.ALLOWANCE:.1%}".replace("%", " %") + " of that of each",
     f"of an engine together {control.SHARED_STAKE:g} and",
-    f"also into the last {answers.MOST_TOKENS:,} tokens of answers",
-    f"{answers.MOST_SCOPES} scopes are remembered, in {4 * answers.MOST_TOKENS // 1024} KiB each",
     f"takes no more than {LOOK_SHARE:.1%}".replace("%", " %") + " of the time",
     f"more than {grammars._LONGEST['json_schema']:,} characters of schema",
     f"{grammars._LONGEST['regex']:,} of regular expression",

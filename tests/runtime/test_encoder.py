@@ -93,7 +93,7 @@ def test_a_text_that_is_too_long_is_refused_or_cut_as_asked(model, checkpoint):
     [
         ({"texts": "one text"}, "texts is 'one text', expected a list of texts"),
         ({"texts": ["a", 1]}, "texts holds 1, expected texts"),
-        ({"dimensions": 33}, "dimensions is 33, expected 1 ... 32"),
+        ({"dimensions": 33}, "dimensions is 33, expected an integer from 1 to 32"),
         ({"dimensions": True}, "dimensions is True"),
         ({"instruction": 3}, "instruction is 3, expected a prompt's name or a text"),
     ],

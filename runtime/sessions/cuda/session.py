@@ -37,8 +37,8 @@ class DeviceSession(Session):
         self._geometry = manifest.geometry
         self._limits = manifest.limits
         self._driver = driver
+        self.processor = str(driver.device)  # its name, its compute capability and its driver's CUDA version
         self._stream = 0  # none yet
-        self._device_memory: int | None = None
         self._lost: str | None = None
         self._resources = ExitStack()
         self._later(driver.close)
@@ -55,8 +55,9 @@ class DeviceSession(Session):
             self.close()
             raise
 
-    def _begin(self, memory: DeviceMemory | None, positions: int) -> None:
-        self._device_memory = check_memory(self._folder, self._driver, memory, positions)
+    def _begin(self, positions: int) -> None:
+        assert self._manifest.device is not None
+        self._device_memory = check_memory(self._folder, self._driver, self._manifest.device, positions)
         self._driver.activate()
         self._stream = self._driver.stream()
         self._later(self._driver.destroy_stream, self._stream)
@@ -114,27 +115,20 @@ class DeviceSession(Session):
 
     # ------------------------------------------------------------------------------------------------ the seam
 
-    @property
-    def processor(self) -> str:
-        """The GPU's name, its compute capability and its driver's CUDA version."""
-        return str(self._driver.device)
-
     @abstractmethod
     def _forget_addresses(self) -> None:
         """Let all go that was made for the addresses and the size of the cache: they are about to change."""
 
 
-def check_memory(folder: Path, driver: Driver, memory: DeviceMemory | None, positions: int) -> int | None:
+def check_memory(folder: Path, driver: Driver, memory: DeviceMemory, positions: int) -> int:
     """Bytes that a session may take in all; refuses to load what cannot fit with one row of the cache.
 
     Args:
         folder: the bundle, for the message.
         driver: of the GPU.
-        memory: what the bundle takes there; None where its manifest does not say, and then the answer is None.
+        memory: what the bundle takes there.
         positions: that the cache has at least.
     """
-    if memory is None:
-        return None
     free = free_memory(driver) + memory.context  # which is taken by now
     needed = memory.total(positions)
     if needed <= free:

@@ -46,28 +46,21 @@ class OnnxRuntimeSession(Session):
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
         super().__init__(manifest.geometry)
-        self._runtime = import_onnxruntime(manifest.target.engine_minimum)
+        runtime = import_onnxruntime(manifest.target.engine_minimum)
+        self.engine_version, self.processor = str(runtime.__version__), cpu_model()
         self._geometry = manifest.geometry
         check_cache_type(manifest)
         names = usable_graphs(manifest)
         self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
-        files = open_graphs(self._runtime, folder, manifest, sorted(set(names.values())), threads)
+        files = open_graphs(runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs = {phase: files[name] for phase, name in names.items()}
         self._packs = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
         self.packs_rows = Phase.PREFILL in self._packs
         self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
-        self._options = self._runtime.RunOptions()
+        self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
-
-    @property
-    def engine_version(self) -> str:
-        return str(self._runtime.__version__)
-
-    @property
-    def processor(self) -> str:
-        return cpu_model()
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
+from llmc.errors import require
 from llmc.runtime.host.cuda import Driver, open_driver
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
@@ -28,7 +29,6 @@ from llmc.runtime.sessions.onnxruntime.cuda_provider import (
     NOT_RECORDED,
     Binding,
     check_provider,
-    import_onnxruntime_gpu,
     open_graph,
     translate_errors,
 )
@@ -78,8 +78,9 @@ class CudaSession(DeviceSession):
     def __init__(
         self, folder: Path, manifest: Manifest, threads: int, *, driver: Driver | None = None, runtime: Any = None
     ) -> None:
-        self._runtime = import_onnxruntime_gpu() if runtime is None else runtime
+        self._runtime = require("onnxruntime", "gpu") if runtime is None else runtime
         check_provider(self._runtime, manifest.target.engine_minimum)
+        self.engine_version = str(self._runtime.__version__)
         super().__init__(folder, manifest, open_driver() if driver is None else driver)
         with self._free_on_error():
             self._open(manifest)
@@ -87,7 +88,7 @@ class CudaSession(DeviceSession):
     # ------------------------------------------------------------------------------------------------- loading
 
     def _open(self, manifest: Manifest) -> None:
-        self._begin(manifest.device, min(FIRST_CAPACITY, self._limits.max_context))
+        self._begin(min(FIRST_CAPACITY, self._limits.max_context))
         self._make_blocks()
         self._make_cache()
         graph = self._folder / manifest.graphs["decode"].file
@@ -110,10 +111,6 @@ class CudaSession(DeviceSession):
 
     def _translate_errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return translate_errors(f"{self._folder}: {doing}")
-
-    @property
-    def engine_version(self) -> str:
-        return str(self._runtime.__version__)
 
     # ------------------------------------------------------------------------------------------------- running
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from llmc.bundle import version
-from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, install_command, require
+from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, install_command
 from llmc.runtime.host.cuda import EMULATE, STICKY
 from llmc.runtime.host.probe_steps import preload_library
 from llmc.runtime.kv.cache import CacheTensor
@@ -43,11 +43,6 @@ def _reinstall() -> str:
         f"pip uninstall onnxruntime onnxruntime-gpu, then {install_command('gpu')} (the two packages overwrite each "
         "other; on Jetson take onnxruntime-gpu from NVIDIA's index)"
     )
-
-
-def import_onnxruntime_gpu() -> Any:
-    """The onnxruntime module; MissingExtraError if it is not installed."""
-    return require("onnxruntime", "gpu")
 
 
 def check_provider(runtime: Any, minimum: str) -> None:

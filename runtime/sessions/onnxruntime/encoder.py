@@ -23,18 +23,10 @@ class EncoderSession:
             raise BundleError(f"this CPU lacks {', '.join(graph.cpu_features)}; build the bundle for it with --fp32")
         assert manifest.geometry.encoder is not None
         self._result = str(manifest.geometry.encoder.result)
-        self._version = str(runtime.__version__)
+        self.engine_version, self.processor = str(runtime.__version__), cpu_model()
         self._graph = open_graphs(runtime, folder, manifest, [graph.file], threads)[graph.file]
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
-
-    @property
-    def engine_version(self) -> str:
-        return self._version
-
-    @property
-    def processor(self) -> str:
-        return cpu_model()
 
     def run(self, input_ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.float32]:
         """Vectors [B, W] or scores [B], float32, of texts [B, S], right-padded, of these ``lengths`` [B]."""

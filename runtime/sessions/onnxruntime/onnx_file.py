@@ -1,30 +1,41 @@
-"""Places of weights as an ONNX file names them, read without the onnx library.
-
-A protobuf message is a row of fields: a varint key (number << 3 | wire type), and a value that starts with its length
-or has a size by type (https://protobuf.dev/programming-guides/encoding). Only ``ModelProto.graph.initializer[]
-.external_data[]`` is taken apart.
+"""Places of weights as an ONNX file names them, read with protobuf, without the onnx library.
 
 An engine maps the places into its memory and believes what it is told of them, so they are checked before.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import cache
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from llmc.errors import BundleError
 from llmc.runtime.host.integrity import check_once
 from llmc.strict import read_bytes
 
-MODEL_GRAPH, GRAPH_INITIALIZER, TENSOR_EXTERNAL_DATA, ENTRY_KEY, ENTRY_VALUE = 7, 5, 13, 1, 2
-TENSOR_DIMS, TENSOR_TYPE = 1, 2
-VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 LOCATION = b"location"
 LARGEST_GRAPH = 1 << 31  # bytes, as protobuf has it
 LINE = 64  # bytes: what kernels read of a file begins on a cache line
 # Bits of a value, by ``TensorProto.DataType``.
 BITS = {1: 32, 2: 8, 3: 8, 4: 16, 5: 16, 6: 32, 7: 64, 9: 8, 10: 16, 11: 64, 12: 32, 13: 64, 16: 16}
 BITS |= {17: 8, 18: 8, 19: 8, 20: 8, 21: 4, 22: 4, 23: 4, 24: 8}
+# What leads to the places, of onnx.proto.
+MESSAGES = """
+name: "places.proto"
+message_type { name: "Model" field { name: "graph" number: 7 type_name: "Graph" type: TYPE_MESSAGE } }
+message_type { name: "Graph" field { name: "initializer" number: 5 type_name: "Tensor" label: LABEL_REPEATED } }
+message_type {
+  name: "Tensor"
+  field { name: "dims" number: 1 type: TYPE_INT64 label: LABEL_REPEATED }
+  field { name: "data_type" number: 2 type: TYPE_INT32 }
+  field { name: "external_data" number: 13 type_name: "Entry" label: LABEL_REPEATED }
+}
+message_type {
+  name: "Entry"
+  field { name: "key" number: 1 type: TYPE_STRING }
+  field { name: "value" number: 2 type: TYPE_STRING }
+}
+"""
 
 
 def check_weights(graph: Path, files: Collection[str]) -> None:
@@ -41,20 +52,31 @@ def check_weights(graph: Path, files: Collection[str]) -> None:
 
 
 def _check(graph: Path, files: Collection[str]) -> None:
+    from google.protobuf.message import DecodeError  # for the first load of a bundle alone
+
     size_of = cache(lambda name: _size(graph.parent, name, files))
     try:
-        model = read_bytes(graph, LARGEST_GRAPH)
+        content = read_bytes(graph, LARGEST_GRAPH)
         found = 0
-        for number, content, _ in _fields(model):
-            for inner, tensor, _ in _fields(content) if number == MODEL_GRAPH else ():
-                if inner == GRAPH_INITIALIZER and LOCATION in tensor:
-                    found += tensor.count(LOCATION)
-                    _check_tensor(tensor, size_of)
+        for tensor in _model().FromString(content).graph.initializer:
+            if tensor.external_data:
+                found += tensor.SerializeToString().count(LOCATION)
+                _check_tensor(tensor, size_of)
         # Constants of nodes, and graphs within graphs, may have external data as well; no build writes such.
-        if model.count(LOCATION) != found:
+        if content.count(LOCATION) != found:
             raise ValueError("it names weights outside of its list of weights")
-    except (IndexError, ValueError) as error:
+    except (DecodeError, ValueError) as error:
         raise BundleError(f"{graph} is no graph of this bundle ({error}); build the bundle again") from error
+
+
+@cache
+def _model() -> Any:
+    """The class of ``onnx.ModelProto``, with what is read of it."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(MESSAGES, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Model"))
 
 
 def _size(folder: Path, name: str, files: Collection[str]) -> int:
@@ -63,17 +85,13 @@ def _size(folder: Path, name: str, files: Collection[str]) -> int:
     return (folder / name).stat().st_size
 
 
-def _check_tensor(data: bytes, size_of: Callable[[str], int]) -> None:
-    fields = [(number, value or field[1:]) for number, value, field in _fields(data)]
-    dims = [size for number, value in fields if number == TENSOR_DIMS for size in _numbers(value)]
-    bits = [BITS.get(_numbers(value)[0], 0) for number, value in fields if number == TENSOR_TYPE]
-    entries = [_entry(value) for number, value in fields if number == TENSOR_EXTERNAL_DATA]
-    external, plain = dict(entries), -(-prod(dims) * sum(bits) // 8)
-    if len(external) != len(entries):
+def _check_tensor(tensor: Any, size_of: Callable[[str], int]) -> None:
+    external = {entry.key: entry.value for entry in tensor.external_data}
+    if len(external) != len(tensor.external_data):
         raise ValueError("it gives weights two places")
     if other := external.keys() - {"location", "offset", "length"}:
         raise ValueError(f"it says {min(other)!a:.40} of a place, which no build writes")
-    size = size_of(external.get(LOCATION.decode(), ""))
+    size, plain = size_of(external.get("location", "")), -(-prod(tensor.dims) * BITS.get(tensor.data_type, 0) // 8)
     _check_place(external.get("offset", "0"), external.get("length", ""), plain, size)
 
 
@@ -84,60 +102,3 @@ def _check_place(offset: str, length: str, wanted: int, size: int) -> None:
     start, count = int(offset), int(length)
     if count != wanted or start + count > size or start % LINE:
         raise ValueError(f"{count} bytes at {start} of {size} are not where weights of {wanted} bytes can be")
-
-
-def _numbers(data: bytes) -> list[int]:
-    numbers, at = [], 0
-    while at < len(data):
-        number, at = _varint(data, at)
-        numbers.append(number)
-    return numbers
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    at = 0
-    while at < len(data):
-        start = at
-        key, at = _varint(data, at)
-        kind, value = key & 7, b""
-        if key >> 32:  # protobuf's own reader would drop these bits, and see another field
-            raise IndexError(f"field of number {key >> 3} at byte {start}")
-        if kind == LENGTH_DELIMITED:
-            length, at = _varint(data, at)
-            value = data[at : at + length]
-            at += length
-        elif kind == VARINT:
-            _, at = _varint(data, at)
-        elif kind in (FIXED64, FIXED32):
-            at += 8 if kind == FIXED64 else 4
-        else:
-            raise IndexError(f"field of type {kind} at byte {start}")
-        if at > len(data):
-            raise IndexError(f"field at byte {start} ends beyond the file")
-        yield key >> 3, value, data[start:at]
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at ``at`` (7 bits per byte, lowest first, the high bit says that more follow), and where it ends."""
-    value = data[at]
-    if value < 0x80:  # nearly all are, and a graph has thousands
-        return value, at + 1
-    value = shift = 0
-    while True:
-        byte = data[at]
-        if shift > 63:
-            raise IndexError(f"number of more than 64 bits at byte {at}")
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
-
-
-def _entry(data: bytes) -> tuple[str, str]:
-    key = value = b""
-    for number, text, _ in _fields(data):
-        if number == ENTRY_KEY:
-            key = text
-        elif number == ENTRY_VALUE:
-            value = text
-    return key.decode(), value.decode()

@@ -31,7 +31,7 @@ def pieces(batch: Batch, config: EngineConfig) -> Iterator[Piece]:
     """Cut a batch into calls that the engine's profiles take.
 
     One token of many rows goes to decode, several tokens go to prefill row by row, chunk by chunk. Logits at more
-    places of a chunk than prefill gives make the chunk shorter.
+    places of a chunk than prefill gives make the chunk shorter; places ascend.
     """
     rows, sequence = batch.input_ids.shape
     count = batch.logit_indices.shape[1]
@@ -47,13 +47,10 @@ def _chunks(row: int, indices: NDArray[np.int64], sequence: int, most: Profile) 
     start = 0
     while start < sequence:
         end = min(start + most.sequence, sequence)
-        wanted = np.sort(indices[(indices >= start) & (indices < end)])
-        if wanted.size > most.outputs:
-            end = max(start + 1, int(wanted[most.outputs]))
-        places = np.flatnonzero((indices >= start) & (indices < end))
-        # More at one token than prefill gives: its chunk is computed again, which writes the same into the cache.
-        for first in range(0, max(1, places.size), most.outputs):
-            yield Piece(PREFILL, slice(row, row + 1), slice(start, end), places[first : first + most.outputs])
+        places = np.flatnonzero((indices >= start) & (indices < end))[: most.outputs + 1]
+        if places.size > most.outputs:
+            end, places = int(indices[places[-1]]), places[:-1]
+        yield Piece(PREFILL, slice(row, row + 1), slice(start, end), places)
         start = end
 
 

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmc.bundle import EngineConfig, Geometry, Manifest, version
+from llmc.bundle import EngineConfig, Manifest, version
 from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.host.cuda import DeviceInfo
 from llmc.runtime.kv.cache import tensors_of
@@ -20,8 +20,6 @@ from llmc.runtime.sessions.cuda.blocks import Shape
 from llmc.runtime.sessions.tensorrt.kernels import Kernels
 from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, logger, make_object, nameable_gpus
 
-# Types by the library's names.
-CACHE_TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 DECODE, PREFILL = 0, 1  # numbers of the profiles
 
 
@@ -80,31 +78,6 @@ def _check_alignment(folder: Path, manifest: Manifest, config: EngineConfig) -> 
             )
 
 
-def decoder_interface(geometry: Geometry, cache: str, capacity: int) -> dict[str, tuple[str, Shape]]:
-    """Types and shapes of a decoder's inputs and outputs, for :meth:`Engine.check`."""
-    return {
-        "input_ids": ("INT64", (0, 0)),
-        "past_lengths": ("INT64", (0,)),
-        "logit_indices": ("INT64", (0, 0)),
-        "cache_slots": ("INT64", (0,)),
-        "logits": ("FLOAT", (0, 0, geometry.vocab_size)),
-        **{
-            name: (CACHE_TYPES[cache], tensor.of(0, capacity))
-            for tensor in tensors_of(geometry.caches)
-            for name in (tensor.past, tensor.present)
-        },
-    }
-
-
-def select_interface(vocab: int, candidates: int) -> dict[str, tuple[str, Shape]]:
-    """The same of the engine that finds the largest logits."""
-    return {
-        "logits": ("FLOAT", (0, vocab)),
-        "values": ("FLOAT", (0, candidates)),
-        "indices": ("INT64", (0, candidates)),
-    }
-
-
 class Engine:
     """A loaded engine.
 
@@ -121,7 +94,7 @@ class Engine:
     def __init__(self, library: Any, file: Path, folder: Path) -> None:
         self.library = library
         self.log = logger(library)
-        self._folder, self._where = folder, file
+        self._folder = folder
         self._runtime = make_object(library, library.Runtime)
         with self.log.collect_messages() as messages, map_file(file) as content:
             native = self._runtime.deserialize_cuda_engine(content)
@@ -149,40 +122,11 @@ class Engine:
             return strategy
         return self._kernels.configure_context(strategy, repeats=repeats, records=records)
 
-    def tensors(self) -> dict[str, tuple[str, Shape]]:
-        """Type, as the library calls it, and shape of all inputs and outputs; -1 where a dimension may vary."""
-        names = [self.native.get_tensor_name(i) for i in range(self.native.num_io_tensors)]
-        return {n: (self.native.get_tensor_dtype(n).name, tuple(self.native.get_tensor_shape(n))) for n in names}
-
-    def check(self, wanted: Mapping[str, tuple[str, Shape]], profiles: int) -> None:
-        """Refuse an engine with another interface, for its memory would be misread.
-
-        Args:
-            wanted: types and shapes of inputs and outputs, 0 where any size is right.
-            profiles: how many the engine must have.
-
-        Raises:
-            BundleError: with the first thing that is wrong.
-        """
-        found = self.tensors()
-        wrong = "" if self.profiles == profiles else f"it has {self.profiles} profiles, expected {profiles}"
-        for name, (kind, shape) in wanted.items():
-            given_kind, given = found.get(name, ("", ()))
-            fits = len(given) == len(shape) and all(a == -1 or b in (0, a) for a, b in zip(given, shape, strict=True))
-            if not wrong and not (fits and given_kind == kind):
-                what = f"{name} is {given_kind} {list(given)}" if name in found else f"it has no {name}"
-                wrong = f"{what}, expected {kind} {['any' if size == 0 else size for size in shape]}"
-        if wrong:
-            raise BundleError(f"{self._where} is another engine than it should be ({wrong}); {_remedy(self._folder)}")
-
     def memory(self) -> int:
         """Bytes that a context of any profile works in."""
-        each = [self.native.get_device_memory_size_for_profile_v2(i) for i in range(self.profiles)]
+        profiles = range(self.native.num_optimization_profiles)
+        each = [self.native.get_device_memory_size_for_profile_v2(i) for i in profiles]
         return int(max(self.native.device_memory_size_v2, *each))
-
-    @property
-    def profiles(self) -> int:
-        return int(self.native.num_optimization_profiles)
 
     def largest(self, name: str, profile: int) -> Shape:
         """The largest shape of an input in a profile."""

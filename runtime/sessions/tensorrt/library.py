@@ -5,7 +5,6 @@ one object whose listeners come and go.
 """
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,9 +119,7 @@ def load_library(engine: str) -> Any:
         raise UsageError(f"engine {engine!r} has no library of TensorRT's kind; expected {' or '.join(LIBRARIES)}")
     wanted = LIBRARIES[engine]
     library = _import_library(wanted, engine)
-    found = str(getattr(library, "__version__", ""))
-    if not found:
-        raise _make_error(wanted, "it has no __version__")
+    found = library_version(library)
     if version(found)[:2] < wanted.minimum:
         needed = ".".join(map(str, wanted.minimum))
         raise GpuError(
@@ -136,9 +133,6 @@ def _import_library(wanted: _Library, engine: str) -> Any:
     try:
         return require(wanted.module, engine)
     except MissingExtraError as error:
-        hollow = sys.modules.get(wanted.module)
-        if hollow is not None and getattr(hollow, "__file__", None) is None:  # a folder, taken for a package
-            raise _make_error(wanted, "its folder holds no code") from error
         raise MissingExtraError(
             f"{wanted.module} is not installed: {wanted.install()}; without it llmc verify, run and eval --emulate "
             "compute on the CPU, and llmc build of an export --deferred leaves the engine to a machine that has it"

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import UsageError
 from llmc.runtime.host.cuda import Driver, open_driver
 from llmc.runtime.kv.budget import round_up
 from llmc.runtime.kv.cache import tensors_of
@@ -21,16 +20,7 @@ from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import INT64, Part, Shape, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
 from llmc.runtime.sessions.tensorrt.calls import Piece, Sparse, pieces
-from llmc.runtime.sessions.tensorrt.engine import (
-    DECODE,
-    PREFILL,
-    Context,
-    Engine,
-    check_machine,
-    decoder_interface,
-    require_config,
-    select_interface,
-)
+from llmc.runtime.sessions.tensorrt.engine import DECODE, PREFILL, Context, Engine, check_machine, require_config
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels, kernels_file
 from llmc.runtime.sessions.tensorrt.library import library_version, load_library
 from llmc.runtime.sessions.tensorrt.steps import Call, Pair, Step, Steps
@@ -56,6 +46,7 @@ class TensorRTSession(DeviceSession):
         self, folder: Path, manifest: Manifest, threads: int, *, driver: Driver | None = None, library: Any = None
     ) -> None:
         self._library = load_library(manifest.target.engine) if library is None else library
+        self.engine_version = library_version(self._library)
         super().__init__(folder, manifest, open_driver() if driver is None else driver)
         with self._free_on_error():
             self._config = require_config(folder, manifest)
@@ -65,7 +56,7 @@ class TensorRTSession(DeviceSession):
 
     def _open(self, manifest: Manifest) -> None:
         check_machine(self._folder, manifest, self._config, self._library, self._driver.device)
-        self._begin(manifest.device, round_up(self._config, 1))
+        self._begin(round_up(self._config, 1))
         engine, select = self._load(manifest)
         self._candidates = self._config.candidates if select is not None else 0
         self._make_blocks()
@@ -82,12 +73,9 @@ class TensorRTSession(DeviceSession):
         """
         config = self._config
         engine = self._load_engine(manifest, config.file)
-        engine.check(decoder_interface(self._geometry, manifest.cache, config.buckets[-1]), profiles=2)
         if not config.select or not config.candidates or self._driver.device.integrated:
             return engine, None
-        select = self._load_engine(manifest, config.select)
-        select.check(select_interface(self._geometry.vocab_size, config.candidates), profiles=1)
-        return engine, select
+        return engine, self._load_engine(manifest, config.select)
 
     def _load_engine(self, manifest: Manifest, file: str) -> Engine:
         path = self._folder / file
@@ -137,12 +125,6 @@ class TensorRTSession(DeviceSession):
         self._steps = Steps(self._driver, self._stream, shared, recorder if engine.records_itself else None)
         self._later(self._steps.clear)
 
-    # ------------------------------------------------------------------------------------------------- the cache
-
-    @property
-    def engine_version(self) -> str:
-        return library_version(self._library)
-
     def _bucket(self, positions: int) -> int:
         return next(bucket for bucket in self._config.buckets if bucket >= positions)
 
@@ -157,12 +139,12 @@ class TensorRTSession(DeviceSession):
         With ``candidates`` the array cannot be written to, and holds -inf where no candidate is.
 
         Raises:
-            UsageError: rows, positions or places of logits that the cache or the call does not have.
+            UsageError: rows or positions that the cache does not have.
             RequestError: the engine's profiles do not take it.
             GpuError: the engine or the GPU failed; ``lost`` tells that every later call will.
         """
         with self._guard_context("running the model"):
-            self._check_call(batch)
+            self.cache.begin(batch.first_row, batch.past_lengths.tolist(), batch.input_ids.shape[1])
             todo = list(pieces(batch, self._config))
             if len(todo) == 1 and batch.logit_indices.shape[1]:
                 return self._run_at_once(batch, todo[0])
@@ -180,14 +162,6 @@ class TensorRTSession(DeviceSession):
                 self._driver.synchronize(self._stream)
                 self._logits, self._left = self._left.outputs["logits"], None
             return self._logits
-
-    def _check_call(self, batch: Batch) -> None:
-        indices, sequence = batch.logit_indices, batch.input_ids.shape[1]
-        self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
-        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < sequence:
-            raise UsageError(
-                f"logits are asked for at {indices.tolist()}, the call has the tokens 0 ... {sequence - 1}"
-            )
 
     def _run_at_once(self, batch: Batch, piece: Piece) -> NDArray[np.float32]:
         few = 0 < batch.candidates <= self._candidates and batch.logit_indices.size <= self._most_selected

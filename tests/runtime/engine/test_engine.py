@@ -194,7 +194,7 @@ def test_a_deadline_holds_while_a_grammar_is_compiled(make_engine: Any, session:
     [
         ("priority", 1001, r"priority is 1001, expected an integer from -1000 to 1000"),
         ("priority", True, "priority is True"),
-        ("deadline_s", 0, "deadline_s is 0, expected seconds above 0"),
+        ("deadline_s", 0, "deadline_s is 0, expected a number above 0"),
         ("deadline_s", True, "deadline_s is True"),
         ("on_delta", 5, "on_delta is 5, expected a function"),
         ("logits_processors", [3], r"logits_processors holds \[3\], expected functions"),

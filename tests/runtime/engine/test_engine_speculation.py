@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from doubles.clocks import even_costs
 
-from llmc.errors import UsageError
 from llmc.optimize.build import build
 from llmc.optimize.recipe import Request as Recipe
 from llmc.runtime import GenerationResult, Model, load
@@ -94,22 +93,3 @@ def test_a_prefix_comes_back_after_a_restart_and_changes_no_token(bundle: Path, 
     assert cold.usage.cached_tokens == 0
     assert warm.usage.cached_tokens == restarted.usage.cached_tokens > cold.usage.prompt_tokens - 34
     assert cold.token_ids == warm.token_ids == restarted.token_ids
-
-
-def test_answers_of_a_scope_help_the_next_requests_of_it_alone(tiny_bundle: Path, plain: Sequence[tuple[int, ...]]):
-    def accepted(model: Model, scope: str | None) -> int:
-        result = model.generate(PROMPTS[1], max_tokens=LENGTH, draft_scope=scope, **SETTINGS[0])
-        assert result.token_ids == plain[len(SETTINGS)]
-        return result.metrics.accepted
-
-    options = {"determinism": "strict", "draft": "lookup", "self_test": False}
-    with pytest.MonkeyPatch.context() as patch, load(tiny_bundle, **options) as model:
-        even_costs(patch)
-        alone = [accepted(model, None) for _ in range(2)][-1]
-        assert accepted(model, "a") <= alone  # nothing was answered in it yet
-        assert accepted(model, "a") > alone
-        assert accepted(model, "b") <= alone
-        assert accepted(model, None) <= alone
-        for wrong in ("", "x" * 257, 3):
-            with pytest.raises(UsageError, match="draft_scope"):
-                accepted(model, wrong)  # type: ignore[arg-type]

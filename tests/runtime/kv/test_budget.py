@@ -183,10 +183,13 @@ def test_a_budget_holds_both_memories_and_names_the_one_that_lacks(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"threads": 0}, "threads is 0, expected 1 ... 1024"),
-        ({"threads": True}, "threads is True, expected 1 ... 1024"),
-        ({"max_context": 2049}, "max_context is 2049, expected 1 ... 2048"),
-        ({"prefill_chunk": 257}, "prefill_chunk is 257, expected 1 ... 256"),  # the plan has no room for its scores
+        ({"threads": 0}, "threads is 0, expected an integer from 1 to 1024"),
+        ({"threads": True}, "threads is True, expected an integer from 1 to 1024"),
+        ({"max_context": 2049}, "max_context is 2049, expected an integer from 1 to 2048"),
+        (
+            {"prefill_chunk": 257},
+            "prefill_chunk is 257, expected an integer from 1 to 256",
+        ),  # the plan has no room for its scores
     ],
 )
 @pytest.mark.usefixtures("unopened")

@@ -13,7 +13,7 @@ from doubles.geometries import uniform
 from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
 from onnx import numpy_helper, parser
 
-from llmc.bundle import EngineConfig, Graph, Limits, Manifest, Profile, Target
+from llmc.bundle import DeviceMemory, EngineConfig, Graph, Limits, Manifest, Profile, Target
 from llmc.runtime.host.cuda import DeviceInfo
 from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 from llmc.runtime.sessions.tensorrt.engine import platform_name
@@ -179,6 +179,7 @@ def with_engine(manifest: Manifest, plan: EngineConfig, compute: str) -> Manifes
         geometry=geometry,
         target=Target("tensorrt", "tensorrt", "10.16.1.11", "10.15"),
         recipe=replace(manifest.recipe, phases="single"),
+        device=DeviceMemory(context=0, weights=0, workspace=0, cache_per_token=1, logits=0),
         limits=Limits(CAPACITY, MAX_BATCH, PREFILL.sequence),
         cache=compute,
         graphs=dict.fromkeys(("decode", "prefill"), Graph("decoder.onnx", 1000, 900, ())),

@@ -168,7 +168,7 @@ def test_people_at_a_terminal_get_them_unless_told_otherwise(monkeypatch: pytest
 def test_of_a_request_that_was_left_the_prompt_counts():
     handle = Handle(OutputCollector(), lambda: None, 1, False)
     handle.prompt_tokens = 7
-    handle._tokens.extend([1, 2])
+    handle.token_ids.extend([1, 2])
     costs = Costs()
     costs.add(handle)
     assert (costs.prompt_tokens, costs.output_tokens) == (7, 2)

@@ -10,13 +10,14 @@ import pytest
 from doubles.cuda import FakeDriver
 from doubles.geometries import uniform
 
-from llmc.bundle import Limits, Manifest
+from llmc.bundle import DeviceMemory, Limits, Manifest
 from llmc.errors import BundleError, GpuError, RequestError, ResourceError, UsageError
 from llmc.runtime.sessions.base import Batch, Phase, row_by_row
 from llmc.runtime.sessions.cuda.session import DeviceSession
 
 GEOMETRY = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
 LIMITS = Limits(max_context=40, max_batch=3, prefill_chunk=8)
+MEMORY = DeviceMemory(context=0, weights=0, workspace=0, cache_per_token=1, logits=0)
 
 
 class Idle(DeviceSession):
@@ -30,13 +31,13 @@ class Idle(DeviceSession):
     def __init__(self, manifest: Manifest, driver: FakeDriver, failure: Exception | None = None) -> None:
         super().__init__(
             Path("bundle"),
-            replace(manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=None, device=None),
+            replace(manifest, geometry=GEOMETRY, limits=LIMITS, cache="float16", engine=None, device=MEMORY),
             driver,
         )
         self.seen: list[tuple[int, int]] = []  # sizes of the cache when its addresses were forgotten
         self.doing: list[str] = []
         with self._free_on_error():
-            self._begin(None, 16)
+            self._begin(16)
             self._block(100)
             if failure is not None:
                 raise failure

@@ -1,8 +1,7 @@
 """Finding TensorRT and TensorRT-RTX, and listening to what they log."""
 
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -23,16 +22,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setitem(sys.modules, name, library)
 
     return install
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """``import tensorrt`` looks for a file, whether or not it was imported before."""
-    before = sys.modules.pop("tensorrt", None)
-    yield
-    sys.modules.pop("tensorrt", None)
-    if before is not None:
-        sys.modules["tensorrt"] = before
 
 
 @pytest.mark.parametrize(
@@ -79,16 +68,6 @@ def test_a_broken_installation_is_told_from_a_missing_one(error: Exception, monk
     monkeypatch.setattr("importlib.import_module", broken)
     with pytest.raises(GpuError, match=BROKEN):
         load_library("tensorrt")
-
-
-def test_a_folder_that_an_uninstalled_library_left_behind_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
-):
-    (tmp_path / "tensorrt").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(GpuError, match=BROKEN) as caught:
-        load_library("tensorrt")
-    assert "its folder holds no code" in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------------- logging

@@ -76,31 +76,6 @@ def test_a_damaged_engine_is_refused(bundle: Callable[..., Any], content: bytes,
     refused(setup, BundleError, "cannot be read|the magic tag does not match")
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"vocab_size": 98}, r"logits is FLOAT \[-1, -1, 97\], expected FLOAT \['any', 'any', 98\]"),
-        ({"caches": caches(3, (2, 16))}, r"it has no past_key_values\.2\.key, expected FLOAT"),
-        (
-            {"caches": caches(2, (2, 32))},
-            r"past_key_values\.0\.key is FLOAT \[-1, 2, 64, 16\], expected FLOAT \['any', 2, 64, 32\]",
-        ),
-    ],
-)
-def test_an_engine_of_another_model_is_refused(bundle: Callable[..., Any], changes: dict[str, Any], match: str):
-    setup = bundle()
-    setup.manifest = replace(setup.manifest, geometry=replace(setup.manifest.geometry, **changes))
-    refused(setup, BundleError, match)
-
-
-def test_a_cache_of_another_type_or_capacity_is_refused(bundle: Callable[..., Any]):
-    setup = bundle("float16")
-    setup.manifest = replace(setup.manifest, cache="float32")
-    refused(setup, BundleError, "past_key_values.0.key is HALF .* expected FLOAT")
-    setup = bundle().plan(buckets=(16, 32))
-    refused(setup, BundleError, "past_key_values.0.key is FLOAT .* expected FLOAT .*32, 16")
-
-
 def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle: Callable[..., Any]):
     setup = bundle()
     plan = (setup.folder / "engine.plan").read_text()
