@@ -14,13 +14,13 @@ from llmc.cli import output as show
 from llmc.cli.inspect import bundle_rows
 from llmc.cli.options import (
     EXISTING_FILE,
-    EXISTING_SOURCE,
-    NEW_FOLDER,
     debug_option,
     force_option,
     json_option,
     memory_option,
+    new_path,
     precision_options,
+    source_path,
     take_precision,
 )
 from llmc.cli.stopping import cleanly_stopped
@@ -38,8 +38,8 @@ ENGINE = ("compute_capabilities", "deferred")
 
 
 @click.command("build")
-@click.argument("source", type=EXISTING_SOURCE)
-@click.option("-o", "--output", type=NEW_FOLDER, help="Folder to write; with --rebuild by default SOURCE itself.")
+@click.argument("source", type=source_path)
+@click.option("-o", "--output", type=new_path, metavar="PATH", help="Folder to write; --rebuild: by default SOURCE.")
 @click.option("--target", default="cpu", help="What it will run on: cpu, cuda, tensorrt or tensorrt-rtx.")
 @precision_options
 @click.option("--max-context", type=int, help="Longest sequence.  [default: the model's, at most 32768; TensorRT 4096]")

@@ -34,7 +34,7 @@ from llmc.cli.options import (
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
 from llmc.cli.sampling import SAMPLING_NAMES, add_sampling_options, change_parameter
-from llmc.cli.saved import Message, check_replaceable, parse_path, read_messages, target, write_messages
+from llmc.cli.saved import Message, parse_path, read_messages, write_messages
 from llmc.errors import CancelledError, LlmcError, RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -236,14 +236,11 @@ class Conversation:
         self.messages = [{"role": "system", "content": text}, *rest] if text else rest
 
     def save(self, path: Path) -> None:
-        path = target(path)
-        check_replaceable(path)
         write_messages(path, self._model.manifest.source.name, self.messages)
         click.echo(f"{len(self.messages)} messages saved in {path}", err=True)
 
     def load(self, path: Path) -> None:
         """Go on with a saved conversation in place of this one."""
-        path = target(path)
         self.messages = read_messages(path)
         click.echo(f"{len(self.messages)} messages loaded from {path}", err=True)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmc.cli import output as show
-from llmc.cli.options import EXISTING_BUNDLE, debug_option, json_option
+from llmc.cli.options import bundle_path, debug_option, json_option
 
 if TYPE_CHECKING:
     from llmc.runtime.diagnose.doctor import Diagnosis
@@ -20,7 +20,7 @@ Rows = Iterator[tuple[str, str]]
 
 
 @click.command("doctor")
-@click.argument("bundle", type=EXISTING_BUNDLE, required=False)
+@click.argument("bundle", type=bundle_path, required=False)
 @json_option
 @debug_option
 def doctor_command(bundle: Path | None, as_json: bool) -> None:

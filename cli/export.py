@@ -9,7 +9,7 @@ import click
 
 from llmc.bundle import CONFIG_FILE, refuse_bundle
 from llmc.cli import output as show
-from llmc.cli.options import EXISTING_SOURCE, debug_option, force_option, json_option, output_option
+from llmc.cli.options import debug_option, force_option, json_option, output_option, source_path
 from llmc.cli.stopping import cleanly_stopped
 from llmc.errors import printable
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command("export")
-@click.argument("checkpoint", type=EXISTING_SOURCE)
+@click.argument("checkpoint", type=source_path)
 @output_option
 @force_option
 @json_option

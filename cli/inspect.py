@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmc.cli import output as show
-from llmc.cli.options import EXISTING_SOURCE, debug_option, json_option
+from llmc.cli.options import debug_option, json_option, source_path
 
 if TYPE_CHECKING:
     from llmc.bundle import EngineConfig, Geometry, Manifest, Target
@@ -29,7 +29,7 @@ VERIFIED = {
 
 
 @click.command("inspect")
-@click.argument("path", type=EXISTING_SOURCE)
+@click.argument("path", type=source_path)
 @json_option
 @debug_option
 def inspect_command(path: Path, as_json: bool) -> None:

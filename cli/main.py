@@ -55,16 +55,7 @@ class Verbs(click.Group):
 @debug_option
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Turn a Hugging Face decoder checkpoint into a verified bundle, and run it.
-
-    \b
-    llmc export CHECKPOINT -o DIR     checkpoint -> portable ONNX graph
-    llmc build DIR -o BUNDLE          graph (or checkpoint) -> bundle for one target
-    llmc run BUNDLE -p "Once"         bundle -> text
-    llmc chat BUNDLE                  talk with it
-    llmc serve BUNDLE                 the same over HTTP, for clients of OpenAI and Anthropic
-    llmc embed BUNDLE "Once"          bundle of an embedding model -> vectors; llmc rank: of a reranker -> scores
-    """
+    """Turn a Hugging Face checkpoint into a verified bundle, and run it."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         ctx.exit(2)

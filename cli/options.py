@@ -1,5 +1,6 @@
 """Arguments and options that several verbs share."""
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,47 +12,38 @@ import click
 from llmc.bundle import explain_absent, refuse_other
 from llmc.errors import BundleError, RequestError, UsageError
 
-
-class NewPath(click.Path):
-    """A path that need not exist, but has a name: without one it would be the folder that one is in."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not str(value):
-            self.fail("'' is no path; name one, or leave the option out", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-class BundlePath(click.Path):
-    """A path where a bundle may be."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path: Any = super().convert(value, param, ctx)
-        try:
-            if not path.is_dir():
-                refuse_other(path)
-        except BundleError as error:
-            raise UsageError(str(error)) from error
-        return path
-
-
-class SourcePath(click.Path):
-    """A folder, or a GGUF file, to build of or to look at."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if said := explain_absent(Path(value)):
-            raise UsageError(said)
-        return super().convert(value, param, ctx)
-
-
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-EXISTING_SOURCE = SourcePath(exists=True, path_type=Path)
-EXISTING_BUNDLE = BundlePath(path_type=Path)
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-NEW_FOLDER = NewPath(path_type=Path)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _QUOTED = re.compile(r"""((?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?!\w))""")
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def new_path(text: str) -> Path:
+    """A path that need not exist, but has a name: without one it would be the folder that one is in."""
+    if not text:
+        raise click.BadParameter("'' is no path; name one, or leave the option out")
+    return Path(text)
+
+
+def bundle_path(text: str) -> Path:
+    """A path where a bundle may be."""
+    if not (found := Path(text)).is_dir():
+        try:
+            refuse_other(found)
+        except BundleError as error:
+            raise UsageError(str(error)) from error
+    return found
+
+
+def source_path(text: str) -> Path:
+    """A folder, or a GGUF file, to build of or to look at."""
+    if said := explain_absent(Path(text)):
+        raise UsageError(said)
+    if not os.path.exists(text):
+        raise click.BadParameter(f"Path {text!r} does not exist.")
+    return Path(text)
 
 
 def size(text: str) -> int:
@@ -78,7 +70,7 @@ debug_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 force_option = click.option("--force", is_flag=True, help="Replace an existing output folder.")
-output_option = click.option("-o", "--output", type=NEW_FOLDER, required=True, help="Folder to write.")
+output_option = click.option("-o", "--output", type=new_path, metavar="PATH", required=True, help="Folder to write.")
 threads_option = click.option(
     "--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: as many as are usable]"
 )
@@ -92,7 +84,7 @@ verify_option = click.option(
     default=None,
     help="Hash every file first.  [default: 64 MiB of each, the first time on this machine]",
 )
-bundle_argument = click.argument("bundle", type=EXISTING_BUNDLE)
+bundle_argument = click.argument("bundle", type=bundle_path)
 
 
 class SectionOption(click.Option):
@@ -116,7 +108,7 @@ max_batch_option = engine_option(
     "--max-batch", type=click.IntRange(min=1), help="Rows that run at once.  [default: the bundle's]"
 )
 prefix_cache_option = engine_option(
-    "--prefix-cache-folder", type=NEW_FOLDER, help="Keep prefixes of prompts here, across runs."
+    "--prefix-cache-folder", type=new_path, metavar="PATH", help="Keep prefixes of prompts here, across runs."
 )
 PRECISIONS = {
     "fp32": "Keep the weights in full precision.",

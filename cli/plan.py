@@ -13,13 +13,13 @@ import click
 from llmc.bundle import read_bundle, read_export
 from llmc.cli import output as show
 from llmc.cli.options import (
-    EXISTING_SOURCE,
     SectionCommand,
     debug_option,
     json_option,
     memory_option,
     precision_options,
     size,
+    source_path,
     take_precision,
 )
 from llmc.errors import LlmcError, MissingExtraError, ResourceError, UsageError
@@ -35,7 +35,7 @@ UNKNOWN = "not known whether it fits"
 
 
 @click.command("plan", cls=SectionCommand)
-@click.argument("path", type=EXISTING_SOURCE)
+@click.argument("path", type=source_path)
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the most possible]")
 @click.option("--max-batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
 @click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")

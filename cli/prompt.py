@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import click
 from prompt_toolkit import PromptSession
-from prompt_toolkit.history import History
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 
 from llmc.cli.keys import Interrupts
-from llmc.cli.reading import read_text
-from llmc.publish import replace_file
 
 PROMPT = "> "
-KEPT, LONGEST = 500, 10_000  # questions that are kept, and characters of each
 
 
 def questions(keys: Interrupts) -> Iterator[str]:
@@ -32,7 +27,7 @@ def questions(keys: Interrupts) -> Iterator[str]:
         output.enable_cpr = False  # nothing is drawn that needs the cursor's row, and not every terminal tells it
     session: PromptSession[str] = PromptSession(
         PROMPT,
-        history=Past(history_file()),
+        history=former_questions(),
         key_bindings=_bindings(),
         multiline=True,
         prompt_continuation=" " * len(PROMPT),
@@ -88,34 +83,13 @@ def wrong_bytes(text: str) -> bytes:
     return b""
 
 
-def history_file() -> Path:
-    """The file of former questions, as XDG says."""
-    return Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "llmc" / "chat-history"
-
-
-class Past(History):
-    """The last questions in a file, which its owner alone may read; none where it cannot be written."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def _lines(self) -> list[str]:
-        with suppress(OSError, ValueError):
-            return [line for line in read_text(self._path).splitlines() if line.startswith('"')]
-        return []
-
-    def load_history_strings(self) -> Iterator[str]:
-        """The questions, the last one first."""
-        for line in reversed(self._lines()):
-            with suppress(ValueError):
-                yield json.loads(line)
-
-    def store_string(self, string: str) -> None:
-        if len(string) > LONGEST or wrong_bytes(string):
-            return
-        lines = [*self._lines(), json.dumps(string)][-KEPT:]
-        with suppress(OSError):
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replace_file(self._path, ".chat-history-") as file:
-                file.write("".join(f"{line}\n" for line in lines).encode())
+def former_questions() -> History:
+    """The questions of former talks, in a file where XDG says; of this one only, where that cannot be written."""
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    path = Path(state) / "llmc" / "chat-history"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))  # its owner alone may read it
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)

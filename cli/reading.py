@@ -1,30 +1,14 @@
-"""Input of the command line: files that end, and stdin up to a bound."""
+"""Stdin, up to a bound."""
 
-import errno
-import stat
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from llmc.errors import UsageError
 
-MAX_FILE_BYTES = 64_000_000
 # Text has some 4 bytes per token, and no vocabulary has many tokens of more than 64. Tokenizing takes over a hundred
 # times the memory of the text, so that what can never fit is refused before.
 BYTES_PER_TOKEN = 64
 MIN_STDIN_BYTES = 1_000_000
-
-
-def read_text(path: Path) -> str:
-    """The UTF-8 text of a regular file: a pipe may have nobody at its other end, and a device no end."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    with path.open("rb") as file:
-        data = file.read(MAX_FILE_BYTES + 1)  # files of the kernel say that they have 0 bytes
-    if len(data) > MAX_FILE_BYTES:
-        raise OSError(errno.EFBIG, f"it has more than {MAX_FILE_BYTES // 10**6} MB", str(path))
-    return data.decode("utf-8")
 
 
 def at_terminal() -> bool:

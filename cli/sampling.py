@@ -10,12 +10,13 @@ import click
 
 from llmc.cli.answering import refuse_several, refuse_unseen
 from llmc.cli.options import ENGINE_NAMES, Command, SectionOption, flag
-from llmc.cli.reading import read_text
 from llmc.errors import UsageError, format_value
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import PARAMETERS, SAMPLED, SamplingParams
 from llmc.runtime.sampling.ranges import Parameter, Range
+from llmc.strict import read_bytes
 
+MAX_FILE_BYTES = 64_000_000
 COMMON = "Common parameters"
 SAMPLING_NAMES = frozenset(PARAMETERS)
 
@@ -65,9 +66,9 @@ def _text_or_file(text: str, is_content: bool, expected: str) -> str:
     if is_content:
         return text
     try:
-        return read_text(Path(text))
+        return read_bytes(Path(text), MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else error
         raise click.BadParameter(
             f"{text!r:.80} is neither {expected} nor a file that can be read ({reason})"
         ) from error

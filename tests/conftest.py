@@ -1,7 +1,9 @@
 """What holds for every test: no telemetry, no network, no chance. And what many of them need: a manifest, a model."""
 
+import json
 import os
 import platform
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +56,21 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 def tiny_checkpoint() -> Path:
     """The small model that comes with the repository."""
     return ROOT / "recipes" / "tiny" / "checkpoint"
+
+
+@pytest.fixture(scope="session")
+def one_layer(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model without its layers but the first, which is exported six times as fast."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("layer") / "checkpoint")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    save_file(kept, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,9 @@
 """Running the command line inside the test, as a user would see it."""
 
 import io
-import json
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from prompt_toolkit.application import create_app_session
@@ -47,14 +44,3 @@ def llmc(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Ran(int(stopped.value.code or 0), out, err)
 
     return run
-
-
-@pytest.fixture
-def exploding_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint whose tokenizer makes thousands of millions of characters of a snowman."""
-    folder = shutil.copytree(tiny_checkpoint, tmp_path / "in" / "exploding")
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    doubled = {"type": "Replace", "pattern": {"Regex": "\u2603"}, "content": "\u2603" * 100_000}
-    content["normalizer"] = {"type": "Sequence", "normalizers": [doubled] * 3}
-    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    return folder

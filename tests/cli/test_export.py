@@ -1,5 +1,7 @@
 """``llmc export``: one call with the same names, and a report for people or programs."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,21 @@ def test_report_shows_sizes_and_time_and_notes_go_to_stderr(llmc, calls: list[di
     assert ran.err == "note: repetition_penalty=1.1 was left out\n"
 
 
+@pytest.fixture
+def exploding_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint whose tokenizer makes thousands of millions of characters of a snowman."""
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "in" / "exploding")
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    doubled = {"type": "Replace", "pattern": {"Regex": "\u2603"}, "content": "\u2603\u2603"}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [doubled] * 36}
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
 def test_a_tokenizer_that_does_not_work_is_refused_before_any_work(
-    llmc, calls: list[dict[str, Any]], exploding_checkpoint: Path, tmp_path: Path
+    llmc, calls: list[dict[str, Any]], exploding_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("llmc.runtime.text.trial.TRIAL_BYTES", 1 << 29)  # which is full sooner
     ran = llmc("export", exploding_checkpoint, "-o", tmp_path / "out")
     assert (ran.code, calls) == (1, [])
     assert "the tokenizer or chat template does not work: tried in a process of its own" in ran.err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmc.cli.saved import parse_path, read_messages, target, write_messages
+from llmc.cli.saved import parse_path, read_messages, write_messages
 from llmc.errors import UsageError
 
 TALK = [
@@ -40,11 +40,10 @@ SAVED = {"format": "llmc-chat", "version": 1, "messages": TALK}
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
         (json.dumps({**SAVED, "format": "other"}), "is no saved conversation"),
-        (json.dumps({**SAVED, "version": 2}), "has version 2, expected 1"),
-        (json.dumps({**SAVED, "version": True}), "has version True, expected 1"),
+        (json.dumps({**SAVED, "version": 2}), "is no saved conversation"),
         ('"\\ud800"', "is no saved conversation"),
         (json.dumps({**SAVED, "messages": [{"role": "user", "content": "\ud800"}]}), "messages are not a list"),
         (json.dumps({**SAVED, "messages": [{"role": "user"}]}), "messages are not a list"),
@@ -63,5 +62,5 @@ def test_a_home_is_found_and_a_link_followed_to_its_end(tmp_path: Path, monkeypa
     assert parse_path("~/a talk", "/save") == tmp_path / "a talk"
     (tmp_path / "first").symlink_to("second")
     (tmp_path / "second").symlink_to("real")
-    assert target(tmp_path / "first") == tmp_path / "real"
-    assert target(Path("a") / ".." / "b") == Path("a") / ".." / "b"
+    write_messages(tmp_path / "first", "tiny", TALK)
+    assert (tmp_path / "first").is_symlink() and read_messages(tmp_path / "real") == TALK

@@ -11,14 +11,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
 # Of the random checkpoints one per family that a recipe is built on.
-CASE_OF_FAMILY = {
-    "phi3": "phi3-packed-window-fp16",
-    "gemma2": "gemma2-softcaps",
-    "gpt2": "gpt2-scale-by-layer",
-    "cohere2": "cohere2-window-rotated",
-    "granitemoehybrid": "granitemoehybrid-dense",
-    "hunyuan_v1_dense": "hunyuan-norm-after-rope",
-}
+CASE_OF_FAMILY = {"phi3": "phi3-packed-window-fp16", "gemma2": "gemma2-softcaps", "gpt2": "gpt2-scale-by-layer"}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmc.export import ExportReport, export
 from llmc.optimize.judge import evaluate
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -14,9 +15,14 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 @pytest.mark.slow
 def test_demo_streams_from_every_bundle_and_compares_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    one_layer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """With the small model, for tests ask no package index, and judged on little."""
+    """With a layer of the small model, for tests ask no package index, and judged on little."""
+
+    def export_one_layer(checkpoint: Path, output: Path, *, force: bool) -> ExportReport:
+        return export(one_layer, output, force=force)
+
+    monkeypatch.setattr("llmc.export.export", export_one_layer)
     monkeypatch.setattr(evaluate, "read_windows", partial(evaluate.read_windows, window=32, max_windows=2))
     monkeypatch.setattr("llmc.runtime.bench.benchmark.BYTES_PER_THREAD", 1 << 20)
     monkeypatch.chdir(tmp_path)
