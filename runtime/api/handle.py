@@ -177,6 +177,8 @@ class Handle:
         self._cancel()
         return True
 
+    close = cancel  # for contextlib.closing
+
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end.
 
