@@ -255,11 +255,11 @@ class Handle:
         return delta
 
     def _text(self, delta: Delta) -> str:
-        """What iterating gives of a piece."""
+        """The text that iterating gives for a piece."""
         return delta.text
 
     def _last_text(self) -> str:
-        """What iterating gives after the last piece."""
+        """The text that iterating gives after the last piece."""
         return ""
 
     def _single(self) -> None:

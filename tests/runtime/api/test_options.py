@@ -24,8 +24,8 @@ from llmc.runtime.api.options import Determinism, EngineOptions, check_level, in
         ({"prefix_cache_disk_bytes": None}, "prefix_cache_disk_bytes is None"),
         ({"sampling_threads": 0}, "sampling_threads is 0"),
         ({"determinism": "exact"}, "determinism is 'exact', expected 'fast' or 'batch' or 'strict'"),
-        ({"draft": 5}, "draft is 5, expected a path, or None"),
-        ({"draft": ""}, "draft is '', expected a path, or None"),
+        ({"draft": 5}, "draft is 5, expected a path, or null"),
+        ({"draft": ""}, "draft is '', expected a path, or null"),
         ({"prefix_cache_folder": b"x"}, "prefix_cache_folder is b'x'"),
         ({"prefix_cache_folder": "x", "prefix_cache_bytes": 0}, "prefixes pass through memory"),
         (
