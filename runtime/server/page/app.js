@@ -415,8 +415,13 @@ function confirm(question) {
 /** Open a dialog; true once it is left by its main button. */
 function asked(dialog) {
   openDialog(dialog);
+  const turn = dialog.dataset.turn = String(Number(dialog.dataset.turn ?? 0) + 1);
   return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "ok"), { once: true });
+    dialog.addEventListener("close", function closed() {
+      if (dialog.open && turn === dialog.dataset.turn) return; // the event of the time before, which came late
+      dialog.removeEventListener("close", closed);
+      resolve(turn === dialog.dataset.turn && dialog.returnValue === "ok");
+    });
   });
 }
 
