@@ -4,30 +4,29 @@ Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 """
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, suppress
 from datetime import datetime, timezone
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from starlette.responses import JSONResponse
 
-from llmc.errors import LlmcError
+from llmc.runtime import Handle, Model
 from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import Body
-from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError, from_llmc, name_parameters
-from llmc.runtime.server.http.streams import EventStream, encode_json, unless_gone
+from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
+from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Service, service_of, submit_promptly
+from llmc.runtime.server.models.service import Served, Service
 from llmc.runtime.server.openai.chat import ChatRequest, Tool, open_chat
 
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
-Served = Annotated[Service, Depends(service_of)]
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
 SPOKEN_VERSION = "0.12.6"
 # Options under other names than llmc's; what else is an option is one of llmc's parameters.
@@ -158,6 +157,13 @@ class OllamaChat(Asked):
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None
         return self.chat(service, conversation(self.messages), tools=tools)
 
+    def member(self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """A piece of the answer."""
+        more: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        if calls:
+            more["tool_calls"] = calls
+        return {"message": {"role": "assistant", "content": content, **more}}
+
 
 class OllamaPrompt(Asked):
     """The body of POST /api/generate."""
@@ -174,6 +180,10 @@ class OllamaPrompt(Asked):
         """The request in OpenAI's dialect."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return self.chat(service, [*system, {"role": "user", "content": self.prompt}])
+
+    def member(self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """A piece of the answer; no tools are given here, so nothing is called."""
+        return {"response": content, **({"thinking": thinking} if thinking else {})}
 
 
 def parse_model_name(service: Service, name: str) -> str:
@@ -217,16 +227,6 @@ def head_of(body: Asked) -> dict[str, Any]:
     return {"model": body.model, "created_at": now}
 
 
-def message_of(message: Message) -> dict[str, Any]:
-    """The assistant's message in Ollama's form."""
-    found: dict[str, Any] = {"role": "assistant", "content": message.content}
-    if message.reasoning is not None:
-        found["thinking"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = calls_of(message)
-    return found
-
-
 def calls_of(message: Message) -> list[dict[str, Any]]:
     """The calls of a message, their arguments as objects; one that the length cut off is left out."""
     found = []
@@ -255,42 +255,15 @@ def end_of(result: GenerationResult, reason: str) -> dict[str, Any]:
     }
 
 
-async def lines(pieces: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Objects as lines of JSON; an error is the last one."""
-    async with aclosing(pieces) as objects:  # type: ignore[type-var]
-        try:
-            async for one in objects:
-                yield encode_json(one).encode() + b"\n"
-        except (ApiError, LlmcError) as error:
-            refusal = error if isinstance(error, ApiError) else from_llmc(error)
-            yield encode_json({"error": refusal.message}).encode() + b"\n"
-
-
-async def chat_pieces(body: Asked, handle: ChatHandle, member: Any) -> AsyncIterator[dict[str, Any]]:
-    """An answer as it comes: text and thoughts, then the calls, and the end.
-
-    Args:
-        member: makes the members of a line from the text, the thoughts and the calls.
-    """
+async def make_lines(body: OllamaChat | OllamaPrompt, handle: ChatHandle) -> AsyncIterator[dict[str, Any]]:
+    """An answer as it comes: text and thoughts, then the calls, and the end."""
     async for delta in handle.deltas_async():
         if delta.content or delta.reasoning:
-            yield {**head_of(body), **member(delta.content, delta.reasoning, None), "done": False}
+            yield {**head_of(body), **body.member(delta.content, delta.reasoning), "done": False}
     result = await handle
-    [message] = result.messages
-    if message.tool_calls:
-        yield {**head_of(body), **member("", "", calls_of(message)), "done": False}
-    yield {**head_of(body), **member("", "", None), **end_of(result, message.finish_reason)}
-
-
-def chat_member(content: str, thinking: str, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """A line's message."""
-    more = {"thinking": thinking} if thinking else {}
-    return {"message": {"role": "assistant", "content": content, **more, **({"tool_calls": calls} if calls else {})}}
-
-
-def prompt_member(content: str, thinking: str, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """A line's piece of an answer to a prompt."""
-    return {"response": content, **({"thinking": thinking} if thinking else {})}
+    if result.message.tool_calls:
+        yield {**head_of(body), **body.member(calls=calls_of(result.message)), "done": False}
+    yield {**head_of(body), **body.member(), **end_of(result, result.message.finish_reason)}
 
 
 class Lines(EventStream):
@@ -299,7 +272,13 @@ class Lines(EventStream):
     media_type = "application/x-ndjson"
 
     def __init__(self, pieces: AsyncIterator[dict[str, Any]], held: AsyncExitStack) -> None:
-        super().__init__(lines(pieces), held, 0)
+        guarded = guard_pieces(pieces, encode_line, lambda error: encode_line({"error": error.message}))
+        super().__init__(guarded, held, 0)
+
+
+def encode_line(value: dict[str, Any]) -> bytes:
+    """A line of JSON."""
+    return encode_json(value).encode() + b"\n"
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -308,69 +287,59 @@ class Lines(EventStream):
 @router.post("/api/chat", response_model=None)
 async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Request, service: Served) -> Response:
     """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded."""
-    async with AsyncExitStack() as held:
-        if not body.messages:
-            return await load_model(body, service, held, chat_member)
-        asked = await aside(lambda: body.request(service))
-        _, handle = await open_chat(asked, held, service)
-        if body.stream:
-            return Lines(chat_pieces(body, handle, chat_member), held.pop_all())
-        result = await unless_gone(request, handle)
-        [message] = result.messages
-        answer = {**head_of(body), "message": message_of(message), **end_of(result, message.finish_reason)}
-        return JSONResponse(answer)
+    return await answer_chat(body, request, service, empty=not body.messages)
 
 
 @router.post("/api/generate", response_model=None)
 async def generate(
-    body: Annotated[OllamaPrompt, take_body(OllamaPrompt)],
-    request: Request,
-    service: Served,
+    body: Annotated[OllamaPrompt, take_body(OllamaPrompt)], request: Request, service: Served
 ) -> Response:
     """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false."""
+    if body.raw and body.prompt:
+        return await complete(body, request, service)
+    return await answer_chat(body, request, service, empty=not body.prompt)
+
+
+async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service: Service, *, empty: bool) -> Response:
+    """Answer through the chat template; what is empty asks for the model to be loaded, and no more."""
     async with AsyncExitStack() as held:
-        if not body.prompt:
-            return await load_model(body, service, held, prompt_member)
-        if body.raw:
-            return await complete(body, request, service, held)
+        if empty:
+            await held.enter_async_context(service.model(parse_model_name(service, body.model)))
+            return JSONResponse({**head_of(body), **body.member(), "done": True, "done_reason": "load"})
         asked = await aside(lambda: body.request(service))
         _, handle = await open_chat(asked, held, service)
         if body.stream:
-            return Lines(chat_pieces(body, handle, prompt_member), held.pop_all())
+            return Lines(make_lines(body, handle), held.pop_all())
         result = await unless_gone(request, handle)
-        [message] = result.messages
-        member = prompt_member(message.content, message.reasoning or "", None)
+        message = result.message
+        member = body.member(message.content, message.reasoning or "", calls_of(message))
         return JSONResponse({**head_of(body), **member, **end_of(result, message.finish_reason)})
 
 
-async def complete(body: OllamaPrompt, request: Request, service: Service, held: AsyncExitStack) -> Response:
+async def complete(body: OllamaPrompt, request: Request, service: Service) -> Response:
     """Answer a raw prompt."""
     for name in ("system", "format", "think"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is given beside raw, which leaves the template out; leave {name} out")
-    model = await held.enter_async_context(service.generator(parse_model_name(service, body.model)))
-    with name_parameters({"max_tokens": "options.num_predict"}):
-        arguments = service.bound_sampling(body.options.plain()) | {"parse_special": service.config.allow_special}
-        handle = await submit_promptly(partial(model.stream, body.prompt, **arguments))
-    held.callback(handle.cancel)
+    arguments = {"parse_special": service.config.allow_special, **service.bound_sampling(body.options.plain())}
 
-    async def pieces() -> AsyncIterator[dict[str, Any]]:
+    def make(model: Model) -> "partial[Handle]":
+        return partial(model.stream, body.prompt, **arguments)
+
+    async def lines(handle: Handle) -> AsyncIterator[dict[str, Any]]:
         async for delta in handle.events_async():
             if delta.text:
-                yield {**head_of(body), "response": delta.text, "done": False}
+                yield {**head_of(body), **body.member(delta.text), "done": False}
         result = await handle
-        yield {**head_of(body), "response": "", **end_of(result, result.finish_reason)}
+        yield {**head_of(body), **body.member(), **end_of(result, result.finish_reason)}
 
-    if body.stream:
-        return Lines(pieces(), held.pop_all())
-    result = await unless_gone(request, handle)
-    return JSONResponse({**head_of(body), "response": result.text, **end_of(result, result.finish_reason)})
-
-
-async def load_model(body: Asked, service: Service, held: AsyncExitStack, member: Any) -> Response:
-    """Load the model, which is what a request without a prompt asks for."""
-    await held.enter_async_context(service.model(parse_model_name(service, body.model)))
-    return JSONResponse({**head_of(body), **member("", "", None), "done": True, "done_reason": "load"})
+    async with AsyncExitStack() as held:
+        names = {"max_tokens": "options.num_predict"}
+        _, handle = await service.submit(held, parse_model_name(service, body.model), names, make)
+        if body.stream:
+            return Lines(lines(handle), held.pop_all())
+        result = await unless_gone(request, handle)
+        return JSONResponse({**head_of(body), **body.member(result.text), **end_of(result, result.finish_reason)})
 
 
 def card(service: Service, name: str) -> dict[str, Any]:

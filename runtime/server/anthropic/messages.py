@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -12,18 +12,18 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from typing_extensions import NotRequired, TypedDict
 
-from llmc.errors import ContextError, LlmcError
+from llmc.errors import ContextError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat, make_extra_member
-from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, from_llmc, name_parameters
+from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.streams import EventStream, event, unless_gone
+from llmc.runtime.server.http.streams import EventStream, event, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submit_promptly
-from llmc.runtime.server.openai.chat import EFFORTS, add_reasoning
+from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
+from llmc.runtime.server.openai.chat import EFFORTS, Function, add_variables, check_choice, count_thoughts
 
 # This dialect's names of llmc's parameters.
 NAMES = {
@@ -163,22 +163,13 @@ class SystemMessage(Body):
 AnyMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
-class Tool(Body):
+class Tool(Function):
     """A tool of the client; those that Anthropic's servers run are refused."""
 
     IGNORED = CACHED | {"allowed_callers", "eager_input_streaming"}
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    input_schema: dict[str, JsonValue]
-    strict: bool | None = None
+    parameters: Annotated[dict[str, JsonValue], Field(alias="input_schema")]
     defer_loading: Literal[False] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """The tool as templates and grammars read it."""
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        given = {**function, "strict": self.strict}
-        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 class AutoChoice(Body):
@@ -304,13 +295,13 @@ class Prompted(Body):
         Raises:
             UsageError: the chat template cannot do as ``thinking`` says.
         """
-        kind = None if self.thinking is None else self.thinking.type
-        thinks = None if kind in (None, "adaptive") else kind == "enabled"
-        if kind == "adaptive" and "enable_thinking" in model.chat_template.variables(False):
-            thinks = True
+        kind = self.thinking.type if self.thinking else None
+        if kind == "adaptive" and "enable_thinking" not in model.chat_template.variables(False):
+            kind = None
+        effort = "none" if kind == "disabled" else kind
         return {
             "tools": [tool.plain() for tool in self.tools] if self.tools else None,
-            "chat_template_kwargs": add_reasoning(model, None, thinks),
+            "chat_template_kwargs": add_variables(model, {}, effort, None, bool(self.tools)),
             "continue_final_message": self.is_prefilled,
         }
 
@@ -349,11 +340,10 @@ class MessageRequest(Sampled, Prompted):
         }
 
     def _tool_choice(self) -> str:
-        if self.tool_choice is None or self.tool_choice.type in ("auto", "none"):
-            return "none" if self.tool_choice is not None and self.tool_choice.type == "none" else "auto"
-        if not self.tools:
-            raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
-        return self.tool_choice.name if isinstance(self.tool_choice, NamedChoice) else "required"
+        if isinstance(self.tool_choice, NamedChoice):
+            return check_choice(self.tool_choice.name, self.tools)
+        kind = self.tool_choice.type if self.tool_choice else "auto"
+        return check_choice("required" if kind == "any" else kind, self.tools)
 
     def _budget(self) -> int | None:
         if isinstance(self.thinking, ThinkingOn):
@@ -423,13 +413,12 @@ class TokenCount(TypedDict):
 def usage_of(model: Model, result: ChatResult) -> Usage:
     """Tokens of a request. Those of thoughts are what their text has."""
     usage = result.usage
-    thoughts = result.message.reasoning
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": len(model.tokenizer.encode(thoughts, False)) if thoughts else 0},
+        "output_tokens_details": {"thinking_tokens": count_thoughts(model, result.message)},
         "server_tool_use": None,
     }
 
@@ -550,17 +539,6 @@ async def events_of(
     yield {"type": "message_stop"}
 
 
-async def guard_events(events: AsyncIterator[dict[str, Any]], request_id: str | None) -> AsyncIterator[bytes]:
-    """Events of this dialect, encoded; an error is the last one of them."""
-    async with aclosing(events) as pieces:  # type: ignore[type-var]
-        try:
-            async for piece in pieces:
-                yield event(piece, piece["type"])
-        except (ApiError, LlmcError) as error:
-            found = error if isinstance(error, ApiError) else from_llmc(error)
-            yield event(found.anthropic_body(request_id), "error")
-
-
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
@@ -570,7 +548,7 @@ def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, A
         return model.stream_chat(messages, **arguments)
     except ContextError:
         names = ("tools", "tool_format", "chat_template_kwargs", "continue_final_message", "parse_special")
-        shown = {name: arguments[name] for name in names}
+        shown = {name: arguments[name] for name in names if name in arguments}
         room = model.max_context - len(model.chat_tokens(messages, **shown))
         if not 0 < room < arguments["max_tokens"]:
             raise
@@ -581,13 +559,11 @@ async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Serv
     """Submit the request; model and request are held until ``held`` is closed."""
     note(user=body.metadata and body.metadata.user_id)
     messages, arguments = await aside(lambda: (body.plain(), service.bound_sampling(body.arguments())))
-    arguments |= {"parse_special": service.parses_special(body.parse_special)}
-    model = await held.enter_async_context(service.generator(body.model))
-    with name_parameters(NAMES):
-        arguments |= await aside(partial(body.make_arguments, model))
-        handle = await submit_promptly(partial(_submit, model, messages, arguments))
-    held.callback(handle.cancel)
-    return model, handle
+
+    def make(model: Model) -> "partial[ChatHandle]":
+        return partial(_submit, model, messages, {**arguments, **body.make_arguments(model)})
+
+    return await service.submit(held, body.model, NAMES, make)
 
 
 def _request_id(request: Request) -> tuple[str | None, dict[str, str]]:
@@ -600,14 +576,18 @@ def _request_id(request: Request) -> tuple[str | None, dict[str, str]]:
 async def messages(
     body: Annotated[MessageRequest, take_body(MessageRequest)],
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    service: Served,
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events, pings among them."""
     request_id, headers = _request_id(request)
     async with AsyncExitStack() as held:
         model, handle = await _submit_chat(body, held, service)
         if body.stream:
-            events = guard_events(events_of(body, service, model, handle), request_id)
+            events = guard_pieces(
+                events_of(body, service, model, handle),
+                lambda piece: event(piece, piece["type"]),
+                lambda error: event(error.anthropic_body(request_id), "error"),
+            )
             return EventStream(events, held.pop_all(), service.config.heartbeat_s, heartbeat=PING, headers=headers)
         result = await unless_gone(request, handle)
         usage = await run_in_threadpool(usage_of, model, result)
@@ -625,7 +605,7 @@ async def count_tokens(
     body: Annotated[Prompted, take_body(Prompted)],
     request: Request,
     response: Response,
-    service: Annotated[Service, Depends(service_of)],
+    service: Served,
 ) -> TokenCount:
     """The tokens of the prompt that such a conversation becomes."""
     response.headers.update(_request_id(request)[1])

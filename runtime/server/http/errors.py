@@ -123,12 +123,14 @@ def in_json(said: str) -> str:
     return "".join(parts)
 
 
-def from_llmc(error: LlmcError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
-    """The answer to a request that llmc could not serve.
+def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
+    """The answer to a request that llmc could not serve; an error that is one already stays as it is.
 
     Args:
         names: the dialect's own names of parameters, by llmc's; ``prompt`` is that of what the model reads.
     """
+    if isinstance(error, ApiError):
+        return error
     status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
     retry = RETRY_AFTER_S if status in (429, 503) else None
     said, param = in_json(str(error)), None

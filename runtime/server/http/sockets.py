@@ -38,8 +38,7 @@ async def converse(socket: WebSocket, read: Callable[[str], Awaitable[Any]], ope
                     async with AsyncExitStack() as held:
                         await _answer(socket, client, await opened(await read(asked), held))
                 except (ApiError, LlmcError) as error:
-                    found = error if isinstance(error, ApiError) else from_llmc(error)
-                    await socket.send_text(encode_json(found.body))
+                    await socket.send_text(encode_json(from_llmc(error).body))
 
 
 class _Client:

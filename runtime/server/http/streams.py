@@ -206,13 +206,21 @@ async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
         await asyncio.gather(waiting, gone, return_exceptions=True)
 
 
-async def guard_chunks(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
-    """Chunks of OpenAI's dialects as events, and an error as the last one of them, or ``[DONE]``."""
-    async with aclosing(events) as pieces:  # type: ignore[type-var]
+async def guard_pieces(
+    pieces: AsyncIterator[T], encode: Callable[[T], bytes], refuse: Callable[[ApiError], bytes], end: bytes = b""
+) -> AsyncIterator[bytes]:
+    """Pieces of an answer, encoded, and an error as the last one of them, or ``end``."""
+    async with aclosing(pieces) as guarded:  # type: ignore[type-var]
         try:
-            async for piece in pieces:
-                yield f"data: {piece}\n\n".encode()
+            async for piece in guarded:
+                yield encode(piece)
         except (ApiError, LlmcError) as error:
-            yield event((error if isinstance(error, ApiError) else from_llmc(error)).body)
+            yield refuse(from_llmc(error))
         else:
-            yield DONE
+            if end:
+                yield end
+
+
+def guard_chunks(chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
+    """Chunks of OpenAI's older dialects as events, and an error as the last one of them, or ``[DONE]``."""
+    return guard_pieces(chunks, lambda chunk: f"data: {chunk}\n\n".encode(), lambda error: event(error.body), end=DONE)

@@ -4,20 +4,21 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from anyio.lowlevel import RunVar
+from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from llmc.bundle import Manifest
 from llmc.errors import format_value
 from llmc.runtime import Handle, Model
 from llmc.runtime.server.http.accounts import allows_model, charge, check_model, prefix_scope, spend
-from llmc.runtime.server.http.aside import SHORT, room_beside
-from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.aside import SHORT, aside, room_beside
+from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.logs import watch
 from llmc.runtime.server.models.response_store import ResponseStore
 
@@ -149,9 +150,12 @@ class Service:
         """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes.
 
         Raises:
-            ApiError: 400, more new tokens, of all outputs to all prompts, than ``max_request_tokens``; 429, each prompt
-                is a request, and the key's rate has no room for them.
+            ApiError: 400, more new tokens, of all outputs to all prompts, than ``max_request_tokens``, or special
+                tokens that a text spells, where the server does not allow it; 429, each prompt is a request, and the
+                key's rate has no room for them.
         """
+        if sampling.get("parse_special") and not self.config.allow_special:
+            raise ApiError(400, "parse_special is true, which this server does not allow", param="parse_special")
         most, longest = self.config.max_request_tokens, self.config.request_deadline_s
         if most is not None:
             outputs = prompts * max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
@@ -171,25 +175,20 @@ class Service:
             spend(requests=prompts - 1)
         return {**sampling, "prefix_scope": prefix_scope()}
 
-    def check_retention(self, asked: str | None) -> None:
-        """Refuse to keep prefixes in memory alone where a folder keeps them, too.
+    async def submit(
+        self, held: AsyncExitStack, asked: str | None, names: Mapping[str, str], make: Callable[[Model], partial[H]]
+    ) -> tuple[Model, H]:
+        """The model asked for and a request submitted to it, which are held until ``held`` is closed.
 
-        Raises:
-            ApiError: 400, naming the parameter.
+        Args:
+            names: the dialect's own names of parameters; see :func:`llmc.runtime.server.http.errors.name_parameters`.
+            make: makes the call that submits the request.
         """
-        if asked is not None and self.config.prefix_cache_folder is not None:
-            said = f"prompt_cache_retention is {asked!r}, but this server keeps prefixes in a folder; leave it out"
-            raise ApiError(400, said, param="prompt_cache_retention")
-
-    def parses_special(self, asked: bool | None, default: bool = False) -> bool:
-        """True if special tokens that a client's text spells are to be special tokens.
-
-        Raises:
-            ApiError: the client asks for it, and this server does not allow it.
-        """
-        if asked and not self.config.allow_special:
-            raise ApiError(400, "parse_special is true, which this server does not allow", param="parse_special")
-        return default if asked is None else asked
+        model = await held.enter_async_context(self.generator(asked))
+        with name_parameters(names):
+            handle = await submit_promptly(await aside(partial(make, model)))
+        held.callback(handle.cancel)
+        return model, handle
 
 
 async def submit_promptly(submit: Callable[[], H]) -> H:
@@ -230,6 +229,9 @@ def service_at(connection: HTTPConnection) -> Service:
 async def service_of(connection: HTTPConnection) -> Service:
     """:func:`service_at` as the routes' dependency; FastAPI would call one that is not async in a thread."""
     return service_at(connection)
+
+
+Served = Annotated[Service, Depends(service_of)]
 
 
 def new_id(prefix: str) -> str:

@@ -1,11 +1,11 @@
 """OpenAI's chat completions: messages in, messages out, tools and reasoning included."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cache, partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Depends, Request, Response, WebSocket
+from fastapi import APIRouter, Request, Response, WebSocket
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
@@ -16,29 +16,26 @@ from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import (
     ANY,
     Body,
-    CacheKey,
     Logged,
-    Metadata,
-    Retention,
+    LogitBias,
     Sampled,
     StreamOptions,
     ToolFormat,
     Usage,
     Verbosity,
-    biases,
     check_stream,
     make_extra_member,
     make_last_members,
     make_unknown_usage,
     usage_of,
 )
-from llmc.runtime.server.http.errors import ApiError, name_parameters
+from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import Chunks, EventStream, encode_json, guard_chunks, make_answer, unless_gone
 from llmc.runtime.server.http.validation import read_json, take_body
-from llmc.runtime.server.models.service import Service, service_at, service_of, submit_promptly
+from llmc.runtime.server.models.service import Served, Service, plain_id, service_at
 from llmc.runtime.server.openai.logprobs import chat_logprobs
 
 router = APIRouter(tags=["OpenAI"])
@@ -127,15 +124,10 @@ class ChatMessage(Body):
         if self.content is None:
             found["content"] = self.refusal or ""
         if self.tool_call_id is not None:
-            found["tool_call_id"] = _convert_id(self.tool_call_id)
+            found["tool_call_id"] = plain_id(self.tool_call_id)
         if calls := found.pop("tool_calls", None):
-            found["tool_calls"] = [{**call, "id": _convert_id(call["id"])} for call in calls]
+            found["tool_calls"] = [{**call, "id": plain_id(call["id"])} for call in calls]
         return {**found, "role": "system" if self.role == "developer" else self.role}
-
-
-def _convert_id(given: str) -> str:
-    """The id of a call as the model's template has it, which may take no other than nine letters and digits."""
-    return given.removeprefix(CALL_ID)
 
 
 # Fields of messages of one role alone.
@@ -167,6 +159,10 @@ class Function(Body):
         None
     )
 
+    def plain(self) -> dict[str, Any]:
+        """The function as templates and grammars read it."""
+        return {"type": "function", "function": self.model_dump(exclude_none=True, include=set(Function.model_fields))}
+
 
 class Tool(Body):
     """A tool: functions are all there are."""
@@ -175,10 +171,6 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
-
-    def plain(self) -> dict[str, Any]:
-        """The tool as templates and grammars read it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
 
 
 class NamedFunction(Body):
@@ -247,28 +239,62 @@ class GrammarFormat(Body):
 ResponseFormat = TextFormat | ObjectFormat | SchemaFormat | GrammarFormat
 
 
-class ChatRequest(Sampled):
+Tags = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+
+
+class OpenAIChat(Sampled):
+    """The parameters that both of OpenAI's dialects of chats have."""
+
+    model: str | None = None
+    stop: str | list[str] | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    logit_bias: LogitBias = None
+    stream: bool | None = None
+    parallel_tool_calls: bool | None = None
+    tool_format: ToolFormat = None
+    metadata: Annotated[
+        Annotated[Tags, Field(max_length=16)] | None,
+        Field(description="up to 16 tags, for the log; echoed by responses"),
+    ] = None
+    # In a fleet it decides which replica a conversation goes to that none has begun with.
+    prompt_cache_key: Annotated[
+        str | None,
+        Field(description="requests with the same one go to the same replica of a fleet; echoed by responses"),
+    ] = None
+    prompt_cache_retention: Annotated[
+        Literal["in_memory"] | None,
+        Field(description="in_memory, where no folder keeps prefixes beyond the process"),
+    ] = None
+    safety_identifier: Logged = None
+    user: Logged = None
+
+    def admit(self, service: Service) -> None:
+        """Note who asks, for the log.
+
+        Raises:
+            ApiError: prefixes shall stay in memory alone, but a folder keeps them, too.
+        """
+        note(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata or None)
+        if self.prompt_cache_retention is not None and service.config.prefix_cache_folder is not None:
+            said = "prompt_cache_retention is 'in_memory', but this server keeps prefixes in a folder; leave it out"
+            raise ApiError(400, said, param="prompt_cache_retention")
+
+
+class ChatRequest(OpenAIChat):
     """The body of POST /v1/chat/completions."""
 
     IGNORED = frozenset({"prediction", "prompt_cache_options", "service_tier", "store"})
 
-    model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
     n: int | None = None
     best_of: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    logit_bias: dict[str, float] | None = None
     response_format: Annotated[ResponseFormat | None, Field(discriminator="type")] = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
-    parallel_tool_calls: bool | None = None
-    tool_format: ToolFormat = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     reasoning_budget: Annotated[int | None, Field(ge=0, description="tokens of thought; extension of llmc")] = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -279,12 +305,7 @@ class ChatRequest(Sampled):
     ] = None
     documents: list[dict[str, Any]] | None = None
     modalities: list[Literal["text"]] | None = None
-    metadata: Metadata = None
     verbosity: Verbosity = None
-    prompt_cache_key: CacheKey = None
-    prompt_cache_retention: Retention = None
-    safety_identifier: Logged = None
-    user: Logged = None
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
@@ -308,27 +329,21 @@ class ChatRequest(Sampled):
             n=self.n,
             best_of=self.best_of,
             logprobs=self._logprobs(),
-            logit_bias=biases(self.logit_bias),
+            logit_bias=self.logit_bias,
             **form(self.response_format),
         )
         budget = EFFORTS.get(self.reasoning_effort or "") if self.reasoning_budget is None else self.reasoning_budget
         return {
             **sampling,
-            "tools": [tool.plain() for tool in self._callable()] if self.tools else None,
+            "tools": self._tools(),
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tool_format": self.tool_format,
             "reasoning_budget": budget,
             "documents": self.documents,
-            "chat_template_kwargs": self.chat_template_kwargs,
             "continue_final_message": self.continue_final_message is True,
             "ignored": ignore,
         }
-
-    @property
-    def thinks(self) -> bool | None:
-        """True or False where the request asks for reasoning or for none, in OpenAI's words."""
-        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
     @property
     def names(self) -> dict[str, str]:
@@ -349,88 +364,105 @@ class ChatRequest(Sampled):
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def _callable(self) -> list[Tool]:
-        """The tools that the request allows to call."""
-        tools = self.tools or []
-        if not isinstance(self.tool_choice, AllowedChoice):
-            return tools
-        allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
-        if missing := sorted(allowed - {tool.function.name for tool in tools}):
-            said = f"tool_choice allows {missing[0][:64]!r}, which is none of the tools; give it, or leave it out"
-            raise ApiError(400, said, param="tool_choice")
-        return [tool for tool in tools if tool.function.name in allowed]
+    def _tools(self) -> list[dict[str, Any]] | None:
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, AllowedChoice):
+            allowed = [tool.function for tool in self.tool_choice.allowed_tools.tools]
+            functions = pick_allowed(functions, allowed, "tool_choice")
+        return [function.plain() for function in functions] or None
 
     def _tool_choice(self) -> str:
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
         if isinstance(self.tool_choice, NamedTool):
-            return self.tool_choice.function.name
+            return check_choice(self.tool_choice.function.name, self.tools)
         if isinstance(self.tool_choice, AllowedChoice):
-            return self.tool_choice.allowed_tools.mode
-        return self.tool_choice or "auto"
+            return check_choice(self.tool_choice.allowed_tools.mode, self.tools)
+        return check_choice(self.tool_choice or "auto", self.tools)
+
+    def make_variables(self, model: Model) -> dict[str, Any] | None:
+        """Variables of the chat template.
+
+        Raises:
+            UsageError: the template cannot do as the request says.
+            ApiError: parameters contradict each other.
+        """
+        given = dict(self.chat_template_kwargs or {})
+        if self.enable_thinking is not None:
+            _agree(given, "enable_thinking", self.enable_thinking, "enable_thinking")
+            given["enable_thinking"] = self.enable_thinking
+        if "enable_thinking" in given and "enable_thinking" not in model.chat_template.variables(bool(self.tools)):
+            if given.pop("enable_thinking") is False:
+                model.reasoning_variables(False)
+            ignore("enable_thinking")
+        return add_variables(model, given, self.reasoning_effort, self.verbosity, bool(self.tools))
 
 
-def read_thinking(body: ChatRequest) -> dict[str, Any] | None:
-    """The variables of the chat template that a request gives, ``enable_thinking`` among them."""
-    given = dict(body.chat_template_kwargs or {})
-    if body.enable_thinking is None:
-        return given or None
-    if given.get("enable_thinking", body.enable_thinking) != body.enable_thinking:
-        said = "chat_template_kwargs holds enable_thinking, which contradicts enable_thinking; leave one of them out"
-        raise ApiError(400, said, param="chat_template_kwargs")
-    return {**given, "enable_thinking": body.enable_thinking}
+F = TypeVar("F", bound=Function)
 
 
-def without_idle_switch(model: Model, variables: dict[str, Any] | None, tools: bool) -> dict[str, Any] | None:
-    """Variables of the chat template without a switch of thoughts that the template does not have."""
-    if variables is None or "enable_thinking" not in variables:
-        return variables
-    if "enable_thinking" in model.chat_template.variables(tools):
-        return variables
-    if variables["enable_thinking"] is False:
-        model.reasoning_variables(False)
-    ignore("enable_thinking")
-    return {name: value for name, value in variables.items() if name != "enable_thinking"}
-
-
-def add_reasoning(model: Model, variables: dict[str, Any] | None, thinks: bool | None) -> dict[str, Any] | None:
-    """Variables of the chat template: those given, and what asks it for reasoning, or for none.
+def pick_allowed(functions: Sequence[F], allowed: Sequence[NamedFunction], param: str) -> list[F]:
+    """Those of the functions that a request allows to call.
 
     Raises:
-        UsageError: the template has no choice.
-        ApiError: the given ones say the contrary.
+        ApiError: one of them is not there.
     """
-    if thinks is None:
-        return variables
-    found = {**model.reasoning_variables(thinks), **(variables or {})}
-    if "enable_thinking" in found and found["enable_thinking"] != thinks:
-        said = "chat_template_kwargs holds enable_thinking, which contradicts reasoning_effort; leave one of them out"
-        raise ApiError(400, said, param="chat_template_kwargs")
-    return found
+    names = {function.name for function in allowed}
+    if missing := sorted(names - {function.name for function in functions}):
+        said = f"{param} allows {missing[0][:64]!r}, which is none of the tools; give it, or leave it out"
+        raise ApiError(400, said, param=param)
+    return [function for function in functions if function.name in names]
 
 
-def add_verbosity(
-    model: Model, variables: dict[str, Any] | None, verbosity: Verbosity, tools: bool, name: str
+def check_choice(choice: str, tools: Sequence[Body] | None) -> str:
+    """The choice among tools, if there are some where it asks for a call.
+
+    Raises:
+        ApiError: there are none.
+    """
+    if choice not in ("none", "auto") and not tools:
+        raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
+    return choice
+
+
+def add_variables(
+    model: Model,
+    given: Mapping[str, Any],
+    effort: str | None,
+    verbosity: Verbosity,
+    tools: bool,
+    name: str = "verbosity",
 ) -> dict[str, Any] | None:
-    """Variables of the chat template: those given, and the length of answers, where the template shows it. What all
-    models do without being told is ``medium``.
+    """Variables of the chat template: those given, what asks it for reasoning or for none, and the length of answers,
+    where the template shows it. What all models do without being told is ``medium``.
 
     Args:
+        effort: in OpenAI's words, of which ``none`` asks for no reasoning.
         tools: whether the request has some, for which a template of its own may be there.
-        name: of the parameter.
+        name: of the parameter ``verbosity``.
+
+    Raises:
+        UsageError: the template has no choice whether to reason.
+        ApiError: the given ones say the contrary, or the template shows no length.
     """
-    if verbosity is None:
-        return variables
-    given = (variables or {}).get("verbosity", verbosity)
-    if given != verbosity:
-        said = f"chat_template_kwargs holds verbosity, which contradicts {name}; leave one of them out"
+    found = dict(given)
+    if effort is not None:
+        found = {**model.reasoning_variables(effort != "none"), **found}
+        _agree(found, "enable_thinking", effort != "none", "reasoning_effort")
+    if verbosity is not None:
+        _agree(found, "verbosity", verbosity, name)
+        if "verbosity" in model.chat_template.variables(tools):
+            found["verbosity"] = verbosity
+        elif verbosity != "medium":
+            said = (
+                f"{name} is {verbosity!r}, which the model's chat template does not show to the model; write it into "
+            )
+            raise ApiError(400, f"{said}a message", param=name)
+    return found or None
+
+
+def _agree(variables: Mapping[str, Any], name: str, value: Any, parameter: str) -> None:
+    if variables.get(name, value) != value:
+        said = f"chat_template_kwargs holds {name}, which contradicts {parameter}; leave one of them out"
         raise ApiError(400, said, param="chat_template_kwargs")
-    if "verbosity" in model.chat_template.variables(tools):
-        return {**(variables or {}), "verbosity": verbosity}
-    if verbosity != "medium":
-        said = f"{name} is {verbosity!r}, which the model's chat template does not show to the model; write it into "
-        raise ApiError(400, f"{said}a message", param=name)
-    return variables
 
 
 def form(wanted: ResponseFormat | None) -> dict[str, Any]:
@@ -489,6 +521,11 @@ def message_of(message: Message) -> dict[str, Any]:
     if message.tool_calls:
         found["tool_calls"] = [{**call.to_dict(), "id": CALL_ID + call.id} for call in message.tool_calls]
     return found
+
+
+def count_thoughts(model: Model, message: Message) -> int:
+    """The tokens of a message's thoughts, as their text has them."""
+    return len(model.tokenizer.encode(message.reasoning, False)) if message.reasoning else 0
 
 
 def head_of(kind: str, body: ChatRequest, service: Service) -> dict[str, Any]:
@@ -566,19 +603,14 @@ async def chunks(
 
 async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
     """Submit the request; model and request are held until ``held`` is closed."""
-    note(user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata or None)
-    service.check_retention(body.prompt_cache_retention)
-    arguments, messages = await aside(lambda: (service.bound_sampling(body.arguments()), conversation(body.messages)))
-    arguments |= {"parse_special": service.parses_special(body.parse_special)}
-    model = await held.enter_async_context(service.generator(body.model))
-    with name_parameters(body.names):
-        variables = without_idle_switch(model, read_thinking(body), bool(body.tools))
-        variables = add_reasoning(model, variables, body.thinks)
-        variables = add_verbosity(model, variables, body.verbosity, bool(body.tools), "verbosity")
-        arguments["chat_template_kwargs"] = variables
-        handle = await submit_promptly(partial(model.stream_chat, messages, **arguments))
-    held.callback(handle.cancel)
-    return model, handle
+    body.admit(service)
+    messages, arguments = await aside(lambda: (conversation(body.messages), service.bound_sampling(body.arguments())))
+
+    def make(model: Model) -> "partial[ChatHandle]":
+        variables = body.make_variables(model)
+        return partial(model.stream_chat, messages, chat_template_kwargs=variables, **arguments)
+
+    return await service.submit(held, body.model, body.names, make)
 
 
 async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[str]:
@@ -590,7 +622,7 @@ async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> 
 async def chat_completions(
     body: Annotated[ChatRequest, take_body(ChatRequest)],
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    service: Served,
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request, Response, WebSocket
+from fastapi import APIRouter, Request, Response, WebSocket
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
@@ -17,10 +17,10 @@ from llmc.runtime.server.http.aside import apart, aside
 from llmc.runtime.server.http.bodies import (
     ANY,
     Logged,
+    LogitBias,
     Sampled,
     StreamOptions,
     Usage,
-    biases,
     check_stream,
     make_extra_member,
     make_last_members,
@@ -32,7 +32,7 @@ from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import Chunks, EventStream, encode_json, guard_chunks, make_answer, unless_gone
 from llmc.runtime.server.http.validation import read_json, take_body
-from llmc.runtime.server.models.service import Service, service_at, service_of, submit_promptly
+from llmc.runtime.server.models.service import Served, Service, service_at, submit_promptly
 from llmc.runtime.server.openai.logprobs import completion_logprobs, text_offsets
 
 router = APIRouter(tags=["OpenAI"])
@@ -52,7 +52,7 @@ class CompletionRequest(Sampled):
     best_of: int | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: Annotated[bool | None, Field(description="BOS and its like around a text; on by default")] = (
@@ -93,7 +93,7 @@ class CompletionRequest(Sampled):
             best_of=self.best_of,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
-            logit_bias=biases(self.logit_bias),
+            logit_bias=self.logit_bias,
             add_special_tokens=self.add_special_tokens,
         )
 
@@ -225,8 +225,8 @@ async def _submit_prompts(
     """Submit a request for each prompt; model and requests are held until ``held`` is closed."""
     note(user=body.user)
     prompts = body.prompts()
-    arguments = service.bound_sampling(await aside(body.arguments), len(prompts))
-    arguments["parse_special"] = service.parses_special(body.parse_special, service.config.allow_special)
+    arguments = {"parse_special": service.config.allow_special}
+    arguments |= service.bound_sampling(await aside(body.arguments), len(prompts))
     model = await held.enter_async_context(service.generator(body.model))
     handles = []
     for prompt in prompts:
@@ -256,7 +256,7 @@ async def _results(body: CompletionRequest, handles: list[Handle]) -> list[Gener
 async def completions(
     body: Annotated[CompletionRequest, take_body(CompletionRequest)],
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    service: Served,
 ) -> Response:
     """Complete prompts. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 from pydantic import Field
 from starlette.responses import JSONResponse
@@ -22,7 +22,7 @@ from llmc.runtime.server.http.bodies import Body
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.streams import make_answer
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Service, new_id, service_of
+from llmc.runtime.server.models.service import Served, Service, new_id
 
 router = APIRouter(tags=["Embeddings"])
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
@@ -176,7 +176,7 @@ async def encode_texts(
 async def embeddings(
     body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)],
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    service: Served,
 ) -> Response:
     """Vectors of texts, of length one where the checkpoint normalises."""
     texts = body.texts()
@@ -206,7 +206,7 @@ async def embeddings(
 async def rerank(
     body: Annotated[RerankRequest, take_body(RerankRequest)],
     request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    service: Served,
 ) -> Response:
     """Documents in the order in which they answer a query.
 

@@ -29,22 +29,24 @@ def _make_speller(model: Model) -> Callable[[int], tuple[str, list[int]]]:
 
 def chat_logprobs(model: Model, logprobs: Logprobs | None) -> dict[str, Any] | None:
     """Of the tokens of a message; those before any processor, as everywhere in llmc."""
-    if logprobs is None:
-        return None
+    return None if logprobs is None else {"content": logprob_entries(model, logprobs), "refusal": None}
+
+
+def logprob_entries(model: Model, logprobs: Logprobs) -> list[dict[str, Any]]:
+    """The tokens of :func:`chat_logprobs`."""
     spelt = _make_speller(model)
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text, spelling = spelt(token)
         return {"token": text, "logprob": logprob, "bytes": spelling}
 
-    content = [
+    return [
         {
             **entry(found.token, found.logprob),
             "top_logprobs": [entry(token, logprob) for token, logprob in _with_chosen(found)],
         }
         for found in logprobs
     ]
-    return {"content": content, "refusal": None}
 
 
 def completion_logprobs(model: Model, logprobs: Logprobs | None, text: str, start: int = 0) -> dict[str, Any] | None:

@@ -149,7 +149,7 @@ def test_the_resolved_request_has_every_default_filled_in(client: openai.OpenAI)
         ({"suffix": "end"}, "suffix"),
         ({"max_tokens": "12"}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a"),
         ({"x_llmc": {"resolved": 1}}, "x_llmc.resolved"),
         ({"parse_special": True}, "parse_special"),
         ({"prompt": []}, "prompt"),
