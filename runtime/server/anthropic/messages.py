@@ -70,12 +70,6 @@ class ThinkingBlock(Body):
     signature: str = ""
 
 
-class Direct(Body):
-    """The model itself called the tool."""
-
-    type: Literal["direct"]
-
-
 class ToolUseBlock(Body):
     """A call of a tool in an earlier answer."""
 
@@ -84,7 +78,7 @@ class ToolUseBlock(Body):
     id: str
     name: str
     input: dict[str, JsonValue]
-    caller: Direct | None = None
+    caller: dict[Literal["type"], Literal["direct"]] | None = None
 
     def plain(self) -> dict[str, Any]:
         """The call as chat templates read it."""
@@ -365,12 +359,6 @@ def text_of(content: str | Sequence[TextBlock]) -> str:
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-class OutputTokens(TypedDict):
-    """Tokens of an answer, apart."""
-
-    thinking_tokens: int
-
-
 class Usage(TypedDict):
     """Tokens of a request; those that came from the prefix cache are not among ``input_tokens``."""
 
@@ -378,7 +366,7 @@ class Usage(TypedDict):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: OutputTokens | None
+    output_tokens_details: dict[str, int] | None
     server_tool_use: None
     cache_creation: NotRequired[None]
     inference_geo: NotRequired[None]

@@ -60,12 +60,7 @@ class RefusalPart(Body):
     """A piece of a message in which the assistant refused."""
 
     type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """The words of the assistant."""
-        return self.refusal
+    text: Annotated[str, Field(alias="refusal")]
 
 
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]

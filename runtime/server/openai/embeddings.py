@@ -107,10 +107,6 @@ class RerankRequest(Body):
     instruction: Instruction = None
     truncate: Truncate = False
 
-    def texts(self) -> list[str]:
-        """The documents' texts."""
-        return [given if isinstance(given, str) else given.text for given in self.documents]
-
 
 class Ranked(TypedDict):
     """A document's place in the order."""
@@ -134,13 +130,6 @@ def usage_of(rows: Rows) -> EncodingUsage:
     """Tokens of what was encoded."""
     tokens = sum(map(len, rows))
     return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-def vector_form(encoding_format: str | None) -> Callable[[NDArray[np.float32]], list[float] | str]:
-    """The form of a vector: numbers, or the base64 of little-endian float32."""
-    if encoding_format == "base64":
-        return lambda vector: base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return lambda vector: vector.tolist()
 
 
 async def encode_texts(
@@ -182,7 +171,7 @@ async def embeddings(
     texts = body.texts()
     service.check_work(body.model, "embeddings")
     async with service.model(body.model) as model:
-        encoder, form = model.encoder, vector_form(body.encoding_format)
+        encoder = model.encoder
         width = encoder.vector_width(body.dimensions)
         if isinstance(texts[0], str):
             tokenize = partial(encoder.text_tokens, texts, instruction=body.instruction, truncate=body.truncate)
@@ -193,10 +182,12 @@ async def embeddings(
     name = service.name(body.model)
 
     def made() -> dict[str, Any]:
-        data = [
-            {"object": "embedding", "index": index, "embedding": form(vector)}
-            for index, vector in enumerate(encoder.cut(vectors, width))
-        ]
+        found: Any = encoder.cut(vectors, width)
+        if body.encoding_format == "base64":  # of little-endian float32
+            found = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in found]
+        else:
+            found = found.tolist()
+        data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(found)]
         return {"object": "list", "data": data, "model": name, "usage": usage_of(rows)}
 
     return await make_answer(made, large=len(rows) * width > LARGE)
@@ -212,7 +203,7 @@ async def rerank(
 
     The scores are what the checkpoint makes of them: the higher the better, between 0 and 1 only where it says so.
     """
-    texts = body.texts()
+    texts = [given if isinstance(given, str) else given.text for given in body.documents]
     service.check_work(body.model, "scores")
     async with service.model(body.model) as model:
         pairs = partial(model.encoder.pair_tokens, instruction=body.instruction, truncate=body.truncate)

@@ -36,7 +36,7 @@ from llmc.runtime.server.openai.chat import (
     pick_allowed,
 )
 from llmc.runtime.server.openai.logprobs import logprob_entries
-from llmc.runtime.server.openai.response_events import Event, Output
+from llmc.runtime.server.openai.response_events import PREFIXES, Event, Output
 
 T = TypeVar("T")
 router = APIRouter(tags=["OpenAI"])
@@ -311,7 +311,6 @@ NAMES = {
     "reasoning": "reasoning.effort",
     "reasoning_budget": "reasoning.effort",
 }
-PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 LOGPROBS = "message.output_text.logprobs"
 # What a response says of its sampling.
 PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
@@ -369,26 +368,13 @@ def _text(content: str | Sequence[dict[str, Any]]) -> str:
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-class InputDetails(TypedDict):
-    """Tokens of the prompt, apart."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputDetails(TypedDict):
-    """Tokens of the output, apart."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(TypedDict):
     """Tokens of a request."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: dict[str, int]
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: dict[str, int]
     total_tokens: int
 
 
@@ -486,35 +472,10 @@ def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, 
     }
 
 
-def finish_response(
-    body: ResponseRequest, model: Model, head: dict[str, Any], output: Output, result: ChatResult
-) -> dict[str, Any]:
-    """The whole response."""
-    usage = result.usage
-    cut = result.message.finish_reason == "length"
-    return {
-        **head,
-        "completed_at": None if cut else int(time.time()),
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": output.items,
-        "usage": {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": count_thoughts(model, result.message)},
-            "total_tokens": usage.total_tokens,
-        },
-        **make_extra_member(body.x_llmc, model, result),
-    }
-
-
 class Turn:
-    """A request on its way: what it says, whose it is, and the conversation that it goes on with.
+    """A request of one client, and the conversation that it goes on with.
 
     Args:
-        body: what was asked.
-        service: the service.
         owner: the name of the key that asks.
 
     Raises:
@@ -524,25 +485,25 @@ class Turn:
     def __init__(self, body: ResponseRequest, service: Service, owner: str | None) -> None:
         if body.store and not service.responses.keeps:
             raise ApiError(400, "store is true, but this server keeps no responses; set it to false", param="store")
-        self.body, self._service, self._owner = body, service, owner
+        self._body, self._service, self._owner = body, service, owner
         self._items = body.items()
         before = service.responses.conversation(owner, body.previous_response_id)
-        self.messages = body.messages(before, self._items)
+        self._messages = body.messages(before, self._items)
         body.admit(service)
-        self.arguments = service.bound_sampling(body.arguments())
+        self._arguments = service.bound_sampling(body.arguments())
 
     async def submit(self, held: AsyncExitStack) -> tuple[Model, ChatHandle]:
         """Submit the request; model and request are held until ``held`` is closed."""
 
         def make(model: Model) -> "partial[ChatHandle]":
-            return partial(model.stream_chat, self.messages, **self.arguments, **self.body.make_arguments(model))
+            return partial(model.stream_chat, self._messages, **self._arguments, **self._body.make_arguments(model))
 
-        return await self._service.submit(held, self.body.model, NAMES, make)
+        return await self._service.submit(held, self._body.model, NAMES, make)
 
     async def events(self, model: Model, handle: ChatHandle) -> AsyncIterator[Event]:
         """The events of the answer; the last of them has the whole response."""
-        head = head_of(self.body, self._service, model)
-        output = Output(partial(logprob_entries, model) if self.body.wants_logprobs else None)
+        head = head_of(self._body, self._service, model)
+        output = Output(partial(logprob_entries, model) if self._body.wants_logprobs else None)
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": head}
         try:
@@ -560,16 +521,30 @@ class Turn:
             return
         for found in output.close("incomplete" if result.message.finish_reason == "length" else "completed"):
             yield found
-        response = await run_in_threadpool(self._finish_response, model, head, output, result)
+        response = await run_in_threadpool(self._finish, model, head, output, result)
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def _finish_response(
-        self, model: Model, head: dict[str, Any], output: Output, result: ChatResult
-    ) -> dict[str, Any]:
+    def _finish(self, model: Model, head: dict[str, Any], output: Output, result: ChatResult) -> dict[str, Any]:
         """The whole response, which is kept where it is to be."""
-        response = finish_response(self.body, model, head, output, result)
+        usage = result.usage
+        cut = result.message.finish_reason == "length"
+        response = {
+            **head,
+            "completed_at": None if cut else int(time.time()),
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output.items,
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": count_thoughts(model, result.message)},
+                "total_tokens": usage.total_tokens,
+            },
+            **make_extra_member(self._body.x_llmc, model, result),
+        }
         if response["store"]:
-            stored = make_stored(self.body.previous_response_id, self._items, response)
+            stored = make_stored(self._body.previous_response_id, self._items, response)
             self._service.responses.put(self._owner, response["id"], stored)
         return response
 
@@ -685,5 +660,6 @@ def page_of(items: list[Item], after: str | None, limit: int) -> dict[str, Any]:
         raise ApiError(400, f"after is {after[:80]!r}, which is no item of this response", param="after")
     start = 0 if after is None else names.index(after) + 1
     found = items[start : start + limit]
-    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": found, **ends, "has_more": start + limit < len(items)}
+    ends = names[start : start + limit] or [None]
+    more = start + limit < len(items)
+    return {"object": "list", "data": found, "first_id": ends[0], "last_id": ends[-1], "has_more": more}
