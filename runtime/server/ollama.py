@@ -19,12 +19,13 @@ from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.aside import aside
-from llmc.runtime.server.http.bodies import Body
+from llmc.runtime.server.http.bodies import ANY, Body
 from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service
 from llmc.runtime.server.openai.chat import ChatRequest, Tool, open_chat
+from llmc.runtime.server.openai.completions import CompletionRequest
 
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
@@ -67,8 +68,7 @@ class Options(Body):
         Raises:
             ApiError: a penalty shall look at the last tokens only.
         """
-        given = self.model_dump(exclude_none=True)
-        given.pop("mirostat", None)
+        given = self.model_dump(exclude_none=True, exclude={"mirostat"})
         last = given.pop("repeat_last_n", -1)
         if last == 0:
             given = {name: value for name, value in given.items() if name not in PENALTIES}
@@ -76,13 +76,7 @@ class Options(Body):
             said = f"options.repeat_last_n is {last}, but penalties look at all tokens; give -1, or leave it out"
             raise ApiError(400, said, param="options.repeat_last_n")
         if given.get("num_predict", 0) < 0:
-            del given["num_predict"]
-        if given.get("seed", 0) < 0:
-            del given["seed"]
-        if given.get("top_k", 0) < 0:
-            given["top_k"] = 0
-        if given.get("top_p") == 0:  # nothing but the most probable token
-            given = {**given, "top_p": 1.0, "temperature": 0.0}
+            given["num_predict"] = ANY
         return {OPTIONS.get(name, name): value for name, value in given.items()}
 
 
@@ -321,7 +315,8 @@ async def complete(body: OllamaPrompt, request: Request, service: Service) -> Re
     for name in ("system", "format", "think"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is given beside raw, which leaves the template out; leave {name} out")
-    arguments = {"parse_special": service.config.allow_special, **service.bound_sampling(body.options.plain())}
+    asked = CompletionRequest.model_validate({"prompt": body.prompt, "max_tokens": ANY, **body.options.plain()})
+    arguments = {"parse_special": service.config.allow_special, **service.bound_sampling(asked.arguments())}
 
     def make(model: Model) -> "partial[Handle]":
         return partial(model.stream, body.prompt, **arguments)

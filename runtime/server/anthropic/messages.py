@@ -4,7 +4,9 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from typing import Annotated, Any, Literal
+from itertools import groupby
+from operator import itemgetter
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Request, Response
 from pydantic import Field, JsonValue
@@ -100,6 +102,7 @@ class ToolResultBlock(Body):
         return {"role": "tool", "tool_call_id": plain_id(self.tool_use_id), "content": content}
 
 
+B = TypeVar("B", bound=Body)
 UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
@@ -112,12 +115,8 @@ class UserMessage(Body):
 
     def plain(self) -> Iterator[dict[str, Any]]:
         """The messages as chat templates read them: every result is one of its own."""
-        blocks = [self.content] if isinstance(self.content, str) else self.content
-        for block in blocks:
-            if isinstance(block, ToolResultBlock):
-                yield block.plain()
-            else:
-                yield {"role": "user", "content": block if isinstance(block, str) else block.text}
+        for block in blocks_in(self.content):
+            yield block.plain() if isinstance(block, ToolResultBlock) else {"role": "user", "content": block.text}
 
 
 class AssistantMessage(Body):
@@ -128,18 +127,13 @@ class AssistantMessage(Body):
 
     def plain(self) -> Iterator[dict[str, Any]]:
         """The message as chat templates read it."""
-        blocks = [] if isinstance(self.content, str) else self.content
-        thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-        calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+        blocks = blocks_in(self.content)
         texts = [block.text for block in blocks if isinstance(block, TextBlock)]
-        found: dict[str, Any] = {
-            "role": "assistant",
-            "content": self.content if isinstance(self.content, str) else "".join(texts),
-        }
-        if thoughts:
+        found: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
             found["reasoning_content"] = "".join(thoughts)
-        if calls:
-            found["tool_calls"] = [call.plain() for call in calls]
+        if calls := [block.plain() for block in blocks if isinstance(block, ToolUseBlock)]:
+            found["tool_calls"] = calls
         yield found
 
 
@@ -167,9 +161,9 @@ class Tool(Function):
 
 
 class AutoChoice(Body):
-    """The model decides whether it calls a tool (auto), or must call one (any)."""
+    """The model decides whether it calls a tool (auto), must call one (any), or calls none."""
 
-    type: Literal["auto", "any"]
+    type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
@@ -179,12 +173,6 @@ class NamedChoice(Body):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
-
-
-class NoChoice(Body):
-    """No tool is called."""
-
-    type: Literal["none"]
 
 
 Display = Annotated[Literal["summarized"] | None, Field(description="thoughts are given whole, not summed up")]
@@ -246,7 +234,7 @@ class Prompted(Body):
     messages: Annotated[list[AnyMessage], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice | None, Field(discriminator="type")] = None
+    tool_choice: Annotated[AutoChoice | NamedChoice | None, Field(discriminator="type")] = None
     thinking: Annotated[ThinkingOn | ThinkingOther | None, Field(discriminator="type")] = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
@@ -264,19 +252,19 @@ class Prompted(Body):
         """
         if self.is_prefilled:
             self._check_prefill(f"messages[{len(self.messages) - 1}]")
-        found = [{"role": "system", "content": text_of(self.system)}] if self.system else []
-        texts = [[message["content"]] for message in found]
-        for message in (plain for each in self.messages for plain in each.plain()):
-            if found and message["role"] == found[-1]["role"] == "user":
-                texts[-1].append(message["content"])
+        system = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        found: list[dict[str, Any]] = []
+        for role, turn in groupby(
+            [*system, *(plain for each in self.messages for plain in each.plain())], itemgetter("role")
+        ):
+            if role == "user":
+                found.append({"role": role, "content": "\n".join(message["content"] for message in turn)})
             else:
-                found.append(message)
-                texts.append([message["content"]])
-        return [{**message, "content": "\n".join(of)} for message, of in zip(found, texts, strict=True)]
+                found.extend(turn)
+        return found
 
     def _check_prefill(self, place: str) -> None:
-        content = self.messages[-1].content
-        if not isinstance(content, str) and (not content or not isinstance(content[-1], TextBlock)):
+        if not any(isinstance(block, TextBlock) for block in blocks_in(self.messages[-1].content)[-1:]):
             said = f"{place} is the assistant's and ends with no text; expected text for the answer to go on with"
             raise ApiError(400, said, param=place)
         if isinstance(self.thinking, ThinkingOn):
@@ -317,7 +305,7 @@ class MessageRequest(Sampled, Prompted):
         """
         wanted = self.output_config.format if self.output_config else None
         choice = self.tool_choice
-        parallel = isinstance(choice, NoChoice | None) or not choice.disable_parallel_tool_use
+        parallel = choice is None or not choice.disable_parallel_tool_use
         if not parallel and not self.tools:
             ignore("tool_choice.disable_parallel_tool_use")
         return {
@@ -351,9 +339,14 @@ class MessageRequest(Sampled, Prompted):
         return EFFORTS.get(self.output_config.effort or "")
 
 
+def blocks_in(content: str | Sequence[B]) -> Sequence[B | TextBlock]:
+    """The blocks of a message; a plain text is one."""
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+
+
 def text_of(content: str | Sequence[TextBlock]) -> str:
     """The text of blocks, a line for each."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+    return "\n".join(block.text for block in blocks_in(content))
 
 
 # ------------------------------------------------------------------------------------------------------------- answer

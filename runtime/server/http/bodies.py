@@ -85,6 +85,19 @@ LogitBias = (
 )
 
 
+def list_texts(name: str, given: Any, most: int) -> list[Any]:
+    """Texts, or their tokens, one by one.
+
+    Raises:
+        ApiError: there are none, or too many.
+    """
+    several = isinstance(given, list) and not (given and isinstance(given[0], int))
+    found = given if several else [given]
+    if not 1 <= len(found) <= most:
+        raise ApiError(400, f"{name} holds {len(found)} texts, expected 1 to {most}", param=name)
+    return found
+
+
 class StreamOptions(Body):
     """Settings of a stream."""
 

@@ -6,7 +6,7 @@ from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response, WebSocket
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import format_value
@@ -34,7 +34,7 @@ from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import Chunks, EventStream, encode_json, guard_chunks, make_answer, unless_gone
-from llmc.runtime.server.http.validation import read_json, take_body
+from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, plain_id, service_at
 from llmc.runtime.server.openai.logprobs import chat_logprobs
 
@@ -75,12 +75,15 @@ class CalledFunction(Body):
     arguments: Annotated[str, Field(description="JSON, as the model wrote it")]
 
 
+CallId = Annotated[str, AfterValidator(plain_id)]
+
+
 class Call(Body):
     """A call in a message of the assistant."""
 
     IGNORED = frozenset({"cache_control", "caller", "index", "provider_specific_fields"})
 
-    id: str
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -95,7 +98,7 @@ class ChatMessage(Body):
     content: str | Annotated[list[Part], Field(min_length=1)] | None = None
     name: Annotated[str | None, Field(description="for templates that show it, and ignored by others")] = None
     tool_calls: list[Call] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str | None, Field(description="another name of reasoning_content")] = None
     refusal: str | None = None
@@ -113,16 +116,13 @@ class ChatMessage(Body):
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"{where}.content is missing, expected text", param=f"{where}.content")
         _one(f"{where}.reasoning_content", self.reasoning_content, f"{where}.reasoning", self.reasoning)
+        content = self.content or self.refusal or ""
         found = self.model_dump(exclude_none=True, exclude={"refusal"})
-        if isinstance(self.content, list):
-            found["content"] = "".join(part.text for part in self.content)
-        if self.content is None:
-            found["content"] = self.refusal or ""
-        if self.tool_call_id is not None:
-            found["tool_call_id"] = plain_id(self.tool_call_id)
-        if calls := found.pop("tool_calls", None):
-            found["tool_calls"] = [{**call, "id": plain_id(call["id"])} for call in calls]
-        return {**found, "role": "system" if self.role == "developer" else self.role}
+        found["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
+        found["role"] = "system" if self.role == "developer" else self.role
+        if not self.tool_calls:
+            found.pop("tool_calls", None)
+        return found
 
 
 # Fields of messages of one role alone.
@@ -309,9 +309,6 @@ class ChatRequest(OpenAIChat):
             ApiError: parameters contradict each other, or one counts for nothing.
         """
         check_stream(self.stream, self.stream_options)
-        if self.tool_format is not None and not self.tools:
-            said = "tool_format is given without tools; leave it out, or give the tools"
-            raise ApiError(400, said, param="tool_format")
         if self.parallel_tool_calls is not None and not self.tools:
             ignore("parallel_tool_calls")
         if self.add_generation_prompt is (self.continue_final_message is True):
@@ -562,9 +559,7 @@ def _call_piece(call: Any) -> dict[str, Any]:
     return {"index": call.index, "id": CALL_ID + call.id, "type": "function", "function": function}
 
 
-async def chunks(
-    body: ChatRequest, service: Service, model: Model, handle: ChatHandle, outputs: int
-) -> AsyncIterator[str]:
+async def chunks(body: ChatRequest, service: Service, model: Model, handle: ChatHandle) -> AsyncIterator[str]:
     """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage if the client wants it."""
     head = head_of("chat.completion.chunk", body, service)
     chunk_of = Chunks(head | make_unknown_usage(body.stream_options))
@@ -579,7 +574,7 @@ async def chunks(
     def of_text(index: int) -> Callable[[str], str]:
         return chunk_of.of_texts(lambda text: members(index, {"content": text}))
 
-    for index in range(outputs):
+    for index in range(handle.outputs):
         yield chunk(index, {"role": "assistant", "content": ""})
     async for delta in handle.deltas_async():
         if delta.content and not (delta.reasoning or delta.tool_calls or delta.logprobs):
@@ -608,21 +603,18 @@ async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -
     return await service.submit(held, body.model, body.names, make)
 
 
-async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[str]:
-    model, handle = await open_chat(body, held, service)
-    return chunks(body, service, model, handle, handle.outputs)
+async def _open_chunks(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[str]:
+    return chunks(body, service, *await open_chat(body, held, service))
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion)
 async def chat_completions(
-    body: Annotated[ChatRequest, take_body(ChatRequest)],
-    request: Request,
-    service: Served,
+    body: Annotated[ChatRequest, take_body(ChatRequest)], request: Request, service: Served
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
         if body.stream:
-            events = guard_chunks(await _events(service, body, held))
+            events = guard_chunks(await _open_chunks(service, body, held))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handle = await open_chat(body, held, service)
         result = await unless_gone(request, handle)
@@ -632,4 +624,4 @@ async def chat_completions(
 @router.websocket("/v1/chat/completions")
 async def chat_socket(socket: WebSocket) -> None:
     """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, partial(read_json, ChatRequest), partial(_events, service_at(socket)))
+    await converse(socket, ChatRequest, partial(_open_chunks, service_at(socket)))

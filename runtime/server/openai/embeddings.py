@@ -18,7 +18,7 @@ from llmc.errors import DeadlineError, QueueFullError
 from llmc.runtime import Model
 from llmc.runtime.server.http.accounts import spend
 from llmc.runtime.server.http.aside import LARGE
-from llmc.runtime.server.http.bodies import Body
+from llmc.runtime.server.http.bodies import Body, list_texts
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.streams import make_answer
 from llmc.runtime.server.http.validation import take_body
@@ -56,11 +56,7 @@ class EmbeddingRequest(Body):
         Raises:
             ApiError: there are none, or too many; or tokens come with an instruction, which is text.
         """
-        given: Any = self.input
-        several = isinstance(given, list) and not (given and isinstance(given[0], int))
-        found = list(given) if several else [given]
-        if not 1 <= len(found) <= MOST_TEXTS:
-            raise ApiError(400, f"input holds {len(found)} texts, expected 1 to {MOST_TEXTS}", param="input")
+        found: list[Any] = list_texts("input", self.input, MOST_TEXTS)
         if self.instruction is not None and not isinstance(found[0], str):
             raise ApiError(400, "instruction stands before a text, but input holds tokens", param="instruction")
         return found

@@ -90,10 +90,11 @@ class Output:
 
 def _item(kind: str, call: ToolCallDelta | None) -> dict[str, Any]:
     """An item without its content."""
-    item: dict[str, Any] = {"id": new_id(PREFIXES[kind]), "type": kind, "status": "in_progress"}
+    item = {"id": new_id(PREFIXES[kind]), "type": kind, "status": "in_progress"}
     if call is not None:
         return item | {"call_id": f"call_{plain_id(call.id or '')}", "name": call.name, "arguments": ""}
-    return item | ({"summary": []} if kind == "reasoning" else {"role": "assistant"}) | {"content": []}
+    own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+    return {**item, **own, "content": []}
 
 
 def _part(kind: str) -> dict[str, Any]:

@@ -168,7 +168,6 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
         ({"tools": [{"type": "function", "function": {"name": "now"}}], "tool_choice": "none"}, "tools"),
         ({"documents": [{"text": "a"}]}, "documents"),
         ({"chat_template_kwargs": {"custom": 1}}, "chat_template_kwargs"),
-        ({"tool_format": "hermes"}, "tool_format"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ({"functions": [{"name": "add"}]}, "functions"),
