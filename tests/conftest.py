@@ -130,3 +130,22 @@ def tiny_bundle(tiny_export: Path) -> Path:
     from llmc.optimize.build import build
 
     return build(tiny_export, tiny_export.parent / "int8").output
+
+
+@pytest.fixture(scope="session")
+def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model that embeds (``embed``), and one that ranks (``rank``)."""
+    from doubles import encoders
+
+    from llmc.export import export
+    from llmc.optimize.build import build
+
+    folder = tmp_path_factory.mktemp("encoders")
+    checkpoints = {
+        "embed": encoders.write_embedder(folder / "embedder"),
+        "rank": encoders.write_reranker(folder / "reranker"),
+    }
+    return {
+        name: build(export(path, folder / f"{name}-export").output, folder / name, precision="fp32").output
+        for name, path in checkpoints.items()
+    }

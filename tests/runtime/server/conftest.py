@@ -7,7 +7,6 @@ import anthropic
 import httpx2 as httpx
 import openai
 import pytest
-from doubles import encoders
 from doubles.serving import retold, serving
 
 from llmc.runtime.server.config import ServerConfig
@@ -39,23 +38,6 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 def able_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model with a chat template that teaches calls and thoughts."""
     return retold(tiny_bundle, tmp_path_factory.mktemp("able") / "bundle")
-
-
-@pytest.fixture(scope="session")
-def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model that embeds, and one that ranks."""
-    from llmc.export import export
-    from llmc.optimize.build import build
-
-    folder = tmp_path_factory.mktemp("encoders")
-    checkpoints = {
-        "embed": encoders.write_embedder(folder / "embedder"),
-        "rank": encoders.write_reranker(folder / "reranker"),
-    }
-    return {
-        name: build(export(path, folder / f"{name}-export").output, folder / name, precision="fp32").output
-        for name, path in checkpoints.items()
-    }
 
 
 @pytest.fixture(scope="session")

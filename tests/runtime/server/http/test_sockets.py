@@ -8,7 +8,6 @@ from typing import Any
 from llmc.runtime.server.http.bodies import Body
 from llmc.runtime.server.http.sockets import converse
 
-
 ONE_TWO = ('{"text": "one"}', '{"text": "two"}')
 
 

@@ -125,7 +125,7 @@ def test_other_servers_spellings_are_read(http: httpx.Client):
         return dict(answer.json()["x_llmc"]["resolved"])
 
     assert resolved(top_p=0)["temperature"] == 0 and resolved(top_k=-1)["top_k"] == 0
-    assert resolved(max_tokens=-1)["max_tokens"] > 16 and resolved(seed=-1, temperature=1)["seed"] >= 0
+    assert resolved(max_tokens=-1, choice=["a"])["max_tokens"] > 16 and resolved(seed=-1, temperature=1)["seed"] >= 0
     assert (
         resolved(guided_regex="[0-9]")["regex"] == resolved(structured_outputs={"regex": "[0-9]"})["regex"] == "[0-9]"
     )
