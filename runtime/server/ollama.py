@@ -30,11 +30,8 @@ from llmc.runtime.server.openai.completions import CompletionRequest
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
 SPOKEN_VERSION = "0.12.6"
-# Options under other names than llmc's; what else is an option is one of llmc's parameters.
-OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-# Penalties, and the value with which each does nothing.
-PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-THINKING = {True: None, False: "none", "low": "low", "medium": "medium", "high": "high"}
+# Penalties by llmc's names, and the value with which each does nothing.
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class Options(Body):
@@ -49,18 +46,20 @@ class Options(Body):
         )
     )
 
-    num_predict: Annotated[int | None, Field(description="below 0: as many as there is room for")] = None
+    num_predict: Annotated[
+        int | None, Field(serialization_alias="max_tokens", description="below 0: as many as there is room for")
+    ] = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
+    repeat_penalty: Annotated[float | None, Field(serialization_alias="repetition_penalty")] = None
     repeat_last_n: Annotated[int | None, Field(description="0 or -1: penalties look at no token, or at all")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    mirostat: Literal[0] | None = None
+    mirostat: Annotated[Literal[0] | None, Field(exclude=True)] = None
 
     def plain(self) -> dict[str, Any]:
         """The parameters by llmc's names.
@@ -68,16 +67,16 @@ class Options(Body):
         Raises:
             ApiError: a penalty shall look at the last tokens only.
         """
-        given = self.model_dump(exclude_none=True, exclude={"mirostat"})
+        given = self.model_dump(exclude_none=True, by_alias=True)
         last = given.pop("repeat_last_n", -1)
         if last == 0:
             given = {name: value for name, value in given.items() if name not in PENALTIES}
         elif last > 0 and any(given.get(name, idle) != idle for name, idle in PENALTIES.items()):
             said = f"options.repeat_last_n is {last}, but penalties look at all tokens; give -1, or leave it out"
             raise ApiError(400, said, param="options.repeat_last_n")
-        if given.get("num_predict", 0) < 0:
-            given["num_predict"] = ANY
-        return {OPTIONS.get(name, name): value for name, value in given.items()}
+        if given.get("max_tokens", 0) < 0:
+            given["max_tokens"] = ANY
+        return given
 
 
 class CalledFunction(Body):
@@ -121,19 +120,15 @@ class Asked(Body):
 
     def chat(self, service: Service, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
         """The request in OpenAI's dialect."""
-        form: dict[str, Any] | None = None
-        if self.format:
-            schema = {"name": "format", "schema": self.format}
-            form = {"type": "json_object"} if self.format == "json" else {"type": "json_schema", "json_schema": schema}
-        effort = None if self.think is None else THINKING[self.think]
+        effort = "none" if self.think is False else self.think
         thinks = {"enable_thinking": True} if self.think is True else None
         return ChatRequest.model_validate(
             {
                 **self.options.plain(),
                 "model": parse_model_name(service, self.model),
                 "messages": messages,
-                "response_format": form,
-                "reasoning_effort": effort,
+                "json_schema": {"type": "object"} if self.format == "json" else self.format or None,
+                "reasoning_effort": None if effort is True else effort,
                 "chat_template_kwargs": thinks,
                 **more,
             }
@@ -193,16 +188,15 @@ def conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
         if message.role == "assistant":
             one["reasoning_content"] = message.thinking
         if message.tool_calls:
-            ids = [f"call_{number:05}{index:04}" for index in range(len(message.tool_calls))]
             one["tool_calls"] = [
                 {
-                    "id": name,
+                    "id": f"call_{number:05}{index:04}",
                     "type": "function",
                     "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
                 }
-                for name, call in zip(ids, message.tool_calls, strict=True)
+                for index, call in enumerate(message.tool_calls)
             ]
-            waiting = list(zip(ids, (call.function.name for call in message.tool_calls), strict=True))
+            waiting = [(call["id"], call["function"]["name"]) for call in one["tool_calls"]]
         if message.role == "tool":
             wanted = message.tool_name or message.name
             place = next((at for at, (_, name) in enumerate(waiting) if wanted in (None, name)), None)

@@ -547,20 +547,12 @@ async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Serv
     return await service.submit(held, body.model, NAMES, make)
 
 
-def _request_id(request: Request) -> tuple[str | None, dict[str, str]]:
-    """The request's id, and the header in which this dialect tells it."""
-    found: str | None = request.scope.get("state", {}).get("request_id")
-    return found, {"request-id": found} if found else {}
-
-
 @router.post("/v1/messages", response_model=MessageAnswer)
 async def messages(
-    body: Annotated[MessageRequest, take_body(MessageRequest)],
-    request: Request,
-    service: Served,
+    body: Annotated[MessageRequest, take_body(MessageRequest)], request: Request, service: Served
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events, pings among them."""
-    request_id, headers = _request_id(request)
+    request_id = request.scope.get("state", {}).get("request_id")
     async with AsyncExitStack() as held:
         model, handle = await _submit_chat(body, held, service)
         if body.stream:
@@ -569,7 +561,7 @@ async def messages(
                 lambda piece: event(piece, piece["type"]),
                 lambda error: event(error.anthropic_body(request_id), "error"),
             )
-            return EventStream(events, held.pop_all(), service.config.heartbeat_s, heartbeat=PING, headers=headers)
+            return EventStream(events, held.pop_all(), service.config.heartbeat_s, heartbeat=PING)
         result = await unless_gone(request, handle)
         usage = await run_in_threadpool(usage_of, model, result)
         answer = {
@@ -578,18 +570,12 @@ async def messages(
             **find_ending(body, result),
             **make_extra_member(body.x_llmc, model, result),
         }
-        return JSONResponse(answer, headers=headers)
+        return JSONResponse(answer)
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(
-    body: Annotated[Prompted, take_body(Prompted)],
-    request: Request,
-    response: Response,
-    service: Served,
-) -> TokenCount:
+async def count_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> TokenCount:
     """The tokens of the prompt that such a conversation becomes."""
-    response.headers.update(_request_id(request)[1])
     async with service.generator(body.model) as model:
         with name_parameters(NAMES):
             tokens = await service.tokenize_in_thread(

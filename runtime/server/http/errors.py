@@ -166,8 +166,7 @@ def response(scope: Mapping[str, Any], error: ApiError) -> JSONResponse:
         return JSONResponse({"error": error.message}, error.status, error.headers)
     if scope.get("path", "").startswith("/v1/messages"):
         request_id = scope.get("state", {}).get("request_id")
-        told = {"request-id": request_id} if request_id else {}
-        return JSONResponse(error.anthropic_body(request_id), error.status, {**told, **error.headers})
+        return JSONResponse(error.anthropic_body(request_id), error.status, error.headers)
     return JSONResponse(error.body, error.status, error.headers)
 
 

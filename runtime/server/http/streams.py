@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from json.encoder import encode_basestring
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -103,7 +102,6 @@ class EventStream(Response):
         held: what the events need, such as the model; closed after them.
         heartbeat_s: seconds; 0 sends no heartbeats.
         heartbeat: what is sent then.
-        headers: beside those of every stream.
     """
 
     media_type = "text/event-stream"
@@ -115,9 +113,8 @@ class EventStream(Response):
         heartbeat_s: float,
         *,
         heartbeat: bytes = HEARTBEAT,
-        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        super().__init__(headers={**HEADERS, **headers})
+        super().__init__(headers=HEADERS)
         del self.headers["content-length"]  # of an empty body
         self._events = events
         self._held = held

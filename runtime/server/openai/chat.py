@@ -127,10 +127,7 @@ class ChatMessage(Body):
 
 # Fields of messages of one role alone.
 OF_ROLES = {
-    "refusal": "assistant",
-    "tool_calls": "assistant",
-    "reasoning_content": "assistant",
-    "reasoning": "assistant",
+    **dict.fromkeys(("refusal", "tool_calls", "reasoning_content", "reasoning"), "assistant"),
     "tool_call_id": "tool",
 }
 
@@ -564,26 +561,23 @@ async def chunks(body: ChatRequest, service: Service, model: Model, handle: Chat
     head = head_of("chat.completion.chunk", body, service)
     chunk_of = Chunks(head | make_unknown_usage(body.stream_options))
 
-    def members(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    def choices(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
         return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}]}
-
-    def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
-        return chunk_of(**members(index, delta, **rest))
 
     @cache
     def of_text(index: int) -> Callable[[str], str]:
-        return chunk_of.of_texts(lambda text: members(index, {"content": text}))
+        return chunk_of.of_texts(lambda text: choices(index, {"content": text}))
 
     for index in range(handle.outputs):
-        yield chunk(index, {"role": "assistant", "content": ""})
+        yield chunk_of(**choices(index, {"role": "assistant", "content": ""}))
     async for delta in handle.deltas_async():
         if delta.content and not (delta.reasoning or delta.tool_calls or delta.logprobs):
             yield of_text(delta.index)(delta.content)
         elif (piece := piece_of(delta)) or delta.logprobs:
-            yield chunk(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None))
+            yield chunk_of(**choices(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None)))
     result = await handle
     for index, message in enumerate(result.messages):
-        yield chunk(index, {}, finish_reason=message.finish_reason)
+        yield chunk_of(**choices(index, {}, finish_reason=message.finish_reason))
     if asked := make_last_members(body, model, [result]):
         yield encode_json({**head, "choices": [], **asked})
 

@@ -241,9 +241,7 @@ async def _results(body: CompletionRequest, handles: list[Handle]) -> list[Gener
 
 @router.post("/v1/completions", response_model=Completion)
 async def completions(
-    body: Annotated[CompletionRequest, take_body(CompletionRequest)],
-    request: Request,
-    service: Served,
+    body: Annotated[CompletionRequest, take_body(CompletionRequest)], request: Request, service: Served
 ) -> Response:
     """Complete prompts. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
@@ -256,12 +254,8 @@ async def completions(
 
         def made() -> dict[str, Any]:
             choices = choices_of(model, body, results)
-            return {
-                **head,
-                "choices": choices,
-                "usage": usage_of(results),
-                **make_extra_member(body.x_llmc, model, results[0]),
-            }
+            told = make_extra_member(body.x_llmc, model, results[0])
+            return {**head, "choices": choices, "usage": usage_of(results), **told}
 
         return await make_answer(made, large=bool(body.echo) or body.logprobs is not None)
 

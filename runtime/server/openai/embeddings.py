@@ -159,9 +159,7 @@ async def encode_texts(
 
 @router.post("/v1/embeddings", response_model=Embeddings)
 async def embeddings(
-    body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)],
-    request: Request,
-    service: Served,
+    body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)], request: Request, service: Served
 ) -> Response:
     """Vectors of texts, of length one where the checkpoint normalises."""
     texts = body.texts()
@@ -191,9 +189,7 @@ async def embeddings(
 
 @router.post("/v1/rerank", response_model=Ranking)
 async def rerank(
-    body: Annotated[RerankRequest, take_body(RerankRequest)],
-    request: Request,
-    service: Served,
+    body: Annotated[RerankRequest, take_body(RerankRequest)], request: Request, service: Served
 ) -> Response:
     """Documents in the order in which they answer a query.
 

@@ -197,27 +197,24 @@ class Prompted(Body):
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
-    def items(self) -> list[Item]:
-        """The new items of the conversation, as they are kept.
-
-        Raises:
-            ApiError: nothing is.
-        """
-        if isinstance(self.input, str):
-            return [_name_item(MessageItem(role="user", content=self.input))]
-        if not self.input and self.previous_response_id is None:
-            raise ApiError(400, "input holds no items, expected one at least", param="input")
-        return [_name_item(item) for item in self.input]
-
-    def messages(self, before: Sequence[Item], items: Sequence[Item]) -> list[dict[str, Any]]:
-        """The conversation as chat templates read it.
+    def conversation(self, service: Service, owner: str | None) -> tuple[list[Item], list[dict[str, Any]]]:
+        """The new items of the conversation, as they are kept, and all messages as chat templates read them.
 
         Args:
-            before: items of the responses that it goes on from.
-            items: those of :meth:`items`.
+            owner: the name of the key that asks.
+
+        Raises:
+            ApiError: there are no items, or what they go on from is not stored.
         """
-        told_first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*told_first, *plain([*before, *items])]
+        if isinstance(self.input, str):
+            items = [_name_item(MessageItem(role="user", content=self.input))]
+        else:
+            items = [_name_item(item) for item in self.input]
+        if not items and self.previous_response_id is None:
+            raise ApiError(400, "input holds no items, expected one at least", param="input")
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        before = service.responses.conversation(owner, self.previous_response_id)
+        return items, [*system, *plain([*before, *items])]
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
@@ -486,9 +483,7 @@ class Turn:
         if body.store and not service.responses.keeps:
             raise ApiError(400, "store is true, but this server keeps no responses; set it to false", param="store")
         self._body, self._service, self._owner = body, service, owner
-        self._items = body.items()
-        before = service.responses.conversation(owner, body.previous_response_id)
-        self._messages = body.messages(before, self._items)
+        self._items, self._messages = body.conversation(service, owner)
         body.admit(service)
         self._arguments = service.bound_sampling(body.arguments())
 
@@ -608,11 +603,7 @@ async def responses(
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], owner: Owner, service: Served) -> InputTokens:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
-
-    def conversation() -> list[dict[str, Any]]:
-        return body.messages(service.responses.conversation(owner, body.previous_response_id), body.items())
-
-    messages = await aside_of_stored(body, conversation)
+    _, messages = await aside_of_stored(body, partial(body.conversation, service, owner))
     async with service.generator(body.model) as model:
         with name_parameters(NAMES):
             tokens = await service.tokenize_in_thread(
