@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime, timezone
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -38,12 +38,10 @@ class Options(Body):
     """Sampling parameters in Ollama's names."""
 
     # How Ollama's engine runs a model, and samplers that it has dropped.
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock"),
-            *("low_vram", "f16_kv", "vocab_only", "numa", "logits_all", "embedding_only"),
-            *("tfs_z", "penalize_newline", "mirostat_tau", "mirostat_eta"),
-        )
+    IGNORED = frozenset(
+        {"num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "low_vram"}
+        | {"f16_kv", "vocab_only", "numa", "logits_all", "embedding_only"}
+        | {"tfs_z", "penalize_newline", "mirostat_tau", "mirostat_eta"}
     )
 
     num_predict: Annotated[

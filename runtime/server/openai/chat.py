@@ -342,10 +342,8 @@ class ChatRequest(OpenAIChat):
             found["max_tokens"] = "max_completion_tokens"
         if self.reasoning_budget is None:
             found["reasoning_budget"] = "reasoning_effort"
-        if isinstance(self.response_format, SchemaFormat | ObjectFormat):
-            found["json_schema"] = "response_format"
-        if isinstance(self.response_format, GrammarFormat):
-            found["grammar"] = "response_format"
+        if self.response_format is not None:
+            found |= {"json_schema": "response_format", "grammar": "response_format"}
         return found
 
     def _logprobs(self) -> int | None:

@@ -215,7 +215,7 @@ async def _submit_prompts(
     handles = []
     for prompt in prompts:
         with name_parameters({"prompt": "prompt"}):
-            handle = await submit_promptly(partial(model.stream, prompt, **arguments))
+            handle = await submit_promptly(partial(model.stream, prompt, **arguments), service.compilers)
         held.callback(handle.cancel)
         handles.append(handle)
         if body.echo and body.logprobs is not None:

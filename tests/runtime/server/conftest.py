@@ -9,6 +9,7 @@ import openai
 import pytest
 from doubles.serving import retold, serving
 
+from llmc.runtime import Model, load
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import guard_app
 
@@ -32,6 +33,13 @@ def client(address: str) -> Iterator[openai.OpenAI]:
     """OpenAI's client, unmodified."""
     with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def model(tiny_bundle: Path) -> Iterator[Model]:
+    """The small model in this process, for what the service must answer."""
+    with load(tiny_bundle, threads=1, self_test=False) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="session")

@@ -2,25 +2,17 @@
 
 import json
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
 
-from llmc.runtime import Model, load
+from llmc.runtime import Model
 from llmc.runtime.server.openai import completions
 from llmc.runtime.server.openai.logprobs import text_offsets
 
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_bundle: Path) -> Iterator[Model]:
-    with load(tiny_bundle, threads=1, self_test=False) as loaded:
-        yield loaded
 
 
 def test_the_text_is_that_of_the_engine(client: openai.OpenAI, model: Model):
