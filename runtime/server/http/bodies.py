@@ -105,12 +105,6 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-def check_stream(stream: bool | None, options: Body | None) -> None:
-    """Settings of a stream that is none change nothing."""
-    if options is not None and not stream:
-        ignore("stream_options")
-
-
 class Wanted(Body):
     """Facts that the answer tells beside itself, under ``x_llmc``."""
 

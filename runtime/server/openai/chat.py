@@ -23,7 +23,6 @@ from llmc.runtime.server.http.bodies import (
     ToolFormat,
     Usage,
     Verbosity,
-    check_stream,
     make_extra_member,
     make_last_members,
     make_unknown_usage,
@@ -305,7 +304,8 @@ class ChatRequest(OpenAIChat):
         Raises:
             ApiError: parameters contradict each other, or one counts for nothing.
         """
-        check_stream(self.stream, self.stream_options)
+        if self.stream_options is not None and not self.stream:
+            ignore("stream_options")
         if self.parallel_tool_calls is not None and not self.tools:
             ignore("parallel_tool_calls")
         if self.add_generation_prompt is (self.continue_final_message is True):

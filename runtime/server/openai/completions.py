@@ -21,7 +21,6 @@ from llmc.runtime.server.http.bodies import (
     Sampled,
     StreamOptions,
     Usage,
-    check_stream,
     list_texts,
     make_extra_member,
     make_last_members,
@@ -29,6 +28,7 @@ from llmc.runtime.server.http.bodies import (
     usage_of,
 )
 from llmc.runtime.server.http.errors import ApiError, name_parameters
+from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import Chunks, EventStream, encode_json, guard_chunks, make_answer, unless_gone
@@ -80,7 +80,8 @@ class CompletionRequest(Sampled):
         Raises:
             ApiError: parameters contradict each other.
         """
-        check_stream(self.stream, self.stream_options)
+        if self.stream_options is not None and not self.stream:
+            ignore("stream_options")
         most = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(
             max_tokens=1 if self.is_prompt_alone else None if most == ANY else most,

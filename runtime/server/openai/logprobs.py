@@ -9,13 +9,6 @@ from llmc.runtime import Model
 Logprobs = Sequence[Any]  # of llmc.runtime.sampling.logprobs.TokenLogprobs
 
 
-def _with_chosen(found: Any) -> Sequence[tuple[int, float]]:
-    """The most probable tokens, where some are asked for, and the one that was chosen."""
-    if not found.top or any(token == found.token for token, _ in found.top):
-        return list(found.top)
-    return [*found.top, (found.token, found.logprob)]
-
-
 def _make_speller(model: Model) -> Callable[[int], tuple[str, list[int]]]:
     """Text and bytes of tokens, of which most are told of again and again."""
 
@@ -40,13 +33,12 @@ def logprob_entries(model: Model, logprobs: Logprobs) -> list[dict[str, Any]]:
         text, spelling = spelt(token)
         return {"token": text, "logprob": logprob, "bytes": spelling}
 
-    return [
-        {
-            **entry(found.token, found.logprob),
-            "top_logprobs": [entry(token, logprob) for token, logprob in _with_chosen(found)],
-        }
-        for found in logprobs
-    ]
+    def describe(found: Any) -> dict[str, Any]:
+        # The most probable tokens, where some are asked for, and the one that was chosen.
+        top = dict(found.top) | {found.token: found.logprob} if found.top else {}
+        return {**entry(found.token, found.logprob), "top_logprobs": [entry(*one) for one in top.items()]}
+
+    return [describe(found) for found in logprobs]
 
 
 def completion_logprobs(model: Model, logprobs: Logprobs | None, text: str, start: int = 0) -> dict[str, Any] | None:
