@@ -36,6 +36,7 @@ NAMES = {
     "reasoning_budget": "thinking.budget_tokens",
 }
 PING = event({"type": "ping"}, "ping")
+NO_ENDING = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))  # of what goes on
 FAILED = "Error: "  # before the result of a tool that failed, for templates have no other place to say so
 
 
@@ -415,7 +416,7 @@ def find_ending(body: MessageRequest, result: ChatResult) -> dict[str, Any]:
     else:
         stopped = result.stop_reason if isinstance(result.stop_reason, str) else None
         reason = "end_turn" if stopped is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": stopped, "stop_details": None, "container": None}
+    return {**NO_ENDING, "stop_reason": reason, "stop_sequence": stopped}
 
 
 def blocks_of(message: Message) -> list[dict[str, Any]]:
@@ -455,10 +456,7 @@ def head_of(body: MessageRequest, service: Service, usage: dict[str, Any]) -> di
         "role": "assistant",
         "model": service.name(body.model),
         "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "stop_details": None,
-        "container": None,
+        **NO_ENDING,
         "usage": {**usage, "cache_creation": None, "inference_geo": None, "service_tier": "standard"},
     }
 
