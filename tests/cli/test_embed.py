@@ -22,9 +22,7 @@ def test_documents_come_back_the_best_first(llmc, encoder_bundles):
 
 def test_other_verbs_know_such_a_bundle(llmc, encoder_bundles):
     embed, rank = encoder_bundles["embed"], encoder_bundles["rank"]
-    assert (
-        "an embedding of 64 values, of length one, from the last token" in llmc("inspect", embed).out
-    )
+    assert "an embedding of 64 values, of length one, from the last token" in llmc("inspect", embed).out
     assert "a score, made at the last token" in llmc("inspect", rank).out
     assert "golden texts" in llmc("verify", rank).out
     assert llmc("plan", embed).code == 0
