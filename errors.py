@@ -143,6 +143,10 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = 80
         self.maxtuple = self.maxlist = self.maxdict = 8
 
+    def repr_tuple(self, value: tuple[object, ...], level: int) -> str:
+        """As a list: clients of the service write JSON."""
+        return self.repr_list([*value], level)
+
     def repr_int(self, value: int, level: int) -> str:
         """Python refuses to write integers of more than 4,300 digits, and nobody reads hundreds."""
         digits = int(value.bit_length() * 0.30103) + 1

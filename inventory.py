@@ -247,12 +247,10 @@ class Geometry:
 
     @cached_property
     def linear(self) -> dict[str, Linear]:
-        """The linears by name."""
         return {linear.name: linear for linear in self.linears}
 
     @cached_property
     def attention(self) -> dict[str, Attention]:
-        """The attentions by name."""
         return {attention.name: attention for attention in self.attentions}
 
     @property
@@ -269,13 +267,11 @@ class Geometry:
         return list(found.values())
 
     def caches_of(self, layer: int) -> list[Cache]:
-        """The caches of a layer."""
         names = {attention.cache for attention in self.attentions if attention.layer == layer}
         return [cache for cache in self.caches if cache.name in names]
 
     @property
     def most_heads(self) -> int:
-        """The largest number of query heads of an attention."""
         return max((attention.heads for attention in self.attentions), default=0)
 
     @property

@@ -49,7 +49,6 @@ def find_own_file(folder: Path, name: str) -> Path | None:
 
 
 def _home(folder: Path) -> Path:
-    """The folder that the files of ``folder`` must lie in."""
     for inner in (folder, *folder.parents):
         if inner.parent.name == "snapshots" and inner.parent.parent.name.startswith("models--"):
             return inner.parent.parent

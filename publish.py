@@ -161,7 +161,6 @@ def refuse_bytes(path: Path) -> None:
 
 @contextmanager
 def _translate_errors(target: Path) -> Iterator[None]:
-    """Errors of writing to ``target``, in a sentence."""
     try:
         yield
     except OSError as error:

@@ -55,7 +55,6 @@ class DeviceMemory:
         }
 
     def total(self, positions: int, batch: int = 1) -> int:
-        """The sum of the parts."""
         return sum(self.parts(positions, batch).values())
 
 

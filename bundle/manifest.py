@@ -111,22 +111,18 @@ class Quality:
 
     @property
     def perplexity(self) -> float:
-        """The larger perplexity."""
         return max(phase.perplexity for phase in self.phases.values())
 
     @property
     def mean_kl(self) -> float | None:
-        """The larger mean KL."""
         return max((phase.mean_kl for phase in self.phases.values() if phase.mean_kl is not None), default=None)
 
     @property
     def p99_kl(self) -> float | None:
-        """The larger 99th percentile of KL."""
         return max((phase.p99_kl for phase in self.phases.values() if phase.p99_kl is not None), default=None)
 
     @property
     def top1_agreement(self) -> float | None:
-        """The smaller agreement."""
         known = (phase.top1_agreement for phase in self.phases.values())
         return min((agreement for agreement in known if agreement is not None), default=None)
 
@@ -332,7 +328,6 @@ class MemoryPlan:
         }
 
     def total(self, positions: int, batch: int = 1) -> int:
-        """The sum of the parts."""
         return sum(self.parts(positions, batch).values())
 
 

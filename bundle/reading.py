@@ -230,7 +230,6 @@ def read_export(folder: Path) -> ExportManifest:
 
 
 def _size(path: Path) -> int | None:
-    """Size of a regular file, None for anything else."""
     try:
         info = path.stat()
     except (OSError, ValueError):

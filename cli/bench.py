@@ -12,14 +12,7 @@ import click
 
 from llmc.bundle import read_bundle, verify_files
 from llmc.cli import output as show
-from llmc.cli.options import (
-    SectionCommand,
-    bundle_argument,
-    debug_option,
-    json_option,
-    threads_option,
-    verify_option,
-)
+from llmc.cli.options import SectionCommand, bundle_argument, debug_option, json_option, threads_option, verify_option
 
 if TYPE_CHECKING:
     from llmc.runtime.bench.benchmark import BenchmarkReport
@@ -43,12 +36,7 @@ class BenchCommand(SectionCommand):
 @bundle_argument
 @click.option("--prompt-length", type=int, default=128, help="Tokens of the prompt.")
 @click.option("--new-tokens", type=int, default=64, help="Tokens to generate.")
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=3,
-    help="Timed runs, after one that is not counted.",
-)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, help="Timed runs, after one that is not counted.")
 @threads_option
 @verify_option
 @json_option

@@ -80,7 +80,6 @@ def bench_serve_command(url: str, as_json: bool, api_key_env: str | None, extra_
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """The fields of a JSON object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -104,7 +103,6 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def name_of(point: Mapping[str, Any]) -> str:
-    """The rate or the concurrency of a test."""
     return f"rate {point['rate']:g}" if point["rate"] is not None else f"concurrency {point['concurrency']}"
 
 

@@ -61,13 +61,7 @@ ENGINE = ("compute_capabilities", "deferred")
 @json_option
 @debug_option
 def build_command(
-    source: Path,
-    output: Path | None,
-    search: bool,
-    rebuild: bool,
-    force: bool,
-    as_json: bool,
-    **choices: Any,
+    source: Path, output: Path | None, search: bool, rebuild: bool, force: bool, as_json: bool, **choices: Any
 ) -> None:
     """Build a bundle from SOURCE, an export, a Hugging Face checkpoint or a GGUF file, and verify it.
 
@@ -141,7 +135,6 @@ def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool
 
 
 def calibration_request(text: Path | None, samples: int | None, length: int | None) -> CalibrationRequest:
-    """The calibration of a build whose recipe asks for one."""
     from llmc.optimize.calibrate.request import CalibrationRequest
 
     def decoder(export: Path, device: str) -> Any:
@@ -185,7 +178,6 @@ def print_report(report: BuildReport) -> None:
 
 
 def print_trials(report: AutoReport) -> None:
-    """All that was tried, the fastest first, and what was kept."""
     from llmc.optimize.auto.search import NEW_TOKENS, PROMPT_TOKENS
 
     rows = [

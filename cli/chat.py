@@ -34,14 +34,7 @@ from llmc.cli.options import (
 )
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
 from llmc.cli.sampling import SAMPLING_NAMES, add_sampling_options, change_parameter
-from llmc.cli.saved import (
-    Message,
-    check_replaceable,
-    parse_path,
-    read_messages,
-    target,
-    write_messages,
-)
+from llmc.cli.saved import Message, check_replaceable, parse_path, read_messages, target, write_messages
 from llmc.errors import CancelledError, LlmcError, RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -91,12 +84,7 @@ def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bo
 
 
 def converse(
-    model: Model,
-    sampling: dict[str, Any],
-    *,
-    stats: bool = False,
-    system: str | None = None,
-    saved: Path | None = None,
+    model: Model, sampling: dict[str, Any], *, stats: bool = False, system: str | None = None, saved: Path | None = None
 ) -> None:
     """Talk until the end of input."""
     refuse_several(sampling)
@@ -244,12 +232,10 @@ class Conversation:
                 yield delta.content
 
     def system(self, text: str) -> None:
-        """Say ``text`` before everything else, in place of what was said there."""
         rest = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": text}, *rest] if text else rest
 
     def save(self, path: Path) -> None:
-        """Write the conversation."""
         path = target(path)
         check_replaceable(path)
         write_messages(path, self._model.manifest.source.name, self.messages)
@@ -262,7 +248,6 @@ class Conversation:
         click.echo(f"{len(self.messages)} messages loaded from {path}", err=True)
 
     def set(self, text: str) -> None:
-        """Change a parameter for the answers to come, or show those that are set."""
         name, _, value = text.partition(" ")
         if name:
             self._sampling = change_parameter(self._sampling, name.replace("-", "_"), value.strip())
@@ -275,7 +260,6 @@ class Conversation:
         self._last = None
 
     def stats(self, _: str) -> None:
-        """Print counts and times, on stderr."""
         if self._last is None:
             click.echo("no answer yet", err=True)
             return
@@ -287,7 +271,6 @@ class Conversation:
         click.echo(f"all answers: {', '.join(known)}", err=True)
 
     def help(self, _: str) -> None:
-        """List the commands."""
         click.echo("\n".join(f"{name:8} {what}" for name, what in COMMANDS.items()), err=True)
         click.echo(f"{'//...':8}        say a line that begins with a slash", err=True)
         click.echo("a line that ends with \\ goes on in the next one; Alt-Enter begins one, too", err=True)

@@ -40,7 +40,6 @@ def doctor_command(bundle: Path | None, as_json: bool) -> None:
 
 
 def machine_rows(diagnosis: Diagnosis) -> Rows:
-    """Processor, memory, driver, GPUs, libraries, Jetson."""
     machine, probe = diagnosis.machine, diagnosis.probe
     features = "".join(f", {feature}" for feature in machine.features)
     yield "machine", f"{probe.platform}, {machine.cpu}, {machine.threads} threads{features}"
@@ -57,7 +56,6 @@ def machine_rows(diagnosis: Diagnosis) -> Rows:
 
 
 def driver_words(driver: Driver, kernel_module: str | None) -> str:
-    """The driver in one line."""
     module = f"kernel module {kernel_module}" if kernel_module else "no kernel module"
     if driver.state == "missing":
         return f"none ({driver.problem}; {module})"
@@ -66,7 +64,6 @@ def driver_words(driver: Driver, kernel_module: str | None) -> str:
 
 
 def device_words(device: Device) -> str:
-    """A GPU in one line."""
     free = "" if device.free_memory is None else f", {show.size(device.free_memory)} free"
     shared = ", the machine's own" if device.integrated else ""
     memory = f"{show.size(device.total_memory)} memory{shared}{free}"
@@ -74,7 +71,6 @@ def device_words(device: Device) -> str:
 
 
 def library_words(library: Library) -> str:
-    """A library in one line."""
     if library.state != "ok":
         return "not installed" if library.state == "missing" else f"{library.state}: {library.problem}"
     cuda = f" for CUDA {library.cuda}" if library.cuda else ""
@@ -84,7 +80,6 @@ def library_words(library: Library) -> str:
 
 
 def verdict_rows(diagnosis: Diagnosis) -> Rows:
-    """Targets, and the bundle."""
     for name, outlook in diagnosis.targets.items():
         yield f"target {name}", outlook.state
         yield from (("", f"{issue.found}: {issue.remedy}") for issue in outlook.obstacles)

@@ -95,7 +95,6 @@ def check_layers(bundle: Path, reference: Path | None) -> None:
 
 
 def print_report(bundle: Path, quality: Quality, errors: tuple[LayerError, ...]) -> None:
-    """One row for each path, and one for each layer if they were measured."""
     show.print_rows([("bundle", str(bundle)), *show.quality_rows(quality)])
     if not errors:
         return

@@ -44,7 +44,6 @@ def inspect_command(path: Path, as_json: bool) -> None:
 
 
 def print_summary(summary: Summary) -> None:
-    """Geometry, sizes, memory, and what a bundle was built for."""
     source, device = summary.source, summary.device_memory
     apart = "" if summary.bundle else " (float32); see llmc plan"
     rows = [
@@ -63,18 +62,15 @@ def print_summary(summary: Summary) -> None:
 
 
 def disk_row(parts: Mapping[str, int]) -> str:
-    """All bytes of files, and what they are."""
     return f"{show.size(sum(parts.values()))} = {' + '.join(f'{show.size(n)} {part}' for part, n in parts.items())}"
 
 
 def memory_row(name: str, memory: Memory, note: str = "") -> tuple[str, str]:
-    """All of it, and what it is for."""
     parts = " + ".join(f"{show.size(count)} {part}" for part, count in memory.parts.items() if count)
     return f"{name} at {memory.context} tokens x {memory.batch}", f"{show.size(memory.total)} = {parts}{note}"
 
 
 def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
-    """The decoder's shape."""
     inner = by_layers([f"inner size {mlp.inner}" for mlp in geometry.mlps])
     shapes = [f"{it.heads} heads of {it.head_dim}, {it.kv_heads} for keys and values" for it in geometry.attentions]
     reach = [f"the last {it.window} positions" if it.window else "all positions" for it in geometry.attentions]
@@ -92,7 +88,6 @@ def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
 
 
 def result_of(encoder: Encoder) -> str:
-    """The result for a text, in words."""
     pooled = {"last": "the last token", "mean": "the mean of all tokens"}[encoder.pooling]
     if encoder.result == "scores":
         return f"a score, made at {pooled}"
@@ -106,7 +101,6 @@ def by_layers(values: Sequence[str]) -> str:
 
 
 def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    """Target, recipe, limits and quality."""
     target = manifest.target
     features = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
     return [
@@ -122,7 +116,6 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def limits_of(manifest: Manifest) -> str:
-    """The largest calls, in words."""
     limits = manifest.limits
     if manifest.geometry.encoder:
         return f"texts of {limits.max_context} tokens, short ones together in calls of {limits.prefill_chunk}"
@@ -137,7 +130,6 @@ def engine_of(target: Target) -> str:
 
 
 def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
-    """Rows for the calls that an engine takes, and the machines that it runs on."""
     gpus = f"{engine.platform}, compute capability {engine.gpus}"
     decode, prefill = engine.decode, engine.prefill
     return [

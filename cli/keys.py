@@ -21,7 +21,6 @@ class Interrupts:
         self.pressed = False
 
     def press(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGINT."""
         self.pressed = True
         if self.handle is not None:
             self.handle.cancel()

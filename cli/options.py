@@ -16,7 +16,6 @@ class NewPath(click.Path):
     """A path that need not exist, but has a name: without one it would be the folder that one is in."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path."""
         if not str(value):
             self.fail("'' is no path; name one, or leave the option out", param, ctx)
         return super().convert(value, param, ctx)
@@ -26,7 +25,6 @@ class BundlePath(click.Path):
     """A path where a bundle may be."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path."""
         path: Any = super().convert(value, param, ctx)
         try:
             if not path.is_dir():
@@ -40,7 +38,6 @@ class SourcePath(click.Path):
     """A folder, or a GGUF file, to build of or to look at."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path."""
         if said := explain_absent(Path(value)):
             raise UsageError(said)
         return super().convert(value, param, ctx)
@@ -133,7 +130,6 @@ PRECISIONS = {
 
 
 def flag(name: str) -> str:
-    """The flag of a parameter: top_p -> --top-p."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -184,7 +180,6 @@ class SectionCommand(click.Command):
                     formatter.write_dl(records)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it."""
         try:
             return super().invoke(ctx)
         except (UsageError, RequestError) as error:

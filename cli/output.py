@@ -27,7 +27,6 @@ def print_json(report: Any) -> None:
 
 
 def as_dict(report: Any) -> dict[str, Any]:
-    """The fields and the properties of a dataclass, by name."""
     members = {name: member for kind in reversed(type(report).__mro__) for name, member in vars(kind).items()}
     computed = [name for name, member in members.items() if isinstance(member, property)]
     return {name: getattr(report, name) for name in [*(f.name for f in dataclasses.fields(report)), *computed]}
@@ -50,7 +49,6 @@ def _plain(value: Any) -> Any:
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Print names and values in two columns."""
     print_table((), rows)
 
 

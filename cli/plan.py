@@ -89,7 +89,6 @@ def _ahead(
     unified: bool | None,
     **how: str | None,
 ) -> Ahead:
-    """The stages ahead of a bundle, which a device plans without what builds, or of what has this geometry."""
     from llmc.runtime.bench.stages import find_memories, hold, plan_bundle
 
     if geometry is not None:
@@ -110,7 +109,6 @@ def _ahead(
 
 
 def _estimate_rebuilding(manifest: Manifest, unified: bool) -> list[MemoryEstimate]:
-    """Making the engine that a bundle lacks; none where what builds is not installed."""
     if manifest.engine is None or manifest.engine.file:
         return []
     try:
@@ -183,7 +181,6 @@ def numbers(stage: Stage) -> dict[str, object]:
 
 
 def print_stages(ahead: Ahead) -> None:
-    """A table of parts for each stage, and what is available."""
     for stage in ahead.stages:
         plan, verdict = stage.plan, stage.verdict
         at = f" {plan.context} tokens x {plan.batch}" if plan.stage.startswith("run") else ""

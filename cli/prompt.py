@@ -112,7 +112,6 @@ class Past(History):
                 yield json.loads(line)
 
     def store_string(self, string: str) -> None:
-        """Add one, and forget the oldest beyond :data:`KEPT`."""
         if len(string) > LONGEST or wrong_bytes(string):
             return
         lines = [*self._lines(), json.dumps(string)][-KEPT:]

@@ -38,7 +38,6 @@ def stdin_limit(max_context: int) -> int:
 
 
 def read_stdin(limit: int) -> str:
-    """All of stdin, nothing where it is closed."""
     if sys.stdin is None:
         return ""
     return _text(sys.stdin.buffer.read(limit + 1), limit, "the prompt")

@@ -83,7 +83,6 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
 
 
 def read_prompt(prompt: str | None, bundle: Path) -> str:
-    """The prompt as given, or all of stdin."""
     if prompt is not None:
         return prompt
     if at_terminal():
@@ -105,7 +104,6 @@ def write(stream: Handle, as_json: bool, one: bool) -> None:
 
 
 def write_outputs(outputs: tuple[Output, ...]) -> None:
-    """One text, or each under a line that says which it is."""
     for place, output in enumerate(outputs, 1):
         if len(outputs) > 1:
             seed = "" if output.seed is None else f", seed {output.seed}"

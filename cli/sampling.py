@@ -27,7 +27,6 @@ _NUMBER = r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*"
 
 
 def integer(text: str) -> int:
-    """A whole number."""
     try:
         return int(text)
     except ValueError as error:
@@ -75,7 +74,6 @@ def _text_or_file(text: str, is_content: bool, expected: str) -> str:
 
 
 def one_of(choices: tuple[str | bool, ...]) -> Callable[[str], str | bool]:
-    """A reader of one of a few values, by its text in lower case."""
     values = {str(choice).lower(): choice for choice in choices}
 
     def read(text: str) -> str | bool:

@@ -30,7 +30,6 @@ def target(path: Path) -> Path:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to overwrite what no ``/save`` wrote."""
     if os.path.lexists(path):
         try:
             read_messages(path)

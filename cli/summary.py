@@ -28,7 +28,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(self.parts.values())
 
 
@@ -64,7 +63,6 @@ def summarize(path: Path) -> Summary:
 
 
 def kind_of(path: Path) -> str:
-    """Bundle, export or checkpoint."""
     if path.is_file():
         return "checkpoint"  # in a GGUF file, or what is none is refused when it is read
     kinds = {bundle.BUNDLE_MANIFEST: "bundle", bundle.EXPORT_MANIFEST: "export", CONFIG_FILE: "checkpoint"}

@@ -241,7 +241,6 @@ class DecoderConfig:
 
     @property
     def geometry(self) -> Geometry:
-        """The part that every later stage needs."""
         return Geometry(
             model_type=self.model_type,
             layers=len(self.layers),
@@ -263,7 +262,6 @@ FINAL_NORM = "model.norm"
 
 
 def encoder(config: DecoderConfig) -> Encoder | None:
-    """The end of an encoder, as later stages need it."""
     end = config.encoder
     if end is None:
         return None
@@ -272,7 +270,6 @@ def encoder(config: DecoderConfig) -> Encoder | None:
 
 
 def linears(config: DecoderConfig) -> tuple[Linear, ...]:
-    """Every linear in the order of the computation, the head last."""
     found = [linear for index, _ in enumerate(config.layers) for linear in _layer_linears(config, index)]
     if config.encoder is not None:
         return (*found, *_end_linears(config.encoder, config.hidden_size))
@@ -367,7 +364,6 @@ def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
 
 
 def mlps(config: DecoderConfig) -> tuple[Mlp, ...]:
-    """Every feed-forward part in the order of the layers."""
     return tuple(
         Mlp(f"{_path(index)}.mlp", index, layer.mlp.inner, layer.mlp.activation, layer.mlp.gated)
         for index, layer in enumerate(config.layers)
@@ -407,5 +403,4 @@ def list_packed_parameters(config: DecoderConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _path(index: int) -> str:
-    """Module path of a layer."""
     return f"model.layers.{index}"

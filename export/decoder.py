@@ -52,7 +52,6 @@ class DecoderLayer(nn.Module):
         return y, present
 
     def _normalize(self, name: str, x: Tensor) -> Tensor:
-        """``x`` through the norm of this name, as it is where there is none."""
         return self.get_submodule(name)(x) if name else x
 
 

@@ -194,7 +194,6 @@ def _shape_initializer(graph: ir.Graph, dims: Sequence[int | ir.SymbolicDim]) ->
 
 
 def _frequencies(config: DecoderConfig) -> dict[str, npt.NDArray[np.float32]]:
-    """Every computed weight by its name."""
     used = {layer.mixer.rope for layer in config.layers}
     return {
         f"rotary_emb.{i}.inv_freq": inverse_frequencies(rope) for i, rope in enumerate(config.ropes) if i in used
@@ -228,7 +227,6 @@ def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def _declare_initializer(graph: ir.Graph, name: str, tensors: Mapping[str, StoredTensor]) -> ir.Value | None:
-    """An initializer for one of ``tensors``, None where they have none of this name."""
     if name not in tensors:
         return None
     stored = tensors[name]
@@ -280,7 +278,6 @@ def _node_name(node: ir.Node) -> str:
 
 
 def _weight_behind(value: ir.Value | None) -> str | None:
-    """The initializer that ``value`` is, or is a Cast or Transpose of."""
     while value is not None and not value.is_initializer():
         node = value.producer()
         value = node.inputs[0] if node is not None and node.op_type in ("Cast", "Transpose") else None

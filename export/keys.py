@@ -162,14 +162,12 @@ class Keys:
         return tuple(map(float, value))
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
         value = self._get(name, default)
         if type(value) is not bool:
             raise self.error(name, value, "true or false")
         return value
 
     def choice(self, name: str, options: tuple[str, ...], default: str | None = None) -> str:
-        """One of ``options``."""
         value = self._get(name, default)
         if value not in options:
             raise self.error(name, value, f"one of {', '.join(options)}")
@@ -183,18 +181,15 @@ class Keys:
         return self.integer(name)
 
     def optional_number(self, name: str) -> float | None:
-        """As :meth:`number`, or None where the key is null or absent."""
         return None if self.raw(name) is None else self.number(name)
 
     def nullable_number(self, name: str, default: float) -> float:
-        """As :meth:`number`, or 0 for null."""
         if name in self._values and self._values[name] is None:
             self._read.add(name)
             return 0.0
         return self.number(name, default)
 
     def optional_integer(self, name: str) -> int | None:
-        """As :meth:`integer`, or None where the key is null or absent."""
         return None if self.raw(name) is None else self.integer(name)
 
     def inside(self, name: str) -> "Keys":
@@ -219,11 +214,9 @@ class Keys:
         self._values = {**self._values, name: None}
 
     def note(self, sentence: str) -> None:
-        """Keep a sentence for the manifest."""
         self.notes.append(f"{Path(self.where).name}: {sentence}")
 
     def finish(self) -> None:
-        """Refuse what nobody read."""
         for name, value in self._values.items():
             if value is None or name in self._read or name in IRRELEVANT:  # null means not set
                 continue
@@ -236,7 +229,6 @@ class Keys:
                 raise self.error(name, value, " or ".join(repr(neutral) for neutral in NEUTRAL[name]))
 
     def error(self, name: str, value: object, expected: str) -> CheckpointError:
-        """The error for a value that is not supported."""
         name = self._own_names.get(name, name)
         found = "is missing" if value is _MISSING else f"={value!r:.80} is unsupported"
         space = " " if value is _MISSING else ""

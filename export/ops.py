@@ -225,13 +225,7 @@ def functions() -> list[onnx.FunctionProto]:
 
 
 def cached_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: tuple[Tensor, Tensor],
-    past_lengths: Tensor,
-    inv_freq: Tensor,
-    knobs: Knobs,
+    q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor], past_lengths: Tensor, inv_freq: Tensor, knobs: Knobs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k, write k and v into the cache at ``past_lengths``, attend.
 

@@ -95,7 +95,6 @@ def read_decoder(
 
 
 def _rope_of(window: int, rotated: bool, ropes: tuple[Rope, ...]) -> int | None:
-    """Index of a layer's rope: the last is that of windowed layers, where there are two."""
     return (len(ropes) - 1 if window else 0) if rotated else None
 
 
@@ -129,7 +128,6 @@ def windows_by_pattern(keys: Keys, default: int) -> tuple[int, ...]:
 
 
 def token_ids(keys: Keys, name: str, vocab_size: int) -> tuple[int, ...]:
-    """One token id, a list of them or null, each inside the vocabulary."""
     value = keys.raw(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if len(ids) > MOST_TOKEN_IDS or any(type(token) is not int or not 0 <= token < vocab_size for token in ids):

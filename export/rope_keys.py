@@ -62,7 +62,6 @@ class _Reader:
     max_positions: int
 
     def read(self, keys: Keys | None, theta_key: str, default_theta: float) -> Rope:
-        """One rope, from its object if it has one and the config around it."""
         config, rules = self.config, self.rules
         theta = config.number(theta_key, default_theta)
         if keys is None:
@@ -97,7 +96,6 @@ class _Reader:
         return dim
 
     def _read_scaling(self, keys: Keys, kind: str, theta: float) -> dict[str, Any]:
-        """Parameters that a type of rope has besides its base."""
         if kind == "ntk_alpha":  # transformers reads none of the others either
             keys.skip("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
             return {"alpha": keys.number("alpha")}
@@ -153,7 +151,6 @@ class _Reader:
 def _read_rising(
     keys: Keys, low: str, high: str, default_low: float | None = None, default_high: float | None = None
 ) -> dict[str, float]:
-    """Two numbers, the second above the first."""
     found = {low: keys.number(low, default_low), high: keys.number(high, default_high)}
     if found[high] <= found[low]:
         raise keys.error(high, found[high], f"more than {low}={found[low]}")

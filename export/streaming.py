@@ -56,7 +56,6 @@ class StreamedDecoder:
         return vectors + self.rows(f"{POSITIONS}.weight", 0, ids.shape[1]) if self.config.learned_positions else vectors
 
     def layer(self, index: int) -> DecoderLayer:
-        """Decoder layer ``index`` with its weights."""
         layer = DecoderLayer(self.config, index)
         self._fill(layer, f"model.layers.{index}.")
         return layer
@@ -70,7 +69,6 @@ class StreamedDecoder:
         return out, keys, values
 
     def norm(self) -> Norm:
-        """The norm before the head."""
         norm = Norm(self.geometry.hidden_size, self.config.norm)
         self._fill(norm, "model.norm.")
         return norm
@@ -97,7 +95,6 @@ class StreamedDecoder:
         return values
 
     def _dequantize_rows(self, name: str, start: int, stop: int | None) -> Tensor:
-        """Rows of a matrix that is stored as integers, see :mod:`llmc.export.sources.codes`."""
         steps, scales = self._values(name, start, stop).float(), self.rows(f"{name}.scales", start, stop)
         block = steps.shape[1] // scales.shape[1]
         if (zeros := f"{name}.zero_points") in self._stored:  # rows of 4 bits may begin within a byte: take them all
@@ -107,7 +104,6 @@ class StreamedDecoder:
         return steps[:, self._values(order).long()] if order in self._stored else steps
 
     def _values(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows of a stored tensor, in its own type; integers of 4 bits as int8."""
         path, tensor = self._stored[name]
         stop = tensor.shape[0] if stop is None else min(stop, tensor.shape[0])
         row = tensor.length // tensor.shape[0]

@@ -17,7 +17,6 @@ from llmc.publish import link, stage_folder
 
 
 def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable[[str], None]) -> ExportReport:
-    """See :func:`llmc.export.export`."""
     progress("reading the checkpoint")
     source = read_checkpoint(checkpoint)
     with stage_folder(output, force=force) as staging:

@@ -44,7 +44,6 @@ class BuildReport:
 
     @property
     def size(self) -> int:
-        """Bytes of all files of the bundle."""
         return sum(entry.size for entry in self.manifest.files.values())
 
 
@@ -111,7 +110,6 @@ def build(
 
 
 def _check_memory(order: Order, memory: int | None) -> None:
-    """Refuse a build whose plan is beyond ``memory``."""
     calibration, geometry = order.calibration, order.export.geometry
     if calibration is not None and calibration.asked is not None:
         check_windows(calibration, geometry.max_positions)
@@ -135,7 +133,6 @@ def _check_support(order: Order) -> None:
 
 
 def _fill(order: Order, folder: Path) -> Manifest:
-    """Fill the staging folder, and return the manifest that was written into it last."""
     copy_tokenizer(order.source, folder)
     weights, used = calibrate_weights(order.source, order.export, order.recipe, order.calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))

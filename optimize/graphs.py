@@ -18,7 +18,6 @@ from llmc.optimize.weights.store import Calibrated
 
 
 def build_graphs(order: Order, folder: Path, calibrated: Calibrated) -> tuple[dict[str, Graph], EngineConfig | None]:
-    """The graphs by phase, and the engine where the target makes one."""
     graphs = compile_graphs(order, folder, calibrated)
     if order.engine is None:
         return graphs, None

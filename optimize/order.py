@@ -39,7 +39,6 @@ class Order:
 
     @property
     def passes(self) -> str:
-        """The name of the list of passes."""
         return f"{self.target.name}-encoder" if self.export.geometry.encoder else self.target.name
 
     @property
@@ -57,7 +56,6 @@ class Order:
 
     @property
     def minimum(self) -> str:
-        """The oldest engine that the graphs run on."""
         cache = self.target.caches[self.recipe.cache]
         return max(cache, self.target.ragged_rows, key=version) if self.ragged_rows else cache
 

@@ -69,7 +69,6 @@ def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progre
 
 
 def _list_kept(manifest: Manifest) -> dict[str, FileEntry]:
-    """Files that a rebuilt bundle takes over: all but the engine's."""
     return {name: entry for name, entry in manifest.files.items() if name not in manifest.engine_files()}
 
 
@@ -118,11 +117,7 @@ def _rebuild_engine(source: Path, manifest: Manifest, old: EngineConfig, folder:
 
 
 def _as_asked(old: EngineConfig) -> EngineRequest:
-    """A request for an engine like the old one, but for its GPUs."""
-    return EngineRequest(
-        workspace=old.workspace,
-        optimization_level=old.optimization_level,
-    )
+    return EngineRequest(workspace=old.workspace, optimization_level=old.optimization_level)
 
 
 def _replay(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> str | None:
@@ -155,6 +150,5 @@ def _for_same_gpus(spec: EngineSpec, old: EngineConfig) -> EngineSpec:
 
 
 def _check_memory(source: Path, manifest: Manifest) -> None:
-    """Refuse to build what does not fit in the machine's memory."""
     plan = plan_rebuild(manifest)
     plan.check(source, usable_memory(plan.parts["engine"]))

@@ -73,7 +73,6 @@ def choose() -> Demo:
 
 
 def main() -> None:
-    """Run every step, and say which command would do the same."""
     demo = choose()
     started = time.perf_counter()  # the download apart
     step("export", f"llmc export {os.path.relpath(demo.checkpoint)} -o {FOLDER}/export")

@@ -55,7 +55,6 @@ OUTPUT = 20_000  # characters of what a process said that are kept
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run, or print; 1 if a bundle failed."""
     asked = parse(arguments)
     if asked.child:
         print(json.dumps(check(asked.child, asked.work, asked.exports)))
@@ -74,7 +73,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments; a mistake exits with 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", help="patterns of bundles to run, done or not; default: all not done")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the JSON file (gpu_check.json)")
@@ -192,20 +190,17 @@ def distance(found: NDArray[Any], wanted: NDArray[Any]) -> float:
 
 
 def machine() -> str:
-    """The words of ``llmc doctor``."""
     doctor = [sys.executable, "-m", "llmc.cli", "doctor"]
     return subprocess.run(doctor, capture_output=True, text=True, check=False).stdout
 
 
 def write(document: dict[str, Any], path: Path) -> None:
-    """Write the file in one piece."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """The machine, and a row for each bundle."""
     head = ["bundle", "state", "MB", "prefill (tok/s)", "decode (tok/s)"]
     rows = [head, ["---"] * len(head)]
     for name, found in document["bundles"].items():

@@ -65,13 +65,11 @@ class TextEncoder:
     def embed(
         self, texts: Sequence[str], *, dimensions: int | None, instruction: str | None, truncate: bool
     ) -> Vectors:
-        """See :meth:`llmc.runtime.Model.embed`."""
         self._check("embeddings", "embed")
         width = self.vector_width(dimensions)
         return self.cut(self.encode(self.text_tokens(texts, instruction=instruction, truncate=truncate)), width)
 
     def rank(self, query: str, documents: Sequence[str], *, instruction: str | None, truncate: bool) -> Vectors:
-        """See :meth:`llmc.runtime.Model.rank`."""
         self._check("scores", "rank")
         return self.encode(self.pair_tokens(query, documents, instruction=instruction, truncate=truncate))[:, 0]
 
@@ -132,7 +130,6 @@ class TextEncoder:
         return found
 
     def _groups(self, rows: Sequence[Tokens]) -> Iterator[list[int]]:
-        """Places of sequences that go together, the longest first."""
         order = sorted(range(len(rows)), key=lambda place: -len(rows[place]))
         while order:
             count = max(1, self._call_tokens // len(rows[order[0]]))
@@ -146,14 +143,12 @@ class TextEncoder:
             )
 
     def _tokens(self, text: str, truncate: bool) -> list[int]:
-        """Tokens of one text, with what the tokenizer puts around it."""
         ids, read = self._tokenizer.encode_within(text, self.max_context, self._tokenizer.encode)
         if read < len(text) or len(ids) > self.max_context:
             ids = self._cut(ids, truncate, text[:read])
         return self._strip_padding(ids)
 
     def _pair(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
-        """Tokens of query and document as the tokenizer joins them."""
         _, read = self._tokenizer.encode_within(document, self.max_context, self._tokenizer.encode)
         ids = self._tokenizer.encode_cut(prompt + query, None, document[:read])
         if read < len(document) or len(ids) > self.max_context:
@@ -174,7 +169,6 @@ class TextEncoder:
         )
 
     def _render(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
-        """Tokens of query and document as the chat template shows them."""
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
         alone, read = self._tokenizer.encode_within(document, self.max_context, encode)
         room, shown = len(alone), document[:read]
@@ -191,7 +185,6 @@ class TextEncoder:
         raise ContextError(f"the query leaves no room for a document in {self.max_context} tokens; shorten it")
 
     def _strip_padding(self, ids: list[int]) -> list[int]:
-        """The tokens up to the last one that is no padding."""
         end = next((end for end in range(len(ids), 0, -1) if ids[end - 1] != self._form.padding), 0)
         if not end:
             raise RequestError("a text has no tokens, so nothing can be said of it; leave it out")
@@ -206,7 +199,6 @@ class TextEncoder:
 
 
 def _check_texts(name: str, texts: Any) -> list[str]:
-    """A list of texts, or UsageError."""
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
         raise UsageError(f"{name} is {format_value(texts)}, expected a list of texts")
     if wrong := [text for text in texts if not isinstance(text, str)]:

@@ -130,7 +130,6 @@ def load(
 def _check_options(
     folder: Path, manifest: Manifest, context: int, options: EngineOptions, given: Mapping[str, Any]
 ) -> None:
-    """Refuse options that the bundle cannot have, with a UsageError."""
     row_limit(manifest, options)
     if options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
         raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
@@ -453,7 +452,6 @@ class Model:
             raise
 
     def _submit_chat(self, ids: list[int], plan: ChatPlan, read: ChatPlan, sampling: Mapping[str, Any]) -> ChatHandle:
-        """Submit a conversation whose answer is bound by ``plan``, and read by ``read``."""
         request = self.request(ids, **plan.make_sampling(self.tokenizer, sampling))
         handle = self.engine.submit(request, partial(ChatHandle, parser=read.parser))
         handle.owner = self
@@ -492,7 +490,6 @@ class Model:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> tuple[str, list[int]]:
-        """The prompt of a conversation as the template writes it, and as token ids."""
         tokenizer = self.tokenizer
         disguise = None if parse_special else Disguise(tokenizer.controls)
         from llmc.runtime.text.shown import render_messages  # jinja, for those who chat
@@ -559,7 +556,6 @@ class Model:
 
     @property
     def engine_version(self) -> str:
-        """Version of the engine library in use."""
         return self._runner.session.engine_version
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from doubles.geometries import uniform
+from doubles.shared import shared
 from hypothesis import HealthCheck, settings
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
@@ -121,15 +122,26 @@ def tiny_export(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     """The small model exported."""
     from llmc.export import export
 
-    return export(tiny_checkpoint, tmp_path_factory.mktemp("tiny") / "export").output
+    return shared(tmp_path_factory, "tiny", lambda folder: export(tiny_checkpoint, folder / "export")) / "export"
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tiny_export: Path) -> Path:
+def tiny_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model built with the defaults: int8, phases split. Tests that change it work on a copy."""
     from llmc.optimize.build import build
 
-    return build(tiny_export, tiny_export.parent / "int8").output
+    return shared(tmp_path_factory, "int8", lambda folder: build(tiny_export, folder / "bundle")) / "bundle"
+
+
+@pytest.fixture(scope="session")
+def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model built in float32. Tests that change it work on a copy."""
+    from llmc.optimize.build import build
+
+    def make(folder: Path) -> None:
+        build(tiny_export, folder / "bundle", precision="fp32")
+
+    return shared(tmp_path_factory, "fp32", make) / "bundle"
 
 
 @pytest.fixture(scope="session")
@@ -140,12 +152,10 @@ def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     from llmc.export import export
     from llmc.optimize.build import build
 
-    folder = tmp_path_factory.mktemp("encoders")
-    checkpoints = {
-        "embed": encoders.write_embedder(folder / "embedder"),
-        "rank": encoders.write_reranker(folder / "reranker"),
-    }
-    return {
-        name: build(export(path, folder / f"{name}-export").output, folder / name, precision="fp32").output
-        for name, path in checkpoints.items()
-    }
+    def make(folder: Path) -> None:
+        for name, write in (("embed", encoders.write_embedder), ("rank", encoders.write_reranker)):
+            made = export(write(folder / f"{name}-checkpoint"), folder / f"{name}-export").output
+            build(made, folder / name, precision="fp32")
+
+    folder = shared(tmp_path_factory, "encoders", make)
+    return {name: folder / name for name in ("embed", "rank")}

@@ -190,9 +190,9 @@ def test_what_cannot_be_brought_back_is_not_removed(published: Path, monkeypatch
 WRITER = """
 import signal, sys
 from pathlib import Path
-from llmc.publish import staged
+from llmc.publish import stage_folder
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-with staged(Path(sys.argv[1]), force=True) as folder:
+with stage_folder(Path(sys.argv[1]), force=True) as folder:
     (folder / "llmc.json").write_text("theirs")
     print("writing", flush=True)
     sys.stdin.read()

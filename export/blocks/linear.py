@@ -49,5 +49,4 @@ class PositionEmbedding(nn.Module):
 
 
 def as_float(x: Tensor) -> Tensor:
-    """``x`` as float32, itself where it is."""
     return x if x.dtype == torch.float32 else x.float()

@@ -14,9 +14,5 @@ def read(keys: Keys) -> DecoderConfig:
         keys.skip("sliding_window_pattern")
         windows = windows_by_type(keys, window, (False,) * keys.integer("num_hidden_layers"))
     return read_decoder(
-        keys,
-        windows=windows,
-        rotated=tuple(not window or bool(own) for own in windows),
-        qk_norm="head",
-        placement=POST,
+        keys, windows=windows, rotated=tuple(not window or bool(own) for own in windows), qk_norm="head", placement=POST
     )

@@ -56,12 +56,10 @@ class Checkpoint:
 
     @property
     def geometry(self) -> bundle.Geometry:
-        """Sizes and inventory, as later stages need them."""
         return with_codes(self.config.geometry, self.tensors)
 
     @property
     def weights(self) -> dict[str, int]:
-        """Bytes of the tensors by their type."""
         return weight_bytes(flatten_tensors(self.tensors).values())
 
 
@@ -77,7 +75,6 @@ def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bund
 
 
 def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]:
-    """Bytes of tensors by their type."""
     sizes: dict[str, int] = {}
     for tensor in tensors:
         name = DTYPE_NAMES[tensor.dtype]
@@ -203,7 +200,6 @@ def _tokens(path: Path, content: dict[str, Any]) -> Iterator[tuple[int, str]]:
 
 
 def _match(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
-    """Take each tensor of the decoder once, and account for every other one."""
     expected = parameter_shapes(config)
     for name, shape in expected.items():
         if name not in found:

@@ -41,12 +41,10 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows and columns."""
         return self.codes.shape
 
     @property
     def dtype(self) -> str:
-        """Type of the codes."""
         return self.codes.dtype
 
     @property
@@ -118,7 +116,6 @@ def pack_codes(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
 
 
 def _store_codes(codes: NDArray[np.int8], dtype: str) -> NDArray[Any]:
-    """A whole tensor of codes as it is stored, in any shape."""
     if dtype == "I8":
         return codes
     flat = codes.reshape(1, -1)

@@ -22,7 +22,6 @@ _NAMES = {kind: name for name, kind in IR_TYPES.items()}
 
 
 def read_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Place of each weight of an export's decoder by its name."""
     try:
         graph = ir.load(folder / DECODER_FILE).graph
     except (OSError, DecodeError) as error:

@@ -47,7 +47,6 @@ class MadeTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
         return (math.prod(self.shape) * ITEM_BITS[self.dtype] + 7) // 8
 
 

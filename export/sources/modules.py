@@ -122,7 +122,6 @@ def _check_widths(folder: Path, config: DecoderConfig, end: EncoderConfig) -> No
 
 
 def _row(folder: Path, head: Weight | None, row: int) -> StoredTensor:
-    """One token's row of the head."""
     if not isinstance(head, StoredTensor):
         raise CheckpointError(
             f"{folder}: {HEAD_WEIGHT} is missing or quantized, expected the floats that LogitScore takes rows of; "
@@ -133,7 +132,6 @@ def _row(folder: Path, head: Weight | None, row: int) -> StoredTensor:
 
 
 def _dense_tensors(folder: Path, name: str) -> dict[str, MadeTensor]:
-    """The tensors of a Dense layer, weight and bias."""
     path = find_own_file(folder, f"{name}/{SINGLE_FILE}")
     if path is None:
         raise CheckpointError(f"{folder}: no {name}/{SINGLE_FILE}, the weights of a Dense layer; download it again")
@@ -276,7 +274,6 @@ def _keys(where: Path, values: Any) -> Keys:
 
 
 def _read(folder: Path, name: str) -> Any:
-    """The content of a JSON file of the checkpoint, None where it has none."""
     found = find_own_file(folder, name)
     try:
         return None if found is None else strict.read_json(found)

@@ -212,7 +212,6 @@ class _Parts:
         return made if zero_points is None else _with_zeros(made, zero_points)
 
     def _groups(self, groups: int, inputs: int, bits: int) -> int:
-        """Scales of a row, checked against the config."""
         expected = {grid.group for grid in self.how.grids if grid.bits == bits}
         width = inputs // groups if groups and inputs % groups == 0 else 0
         if not width or not ({width, None} & expected or (groups == 1 and 0 in expected)):
@@ -251,7 +250,6 @@ class _Parts:
         return found
 
     def _take(self, part: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None) -> StoredTensor:
-        """A tensor of this linear, which no other one needs."""
         found = self._peek(part, shape)
         if found.dtype not in dtypes or (shape is None and (len(found.shape) != 2 or 0 in found.shape)):
             raise self._error(
@@ -264,7 +262,6 @@ class _Parts:
         return self._take(part, dtypes, shape) if f"{self.module}.{part}" in self.rest else None
 
     def _read(self, tensor: StoredTensor, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """A tensor, or some of its rows."""
         return read_rows(self.folder, tensor, start, stop)
 
     def _error(self, problem: str) -> CheckpointError:
@@ -277,7 +274,6 @@ def _with_zeros(made: QuantizedTensor, zero_points: Callable[[], NDArray[np.int8
 
 
 def read_rows(folder: Path, tensor: StoredTensor, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-    """Rows of a stored tensor, in its own type."""
     dtype = array_type(tensor.dtype)
     rows = tensor.shape[0] if tensor.shape else 1
     stop = rows if stop is None else stop
@@ -321,7 +317,6 @@ def _by_row(words: Words, bits: int, order: NDArray[np.int32] | None) -> NDArray
 
 
 def _center(levels: NDArray[Any], bits: int) -> NDArray[np.int8]:
-    """Levels from 0 without their middle."""
     found: NDArray[np.int8] = (levels.astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
     return found
 

@@ -58,12 +58,10 @@ def _list_transposed(config: DecoderConfig) -> set[str]:
 
 
 def explain_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """A sentence about a tensor of another shape."""
     return f"{name} has shape {list(found)}, but config.json asks for {list(expected)}"
 
 
 def _canonical(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]) -> Tensors:
-    """Tensors by the names that the decoder has for them."""
     names, found = dict(config.renamed), Tensors()
     longest_first = sorted(map(re.escape, names), key=len, reverse=True)
     words = re.compile(rf"(?<![^.])(?:{'|'.join(longest_first)})(?![^.])")
@@ -82,7 +80,6 @@ def _canonical(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]
 def _unpack_parameters(
     folder: Path, config: DecoderConfig, name: str, tensor: Weight, parts: Sequence[tuple[int, ...]]
 ) -> Iterator[Weight]:
-    """The parameters of these shapes that a tensor holds."""
     rows = [0, *accumulate(part[0] for part in parts)]
     whole = (rows[-1], *parts[0][1:])
     turned = config.transposed and len(whole) > 1 and not isinstance(tensor, QuantizedTensor)
@@ -117,7 +114,6 @@ def _plus_one(weight: Array) -> Array:
 def _make_view(
     folder: Path, tensor: Weight, view: Callable[[Array], Array], shape: tuple[int, ...], dtype: str = ""
 ) -> MadeTensor:
-    """A view of a stored tensor, which is mapped and not read as a whole."""
     if not isinstance(tensor, StoredTensor):
         raise CheckpointError(
             f"{folder}: a quantized tensor {list(tensor.shape)} holds parameters in an order that is not read from "

@@ -154,7 +154,6 @@ def _bits(keys: Keys, name: str, known: tuple[int, ...]) -> int:
 
 
 def _group(keys: Keys) -> int:
-    """Inputs that share a scale, 0 for all of a row, which configs write as -1."""
     return max(0, keys.integer("group_size", -1))
 
 

@@ -49,7 +49,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
         return self.length
 
 

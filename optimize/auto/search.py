@@ -94,7 +94,6 @@ class AutoReport:
 
     @property
     def judged_on(self) -> str:
-        """The text that quality was measured on."""
         return self.manifest.quality.text if self.manifest.quality is not None else ""
 
 
@@ -238,7 +237,6 @@ def _measure(
 
 
 def _time_trial(name: str, folder: Path, manifest: Manifest, threads: int, rows: int, progress: Progress) -> Trial:
-    """Speeds of this machine, known or else measured now."""
     machine = sha256(f"{cpu_model()} {manifest.target.engine_version} {threads}".encode()).hexdigest()[:12]
     path = folder / f"trial-{machine}.json"
     with suppress(OSError, ValueError, BundleError):  # not measured yet, or torn: measure again
@@ -270,7 +268,6 @@ def _time_trial(name: str, folder: Path, manifest: Manifest, threads: int, rows:
 
 
 def _within(trial: Trial, budget: Budget, memory: int) -> Trial:
-    """The trial with the reason why it is out, if there is one."""
     broken = find_broken_limits(trial.mean_kl, trial.top1_agreement, trial.perplexity_increase, budget)
     reasons = list(broken.values())
     if trial.memory > memory:

@@ -103,7 +103,6 @@ def calibrate(
 
 
 def _resume(store: Store, source: LayerSource, ids: Tensor) -> tuple[int, Tensor]:
-    """Number of layers that are done, and the activations after them."""
     if store.has(STATE):
         state = store.read(STATE)
         return int(state["layers"]), torch.from_numpy(state["hidden"])
@@ -111,7 +110,6 @@ def _resume(store: Store, source: LayerSource, ids: Tensor) -> tuple[int, Tensor
 
 
 def _batches(samples: Tensor) -> Iterator[Tensor]:
-    """Views of a few samples each."""
     step = max(1, TOKENS_PER_CALL // samples.shape[1])
     return (samples[start : start + step] for start in range(0, len(samples), step))
 
@@ -150,7 +148,6 @@ class _Layer:
         return self._fold(mapping, statistics, self._compute_smoothing(mapping, statistics))
 
     def _observe(self, hidden: Tensor) -> dict[SmoothingMapping, InputStatistics]:
-        """Statistics of every mapping, with the weights as they are."""
         moments = self.recipe.scheme != "rtn"
         watched = {mapping: Accumulator(mapping.inputs, self.source.device, moments) for mapping in self.mappings}
 

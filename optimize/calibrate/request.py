@@ -49,7 +49,6 @@ class CalibrationRequest:
 
     @property
     def windows(self) -> tuple[int, int]:
-        """Samples and length, by default llmc's."""
         return (
             DEFAULT_SAMPLES if self.samples is None else self.samples,
             DEFAULT_LENGTH if self.length is None else self.length,

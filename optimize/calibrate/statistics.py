@@ -38,7 +38,6 @@ class Accumulator:
         self._tokens = 0
 
     def update(self, x: Tensor) -> None:
-        """Add inputs [..., K]."""
         rows = x.reshape(-1, x.shape[-1]).float()
         self._tokens += len(rows)
         self._absmax = torch.maximum(self._absmax, rows.abs().amax(0))
@@ -48,5 +47,4 @@ class Accumulator:
             self._moment.addmm_(rows.T, rows, beta=1 - share, alpha=share / len(rows))
 
     def finish(self) -> InputStatistics:
-        """The statistics of all that was added."""
         return InputStatistics(self._moment, self._absmax)

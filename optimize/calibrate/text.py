@@ -110,7 +110,6 @@ def _is_jsonl(path: Path) -> bool:
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """The beginning of a text, and the hash of the whole file."""
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is not a regular file; {_REMEDY}")
@@ -158,7 +157,6 @@ def _conversations(text: str, path: Path, folder: Path, tokenizer: Tokenizer) ->
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Place and value of each line; blank lines are skipped."""
     for number, line in enumerate(text.split("\n"), 1):  # JSON may hold what str.splitlines takes for line ends
         if not line.strip():
             continue
@@ -194,7 +192,6 @@ def _encode(tokenizer: Tokenizer, text: str, where: str) -> Ids:
 
 
 def _prefix(tokenizer: Tokenizer) -> Ids:
-    """Tokens that the tokenizer puts before a prompt, BOS as a rule."""
     plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
     return np.array(whole[: next(starts, 0)], np.int64)

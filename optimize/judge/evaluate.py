@@ -47,7 +47,6 @@ def read_windows(
 
 
 def open_reference(model: Model, export: Path) -> Reference:
-    """The unquantized model that a bundle was built from."""
     reference = Reference(export)
     ours, theirs = model.manifest.source, reference.manifest.source
     if ours.fingerprint != theirs.fingerprint:

@@ -69,7 +69,6 @@ class _Probe:
         self._text = generator.integers(0, vocab_size, self._longest)
 
     def invariance(self, phase: Phase) -> Invariance:
-        """Guarantees of the graph of ``phase``."""
         for row, prefix in enumerate(self._prefixes):
             ids = np.array([prefix], np.int64)
             self._session.run(Batch(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row))
@@ -87,7 +86,6 @@ class _Probe:
         )
 
     def _step(self, phase: Phase, rows: int) -> Values:
-        """Logits [B, V] and new cache contents [B, ...] of one token in each of ``rows``."""
         past = [len(prefix) for prefix in self._prefixes[:rows]]
         zeros = np.zeros((rows, 1), np.int64)
         logits = self._session.run(Batch(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()

@@ -141,7 +141,6 @@ class LoweringContext:
 
     @property
     def embedding(self) -> QuantConfig:
-        """See :func:`choose_embedding_config`."""
         return choose_embedding_config(self.quant, self.geometry.tied_head)
 
     def keeps(self, module: str, tensor: CodedTensor) -> bool:

@@ -34,7 +34,6 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """Module path, for example ``model.layers.0.self_attn.qkv_proj``."""
         assert self.node.name is not None
         return self.node.name
 
@@ -45,17 +44,14 @@ class Linear:
 
     @property
     def tensor(self) -> str:
-        """A name for its stacked weights."""
         return f"{self.name}.weight" if len(self.weights) > 1 else self.weights[0].name or ""
 
     @property
     def inputs(self) -> int:
-        """Input features K."""
         return sizes(self.weights[0])[1]
 
     @property
     def outputs(self) -> int:
-        """Output features N of all parts together."""
         return sum(self.part_sizes)
 
     @property
@@ -99,7 +95,6 @@ def _no_weight(value: ir.Value | None) -> BuildError:
 
 
 def norm_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """The norms of a portable graph, in order."""
     return [node for node in graph if node.op_type in NORMS]
 
 

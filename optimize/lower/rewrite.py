@@ -44,7 +44,6 @@ class Emitter:
     def many(
         self, op: str, inputs: list[ir.Value | None], outputs: int, domain: str = "", **attributes: Any
     ) -> list[ir.Value]:
-        """Insert a node with several outputs."""
         node = ir.node(op, inputs, attributes, domain=domain, num_outputs=outputs)
         node.name = unique(self.graph, self.name if op == self.main else f"{self.name}.{op}")
         for i, value in enumerate(node.outputs):
@@ -78,7 +77,6 @@ def constant(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
 
 
 def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    """The initializer that holds ``tensor``, by its name."""
     assert tensor.name is not None
     if tensor.name not in graph.initializers:
         graph.register_initializer(ir.val(tensor.name, const_value=tensor))
@@ -96,7 +94,6 @@ def vector(graph: ir.Graph, values: list[int], dtype: type[np.generic] = np.int6
 
 
 def graph_input(graph: ir.Graph, name: str) -> ir.Value:
-    """The graph's input called ``name``."""
     return next(value for value in graph.inputs if value.name == name)
 
 

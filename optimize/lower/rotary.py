@@ -43,7 +43,6 @@ def rotary_tables(node: ir.Node, context: LoweringContext) -> Tables | None:
 
 
 def table_pair(node: ir.Node, context: LoweringContext) -> Pair:
-    """The tables of a ``llmc::RotatedHeads``, see :class:`Tables`."""
     magnitude = np.float32(node.attributes["magnitude"].as_float())
     return _pair(node.inputs[2], context, "", np.full(context.table_rows, magnitude))
 

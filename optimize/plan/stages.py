@@ -36,7 +36,6 @@ def plan_stages(
 
 
 def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unified: bool) -> list[MemoryEstimate]:
-    """Building with the defaults of a build, and running what it gives."""
     abilities = capabilities(target)
     if geometry.encoder:
         asked = for_encoder(asked, abilities, geometry.max_positions)

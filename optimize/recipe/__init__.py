@@ -148,7 +148,6 @@ def read_recipe(path: Path) -> Request:
 
 
 def _read_table(kind: type, data: dict[str, Any], where: str) -> Any:
-    """A table of the file as the dataclass ``kind``."""
     hints = typing.get_type_hints(kind)
     for key in data:
         if key not in hints:
@@ -180,12 +179,7 @@ def _read_value(hint: Any, value: Any, where: str) -> Any:
 
 
 def resolve(
-    request: Request,
-    target: Capabilities,
-    max_positions: int,
-    name: str,
-    calibrated: bool = False,
-    coded: bool = False,
+    request: Request, target: Capabilities, max_positions: int, name: str, calibrated: bool = False, coded: bool = False
 ) -> tuple[Recipe, Limits]:
     """Fill in the defaults and refuse what the target or the model cannot do.
 

@@ -106,7 +106,6 @@ def _serialize(work: _Work, config: Any, path: Path) -> bool:
 
 
 def _config(work: _Work, monitor: Monitor) -> Any:
-    """The builder's configuration."""
     library, asked = work.spec.library, work.spec.config
     config = work.builder.create_builder_config()
     config.clear_flag(library.BuilderFlag.TF32)  # on by default; who asks for float32 does not want 10 bits of it
@@ -132,7 +131,6 @@ def _set_gpus(config: Any, library: Any, wanted: Sequence[str]) -> None:
 
 
 def _member(library: Any, enumeration: str, name: str) -> Any:
-    """A member of one of the library's enumerations."""
     members = getattr(library, enumeration)
     if not hasattr(members, name):
         known = ", ".join(sorted(members.__members__))

@@ -36,7 +36,6 @@ def _says_dropped(text: str) -> bool:
 
 
 def remarks(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Warnings that are not known to be harmless, each once."""
     texts = (message.text for message in messages if not HARMLESS.search(message.text))
     return tuple(dict.fromkeys(texts))
 

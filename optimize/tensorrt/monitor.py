@@ -29,7 +29,6 @@ class Monitor:
         self._told = 0.0
 
     def stop(self) -> None:
-        """End the build at its next step."""
         self.stopped = True
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
@@ -55,7 +54,6 @@ class Monitor:
             self.stop()
 
     def native(self, library: Any) -> Any:
-        """The object that the library calls."""
         methods: dict[str, Callable[..., Any]] = {
             "phase_start": lambda _, phase_name, parent_phase, num_steps: self.phase_start(
                 phase_name, parent_phase, num_steps
@@ -98,11 +96,9 @@ class Writer:
         return written
 
     def close(self) -> None:
-        """Flush to the disk."""
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
 
     def native(self, library: Any) -> Any:
-        """The object that the library calls."""
         return type("Writer", (library.IStreamWriter,), {"write": lambda _, data, size=None: self.write(data)})()

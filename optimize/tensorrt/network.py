@@ -73,7 +73,6 @@ class Network:
         return bool(self._parser.parse_model_proto())
 
     def _map_weights(self, folder: Path, tensor: onnx.TensorProto) -> tuple[int, int]:
-        """Address and bytes of weights in their mapped file."""
         where = {entry.key: entry.value for entry in tensor.external_data}
         name = where["location"]
         if name not in self._weights:
@@ -87,21 +86,17 @@ class Network:
         return self._weights[name].ctypes.data + offset, size
 
     def _errors(self) -> list[str]:
-        """Node, operator and reason of each refusal."""
         errors = (self._parser.get_error(i) for i in range(min(self._parser.num_errors, NAMED_AT_MOST)))
         texts = [f"{error.node_name() or 'node'} ({error.node_operator() or '?'}): {error.desc()}" for error in errors]
         return texts or ["it gave no reason"]
 
     def layers(self) -> Iterator[Any]:
-        """All layers in order."""
         return (self.native.get_layer(i) for i in range(self.native.num_layers))
 
     def inputs(self) -> list[Any]:
-        """The tensors that a call gives."""
         return [self.native.get_input(i) for i in range(self.native.num_inputs)]
 
     def outputs(self) -> list[Any]:
-        """The tensors that a call gets."""
         return [self.native.get_output(i) for i in range(self.native.num_outputs)]
 
     def _list_left_out(self) -> list[str]:
@@ -147,7 +142,6 @@ class Network:
 
 
 def _inputs(layer: Any) -> Iterator[Any]:
-    """Tensors that a layer reads; optional ones may be missing."""
     return (tensor for tensor in map(layer.get_input, range(layer.num_inputs)) if tensor is not None)
 
 

@@ -150,7 +150,6 @@ def _try_flags(library: Any, gpu: Device | None) -> str:
 
 
 def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capabilities) -> None:
-    """Warn where an engine is not for the GPU here."""
     if not lists_gpu(library, gpu.compute_capability):
         gpus = f"{target.engine} lists compute capability {', '.join(nameable_gpus(library))} and newer"
     elif not config.fits_gpu(gpu.compute_capability):
@@ -164,12 +163,10 @@ def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capa
 
 
 def list_own_bits(geometry: Geometry) -> set[int]:
-    """Bits of the integers that the checkpoint stores weights as."""
     return {linear.codes.bits for linear in geometry.linears if linear.codes is not None}
 
 
 def _list_wanted_precisions(recipe: Recipe, own_bits: Collection[int]) -> set[str]:
-    """The precisions that a GPU must have: those of the weights, and that of the activations."""
     stored = recipe.precisions()
     own = {"int8" if bits == 8 else "int4" for bits in own_bits} if "source" in stored else set()
     return (stored - {"source"}) | own | {COMPUTES[recipe.compute]}

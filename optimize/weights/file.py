@@ -70,7 +70,6 @@ class WeightFile:
         return self._reference(name, tensor.offset or 0, tensor.length or 0, tensor.dtype, shape)
 
     def close(self) -> None:
-        """Flush what was written."""
         self._file.close()
 
     def _append(self, name: str, array: NDArray[Any]) -> None:

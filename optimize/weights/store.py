@@ -30,7 +30,6 @@ def grid_name(grid: Grid) -> str:
 
 
 def layer_part(index: int) -> str:
-    """The name of a layer's part."""
     return f"layer-{index:03d}"
 
 
@@ -53,7 +52,6 @@ class Store:
         self._read = lru_cache(maxsize=2)(self._load)
 
     def has(self, part: str) -> bool:
-        """True if ``part`` has been written."""
         return (self.folder / f"{part}.npz").exists()
 
     def write(self, part: str, arrays: Arrays) -> None:

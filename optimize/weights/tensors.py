@@ -45,17 +45,14 @@ class CodedTensor:
 
     @property
     def name(self) -> str | None:
-        """The matrix's name."""
         return self.codes.name
 
     @property
     def shape(self) -> ir.Shape:
-        """Rows and columns."""
         return self.codes.shape
 
     @property
     def bits(self) -> int:
-        """Of a code."""
         return 4 if self.codes.dtype == ir.DataType.INT4 else 8
 
     @property
@@ -111,7 +108,6 @@ def _integers(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None
 
 
 def _rows(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> bytes:
-    """The bytes of some rows; of all rows also of a tensor whose rows share bytes."""
     shape = sizes(tensor)
     stop = shape[0] if stop is None else min(stop, shape[0])
     bits = int(np.prod(shape[1:], dtype=np.int64)) * int(tensor.dtype.itemsize * 8)
@@ -129,7 +125,6 @@ def _rows(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) ->
 
 
 def sizes(tensor: ir.TensorProtocol | Weight) -> tuple[int, ...]:
-    """The tensor's shape as plain integers."""
     return tuple(int(size) for size in tensor.shape.numpy())
 
 

@@ -43,7 +43,6 @@ TENSOR = re.compile(r"(?:model\.layers\.(?P<layer>\d+)\.)?(?P<module>.+)\.(?P<ki
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name for a checkpoint's tensor."""
     match = TENSOR.fullmatch(name)
     if match is None or match["module"] not in NAMES:
         raise SystemExit(f"tensor {name} is unknown; expected one of {', '.join(NAMES)}")
@@ -52,7 +51,6 @@ def gguf_name(name: str) -> str:
 
 
 def tensors(checkpoint: Path) -> Iterator[tuple[str, Any]]:
-    """Names and float32 arrays of all shards."""
     for shard in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(shard, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
@@ -66,7 +64,6 @@ def interleave(array: Any, heads: int) -> Any:
 
 
 def write_header(writer: Any, config: dict[str, Any]) -> None:
-    """Write the geometry."""
     rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
     if rope.get("rope_type", "default") != "default":
         raise SystemExit(f"rope_type={rope['rope_type']!r} is unsupported; expected 'default'")

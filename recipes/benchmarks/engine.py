@@ -50,14 +50,12 @@ def open_model(args: argparse.Namespace, **options: Any) -> Model:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
 def run_together(engine: Engine, requests: Sequence[Request]) -> None:
-    """Run all at once, to the end."""
     for handle in [engine.submit(request) for request in requests]:
         handle.result(PATIENCE_S)
 
@@ -195,7 +193,6 @@ def reopen_model(args: argparse.Namespace, folder: Path) -> Model:
 
 
 def first_token(model: Model, prompt: list[int]) -> float:
-    """Seconds to the first token."""
     return model.generate(prompt, max_tokens=1, temperature=0.0, ignore_eos=True).timings.ttft_s
 
 
@@ -211,7 +208,6 @@ class Oracle:
         self._right, self._generator, self.whole = right, np.random.default_rng(0), list[int]()
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        """The next tokens as it knows them."""
         known = np.array(self.whole[len(tokens) : len(tokens) + count], int)
         return (known ^ (self._generator.random(len(known)) >= self._right)).tolist()
 
@@ -276,7 +272,6 @@ MEASUREMENTS = {each.__name__: each for each in (concurrency, overhead, prefixes
 
 
 def main() -> None:
-    """Print the table, and write everything with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measurement", choices=MEASUREMENTS)
     parser.add_argument("bundle", type=Path, help="built with --max-batch 8")

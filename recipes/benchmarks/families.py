@@ -129,7 +129,6 @@ def rates(bundle: Path, length: int, new_tokens: int, threads: int) -> dict[str,
 
 
 def seconds(model: Model, prompt: list[int], new_tokens: int, clock: Callable[[], float]) -> float:
-    """Time of one answer."""
     start = clock()
     model.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True)
     return clock() - start
@@ -148,7 +147,6 @@ def rows(found: dict[str, list[dict[str, float]]], weights: dict[str, int]) -> l
 
 
 def main() -> None:
-    """Build what is missing, take turns, and print a table per precision."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--precisions", nargs="+", default=["int8", "int4"])

@@ -62,7 +62,6 @@ def description(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the logits of all windows."""
     model, windows_file, output_file, phase, threads = sys.argv[1:]
     windows = np.load(windows_file)
     count, length = windows.shape

@@ -114,12 +114,10 @@ def _busy_seconds() -> float | None:
 
 
 def _cpu_seconds(whose: int) -> float:
-    """CPU seconds that the kernel counted for ``whose``."""
     usage = resource.getrusage(whose)
     return usage.ru_utime + usage.ru_stime
 
 
 def _process_seconds(number: int) -> float:
-    """CPU seconds of a process, with its threads."""
     after_name = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")

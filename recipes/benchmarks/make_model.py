@@ -82,7 +82,6 @@ def fill_vocabulary(path: Path, size: int) -> None:
 
 
 def main() -> None:
-    """Write the checkpoint that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("geometry", choices=GEOMETRIES)
     parser.add_argument("folder", type=Path)

@@ -56,7 +56,6 @@ def measure(export: Path, precision: str, folder: Path) -> Iterator[tuple[str, i
 
 
 def main() -> None:
-    """Measure every export with every precision."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("exports", nargs="+", type=Path)
     parser.add_argument("--precisions", nargs="+", default=["int4", "int8"])

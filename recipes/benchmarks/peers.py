@@ -85,7 +85,6 @@ def read_systems(path: Path) -> tuple[dict[str, Path], tuple[Entry, ...]]:
 
 
 def find_missing(python: Path | None, model: Path) -> str:
-    """The reason why a system cannot run, or nothing."""
     if python is None:
         return f"{NOT_RUN}: its runner has no interpreter"
     absent = [str(path) for path in (python, model) if not path.exists()]
@@ -113,7 +112,6 @@ def run_script(
 
 
 def run_round(args: argparse.Namespace, python: Path, entry: Entry) -> Figures:
-    """The figures of one system in one round."""
     model = args.systems.parent / entry.model
     work = ["--threads", usable_threads(), "--prompts", *args.prompts, "--new-tokens", args.new_tokens]
     for name in ("warm_up", "together"):

@@ -109,7 +109,6 @@ def graph_bits(graph: Path, matrix_weights: int) -> float:
 
 
 def bundles(folders: Sequence[Path], task: Task) -> Iterator[Measured]:
-    """Run both paths of each bundle."""
     for folder in folders:
         with load(folder) as model:
             for phase in Phase:
@@ -149,7 +148,6 @@ def ratio(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> tuple[float
 
 
 def lines(measured: Sequence[Measured]) -> Iterator[tuple[str, ...]]:
-    """Cells of the table, below its head."""
     base = {found.phase: found.kl for found in measured if found.system == BASELINE}
     yield "system", "path", "bits per weight", "mean KL", "p99 KL", "top-1", "perplexity", f"KL / {BASELINE}"
     for found in measured:
@@ -160,7 +158,6 @@ def lines(measured: Sequence[Measured]) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> int:
-    """Measure, write the JSON file and print the table; 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", type=Path, nargs="*", help="bundles built from the checkpoint")
     parser.add_argument("--checkpoint", type=Path, required=True, help="what everything was made from")

@@ -39,7 +39,6 @@ def time_steps(prefill: Callable[[], None], step: Callable[[], None], new_tokens
 
 
 def check_count(generated: int, expected: int) -> None:
-    """Refuse an answer of another length."""
     if generated != expected:
         raise SystemExit(f"{generated} tokens generated, {expected} expected")
 
@@ -94,14 +93,12 @@ class LlamaCpp:
         self._latest: dict[int, tuple[int, int]] = {}  # by sequence, the next token and its position
 
     def prefill(self, prompts: list[list[int]]) -> None:
-        """Forget everything, and read prompts."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
         entries = [(t, i, s, i + 1 == len(p)) for s, p in enumerate(prompts) for i, t in enumerate(p)]
         for start in range(0, len(entries), self._size):
             self._feed(entries[start : start + self._size])
 
     def step(self) -> None:
-        """One more token of each sequence."""
         self._feed([(token, position, s, True) for s, (token, position) in self._latest.items()])
 
     def _feed(self, entries: list[tuple[int, int, int, bool]]) -> None:
@@ -294,7 +291,6 @@ def sizes(model: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("system", choices=RUNNERS)
     parser.add_argument("model", type=Path, help="what the system loads: a bundle, an exported folder, a GGUF file")

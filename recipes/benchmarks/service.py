@@ -94,7 +94,6 @@ def wait_for(process: "subprocess.Popen[str]", url: str) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -177,7 +176,6 @@ def peers(args: argparse.Namespace, held: ExitStack, pids: list[int]) -> dict[st
 
 
 def our_server(args: argparse.Namespace, held: ExitStack, pids: list[int]) -> Ask:
-    """The function that asks a new ``llmc serve``."""
     port, rows = free_port(), max(args.concurrency)
     options = ("--port", port, "--max-batch", rows, "--threads", args.threads)
     command = (sys.executable, "-m", "llmc.cli", "serve", args.bundle, *options)
@@ -198,7 +196,6 @@ def lines(found: dict[str, dict[str, list[dict[str, Any]]]]) -> Iterator[tuple[s
 
 
 def main() -> None:
-    """Measure, print the table, and write everything with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measurement", choices=("overhead", "peers"))
     parser.add_argument("bundle", type=Path, help="built with --max-batch of at least the concurrency")

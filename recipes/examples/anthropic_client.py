@@ -10,7 +10,6 @@ from anthropic import Anthropic
 
 
 def main(address: str) -> str:
-    """Ask twice."""
     client = Anthropic(base_url=address, api_key="none")  # a key, where the service asks for one
     model = client.models.list().data[0].id
     answer = client.messages.create(

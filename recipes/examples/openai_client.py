@@ -21,7 +21,6 @@ SCHEMA = {
 
 
 def main(address: str) -> str:
-    """Ask three times."""
     client = OpenAI(base_url=f"{address}/v1", api_key="none")  # a key, where the service asks for one
     model = client.models.list().data[0].id
     answer = client.chat.completions.create(

@@ -68,7 +68,6 @@ class Corpus:
 
     @classmethod
     def of_standard_library(cls) -> "Corpus":
-        """Read the running interpreter's standard library."""
         root = Path(sysconfig.get_path("stdlib"))
         names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py") if is_wanted(p.relative_to(root)))
         files = {name: (root / name).read_text(encoding="utf-8") for name in names}
@@ -78,7 +77,6 @@ class Corpus:
         return cls(train, validation, digest.hexdigest())
 
     def validation_text(self) -> dict[str, str]:
-        """Choose whole held-out files for the committed validation text."""
         return choose_files(self.validation, VALIDATION_TEXT_LENGTH)
 
     def calibration_text(self) -> dict[str, str]:
@@ -94,7 +92,6 @@ def choose_files(files: dict[str, str], length: int) -> dict[str, str]:
 
 
 def is_wanted(path: Path) -> bool:
-    """Tell whether a path relative to the library's root belongs to the corpus."""
     return not any(part in SKIPPED_FOLDERS or part.startswith(SKIPPED_PREFIXES) for part in path.parts)
 
 
@@ -220,7 +217,6 @@ def save(folder: Path, model: Any, tokenizer: Any) -> None:
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, tokenizer: Any, texts: list[str]) -> dict[str, float]:
-    """Measure a model's loss on consecutive windows of CONTEXT tokens."""
     stream = token_stream(tokenizer, texts)
     rows = [stream[None, start : start + CONTEXT + 1] for start in range(0, len(stream) - 1, CONTEXT)]  # (1, S + 1)
     nats = sum(loss_of(model, row).item() * (row.shape[1] - 1) for row in rows)
@@ -230,7 +226,6 @@ def evaluate(model: nn.Module, tokenizer: Any, texts: list[str]) -> dict[str, fl
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
-    """Continue a prompt greedily by 64 tokens."""
     ids = tokenizer(prompt, return_tensors="pt")
     tokens = model.generate(**ids, max_new_tokens=64, do_sample=False)[0, ids["input_ids"].shape[1] :]
     return str(tokenizer.decode(tokens))
@@ -286,7 +281,6 @@ def run(output: Path, steps: int, threads: int, seed: int) -> None:
 
 
 def main() -> None:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=HERE, help="folder to write into (default: beside this script)")
     parser.add_argument("--steps", type=int, default=1000, help=f"of {TOKENS_PER_STEP} tokens each (default: 1000)")

@@ -110,14 +110,12 @@ class ChatHandle(Handle):
         yield from self._last_deltas()
 
     async def deltas_async(self) -> AsyncIterator[MessageDelta]:
-        """:meth:`deltas` for an event loop."""
         async for delta in self.events_async():
             yield self._message_delta(delta)
         for last in self._last_deltas():
             yield last
 
     def result(self, timeout: float | None = None) -> ChatResult:
-        """Wait for the end, as :meth:`llmc.runtime.api.handle.Handle.result`."""
         return self._chat(super().result(timeout))
 
     def __await__(self) -> Generator[Any, None, ChatResult]:

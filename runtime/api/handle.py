@@ -50,11 +50,9 @@ class OutputCollector:
 
     @property
     def ended(self) -> bool:
-        """True once nothing more will be put in."""
         return self.result is not None or self.error is not None
 
     def put(self, delta: Delta) -> None:
-        """Add a piece."""
         with self._lock:
             self._deltas.append(delta)
             if self._taking:
@@ -221,7 +219,6 @@ class Handle:
         raise StopIteration
 
     async def events_async(self) -> AsyncIterator[Delta]:
-        """:meth:`events` for an event loop."""
         with self._collector.wait_for_pieces(pieces=True) as waiter:
             while True:
                 ended = self._collector.ended  # asked first, for nothing is put in after the end

@@ -45,13 +45,11 @@ class Waiter:
         self._has_news = False
 
     def wake(self) -> None:
-        """There are news; from any thread."""
         if not self._has_news:
             self._has_news = True
             self._wakeups.add(self)
 
     async def wait(self) -> None:
-        """Wait for news."""
         if not self._has_news:
             self._waiting = self._wakeups.loop.create_future()
             await self._waiting
@@ -64,7 +62,6 @@ class Waiter:
 
 
 def _wakeups() -> Wakeups:
-    """Those of the running loop."""
     loop = asyncio.get_running_loop()
     found: Wakeups | None = getattr(_HERE, "wakeups", None)
     if found is None or found.loop is not loop:

@@ -128,7 +128,6 @@ class Clock:
 
 
 def _time_request(model: Model, prompt_length: int, new_tokens: int, index: int) -> tuple[float, list[float]]:
-    """Seconds until the first token, and from each token to the next; ``index`` tells the prompts apart."""
     prompt = draw_prompt(model.manifest.geometry.vocab_size, prompt_length, 0, index)
     params, clock = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True), Clock()
     model.submit(Request(prompt, params, on_delta=clock.note)).result()

@@ -75,7 +75,6 @@ class LoadSettings:
     slo: str | None = None
 
     def check(self) -> None:
-        """Refuse arguments that contradict each other."""
         if self.rate and self.concurrency:
             rates, clients = ",".join(map(str, self.rate)), ",".join(map(str, self.concurrency))
             raise UsageError(f"rate is {rates} and concurrency is {clients}: give one, requests come or clients wait")
@@ -84,7 +83,6 @@ class LoadSettings:
 
     @property
     def most_requests(self) -> int:
-        """Requests of a test at most."""
         if self.requests is not None:
             return self.requests
         return REQUESTS if self.duration is None else MAX_REQUESTS
@@ -157,7 +155,6 @@ class Client:
         exchange.close(time.perf_counter())
 
     def close(self) -> None:
-        """Close the connections that are kept."""
         while self._idle:
             self._idle.pop().close()
 
@@ -281,7 +278,6 @@ def serve_load(
 
 
 def first_model(client: Client) -> str:
-    """The first model that the server lists."""
     try:
         return str(client.models()["data"][0]["id"])
     except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:

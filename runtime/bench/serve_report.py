@@ -44,7 +44,6 @@ class Exchange:
 
     @property
     def late(self) -> float:
-        """Seconds by which the client was late."""
         return self.sent - self.due
 
     def latencies(self) -> dict[str, float]:

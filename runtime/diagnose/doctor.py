@@ -68,7 +68,6 @@ class Diagnosis:
 
 
 def this_machine() -> Machine:
-    """The machine that this process runs on."""
     return Machine(cpu_model(), tuple(sorted(cpu_features())), usable_threads(), memory_here())
 
 
@@ -93,7 +92,6 @@ def judge_bundle(folder: Path, probe: Probe, targets: dict[str, Outlook]) -> Bun
 
 
 def _only_engine_damaged(folder: Path) -> bool:
-    """True for a bundle that can be read but for its engine."""
     return _readable(folder, engine_matters=False) and not _readable(folder, engine_matters=True)
 
 

@@ -85,7 +85,6 @@ class Outlook:
 
     @property
     def state(self) -> str:
-        """The same in words."""
         if self.builds:
             return "ready" if self.runs else "can build, not run"
         if self.rebuilds:
@@ -219,7 +218,6 @@ def _exchange(f: Facts) -> str:
 
 
 def upgrade(f: Facts) -> str:
-    """The way to a newer version of the target's library."""
     if f.jetson and f.target == "tensorrt":
         return NEW_JETPACK
     if f.name == "onnxruntime" and f.python == OLD_PYTHON:

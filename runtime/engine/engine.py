@@ -212,7 +212,6 @@ class Engine:
         self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
 
     def _free(self) -> None:
-        """After the last request."""
         self._outputs.shutdown()
         for part in self._closeable:
             try:
@@ -341,7 +340,6 @@ class Engine:
 
     @property
     def _busy(self) -> bool:
-        """True while a request wants steps."""
         for request in self._requests.values():  # noqa: SIM110  # asked for in every step: no generator
             if not request.comparing:
                 return True
@@ -375,7 +373,6 @@ class Engine:
             self._fail(request, CancelledError("the request was cancelled"))
 
     def _expire(self) -> None:
-        """Fail those whose time is over."""
         if self._first_deadline == math.inf or (now := time.monotonic()) < self._first_deadline:
             return
         for request in [request for request in self._requests.values() if request.deadline <= now]:
@@ -390,7 +387,6 @@ class Engine:
     # ------------------------------------------------------------------------------------------ levels, on any thread
 
     def _count_unserved(self) -> int:
-        """Requests that the engine's thread has seen, and that wait for a row."""
         return sum(request.timeline.admitted is None for request in list(self._requests.values()))
 
     def _gauges(self) -> Gauges:

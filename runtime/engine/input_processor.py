@@ -87,7 +87,6 @@ class InputProcessor:
         return state
 
     def _group(self, state: RequestState, grammar: CompiledGrammar | None) -> SampleGroup | SearchGroup:
-        """The sequences of a request, as its parameters ask for them."""
         params = state.params
         context = SamplingContext(
             params,
@@ -149,7 +148,6 @@ class InputProcessor:
         return stop
 
     def _make_output(self, request: Request, index: int, found: Hypothesis) -> Output:
-        """A finished hypothesis as the client sees it."""
         params, tokens = request.params, found.token_ids
         ends = self._ends(params)
         ended = bool(tokens) and tokens[-1] in ends

@@ -63,7 +63,6 @@ class OutputProcessor:
         return [sequence.sample(row) for sequence, row in work]
 
     def commit(self, outputs: Sequence[SamplerOutput[Any]]) -> None:
-        """Make what a step gave part of the sequences, request by request."""
         by_request: dict[RequestState, list[SamplerOutput[Any]]] = {}
         for output in outputs:
             by_request.setdefault(output.sequence.request, []).append(output)

@@ -96,7 +96,6 @@ class Sample(Sequence):
                 return
 
     def note_drafts(self, output: SamplerOutput["Sample"]) -> None:
-        """Learn from the drafts that were just verified, or from a step without."""
         if self.drafts:
             self.request.timeline.draft(len(self.drafts), len(output.choices) - 1)
         if self._speculator is not None:
@@ -124,7 +123,6 @@ class Sample(Sequence):
         )
 
     def _take(self, choice: Choice, latest: bool) -> Delta:
-        """Append a token; ``finish_reason`` is set after the last."""
         token = choice.token
         self.tokens.append(token)
         if self.slid:
@@ -215,7 +213,6 @@ class SampleGroup(SequenceGroup[Sample]):
         return len(self._finished) == self.draws
 
     def outputs(self) -> list[Output]:
-        """The finished samples in their order, or the best first."""
         outputs = sorted(self._finished, key=lambda output: output.index)
         params = self.request.params
         if params.consensus is not None:

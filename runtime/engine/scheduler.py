@@ -40,15 +40,12 @@ class Queue:
         heapq.heappush(self._heap, (place, next(self._entries), unit))
 
     def peek(self) -> Any | None:
-        """The next one."""
         return self._heap[0][-1] if self._heap else None
 
     def pop(self) -> Any:
-        """Take the next one out."""
         return heapq.heappop(self._heap)[-1]
 
     def remove(self, where: Callable[[Any], bool]) -> None:
-        """Take out everyone for whom ``where`` holds."""
         self._heap = [entry for entry in self._heap if not where(entry[-1])]
         heapq.heapify(self._heap)
 
@@ -141,7 +138,6 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ admission
 
     def add(self, request: RequestState) -> None:
-        """Let a request wait for a row."""
         request.place = self._queue.push((request.group, 0), request.request.priority)
 
     def invite(self, group: SequenceGroup[Any], count: int) -> None:
@@ -314,7 +310,6 @@ class Scheduler:
         return True
 
     def keep_prefix(self, sequence: Sequence, length: int) -> None:
-        """Put the first ``length`` positions of a sequence into the prefix cache."""
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
             scope, whole_from = sequence.request.request.prefix_scope, self._cache.whole_from(sequence.row)

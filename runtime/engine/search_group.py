@@ -16,7 +16,6 @@ class SearchSequence(Sequence):
     """A sequence of a search, which gets its tokens from it."""
 
     def sample(self, logits: Logits) -> SamplerOutput["SearchSequence"]:
-        """Copy the logits [V] for the search."""
         return SamplerOutput(self, logits=logits[0].copy())
 
 
@@ -65,7 +64,6 @@ class SearchGroup(SequenceGroup[SearchSequence]):
         return True
 
     def _follow(self, scheduler: Scheduler, branches: List[Branch]) -> None:
-        """Make the rows those of the search's next step."""
         before = list(self.sequences)
         contexts = [[*before[branch.parent].context, branch.token] for branch in branches]
         after = before[: len(branches)]
@@ -84,7 +82,6 @@ class SearchGroup(SequenceGroup[SearchSequence]):
 
 
 def common(first: List[int], second: List[int]) -> int:
-    """Count of tokens that two sequences share at their start."""
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )

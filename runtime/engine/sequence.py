@@ -76,7 +76,6 @@ class Sequence(Slot, ABC):
         output."""
 
     def close(self) -> None:
-        """Let go what it holds beside its row."""
         self.drafts = []
 
 
@@ -178,7 +177,6 @@ class RequestState:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the prompt and of all outputs, at most."""
         return len(self.prompt) + self.params.max_tokens * self.streams
 
     def progress(self) -> str:
@@ -200,7 +198,6 @@ class RequestState:
         self.collector.put(delta)
 
     def result(self, outputs: List[Output]) -> GenerationResult:
-        """The result of the finished request."""
         metrics = self.timeline.metrics()
         if self.params.num_beams > 1:
             completion = sum(len(output.token_ids) for output in outputs)

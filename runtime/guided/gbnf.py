@@ -81,14 +81,12 @@ def is_gbnf(grammar: str) -> bool:
 
 
 def _list_children(node: Node) -> tuple[Node, ...]:
-    """The parts of a node, one level down."""
     if isinstance(node, Sequence | Choice):
         return node.parts
     return (node.part,) if isinstance(node, Repetition) else ()
 
 
 def _references(node: Node) -> set[str]:
-    """Names of the rules that a node names."""
     return {node.name} if isinstance(node, Reference) else set().union(*map(_references, _list_children(node)))
 
 
@@ -132,7 +130,6 @@ def _names_only(node: Node, names: Container[str]) -> bool:
 
 
 def _ends(node: Node, ending: Container[str]) -> bool:
-    """True if a text of the node has an end."""
     return isinstance(node, Characters) or _derives(node, ending, _ends)
 
 

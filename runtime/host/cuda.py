@@ -73,7 +73,6 @@ class Driver:
 
     @property
     def device(self) -> DeviceInfo:
-        """This GPU's properties."""
         return self._info
 
     def _start(self) -> None:
@@ -126,7 +125,6 @@ class Driver:
         return int(self._do(f"allocating {size} bytes of GPU memory", "cuMemAlloc", size))
 
     def free(self, address: int) -> None:
-        """Give back what :meth:`alloc` gave."""
         self._do("freeing GPU memory", "cuMemFree", address)
 
     def alloc_host(self, size: int) -> int:
@@ -137,7 +135,6 @@ class Driver:
         return int(self._do(f"allocating {size} bytes of pinned memory", "cuMemHostAlloc", size, flags))
 
     def free_host(self, address: int) -> None:
-        """Give back what :meth:`alloc_host` gave."""
         self._do("freeing pinned memory", "cuMemFreeHost", address)
 
     def device_address(self, host: int) -> int:
@@ -150,7 +147,6 @@ class Driver:
         return int(self._do("making a stream", "cuStreamCreate", flags))
 
     def destroy_stream(self, stream: int) -> None:
-        """Free a stream."""
         self._do("freeing a stream", "cuStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
@@ -173,7 +169,6 @@ class Driver:
         self._do("copying", "cuMemcpy2DAsync", order, stream)
 
     def fill(self, address: int, size: int, stream: int) -> None:
-        """Write zeros."""
         self._do("clearing memory", "cuMemsetD8Async", address, 0, size, stream)
 
     def begin_capture(self, stream: int) -> None:
@@ -194,7 +189,6 @@ class Driver:
         self._do("launching a CUDA graph", "cuGraphLaunch", graph, stream)
 
     def destroy_graph(self, graph: int) -> None:
-        """Free recorded work."""
         self._do("freeing a CUDA graph", "cuGraphExecDestroy", graph)
 
     def close(self) -> None:
@@ -257,7 +251,6 @@ def open_driver() -> Driver:
 
 
 def _format_version(version: int) -> str:
-    """13000 is CUDA 13.0."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 

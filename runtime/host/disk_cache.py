@@ -152,7 +152,6 @@ def _prune(folder: Path, max_bytes: int) -> None:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove what nobody holds or used lately; true if it did."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -36,7 +36,6 @@ def memory_here() -> Available:
 
 
 def available_memory() -> int:
-    """The bytes of :func:`memory_here`."""
     return memory_here().bytes
 
 
@@ -54,7 +53,6 @@ def computable(manifest: Manifest) -> dict[str, Graph]:
 
 
 def cpu_model() -> str:
-    """The processor's name, for reports."""
     return _value(CPUINFO, "model name") or platform.processor() or platform.machine()
 
 

@@ -85,7 +85,6 @@ def probe_driver(timeout_s: float = TIMEOUT_S) -> Driver:
 
 
 def step_commands() -> dict[str, list[str]]:
-    """The command of each step."""
     return {name: command("llmc.runtime.host.probe_steps:take", name) for name in ("driver", *LIBRARIES)}
 
 

@@ -223,7 +223,6 @@ def tensorrt(name: str) -> Library:
 
 
 def _list_installed(pattern: str) -> list[str]:
-    """Names of installed distributions that match."""
     names = (distribution.metadata["Name"] or "" for distribution in importlib.metadata.distributions())
     return sorted({name for name in names if re.fullmatch(pattern, name)})
 
@@ -241,7 +240,6 @@ STEPS: dict[str, Callable[[], Driver | Library]] = {
 
 
 def take(name: str) -> dict[str, Any]:
-    """Take a step; an exception is a finding too."""
     try:
         return asdict(STEPS[name]())
     except ModuleNotFoundError as error:

@@ -63,7 +63,6 @@ class CacheBudget:
             self._shares.append(_Share(partial(device_bytes, manifest), device_memory, "MB of the GPU's memory"))
 
     def fits(self, positions: int, rows: int) -> bool:
-        """Tell whether ``rows`` rows of ``positions`` positions fit."""
         return self._find_lacking(positions, rows) is None
 
     def refusal(self, positions: int, rows: int) -> ResourceError:
@@ -94,7 +93,6 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """True where nothing is missing."""
         return self.missing == 0
 
 
@@ -118,11 +116,9 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The sum of the parts."""
         return sum(self.parts.values())
 
     def verdict(self, available: int) -> Verdict:
-        """The verdict for ``available`` bytes."""
         context = largest(self.limits.max_context, lambda n: self.needed(n, self.batch), available)
         batch = largest(self.limits.max_batch, lambda n: self.needed(self.context, n), available)
         return Verdict(max(0, self.total - available), context, batch)

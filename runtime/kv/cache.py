@@ -143,12 +143,10 @@ class KVCache(ABC):
 
     @property
     def rows(self) -> int:
-        """Rows that there are now."""
         return len(self._written)
 
     @property
     def capacity(self) -> int:
-        """Positions that each row has now."""
         return self._capacity
 
     # ------------------------------------------------------------------------------------------------- growth
@@ -182,7 +180,6 @@ class KVCache(ABC):
         self._capacity = capacity
 
     def _round_capacity(self, capacity: int) -> int:
-        """Positions of a cache that has at least ``capacity``."""
         return capacity
 
     @abstractmethod
@@ -256,7 +253,6 @@ class KVCache(ABC):
             self._settled[row] = self._written[row] = 0
 
     def _find_first_held(self, tensor: CacheTensor, row: int) -> int:
-        """The first position of a row that a tensor holds."""
         return max(0, self._settled[row] - tensor.window - BACK) if tensor.window else 0
 
     def _discard(self, row: int, end: int) -> None:  # noqa: B027  # few caches let go
@@ -331,7 +327,6 @@ class KVCache(ABC):
         """:meth:`copy` between two rows."""
 
     def _swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
-        """:meth:`swap` of two rows."""
         kept = np.empty(*self.form(its_end))
         self._read(one, 0, its_end, kept)
         self._copy(other, one, 0, others_end)

@@ -48,7 +48,6 @@ class DeviceCache(KVCache):
         self._staging, self._staged = 0, 0
 
     def address(self, tensor: int, row: int) -> int:
-        """Address at which a row of a tensor begins."""
         return self._block + self._starts[tensor] + row * self._row_size(tensor, self._capacity)
 
     # ------------------------------------------------------------------------------------------------ sizes
@@ -99,7 +98,6 @@ class DeviceCache(KVCache):
             self._driver.free(block)
 
     def close(self) -> None:
-        """Free everything; the cache then has no rows."""
         super().close()
         self._free()
         if self._staging:

@@ -113,7 +113,6 @@ class HostCache(KVCache):
         ]
 
     def close(self) -> None:
-        """Free everything; the cache then has no rows."""
         super().close()
         self.arrays = self._pages = ()
 

@@ -167,7 +167,6 @@ class PrefixCache:
         return root, ids, chain_hashes(root, ids, self.block)
 
     def _path(self, hashes: Sequence[bytes]) -> list[_Node]:
-        """The nodes of the leading hashes that are in memory."""
         path = []
         for chain in hashes:
             node = self._nodes.get(chain)
@@ -181,7 +180,6 @@ class PrefixCache:
         return (self.max_bytes - self._pinned) // max(1, self._block_bytes)
 
     def _load(self, root: bytes, hashes: Sequence[bytes]) -> list[_Node]:
-        """Bring blocks from disk into memory, pinned."""
         if self._store is None or not hashes:
             return []
         blocks = self._store.load(root, hashes, self.max_bytes - self._pinned)

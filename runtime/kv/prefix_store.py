@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import ResourceError, UsageError
 from llmc.runtime.host import threads
-from llmc.runtime.kv.cache_file import (
-    STAGING,
-    UnreadableError,
-    check_owner,
-    read_block,
-    write_block,
-)
+from llmc.runtime.kv.cache_file import STAGING, UnreadableError, check_owner, read_block, write_block
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +264,6 @@ def _close_to_others(folder: Path) -> None:
 
 
 def _list_own_entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Entries of a folder that this user owns; none if nobody may look."""
     own: list[os.DirEntry[str]] = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

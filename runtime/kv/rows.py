@@ -61,12 +61,10 @@ class Rows(Generic[_S]):
         return self._order[row] if row < len(self._order) else None
 
     def admit(self, slot: _S) -> None:
-        """Take the row after all others."""
         slot.row = len(self._order)
         self._order.append(slot)
 
     def promote(self, slot: _S) -> None:
-        """From feeding to decoding."""
         self._swap(slot, self._decoding)
         self._decoding += 1
 
@@ -96,7 +94,6 @@ class Rows(Generic[_S]):
         target.cached = cached
 
     def release(self, slot: _S) -> None:
-        """Free a row."""
         gap = slot.row
         assert self._order[gap] is slot
         if gap < self._decoding:
@@ -113,7 +110,6 @@ class Rows(Generic[_S]):
         heir.row, slot.row, heir.cached = slot.row, -1, cached
 
     def clear(self) -> None:
-        """Free every row."""
         for slot in self._order:
             slot.row = -1
         self._order.clear()

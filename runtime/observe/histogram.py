@@ -30,17 +30,14 @@ class Histogram:
             self.max = value
 
     def copy(self) -> "Histogram":
-        """The counts of this moment."""
         return replace(self)
 
     @property
     def count(self) -> int:
-        """Number of observations."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float | None:
-        """Mean of the observations; None where there is none."""
         return self.sum / self.count if self.count else None
 
     @property

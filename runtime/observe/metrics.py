@@ -192,7 +192,6 @@ class EngineMetrics:
                 self._settle()
 
     def _settle(self) -> None:
-        """Count the events that were noted; whoever calls it holds the lock."""
         while self._events:
             count, event = self._events.popleft()
             count(*event)
@@ -297,7 +296,6 @@ class RequestTimeline:
         self._engine.count({}, reason, e2e=(self.ended - self.queued,), tpot=() if tpot is None else (tpot,))
 
     def metrics(self) -> RequestMetrics:
-        """The request's figures so far."""
         gaps = self._gaps.tolist()  # a copy in one step of the interpreter: numpy would lock the array while it reads
         p50, p95, most = (float(value) for value in np.percentile(gaps, (50, 95, 100))) if gaps else [None] * 3
         return RequestMetrics(

@@ -172,7 +172,6 @@ class ModelRunner:
         return np.stack([self._verify(sequence, ())[:1].copy() for sequence in call])
 
     def _verify(self, sequence: Slot, drafts: Sequence[int]) -> Floats:
-        """Feed the last token and ``drafts``; logits [1 + drafts, V]."""
         tokens = [*sequence.context[sequence.cached :], *drafts]
         padded = tokens + [0] * (len(tokens) % 2 if self._policy.even else 0)
         indices = np.arange(len(padded), dtype=np.int64)[None]
@@ -194,7 +193,6 @@ class ModelRunner:
 
 
 def _zeros(rows: int, phase: Phase, first_row: int, candidates: int) -> Batch:
-    """A step of so many rows, with nothing in it yet."""
     ids, lengths, indices = (np.zeros(shape, np.int64) for shape in ((rows, 1), rows, (rows, 1)))
     return Batch(phase, ids, lengths, indices, first_row, candidates)
 

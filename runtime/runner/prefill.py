@@ -24,12 +24,7 @@ _S = TypeVar("_S", bound=Slot)
 
 
 def prefill(
-    run: Callable[[Batch], Floats],
-    sequence: Slot,
-    size: int,
-    *,
-    every: bool = False,
-    phase: Phase = Phase.PREFILL,
+    run: Callable[[Batch], Floats], sequence: Slot, size: int, *, every: bool = False, phase: Phase = Phase.PREFILL
 ) -> Iterator[Floats]:
     """Feed the tokens that are not in the row yet, one chunk for each item; its logits [O, V], which the next may
     overwrite.

@@ -158,10 +158,7 @@ class SamplingParams:
         None, optional(integer(0, 20)), "the same for the prompt's tokens but the first"
     )
     n: int = _many(
-        1,
-        integer(1, _MOST_SAMPLES),
-        "outputs to draw; output i draws from the seed + i, modulo 2**64",
-        common=True,
+        1, integer(1, _MOST_SAMPLES), "outputs to draw; output i draws from the seed + i, modulo 2**64", common=True
     )
     best_of: int | None = _many(
         None,
@@ -281,14 +278,7 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
 # ------------------------------------------------------------------------------------------------------ combinations
 
 _ONE_OUTPUT = ("n", "best_of", "consensus")
-_NOT_WITH_BEAMS = (
-    *_ONE_OUTPUT,
-    *_CUTS,
-    "stop",
-    *GUIDES,
-    "logprobs",
-    "on_overflow",
-)
+_NOT_WITH_BEAMS = (*_ONE_OUTPUT, *_CUTS, "stop", *GUIDES, "logprobs", "on_overflow")
 # What a request is when a condition holds, and what it cannot be with.
 _MODES: tuple[tuple[str, Callable[[SamplingParams], bool], tuple[str, ...]], ...] = (
     ("beam search", lambda p: p.num_beams > 1, _NOT_WITH_BEAMS),

@@ -142,7 +142,6 @@ def _allowed_tokens(context: SamplingContext) -> Processor | None:
 
 
 def _ban(tokens: Collection[int], until: int | None = None) -> Processor:
-    """Forbids tokens, for sequences shorter than ``until`` if that is given."""
     banned = np.array(sorted(set(tokens)), np.int64)
 
     def ban(tokens: Sequence[int], logits: Logits) -> Logits:
@@ -298,7 +297,6 @@ def _is_usable(logits: Logits) -> bool:
 
 
 def _check_result(where: str, result: object, logits: Logits) -> None:
-    """Refuse what is no logits with a ProcessorError."""
     if not logits.flags.writeable:
         raise ProcessorError(f"{where} made the logits read-only; leave their memory's flags as they are")
     if not isinstance(result, np.ndarray) or result.dtype != np.float32 or result.shape != logits.shape:

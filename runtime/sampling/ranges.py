@@ -84,13 +84,13 @@ def _is_pair(value: object) -> bool:
 
 # ----------------------------------------------------------------------------------------------------------- ranges
 
-FLAG = Range("flag", "True or False", lambda value: isinstance(value, bool))
+FLAG = Range("flag", "true or false", lambda value: isinstance(value, bool))
 TEXT = Range("text", "a non-empty string", _is_text, "text")
 # For what bounds its texts itself.
-TEXTS = Range("texts", "a tuple of non-empty strings", lambda value: _is_tuple(value, _is_text), "texts")
+TEXTS = Range("texts", "a list of non-empty strings", lambda value: _is_tuple(value, _is_text), "texts")
 SCHEMA = Range(
     "schema",
-    "a JSON schema as a mapping or a text",
+    "a JSON schema as an object or a text",
     lambda value: _is_text(value) or isinstance(value, Mapping),
     "mapping or JSON text",
 )
@@ -102,7 +102,6 @@ def integer(low: int, high: float = math.inf, note: str = "", most: str = "") ->
 
 
 def number(low: float, high: float = math.inf, note: str = "") -> Range:
-    """Finite numbers from ``low`` to ``high``."""
     return _numbers("number", "a number", _is_number, low, high, note)
 
 
@@ -140,7 +139,8 @@ def one_of(*choices: str | bool) -> Range:
         return any(value is choice or (isinstance(value, str) and value == choice) for choice in choices)
 
     short = ", ".join(f"`{choice}`" if isinstance(choice, str) else str(choice) for choice in choices)
-    return Range("choice", " or ".join(map(repr, choices)), holds, short, choices=choices)
+    expected = " or ".join(repr(choice) if isinstance(choice, str) else str(choice).lower() for choice in choices)
+    return Range("choice", expected, holds, short, choices=choices)
 
 
 def texts(most: int, longest: int) -> Range:
@@ -150,12 +150,12 @@ def texts(most: int, longest: int) -> Range:
         return _is_tuple(value, _is_text, most) and sum(map(len, value)) <= longest
 
     bounds = f"{most:,} texts of {longest:,} characters in all"
-    return Range("texts", f"a tuple of non-empty strings, at most {bounds}", holds, f"up to {bounds}")
+    return Range("texts", f"a list of non-empty strings, at most {bounds}", holds, f"up to {bounds}")
 
 
 def tokens(most: int) -> Range:
     """Tuples of at most ``most`` token ids."""
-    expected = f"a tuple of token ids, at most {most:,} of them"
+    expected = f"a list of token ids, at most {most:,} of them"
     return Range("tokens", expected, lambda value: _is_tuple(value, _is_token, most), f"up to {most:,} token ids")
 
 
@@ -169,18 +169,17 @@ def biases(size: float, most: int) -> Range:
             pairs and all(_is_token(token) and fits(bias) for token, bias in value) and len(dict(value)) == len(value)
         )
 
-    expected = f"a tuple of (token id, number from {pair}) with different ids, at most {most:,} of them"
+    expected = f"a list of (token id, number from {pair}) with different ids, at most {most:,} of them"
     return Range("biases", expected, holds, f"up to {most:,} (id, {pair}) pairs")
 
 
 def drop_empty(values: Range) -> Range:
     """The tuples of a range but the empty one."""
-    expected = values.expected.replace("a tuple", "a non-empty tuple")
+    expected = values.expected.replace("a list", "a non-empty list")
     return replace(values, expected=expected, holds=lambda value: values.holds(value) and value != ())
 
 
 def optional(values: Range) -> Range:
-    """A range, and None."""
     return replace(
-        values, expected=f"{values.expected}, or None", holds=lambda value: value is None or values.holds(value)
+        values, expected=f"{values.expected}, or null", holds=lambda value: value is None or values.holds(value)
     )

@@ -13,16 +13,7 @@ from llmc.errors import RequestError
 from llmc.runtime.sampling.draws import pick, uniform
 from llmc.runtime.sampling.logits import Logits, check_peak, weigh
 from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
-from llmc.runtime.sampling.processors import (
-    CUTS,
-    PROCESSORS,
-    Candidates,
-    Cut,
-    Guide,
-    Processor,
-    SamplingContext,
-    build,
-)
+from llmc.runtime.sampling.processors import CUTS, PROCESSORS, Candidates, Cut, Guide, Processor, SamplingContext, build
 from llmc.runtime.sampling.truncation import Tokens
 
 
@@ -76,7 +67,6 @@ class Sampler:
         self.needs = 1 if seed is None and top is None and not processors else 0
 
     def begins_with(self, name: str) -> bool:
-        """True if this step comes first."""
         return next(iter([*self._processors, *self._cuts]), None) == name
 
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
@@ -102,7 +92,6 @@ class Sampler:
         return Choice(token, None if self._top is None else token_logprobs(logits, token, self._top))
 
     def _process(self, logits: Logits, tokens: Sequence[int]) -> Logits:
-        """The logits that the processors leave, of which one is finite."""
         current = logits.copy() if self._processors else logits
         for step in self._processors.values():
             current = step(tokens, current)

@@ -156,7 +156,6 @@ class BeamSearch:
         return self._normalise(beams[0].score, length) > self._finished[-1].score
 
     def _normalise(self, score: float, length: int) -> float:
-        """The score of an output of ``length`` new tokens."""
         return score / math.pow(length, self._length_penalty)
 
     @staticmethod

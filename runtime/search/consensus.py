@@ -70,7 +70,6 @@ def _words(text: str) -> Counter[str]:
 
 
 def _ngrams(text: str) -> list[Counter[str]]:
-    """Of each order that the text is long enough for."""
     signs = "".join(text.split())
     orders = range(1, min(len(signs), CHRF_ORDER) + 1)
     return [Counter(signs[i : i + n] for i in range(len(signs) - n + 1)) for n in orders]

@@ -83,9 +83,9 @@ async def _http(request: Request, error: Exception) -> Response:
     # The methods of routes that only admins see are not told to others.
     if path.startswith(admin.PREFIX) and (hidden := admin.refusal(request.scope)) is not None:
         return response(request.scope, hidden)
-    said = {
-        405: f"{request.method} is not a method of {path[:200]!r}; GET /openapi.json lists what is",
-    }.get(error.status_code, str(error.detail))
+    said = {405: f"{request.method} is not a method of {path[:200]!r}; GET /openapi.json lists what is"}.get(
+        error.status_code, str(error.detail)
+    )
     return response(request.scope, ApiError(error.status_code, said, headers=error.headers))
 
 

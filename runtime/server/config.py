@@ -42,7 +42,6 @@ LISTEN, MODELS, SECURITY, LIMITS, RATES, OPERATION, FLEET = (
 
 
 def _setting(section: str, default: Any, text: str, **attributes: Any) -> Any:
-    """A field with what people need to know of it; ``attributes`` are those of :class:`Setting`."""
     known = {"section": section, "help": text, **attributes}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=known)
@@ -165,9 +164,6 @@ class ServerConfig:
         high=1 << 20,
     )
     max_json_depth: int = _setting(LIMITS, 64, "Most arrays and objects inside one another in a body.", low=4, high=256)
-    header_timeout_s: float = _setting(
-        LIMITS, 10.0, "Time for the headers of a request.", unit="seconds", low=0.1, high=3600
-    )
     body_timeout_s: float = _setting(LIMITS, 60.0, "Time for a request's body.", unit="seconds", low=0.1, high=3600)
     idle_timeout_s: float = _setting(
         LIMITS, 75.0, "Time that a connection may stay open between requests.", unit="seconds", low=1, high=3600
@@ -288,7 +284,6 @@ _KINDS = {
 
 @cache
 def settings() -> tuple[Setting, ...]:
-    """Every setting, in the order in which they are declared."""
     hints = typing.get_type_hints(ServerConfig)
     return tuple(_describe(f.name, hints[f.name], f.default, f.metadata) for f in fields(ServerConfig))
 

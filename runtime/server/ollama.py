@@ -117,7 +117,6 @@ class Asked(Body):
     think: bool | Literal["low", "medium", "high"] | None = None
 
     def chat(self, service: Service, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
-        """The request in OpenAI's dialect."""
         effort = "none" if self.think is False else self.think
         thinks = {"enable_thinking": True} if self.think is True else None
         return ChatRequest.model_validate(
@@ -140,7 +139,6 @@ class OllamaChat(Asked):
     tools: list[Tool] | None = None
 
     def request(self, service: Service) -> ChatRequest:
-        """The request in OpenAI's dialect."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None
         return self.chat(service, conversation(self.messages), tools=tools)
 
@@ -164,7 +162,6 @@ class OllamaPrompt(Asked):
     images: Annotated[list[str] | None, Field(max_length=0, description="these models read text alone")] = None
 
     def request(self, service: Service) -> ChatRequest:
-        """The request in OpenAI's dialect."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return self.chat(service, [*system, {"role": "user", "content": self.prompt}])
 
@@ -208,7 +205,6 @@ def conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def head_of(body: Asked) -> dict[str, Any]:
-    """The members with which each line begins."""
     now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
     return {"model": body.model, "created_at": now}
 
@@ -270,13 +266,13 @@ def encode_line(value: dict[str, Any]) -> bytes:
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-@router.post("/api/chat", response_model=None)
+@router.post("/api/chat")
 async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Request, service: Served) -> Response:
     """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded."""
     return await answer_chat(body, request, service, empty=not body.messages)
 
 
-@router.post("/api/generate", response_model=None)
+@router.post("/api/generate")
 async def generate(
     body: Annotated[OllamaPrompt, take_body(OllamaPrompt)], request: Request, service: Served
 ) -> Response:
@@ -330,7 +326,6 @@ async def complete(body: OllamaPrompt, request: Request, service: Service) -> Re
 
 
 def card(service: Service, name: str) -> dict[str, Any]:
-    """A model as Ollama lists it."""
     manifest = service.pool.manifest(name)
     family = manifest.geometry.model_type
     return {

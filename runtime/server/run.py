@@ -88,7 +88,6 @@ def run(config: ServerConfig, models: Models, app: Guarded) -> None:
 
 
 def _uvicorn_config(config: ServerConfig, app: RequestLog) -> uvicorn.Config:
-    """uvicorn's settings, with the certificate read."""
     own: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "backlog": BACKLOG}
     drain: Any = config.drain_s + FAREWELL_S
     made = uvicorn.Config(app, timeout_graceful_shutdown=drain, **own, **uvicorn_options(config))

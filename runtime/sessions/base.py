@@ -86,7 +86,6 @@ class Session(ABC):
         """Free the engine and the cache."""
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        """:meth:`run` by a call of each row alone."""
         self._logits = np.concatenate([self.run(row).copy() for row in row_by_row(batch)])
         return self._logits
 

@@ -153,7 +153,6 @@ class DraftLength:
         self._shared.earn()
 
     def close(self) -> None:
-        """The sequence has ended; what it staked and never verified is given back."""
         self._shared.book(-self._staked)
         self._staked = 0.0
 

@@ -137,7 +137,6 @@ def check_same_tokenizer(draft: Any, target: Any) -> None:
 
 
 def _vocabulary(folder: Path) -> dict[str, str]:
-    """Text of each token of a tokenizer.json, added ones included."""
     content: dict[str, Any] = read_json(folder / TOKENIZER_FILE)
     listed = content["model"].get("vocab", {})
     # A unigram model lists [text, score] pairs in the order of their ids, the others map text to id.

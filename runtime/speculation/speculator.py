@@ -65,14 +65,12 @@ class Speculator:
         self.control.plain()
 
     def close(self, answer: Sequence[int] = ()) -> None:
-        """The sequence has ended with this answer."""
         self._drafter.forget(self._key)
         self.control.close()
         if answer and isinstance(self._drafter, AnswerLookup):
             self._drafter.answers.add(answer)
 
     def _find_drafts(self, tokens: Sequence[int], room: int, rows: int) -> list[int]:
-        """Drafts worth a call; others may be watched."""
         asked = min(room, self.control.length(rows) if self._drafter.costs_by_token else self.control.longest)
         had = self._propose(tokens, asked or TRIAL)
         kept = self.control.keep(len(had), asked, rows) if asked and had else 0

@@ -59,7 +59,6 @@ class ChatTemplate:
 
     @cached_property
     def _plain(self) -> "_Compiled":
-        """The templates without marks, for texts that may spell control tokens."""
         return _Compiled(self._sources, self._special_tokens, str)
 
     @classmethod
@@ -173,7 +172,6 @@ def has_template(folder: Path) -> bool:
 
 
 def _read_templates(folder: Path) -> dict[str, str]:
-    """Sources by name; the file goes before the configuration."""
     file = folder / TEMPLATE_FILE
     if file.is_file():
         try:

@@ -183,7 +183,6 @@ def _beyond_gaps(
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A regular expression that matches the longest of ``texts``, however many there are."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

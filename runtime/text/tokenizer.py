@@ -153,7 +153,6 @@ class Tokenizer:
 
     @cached_property
     def controls(self) -> ControlTokens:
-        """The control tokens; made when first asked for."""
         unknown = (self.special_tokens.get("unk_token"), getattr(self._backend.model, "unk_token", None))
         return ControlTokens(self._backend, [text for text in unknown if text is not None])
 
@@ -213,7 +212,6 @@ _BYTE_LEVEL = {0x100 + place: byte for place, byte in enumerate(sorted({*range(2
 
 @contextmanager
 def _translate_errors(text: Any) -> Iterator[None]:
-    """Translate what encoding raises."""
     if not isinstance(text, str):
         raise UsageError(f"the text is {type(text).__name__}, expected str")
     try:
@@ -307,7 +305,6 @@ def _add_missing(backend: tokenizers.Tokenizer, tokens: list[tokenizers.AddedTok
 
 
 def _content(token: Any) -> str:
-    """The text of a special token, which is written as a string or as an object with a ``content``."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise ValueError(f"special token is {token!r}, expected text or an object with a content")

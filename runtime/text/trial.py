@@ -85,7 +85,6 @@ def try_tokenizer(folder: Path) -> None:
 
 
 def _key(folder: Path) -> str:
-    """A hash of the files and of the library that runs them."""
     found: list[object] = [TRIAL, tokenizers.__version__]
     for path in (folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE)):
         if path.is_file():  # a pipe would never end

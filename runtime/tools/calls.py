@@ -22,15 +22,12 @@ class MarkedCalls:
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """Texts that open a call, or several of them."""
         return (self.begin,)
 
     def bare_grammar(self) -> str:
-        """There is none."""
         return ""
 
     def may_be_bare(self, text: str) -> bool:
-        """None is."""
         return False
 
 

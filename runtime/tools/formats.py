@@ -124,7 +124,6 @@ def writer(name: str | None) -> Callable[[Sequence[tuple[str, Mapping[str, Any]]
 
 
 def format_named(name: str) -> CallFormat:
-    """The format of that name."""
     if name not in FORMATS:
         raise UsageError(f"tool_format is {format_value(name)}, expected one of {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -22,11 +22,7 @@ _NUMBERS = {
     "null": "/null/",
 }
 # Keywords that the grammar below keeps, by type.
-_KEPT = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items"},
-    "string": {"enum", "const"},
-}
+_KEPT = {"object": {"properties", "required", "additionalProperties"}, "array": {"items"}, "string": {"enum", "const"}}
 _MOST_DEEP = 32
 
 
@@ -45,7 +41,6 @@ class GemmaCalls(MarkedCalls):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts that may be special tokens."""
         return (self.begin, self.end, self.quote)
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
@@ -65,7 +60,6 @@ class GemmaCalls(MarkedCalls):
         return "\n".join([f"calls: {one}{more}", call, *calls, *rules.written, "TEXT_VALUE: /(.|\\n)*/", ""])
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls, names with arguments, as a model is taught to write them."""
         return "".join(f"{self.begin}call:{tool}{self._value(given)}{self.end}" for tool, given in calls)
 
     def _value(self, value: Any) -> str:
@@ -104,7 +98,6 @@ class _Rules:
         self._quote = quote
 
     def value(self, schema: Any, where: str, depth: int = 0) -> str:
-        """The name of the rule of a value."""
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if not isinstance(kind, str) or depth > _MOST_DEEP:
             raise GrammarError(f"{where} has no type, which the model's format of calls needs; give it one")

@@ -47,12 +47,10 @@ def literal(value: str) -> str:
 
 
 def schema_of(tool: Tool) -> str:
-    """A terminal of the arguments as JSON."""
     return value_of(tool.schema)
 
 
 def value_of(schema: Mapping[str, Any]) -> str:
-    """A terminal of a JSON value."""
     return f"%json {json.dumps(without_annotations(schema))}".replace("::=", ":\\u003a=")
 
 

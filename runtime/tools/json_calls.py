@@ -42,12 +42,10 @@ class JsonCalls:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts that may be special tokens."""
         return (*self.begins, self.end)
 
     @property
     def bare_starts(self) -> tuple[str, ...]:
-        """Texts that an answer which is a call begins with."""
         return ("{",) if self.bare else ()
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
@@ -66,7 +64,6 @@ class JsonCalls:
         return f"calls: {one} ({again} {one})*\n{call}"
 
     def bare_grammar(self) -> str:
-        """A regular expression of what only calls begin with."""
         return rf'\{{[ \n\t]*"{self.keys[0]}"'
 
     def may_be_bare(self, text: str) -> bool:
@@ -85,7 +82,6 @@ class JsonCalls:
         return f"{opening} {schema_of(tool)} {literal('}')}"
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls, names with arguments, as a model is taught to write them."""
         name, arguments = self.keys
         written = []
         for number, (tool, given) in enumerate(calls):
@@ -139,7 +135,6 @@ class NamedCalls(MarkedCalls):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts that may be special tokens."""
         return (self.begin, self.middle)
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
@@ -150,7 +145,6 @@ class NamedCalls(MarkedCalls):
         return f"calls: call{more}\ncall: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n{calls}\n"
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls, names with arguments, as a model is taught to write them."""
         return "".join(
             f"{self.begin}{tool}{self.middle}{json.dumps(given, ensure_ascii=False)}" for tool, given in calls
         )

@@ -53,7 +53,6 @@ class ChatParser:
         self._cut = False
 
     def push(self, text: str) -> Parsed:
-        """Take the next piece of the output."""
         if self._is_plain:
             return Parsed(text)
         self._source.text += text

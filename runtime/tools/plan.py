@@ -39,7 +39,6 @@ class ChatPlan:
     budget: int | None = None
 
     def parser(self, new_id: Callable[[int], str]) -> ChatParser:
-        """The parser of one output."""
         return ChatParser(self.calls, {tool.name: tool for tool in self.tools}, self.marks, self.thinking, new_id)
 
     def loosen_plans(self) -> Iterator[tuple["ChatPlan", Iterable[str]]]:
@@ -96,7 +95,6 @@ class ChatPlan:
         return given[name]
 
     def _grammar(self, calls: CallFormat, tokenizer: Tokenizer, form: Any) -> str:
-        """The grammar of the whole answer."""
 
         def spell(mark: str) -> str:
             token = tokenizer.token_to_id(mark) if mark else None
@@ -117,7 +115,6 @@ class ChatPlan:
         )
 
     def _texts(self) -> tuple[str, ...]:
-        """The marks that are read, which may be special tokens."""
         marks = () if self.marks is None else (self.marks.begin, self.marks.end)
         return (*marks, *(() if self.calls is None else self.calls.marks))
 

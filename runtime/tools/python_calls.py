@@ -30,17 +30,14 @@ class PythonCalls:
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """Texts that open calls."""
         return (self.begin,) if self.begin else ()
 
     @property
     def bare_starts(self) -> tuple[str, ...]:
-        """Texts that an answer which is a list of calls begins with."""
         return () if self.begin else ("[",)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts that may be special tokens."""
         return (self.begin, self.end)
 
     # ------------------------------------------------------------------------------------------------------- grammar
@@ -56,7 +53,6 @@ class PythonCalls:
         return "\n".join([f'calls: first{more} "]"', f"first: {_heads(tools, '[')}", *heads, ""])
 
     def bare_grammar(self) -> str:
-        """A regular expression of what only calls begin with."""
         return r"\[[A-Za-z0-9_.-]+\("
 
     def may_be_bare(self, text: str) -> bool:
@@ -66,7 +62,6 @@ class PythonCalls:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls, names with arguments, as a model is taught to write them."""
         written = []
         for tool, given in calls:
             items = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
@@ -95,7 +90,6 @@ class PythonCalls:
 
 
 def _heads(tools: Sequence[Tool], before: str) -> str:
-    """Calls of each of the tools, with a text before their names."""
     heads = (f"{literal(f'{before}{tool.name}(')} first_{i}_0 {literal(')')}" for i, tool in enumerate(tools))
     return " | ".join(heads)
 

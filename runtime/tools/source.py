@@ -56,7 +56,6 @@ class Source:
 
     @property
     def rest(self) -> str:
-        """The text that came and was not read yet."""
         return self.text[self.at :]
 
     def forget(self) -> None:
@@ -70,7 +69,6 @@ class Source:
         return self.text[self.at : self.at + 1]
 
     def take(self, text: str) -> Reading[bool]:
-        """Read ``text`` if it comes next."""
         while not self.ended and len(self.rest) < len(text) and text.startswith(self.rest):
             yield None
         found = self.text.startswith(text, self.at)
@@ -78,7 +76,6 @@ class Source:
         return found
 
     def skip_blanks(self) -> Reading[None]:
-        """Read blanks as long as they come."""
         while (character := (yield from self.peek())) and character in BLANKS:
             self.at += 1
 

@@ -62,7 +62,6 @@ class Thinking:
 
 
 def check_budget(budget: object) -> None:
-    """Refuse a budget that is none."""
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
         raise UsageError(f"reasoning_budget is {format_value(budget)}, expected an integer of at least 0, or None")
 

@@ -42,7 +42,6 @@ class XmlCalls(MarkedCalls):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts that may be special tokens."""
         return (self.begin, self.end)
 
     # ------------------------------------------------------------------------------------------------------- grammar
@@ -67,7 +66,6 @@ class XmlCalls(MarkedCalls):
         return [f"call_{index}: {head} {' '.join(parts)} {literal('</function>')}", *rules]
 
     def _value(self, tool: Tool, parameter: Parameter) -> str:
-        """The value of a parameter and its closing tag."""
         schema, types = resolve_schema(parameter.schema), types_of(parameter.schema)
         closing = literal(self.pad + _END)
         if "string" not in types:
@@ -86,7 +84,6 @@ class XmlCalls(MarkedCalls):
     # ------------------------------------------------------------------------------------------------------- reading
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls, names with arguments, as a model is taught to write them."""
         written = []
         for tool, given in calls:
             parts = "".join(f"<parameter={k}>{self.pad}{_format_value(v)}{self.pad}{_END}\n" for k, v in given.items())

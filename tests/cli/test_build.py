@@ -102,17 +102,7 @@ def test_options_reach_the_library_under_their_own_names(
 ):
     recipe = tmp_path / "small.toml"
     recipe.write_text("")
-    options = [
-        "--max-context",
-        64,
-        "--max-batch",
-        2,
-        "--recipe",
-        recipe,
-        "--force",
-        "--target",
-        "x",
-    ]
+    options = ["--max-context", 64, "--max-batch", 2, "--recipe", recipe, "--force", "--target", "x"]
     llmc("build", export_folder, "-o", "out", "--int4", *options)
     asked = {"precision": "int4", "max_context": 64, "max_batch": 2, "recipe": recipe, "force": True}
     assert library.built[0].items() >= {**asked, "target": "x"}.items()

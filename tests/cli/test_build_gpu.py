@@ -114,10 +114,7 @@ def test_target_and_precision_reach_the_library(
 def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: FakeLibrary, export_folder: Path):
     options = ["--compute-capabilities", "8.6,8.9", "--deferred"]
     assert llmc("build", export_folder, "-o", "out", "--target", "tensorrt-rtx", *options).code == 0
-    assert library.built[0]["engine"] == EngineRequest(
-        compute_capabilities="8.6,8.9",
-        deferred=True,
-    )
+    assert library.built[0]["engine"] == EngineRequest(compute_capabilities="8.6,8.9", deferred=True)
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,7 @@ def test_the_table_names_text_paths_and_layers(llmc, tiny_bundle, tiny_export, t
     for words in ("notes.txt, 62 positions", "prefill quality", "decode quality", "p99", "unquantized model", "greedy"):
         assert words in ran.out
     rows = [line.split() for line in ran.out.splitlines() if line.startswith(("model.", "lm_head"))]
-    assert [row[0] for row in rows] == [
-        "model.embed_tokens",
-        *(f"model.layers.{i}" for i in range(6)),
-        "lm_head",
-    ]
+    assert [row[0] for row in rows] == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(6)), "lm_head"]
     assert all(float(row[1]) > 20 and float(row[3]) > 20 for row in rows)
 
 

@@ -56,8 +56,7 @@ def test_sizes_are_decimal(count: int, text: str):
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [(12, "12"), (65_536, "65,536"), (494_032_768, "494.0 million"), (1_235_814_400, "1.24 billion")],
+    ("count", "text"), [(12, "12"), (65_536, "65,536"), (494_032_768, "494.0 million"), (1_235_814_400, "1.24 billion")]
 )
 def test_amounts_are_read_by_people(count: int, text: str):
     assert output.amount(count) == text
@@ -65,11 +64,7 @@ def test_amounts_are_read_by_people(count: int, text: str):
 
 def test_tables_are_aligned_and_end_without_blanks(capsys: pytest.CaptureFixture[str]):
     output.print_table(("bundle", "size"), [("int8", "5 MB"), ("int4 [bold]", "30 MB")], numbers=True)
-    assert capsys.readouterr().out.splitlines() == [
-        "bundle        size",
-        "int8          5 MB",
-        "int4 [bold]  30 MB",
-    ]
+    assert capsys.readouterr().out.splitlines() == ["bundle        size", "int8          5 MB", "int4 [bold]  30 MB"]
 
 
 def test_foreign_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]):

@@ -23,10 +23,7 @@ from llmc.runtime.observe.metrics import RequestMetrics
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 
 METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, "stop")
-LOGPROBS = (
-    TokenLogprobs(1, -0.5, ((1, -0.5),)),
-    TokenLogprobs(2, -math.inf, ()),
-)
+LOGPROBS = (TokenLogprobs(1, -0.5, ((1, -0.5),)), TokenLogprobs(2, -math.inf, ()))
 FIRST = Output(0, "ab", (1, 2), "stop", 42, logprobs=LOGPROBS, stop_reason="END")
 RESULT = GenerationResult(
     (FIRST,), Usage(7, 2), Timings(0.5, 0.25, 7, 1), SamplingParams(seed=42, json_schema={"type": "object"}), METRICS

@@ -55,7 +55,6 @@ VERBS = (
     Verb("rank BUNDLE Once Twice", "cpu", code=2),
     Verb("eval BUNDLE --window 16 --max-windows 1", "cpu build"),
     Verb("build EXPORT -o NEW", "cpu build"),
-    Verb("build CHECKPOINT -o NEW", "cpu export"),
     Verb("export CHECKPOINT -o NEW", "export"),
 )
 

@@ -40,10 +40,7 @@ LAYERS: list[dict[str, Any]] = [
         "mlp": {"inner": 128, "gated": False, "activation": "relu2"},
     },
     {"mixer": {"heads": 4, "kv_heads": 4, "head_dim": 16, "rope": None, "window": 5}, "mlp": None},
-    {
-        "mixer": {"heads": 8, "kv_heads": 2, "head_dim": 16, "rope": 1, **SWITCHES},
-        "mlp": {"inner": 160, "bias": True},
-    },
+    {"mixer": {"heads": 8, "kv_heads": 2, "head_dim": 16, "rope": 1, **SWITCHES}, "mlp": {"inner": 160, "bias": True}},
 ]
 
 

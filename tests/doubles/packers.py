@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from doubles.shared import shared
 
 Tensors = dict[str, np.ndarray]
 BASE = {
@@ -239,6 +241,18 @@ def write_checkpoint(scheme: Scheme, folder: Path, **config: Any) -> Written:
     (folder / "config.json").write_text(json.dumps(settings))
     write_tokenizer(folder)
     return Written(matrices, model.eval())
+
+
+def export_shared(name: str, factory: pytest.TempPathFactory) -> tuple[Scheme, Written, Path]:
+    """A scheme, what its checkpoint holds, and the export of that, made once for all processes."""
+    from llmc.export import export
+
+    def make(folder: Path) -> None:
+        write_checkpoint(SCHEMES[name], folder / "checkpoint")
+        export(folder / "checkpoint", folder / "export")
+
+    written = write_checkpoint(SCHEMES[name], factory.mktemp(name))
+    return SCHEMES[name], written, shared(factory, f"quantized {name}", make) / "export"
 
 
 def write_float8(folder: Path, config: dict[str, Any], name: str, block: tuple[int, int], scale_type: str) -> Any:

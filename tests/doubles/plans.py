@@ -17,10 +17,4 @@ PLAN = EngineConfig(
     verified="cpu",
 )
 # With everything that an engine can have, for another machine.
-FULL = replace(
-    PLAN,
-    select="select.plan",
-    candidates=64,
-    platform="linux-aarch64",
-    compute_capabilities=("8.7",),
-)
+FULL = replace(PLAN, select="select.plan", candidates=64, platform="linux-aarch64", compute_capabilities=("8.7",))

@@ -236,13 +236,7 @@ def _tensor(library: RecordedLibrary, name: str, value: Any = None) -> Any:
 
 
 def _layer(library: RecordedLibrary, name: str, kind: str, inputs: list[Any], outputs: list[Any]) -> Any:
-    return library.make(
-        "ILayer",
-        name=name,
-        type=library.LayerType[kind],
-        _inputs=inputs,
-        _outputs=outputs,
-    )
+    return library.make("ILayer", name=name, type=library.LayerType[kind], _inputs=inputs, _outputs=outputs)
 
 
 def set_input(library: RecordedLibrary, self: Any, index: int, tensor: Any) -> None:

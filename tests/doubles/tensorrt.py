@@ -32,12 +32,7 @@ MAGIC = "a plan of the double"
 GENERAL = 1 + 2**-20
 
 
-def make_plan(
-    onnx_path: Path,
-    decode: Profile,
-    prefill: Profile,
-    buckets: tuple[int, ...],
-) -> bytes:
+def make_plan(onnx_path: Path, decode: Profile, prefill: Profile, buckets: tuple[int, ...]) -> bytes:
     """An engine of a decoder.
 
     Args:
@@ -102,12 +97,7 @@ class DataType(enum.Enum):
     INT64 = 8
 
 
-TYPE_NAMES = {
-    "tensor(float)": "FLOAT",
-    "tensor(float16)": "HALF",
-    "tensor(int32)": "INT32",
-    "tensor(int64)": "INT64",
-}
+TYPE_NAMES = {"tensor(float)": "FLOAT", "tensor(float16)": "HALF", "tensor(int32)": "INT32", "tensor(int64)": "INT64"}
 
 
 class Severity(enum.IntEnum):

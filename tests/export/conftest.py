@@ -66,12 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "max_window_layers": 1,
     },
-    "qwen3-tied-sharded": {
-        "model_type": "qwen3",
-        "head_dim": 32,
-        "tie_word_embeddings": True,
-        "shard_size": "100KB",
-    },
+    "qwen3-tied-sharded": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, "shard_size": "100KB"},
     "llama-yarn-rope": {"model_type": "llama", "rope_parameters": YARN_ROPE},
     "phi3-packed-window-fp16": {
         "model_type": "phi3",

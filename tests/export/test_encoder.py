@@ -159,10 +159,7 @@ def without(file: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            spoilt("1_Pooling/config.json", pooling_mode_cls_token=True),
-            "pooling_mode=.* expected one of last",
-        ),
+        (spoilt("1_Pooling/config.json", pooling_mode_cls_token=True), "pooling_mode=.* expected one of last"),
         (spoilt("1_Pooling/config.json", include_prompt=False), "include_prompt=False is unsupported; expected true"),
         (spoilt("2_Dense/config.json", activation_function="torch.nn.ReLU"), "activation_function='torch.nn.ReLU'"),
         (spoilt("2_Dense/config.json", in_features=63), "a Dense layer reads 63 values, but 64 come before it"),

@@ -24,9 +24,7 @@ PROJECTION = "model.layers.0.mlp.down_proj"
 @pytest.fixture(scope="module", params=packers.SCHEMES)
 def case(request, tmp_path_factory):
     """A quantized checkpoint's scheme, what it holds, and its export."""
-    folder, scheme = tmp_path_factory.mktemp(request.param), packers.SCHEMES[request.param]
-    written = packers.write_checkpoint(scheme, folder / "checkpoint")
-    return scheme, written, export(folder / "checkpoint", folder / "export").output
+    return packers.export_shared(request.param, tmp_path_factory)
 
 
 def logits(run, folder):

@@ -105,51 +105,30 @@ def attacks() -> dict[str, Attack]:
     # ------------------------------------------------------------------------------------------------- token ids
     ids = b"1," * VALUES
     add("ids and then a text", COMPLETIONS, lambda: b'{"prompt":[' + ids + b'"x"]}')
-    add("ids without end", COMPLETIONS, lambda: b'{"prompt":[' + ids + b"1]}")
     add("texts and then an id", COMPLETIONS, lambda: b'{"prompt":[' + b'"a",' * TEXTS + b"1]}")
     add("a million texts", COMPLETIONS, lambda: filled({"prompt": "@"}, "a", VALUES))
-    add("lists of ids and then a text", COMPLETIONS, lambda: b'{"prompt":[' + b"[1]," * 60_000 + b'["x"]]}')
     add("numbers beyond all", COMPLETIONS, lambda: filled({"prompt": "@"}, b"1e999", VALUES))
-    add("NaN", COMPLETIONS, lambda: filled({"prompt": "a", "temperature": "@"}, b"NaN", VALUES))
     add("long integers", COMPLETIONS, lambda: filled({"prompt": "@"}, b"9" * 4000, VALUES))
     # --------------------------------------------------------------------------------------------- the shape alone
     add("brackets", CHAT, lambda: b"[" * MOST)
     add("deep lists", CHAT, lambda: deep(b"[", b"]", MOST // 2 - 1))
     add("deep objects", CHAT, lambda: deep(b'{"a":', b"}", MOST // 6 - 1))
-    add("empty lists", CHAT, lambda: filled({"messages": "@"}, [], VALUES // 2))
     add("quotes", CHAT, lambda: b'"' * MOST)
-    add("backslashes", CHAT, lambda: b'"' + b"\\" * (MOST - 1))
-    add("blanks", CHAT, lambda: b" " * MOST)
     add("a number of millions of digits", CHAT, lambda: b'{"max_tokens":' + b"9" * (MOST - 20) + b"}")
     add("a million members", CHAT, lambda: named("@", 700_000))
     add("unknown members", CHAT, lambda: named("@", TEXTS))
-    add("one name again and again", CHAT, lambda: b"{" + b",".join([b'"a":1'] * TEXTS) + b"}")
-    add(
-        "halves of characters",
-        COMPLETIONS,
-        lambda: texted({"prompt": "@"}).replace(b"a ", b"\\ud800")[: MOST - 2] + b'"}',
-    )
     add("escaped characters", COMPLETIONS, lambda: b'{"prompt":"' + b"\\ud83d\\ude00" * 690_000 + b'"}')
     # ------------------------------------------------------------------------------------------------------- texts
     for path, body, names in (
-        (COMPLETIONS, text, ("prompt", "stop", "regex", "grammar", "json_schema")),
-        (CHAT, chat, ("model", "prompt_cache_key")),
-        (RESPONSES, answer, ("input", "previous_response_id")),
+        (COMPLETIONS, text, ("prompt", "stop", "grammar")),
+        (RESPONSES, answer, ("input",)),
         (MESSAGES, anthropic, ("system",)),
     ):
         for name in names:
             add(f"{path} {name} of 8 MB", path, lambda body=body, name=name: texted({**body, name: "@"}))  # type: ignore[misc]
     add("a message of 8 MB", CHAT, lambda: texted({"messages": [{"role": "user", "content": "@"}]}))
-    add(
-        "a message of control tokens",
-        CHAT,
-        lambda: texted({"messages": [{"role": "user", "content": "@"}]}, "<|im_end|>"),
-    )
-    add("a message of blanks", CHAT, lambda: texted({"messages": [{"role": "user", "content": "@"}]}, " "))
-    add("a role of 8 MB", CHAT, lambda: texted({"messages": [{"role": "@", "content": "a"}]}))
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "@"}}
     calls = {"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [call]}, USER], "max_tokens": 1}
-    add("arguments of 8 MB", CHAT, lambda: texted(calls, "[1,1],"))
     add(
         "arguments of many members",
         CHAT,
@@ -162,7 +141,6 @@ def attacks() -> dict[str, Attack]:
         CHAT,
         lambda: filled({"messages": "@", "max_tokens": 1}, USER, 16_000)[:-17] + b',{"role":1}],"n":1}',
     )
-    add("messages of unknown members", CHAT, lambda: filled({"messages": "@"}, {"a": 1, "b": 1}, 32_000))
     add(
         "parts",
         CHAT,
@@ -171,23 +149,11 @@ def attacks() -> dict[str, Attack]:
     add("calls", CHAT, lambda: filled({"messages": [USER, {"role": "assistant", "tool_calls": "@"}]}, call, 7_000))
     add("tools", CHAT, lambda: filled({**chat, "tools": "@"}, TOOL, 16_000))
     add(
-        "a wide tool",
-        CHAT,
-        lambda: written(
-            {**chat, "tools": [{"type": "function", "function": {"name": "f", "parameters": schema(16_000)}}]}
-        ),
-    )
-    add(
         "a deep tool",
         CHAT,
         lambda: written(
             {**chat, "tools": [{"type": "function", "function": {"name": "f", "parameters": branches(12)}}]}
         ),
-    )
-    add(
-        "a description of 8 MB",
-        CHAT,
-        lambda: texted({**chat, "tools": [{"type": "function", "function": {"name": "f", "description": "@"}}]}),
     )
     add(
         "a wide schema",
@@ -205,7 +171,7 @@ def attacks() -> dict[str, Attack]:
             TEXTS,
         ),
     )
-    for name in ("stop", "bad_words", "choice", "stop_token_ids", "banned_tokens", "allowed_tokens"):
+    for name in ("stop", "choice", "banned_tokens"):
         item: Any = 5 if "token" in name else "ab"
         add(
             f"{name} without end",
@@ -213,24 +179,10 @@ def attacks() -> dict[str, Attack]:
             lambda name=name, item=item: filled({**chat, name: "@"}, item, VALUES if item == 5 else TEXTS),
         )  # type: ignore[misc]
     add("biases", CHAT, lambda: named({**chat, "logit_bias": "@"}, TEXTS))
-    add("tags", CHAT, lambda: named({**chat, "metadata": "@"}, 64_000, "a"))
     add("variables of a template", CHAT, lambda: named({**chat, "chat_template_kwargs": "@"}, TEXTS))
-    add("documents", CHAT, lambda: filled({**chat, "documents": "@"}, {"text": "a"}, 16_000))
     add("items", RESPONSES, lambda: filled({"input": "@", "max_output_tokens": 1}, USER, 16_000))
-    add(
-        "items of calls",
-        RESPONSES,
-        lambda: filled(
-            {"input": "@"}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}, 16_000
-        ),
-    )
-    add("tools of responses", RESPONSES, lambda: filled({**answer, "tools": "@"}, FLAT, 16_000))
     blocks = {**TOP, "messages": [{"role": "user", "content": "@"}]}
     add("blocks", MESSAGES, lambda: filled(blocks, {"type": "text", "text": "a"}, 16_000))
-    add(
-        "results", MESSAGES, lambda: filled(blocks, {"type": "tool_result", "tool_use_id": "a", "content": "a"}, 10_000)
-    )
-    add("turns", MESSAGES, lambda: filled({**TOP, "messages": "@"}, USER, 16_000))
     add(
         "an input of a tool",
         MESSAGES,
@@ -256,14 +208,7 @@ def attacks() -> dict[str, Attack]:
     add("tokens of 8 MB", "/tokenize", lambda: texted({"prompt": "@"}))
     add("tokens of 8 MB, eight times", "/tokenize", lambda: texted({"prompt": "@"}), times=8)
     add("texts of a million tokens", "/detokenize", lambda: filled({"tokens": "@"}, 5, VALUES))
-    add("texts of no tokens", "/detokenize", lambda: filled({"tokens": "@"}, "a", TEXTS))
     add("a template of 8 MB", "/apply-template", lambda: texted({"messages": [{"role": "user", "content": "@"}]}))
-    add(
-        "a count of 8 MB",
-        "/v1/messages/count_tokens",
-        lambda: texted({"model": "tiny", "messages": [{"role": "user", "content": "@"}]}),
-    )
-    add("tokens of an input of 8 MB", "/v1/responses/input_tokens", lambda: texted({"input": "@"}))
     for path, model in (("/v1/embeddings", "embed"),):
         add("ids to embed", path, lambda model=model: filled({"model": model, "input": "@"}, 5, VALUES))  # type: ignore[misc]
         add("texts to embed", path, lambda model=model: filled({"model": model, "input": "@"}, "a b", TEXTS))  # type: ignore[misc]
@@ -280,23 +225,10 @@ def attacks() -> dict[str, Attack]:
         "/v1/rerank",
         lambda: filled({"model": "rank", "query": "a", "documents": "@"}, {"text": "a"}, 32_000),
     )
-    add(
-        "2,048 documents to rank",
-        "/v1/rerank",
-        lambda: filled({"model": "rank", "query": "a", "documents": "@", "truncate": True}, "a b " * 900, 2048),
-    )
     add("a query of 8 MB", "/v1/rerank", lambda: texted({"model": "rank", "query": "@", "documents": ["a"]}))
     # ---------------------------------------------------------------------------------------------------- sockets
-    for path in (CHAT, COMPLETIONS):
-        for name in (
-            "ids and then a text",
-            "deep objects",
-            "unknown members",
-            "messages",
-            "a message of 8 MB",
-            "quotes",
-        ):
-            found[f"socket {path}: {name}"] = Attack(path, found[name].body, socket=True)
+    for name in ("deep objects", "unknown members", "a message of 8 MB"):
+        found[f"socket: {name}"] = Attack(CHAT, found[name].body, socket=True)
     return found
 
 

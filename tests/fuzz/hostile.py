@@ -184,11 +184,7 @@ def use_gguf(folder: Path) -> None:
             pass
 
 
-USES: dict[str, Callable[[Path], None]] = {
-    "bundle": use_bundle,
-    "checkpoint": use_checkpoint,
-    "gguf": use_gguf,
-}
+USES: dict[str, Callable[[Path], None]] = {"bundle": use_bundle, "checkpoint": use_checkpoint, "gguf": use_gguf}
 
 
 def _seal(folder: Path) -> None:

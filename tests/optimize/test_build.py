@@ -133,7 +133,7 @@ def plain_bytes(report: BuildReport) -> int:
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
 
 
-@pytest.mark.parametrize(("precision", "phases"), [("fp32", ""), ("int8", ""), ("int4", "split"), ("int4", "shared")])
+@pytest.mark.parametrize(("precision", "phases"), [("fp32", ""), ("int4", "split")])
 def test_a_tied_head_shares_its_bytes_with_the_embedding(tiny_export, tmp_path, precision, phases):
     """The embedding of the small model is a sixth of it: a second copy would show."""
     recipe = tmp_path / "recipe.toml"

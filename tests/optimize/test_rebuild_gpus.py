@@ -43,10 +43,7 @@ OLD = replace(
     ],
 )
 def test_an_engine_is_made_anew_for_the_gpus_that_were_named(
-    named: tuple[str, ...],
-    possible: tuple[str, ...],
-    gpu: str | None,
-    expected: tuple[str, ...],
+    named: tuple[str, ...], possible: tuple[str, ...], gpu: str | None, expected: tuple[str, ...]
 ):
     names = SimpleNamespace(**{f"SM{gpu.replace('.', '')}": 0 for gpu in possible})
     library = SimpleNamespace(ComputeCapability=names)

@@ -1,21 +1,13 @@
-"""Recipes for Kubernetes, KServe and Triton: manifests that say what they must, and a model that runs."""
+"""Recipes for Kubernetes and KServe: manifests that say what they must."""
 
-import asyncio
 import importlib.util
-import json
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from doubles import triton
-from doubles.triton import InferenceRequest
 
 from llmc.cli.serve import serve_command
-from llmc.runtime import load
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML")
 
@@ -94,56 +86,3 @@ class TestInferenceService:
         assert port == {"name": "http1", "containerPort": given["port"], "protocol": "TCP"}
         assert given["bundles"] == ("tiny=/mnt/models",) and given["host"] == "0.0.0.0"
         compile(container["readinessProbe"]["exec"]["command"][2], "probe", "exec")
-
-
-@pytest.fixture(scope="module")
-def model(tiny_bundle: Path) -> Iterator[Any]:
-    """Triton's model, as Triton starts it: with the configuration as JSON."""
-    module = _module()
-    config = {"parameters": {"bundle": {"string_value": str(tiny_bundle)}, "load": {"string_value": '{"threads": 1}'}}}
-    found = module.TritonPythonModel()
-    found.initialize({"model_config": json.dumps(config)})
-    yield found
-    found.finalize()
-
-
-def _module() -> ModuleType:
-    path = RECIPES / "triton" / "llmc" / "1" / "model.py"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "triton_python_backend_utils", triton)
-        spec = importlib.util.spec_from_file_location("triton_model", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
-
-
-def ask(model: Any, *requests: InferenceRequest) -> list[list[triton.InferenceResponse]]:
-    assert asyncio.run(model.execute(list(requests))) is None
-    assert all(request.sender.final for request in requests)
-    return [request.sender.responses for request in requests]
-
-
-PROMPT = "def f(x):"
-SAMPLING = {"max_tokens": 12, "temperature": 0}
-
-
-class TestTriton:
-    @pytest.fixture
-    def expected(self, tiny_bundle: Path) -> str:
-        with load(tiny_bundle, threads=1) as loaded:
-            return loaded.generate(PROMPT, **SAMPLING).text
-
-    def test_streams_and_whole_answers_have_the_text_of_the_model(self, model: Any, expected: str) -> None:
-        given = {"text_input": PROMPT, "sampling_parameters": json.dumps(SAMPLING)}
-        whole, pieces = ask(model, InferenceRequest(**given), InferenceRequest(**given, stream=True))
-        assert [one.text("text_output") for one in whole] == [expected]
-        assert len(pieces) > 3 and "".join(one.text("text_output") for one in pieces) == expected
-        assert [one.text("finish_reason") for one in pieces] == [""] * (len(pieces) - 1) + ["length"]
-
-    def test_a_cancelled_request_stops(self, model: Any) -> None:
-        sampling = json.dumps({"max_tokens": 400, "ignore_eos": True})
-        request = InferenceRequest(text_input=PROMPT, sampling_parameters=sampling, stream=True, cancel_after=2)
-        (answers,) = ask(model, request)
-        assert answers[-1].error is not None and answers[-1].error.code == "CANCELLED"
-        assert len(answers) == 3

@@ -152,10 +152,7 @@ def test_a_document_that_is_too_long_is_refused_or_cut_before_what_the_template_
     ("choices", "message"),
     [
         ({"target": "cuda"}, "the target is cuda, but a model that embeds or ranks is built for cpu"),
-        (
-            {"recipe": recipes.Request(scheme="gptq")},
-            "scheme is 'gptq', but a model that embeds or ranks",
-        ),
+        ({"recipe": recipes.Request(scheme="gptq")}, "scheme is 'gptq', but a model that embeds or ranks"),
         ({"recipe": recipes.Request(cache="int8")}, "cache is 'int8'"),
         ({"budget": Budget(max_kl=0.1)}, "budget is"),
         ({"judged": True}, "a text judges and calibrates models that generate"),

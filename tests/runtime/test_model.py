@@ -136,9 +136,7 @@ def test_the_stop_text_or_token_that_ended_an_output_is_told_and_an_end_of_seque
 # ------------------------------------------------------------------------------------------------ sampling parameters
 
 
-def test_the_checkpoint_and_the_caller_fill_the_sampling_parameters(
-    scripted: Callable[..., Model],
-):
+def test_the_checkpoint_and_the_caller_fill_the_sampling_parameters(scripted: Callable[..., Model]):
     model = scripted(do_sample=True, temperature=0.7, top_k=50, min_p=None)
     result = model.generate(PROMPT, max_tokens=3, top_k=7, stop="x", seed=1)
     assert result.params == SamplingParams(max_tokens=3, temperature=0.7, top_k=7, stop=("x",), seed=1)

@@ -109,7 +109,6 @@ def _headers(path: Path) -> list[Header]:
 
 
 def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of sampling that the file advises."""
     advised = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     found = {name: value for name, value in advised.items() if value is not None}
     return {"do_sample": found.get("temperature", 1.0) != 0, **found} if found else {}

@@ -63,7 +63,6 @@ class Metadata:
         return value[0].item() if isinstance(value, np.ndarray) else value[0]
 
     def finish(self) -> None:
-        """Refuse what nobody read."""
         for name, value in self.values.items():
             key = name.removeprefix(f"{self.architecture}.")
             if key == name or key in self._read or key in _IRRELEVANT:
@@ -77,14 +76,12 @@ class Metadata:
                 raise self.error(key, repr(value), repr(_NEUTRAL[key]))
 
     def error(self, key: str, value: str, expected: str) -> CheckpointError:
-        """The error for a value that is not supported."""
         return CheckpointError(
             f"{self.where}: {self.architecture}.{key} is {value:.80}, which is unsupported; expected {expected}"
         )
 
 
 def read_config(data: Metadata) -> dict[str, Any]:
-    """The config of a model of a known architecture."""
     if data.architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"{data.where}: general.architecture={data.architecture!r:.80} is unsupported in GGUF files; expected one "

@@ -71,7 +71,6 @@ class Entry:
 
     @property
     def row(self) -> int:
-        """Bytes of a row."""
         return self.length // self.shape[0]
 
 

@@ -85,7 +85,6 @@ def parameter(name: str, family: str) -> str:
 
 
 def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
-    """All values of a vector in float32."""
     if entry.kind != "F32" or len(entry.shape) != 1:
         raise CheckpointError(f"{path}: {entry.name} is {entry.kind} {list(entry.shape)}, expected a vector in F32")
     return next(_rows(path, entry, 0, partial(_plain, entry)))
@@ -128,7 +127,6 @@ def _codes(entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]
 
 
 def _bytes(blocks: Bytes) -> NDArray[np.int8]:
-    """Codes of Q8_0 [R, B, 32] -> [R, K]."""
     return np.ascontiguousarray(blocks).view(np.int8).reshape(blocks.shape[0], -1)
 
 
@@ -158,7 +156,6 @@ def _rows(path: Path, entry: Entry, turned: int, read: Callable[[Bytes], NDArray
 
 
 def _plain(entry: Entry, raw: Bytes) -> NDArray[Any]:
-    """Floats as they are, [rows, ...]."""
     return raw.view(array_type(entry.kind)).reshape(raw.shape[0], *entry.shape[1:])
 
 
@@ -183,7 +180,6 @@ def _halves(values: NDArray[Any], rows: int) -> NDArray[Any]:
 
 
 def count_unpacked_types(headers: Sequence[Header], tensors: Mapping[str, Weight], family: str) -> dict[str, int]:
-    """The number of tensors of each type that are unpacked."""
     kinds = [
         entry.kind
         for header in headers

@@ -82,7 +82,6 @@ class _Reader:
     # ------------------------------------------------------------------------------------------------- vocabulary
 
     def _vocabulary(self) -> dict[str, int]:
-        """Ids by token, without those that only fill the embedding up."""
         found: dict[str, int] = {}
         for index, (token, kind) in enumerate(zip(self._tokens, self._types.tolist(), strict=True)):
             if kind == _UNUSED and token == f"[PAD{index}]":
@@ -92,7 +91,6 @@ class _Reader:
         return found
 
     def _list_added_tokens(self) -> list[dict[str, Any]]:
-        """Tokens that a text is searched for before anything else."""
         strips = self._kind == "llama" and self._metadata.get("general.architecture") == "phi3"
         kinds = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
         return [
@@ -154,10 +152,7 @@ class _Reader:
         return {
             "normalizer": {"type": "Sequence", "normalizers": [*before, spaces]},
             "pre_tokenizer": None,
-            "decoder": {
-                "type": "Sequence",
-                "decoders": [unspaced, {"type": "ByteFallback"}, {"type": "Fuse"}, *after],
-            },
+            "decoder": {"type": "Sequence", "decoders": [unspaced, {"type": "ByteFallback"}, {"type": "Fuse"}, *after]},
             "model": _bpe(
                 self._vocab,
                 self._list_scored_merges(),
@@ -191,7 +186,6 @@ class _Reader:
     # ------------------------------------------------------------------------------------------------ special tokens
 
     def _around(self, begins: bool) -> dict[str, Any] | None:
-        """The post-processor, which puts tokens around a prompt."""
         names = {"bos": self._flag("add_bos_token", begins), "eos": self._flag("add_eos_token", False)}
         tokens: dict[str, int] = {}
         for name in (name for name, added in names.items() if added):
@@ -225,7 +219,6 @@ class _Reader:
         }
 
     def _templates(self) -> str | list[dict[str, str]] | None:
-        """The chat template, or all of them by name."""
         plain = self._metadata.get("tokenizer.chat_template")
         names = self._metadata.get("tokenizer.chat_templates", [])
         named = {name: self._metadata.get(f"tokenizer.chat_template.{name}") for name in names}

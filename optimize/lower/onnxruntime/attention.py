@@ -110,7 +110,6 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
 
 
 def rotate_before(graph: ir.Graph, context: LoweringContext) -> None:
-    """llmc::RotatedHeads -> RotaryEmbedding."""
     turned = rotations(graph, context)
     for node, attention in turned:
         emit, positions = Emitter(node, main="RotaryEmbedding"), token_positions(graph, turned[0][0])

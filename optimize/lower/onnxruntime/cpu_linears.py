@@ -9,12 +9,7 @@ from numpy.typing import NDArray
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import Float16, Float32, LoweringContext, PerToken, Static, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
-from llmc.optimize.lower.onnxruntime.linears import (
-    bias_of,
-    emit_blocked_linear,
-    float_linear,
-    with_bias,
-)
+from llmc.optimize.lower.onnxruntime.linears import bias_of, emit_blocked_linear, float_linear, with_bias
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import (
     MICROSOFT,

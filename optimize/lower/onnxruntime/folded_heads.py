@@ -13,16 +13,7 @@ import onnx_ir as ir
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import GQA, MASKED
-from llmc.optimize.lower.rewrite import (
-    MICROSOFT,
-    Emitter,
-    constant,
-    graph_input,
-    nodes_of,
-    replace,
-    scalar,
-    vector,
-)
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, graph_input, nodes_of, replace, scalar, vector
 
 
 class _Branch(Emitter):
@@ -35,7 +26,6 @@ class _Branch(Emitter):
     def many(
         self, op: str, inputs: list[ir.Value | None], outputs: int, domain: str = "", **attributes: Any
     ) -> list[ir.Value]:
-        """Insert a node with several outputs, and remember it."""
         made = super().many(op, inputs, outputs, domain, **attributes)
         node = made[0].producer()
         assert node is not None
@@ -68,7 +58,6 @@ def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def group_size(attention: Attention) -> int:
-    """Query heads that share a head of keys and values."""
     return attention.heads // attention.kv_heads
 
 

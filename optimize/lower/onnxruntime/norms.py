@@ -37,11 +37,7 @@ def fuse_skip_norms(graph: ir.Graph, _: LoweringContext) -> int:
             continue
         kernel = fused[norm.op_type]
         outputs = Emitter(norm, main=kernel).many(
-            kernel,
-            [*add.inputs, *norm.inputs[1:]],
-            4,
-            MICROSOFT,
-            epsilon=norm.attributes["epsilon"].as_float(),
+            kernel, [*add.inputs, *norm.inputs[1:]], 4, MICROSOFT, epsilon=norm.attributes["epsilon"].as_float()
         )
         replace(norm, outputs[0])
         replace(add, outputs[3])

@@ -125,7 +125,6 @@ class _Packed:
 
 
 def _after(value: ir.Value) -> ir.Node:
-    """The node behind the one that makes ``value``."""
     made = value.producer()
     assert made is not None and made.graph is not None
     nodes = iter(made.graph)
@@ -134,7 +133,6 @@ def _after(value: ir.Value) -> ir.Node:
 
 
 def _list_producers(values: Iterable[ir.Value]) -> list[ir.Node]:
-    """Nodes that ``values`` hang on."""
     found: dict[int, ir.Node] = {}
     todo = list(values)
     while todo:

@@ -43,7 +43,6 @@ def _rows(emit: Emitter, table: Weight, context: LoweringContext) -> ir.Value:
 
 
 def _unpack_rows(emit: Emitter, table: Weight, grid: Grid, context: LoweringContext) -> ir.Value:
-    """Rows [B, S, H] in the compute type, from integers in words and their scales."""
     graph, ids, hidden = emit.graph, emit.anchor.inputs[1], sizes(table)[1]
     grid = _grid(grid, hidden, emit.name)
     tables = (initializer(graph, tensor) for tensor in pack_table(table, grid, context))

@@ -36,7 +36,6 @@ def _lower_linear(linear: Linear, context: LoweringContext, rounded: dict[ir.Val
 
 
 def _weight(emit: Emitter, linear: Linear, config: QuantConfig, context: LoweringContext) -> ir.Value:
-    """The weights [K, N] in the compute type."""
     graph = emit.graph
     match config:
         case Computed() if linear.weights[0].name == weights.TABLE:
@@ -71,7 +70,6 @@ def _record_grid(graph: ir.Graph, linear: Linear, grid: Grid) -> Grid:
 
 
 def _round_input(linear: Linear, x: ir.Value, config: Static | Float8, context: LoweringContext) -> ir.Value:
-    """The activation rounded to int8 or float8 with one scale that calibration found."""
     emit = Emitter(linear.node, f"{linear.name}.input")
     largest = context.calibrated.activation(linear.module)
     if isinstance(config, Float8):

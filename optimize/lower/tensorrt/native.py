@@ -53,7 +53,6 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def _rotate(emit: Emitter, attention: Attention, x: ir.Value, tables: Pair, slots: Slots) -> ir.Value:
-    """Heads [B, heads, S, D], rotated as the node before which ``emit`` emits says."""
     interleaved, dim = emit.anchor.attributes["interleaved"].as_int(), attention.rotary_dim
     return emit("RotaryEmbedding", x, *tables, slots.positions, interleaved=interleaved, rotary_embedding_dim=dim)
 

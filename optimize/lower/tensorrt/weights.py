@@ -28,7 +28,6 @@ TABLE = f"{EMBEDDING}.weight"
 
 
 def narrow_values(values: Float, compute: str, name: str) -> Array:
-    """Values in the compute type, rounded to nearest."""
     with np.errstate(over="ignore"):
         found: Array = values.astype(ARRAY_TYPES[compute])
     if not np.isfinite(found.astype(np.float32)).all():

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from pydantic import Field, JsonValue
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
-from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import ContextError
 from llmc.runtime import Model
@@ -84,7 +83,6 @@ class ToolUseBlock(Body):
     caller: dict[Literal["type"], Literal["direct"]] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The call as chat templates read it."""
         return ToolCall(plain_id(self.id), self.name, json.dumps(self.input, ensure_ascii=False)).to_dict()
 
 
@@ -98,7 +96,6 @@ class ToolResultBlock(Body):
     is_error: bool | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The result as chat templates read it."""
         content = (FAILED if self.is_error else "") + text_of(self.content or "")
         return {"role": "tool", "tool_call_id": plain_id(self.tool_use_id), "content": content}
 
@@ -115,7 +112,6 @@ class UserMessage(Body):
     content: str | Annotated[list[UserBlock], Field(min_length=1)]
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        """The messages as chat templates read them: every result is one of its own."""
         for block in blocks_in(self.content):
             yield block.plain() if isinstance(block, ToolResultBlock) else {"role": "user", "content": block.text}
 
@@ -127,7 +123,6 @@ class AssistantMessage(Body):
     content: str | list[AssistantBlock]
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        """The message as chat templates read it."""
         blocks = blocks_in(self.content)
         texts = [block.text for block in blocks if isinstance(block, TextBlock)]
         found: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -145,7 +140,6 @@ class SystemMessage(Body):
     content: str | Annotated[list[TextBlock], Field(min_length=1)]
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        """The message as chat templates read it."""
         yield {"role": "system", "content": text_of(self.content)}
 
 
@@ -346,53 +340,16 @@ def blocks_in(content: str | Sequence[B]) -> Sequence[B | TextBlock]:
 
 
 def text_of(content: str | Sequence[TextBlock]) -> str:
-    """The text of blocks, a line for each."""
     return "\n".join(block.text for block in blocks_in(content))
 
 
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-class Usage(TypedDict):
-    """Tokens of a request; those that came from the prefix cache are not among ``input_tokens``."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-    output_tokens_details: dict[str, int] | None
-    server_tool_use: None
-    cache_creation: NotRequired[None]
-    inference_geo: NotRequired[None]
-    service_tier: NotRequired[Literal["standard"]]
-
-
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class MessageAnswer(TypedDict):
-    """An answer."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: StopReason | None
-    stop_sequence: str | None
-    stop_details: None
-    container: None
-    usage: Usage
-    x_llmc: NotRequired[dict[str, Any]]
-
-
-class TokenCount(TypedDict):
-    """Tokens of a prompt."""
-
-    input_tokens: int
-
-
-def usage_of(model: Model, result: ChatResult) -> Usage:
+def usage_of(model: Model, result: ChatResult) -> dict[str, Any]:
     """Tokens of a request. Those of thoughts are what their text has."""
     usage = result.usage
     return {
@@ -433,23 +390,19 @@ def blocks_of(message: Message) -> list[dict[str, Any]]:
 
 
 def make_thinking_block(text: str = "") -> dict[str, Any]:
-    """A block of thoughts."""
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def text_block(text: str = "") -> dict[str, Any]:
-    """A block of text."""
     return {"type": "text", "text": text, "citations": None}
 
 
 def call_block(call: str | None, name: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """A block of a call."""
     caller = {"type": "direct"}
     return {"type": "tool_use", "id": f"toolu_{plain_id(call or '')}", "name": name, "input": given, "caller": caller}
 
 
 def head_of(body: MessageRequest, service: Service, usage: dict[str, Any]) -> dict[str, Any]:
-    """An answer before its first token."""
     return {
         "id": new_id("msg_"),
         "type": "message",
@@ -469,7 +422,6 @@ class Blocks:
         self._open: tuple[str, int] | None = None
 
     def events(self, delta: MessageDelta) -> Iterator[dict[str, Any]]:
-        """The events that a piece of the message becomes."""
         if delta.reasoning:
             yield from self._turn(("thinking", 0), make_thinking_block())
             yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
@@ -482,7 +434,6 @@ class Blocks:
                 yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """The end of the open block, if one is."""
         if self._open is not None:
             yield {"type": "content_block_stop", "index": self._index}
         self._open = None
@@ -522,7 +473,6 @@ async def events_of(
 
 
 def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> ChatHandle:
-    """Submit the request, for as many tokens as the context has room for."""
     try:
         return model.stream_chat(messages, **arguments)
     except ContextError:
@@ -535,7 +485,6 @@ def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, A
 
 
 async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
-    """Submit the request; model and request are held until ``held`` is closed."""
     note(user=body.metadata and body.metadata.user_id)
     messages, arguments = await aside(lambda: (body.plain(), service.bound_sampling(body.arguments())))
 
@@ -545,7 +494,7 @@ async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Serv
     return await service.submit(held, body.model, NAMES, make)
 
 
-@router.post("/v1/messages", response_model=MessageAnswer)
+@router.post("/v1/messages")
 async def messages(
     body: Annotated[MessageRequest, take_body(MessageRequest)], request: Request, service: Served
 ) -> Response:
@@ -572,7 +521,7 @@ async def messages(
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> TokenCount:
+async def count_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a conversation becomes."""
     async with service.generator(body.model) as model:
         with name_parameters(NAMES):

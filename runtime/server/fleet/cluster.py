@@ -40,7 +40,6 @@ class RayReplicas:
         self._answers = handle.options(method_name="answer", stream=True)
 
     async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
-        """The answer of the replica that Ray's router chose."""
         answer: Any = self._answers.remote(call.scope, call.body, prefix=call.prefix)
         try:
             async for messages in answer:

@@ -28,7 +28,6 @@ class _Joined:
         self._texts = texts
 
     def collect(self) -> Iterator[Any]:
-        """The metric families, each once."""
         families: dict[str, Any] = {}
         for replica, text in sorted(self._texts.items()):
             for family in text_string_to_metric_families(text.decode()):

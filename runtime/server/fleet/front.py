@@ -48,13 +48,7 @@ class Replicas(Protocol):
 def make_front(replicas: Replicas) -> Starlette:
     """The application that answers by the replicas; keys and limits stand around it, as around theirs they do not."""
     front = Front(replicas)
-    return Starlette(
-        routes=[
-            Route("/health", _health),
-            Route("/metrics", front.metrics),
-            Mount("/", front),
-        ]
-    )
+    return Starlette(routes=[Route("/health", _health), Route("/metrics", front.metrics), Mount("/", front)])
 
 
 async def _health(request: Request) -> Response:

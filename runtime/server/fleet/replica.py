@@ -177,7 +177,6 @@ class Replica:
         return self._pool
 
     async def close(self) -> None:
-        """End the models, once no request is left."""
         if self._pool is not None:
             await self._pool.close()
 

@@ -23,7 +23,6 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Replicas in ranks of one."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         queued = self.replica_queue_len_cache
         loads = {name: queued.get(replica.replica_id) or 0 for name, replica in replicas.items()}
@@ -34,7 +33,6 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: "ReplicaResult"
     ) -> None:
-        """A replica took the request."""
         self._affinity.note(_prefix(pending_request), replica_id.unique_id)
 
 

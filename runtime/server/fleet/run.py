@@ -103,12 +103,10 @@ class Fleet:
         return ray_serve.run_many([target], wait_for_applications_running=False)[0]
 
     async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
-        """As :meth:`RayReplicas.answer`; before there are any, it waits for them."""
         async for messages in (await self._replicas()).answer(call):
             yield messages
 
     async def metrics(self) -> dict[str, bytes]:
-        """As :meth:`RayReplicas.metrics`."""
         return await (await self._replicas()).metrics()
 
     async def refresh(self) -> dict[str, Exception | None]:

@@ -48,7 +48,6 @@ class Bucket:
         return max(0.0, (amount - self.level) * 60 / self.size)
 
     def headers(self, what: str) -> dict[str, str]:
-        """The state of it, as OpenAI's API tells it."""
         return {
             f"x-ratelimit-limit-{what}": str(self.size),
             f"x-ratelimit-remaining-{what}": str(max(0, math.floor(self.level))),
@@ -95,7 +94,6 @@ class Account:
             self.tokens.spend(tokens)
 
     def give_back(self, tokens: int) -> None:
-        """Put back what was reserved and not used."""
         if self.tokens is not None:
             self.tokens.spend(-tokens)
 
@@ -107,7 +105,6 @@ class Account:
         raise ApiError(429, said, code="rate_limit_exceeded", retry_after_s=wait, headers=self.headers())
 
     def headers(self) -> dict[str, str]:
-        """The state of both, as OpenAI's API tells it."""
         named = (("requests", self.requests), ("tokens", self.tokens))
         return {k: v for what, bucket in named if bucket for k, v in bucket.headers(what).items()}
 
@@ -155,7 +152,6 @@ class Tab:
         self._bill = bill._replace(requests=max(requests, bill.requests))
 
     def close(self) -> None:
-        """Give back what was reserved and not used."""
         self.account.give_back(self._bill.reserved - self._bill.used)
         self._bill = self._bill._replace(reserved=self._bill.used)
 
@@ -191,7 +187,6 @@ class Client:
 
     @property
     def bill(self) -> Bill:
-        """The bill as it is now."""
         self._settle()
         requests, reserved, used = self._ended
         return Bill(
@@ -229,7 +224,6 @@ class Client:
             raise
 
     def _settle(self) -> None:
-        """Count the requests that have ended."""
         for handle in [handle for handle in self._handles if handle.done]:
             self._handles.remove(handle)
             self._add(tokens=cost(handle))

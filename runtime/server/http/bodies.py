@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema
-from typing_extensions import TypedDict
 
 from llmc.runtime import GenerationResult, Model, SamplingParams
 from llmc.runtime.server.http.errors import ApiError
@@ -159,7 +158,6 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
     def form(self) -> dict[str, Any]:
-        """The sampling parameter that it is."""
         schema = {"type": "object"} if self.json_object and self.json_schema is None else self.json_schema
         return {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
 
@@ -220,17 +218,7 @@ def _is(value: Any, number: int) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and value == number
 
 
-class Usage(TypedDict):
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int]
-
-
-def usage_of(results: Sequence[GenerationResult]) -> Usage:
-    """Tokens of requests, all together."""
+def usage_of(results: Sequence[GenerationResult]) -> dict[str, Any]:
     prompt = sum(result.usage.prompt_tokens for result in results)
     completion = sum(result.usage.completion_tokens for result in results)
     return {

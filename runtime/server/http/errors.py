@@ -39,29 +39,6 @@ _NAMED = re.compile(
 )
 # Those about several begin with what one of them makes of the request: "beam search cannot be combined with n=2".
 _AMONG = re.compile(r"(?<=combined with )([a-z][a-z0-9_]*)(?==)|(?<=, so )([a-z][a-z0-9_]*)(?==)")
-_QUOTED = re.compile(r"""((?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?!\w))""")
-_TUPLE = re.compile(r"^([\w.\[\]]+ (?:is|holds) )\((.*)\)(, expected)")
-_JSON = {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-    "a NoneType": "null",
-    "a dict": "an object",
-    "tuple": "list",
-    "a str": "a text",
-    "a bool": "true or false",
-    "a float": "a number",
-    "a int": "an integer",
-    "type NoneType": "type null",
-    "type list": "type array",
-    "type str": "type string",
-    "type int": "type integer",
-    "type float": "type number",
-    "type bool": "type boolean",
-    "a mapping": "an object",
-    ", or null": "",
-}
-_PYTHON = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in sorted(_JSON, key=len, reverse=True)))
 OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -105,22 +82,12 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's format."""
         kind = OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
-        """The error in Anthropic's format."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
-
-
-def in_json(said: str) -> str:
-    """A sentence of llmc's, which speaks to those who write Python, with JSON's words; what is in quotes stays."""
-    said = _TUPLE.sub(lambda found: f"{found[1]}[{found[2].removesuffix(',')}]{found[3]}", said, count=1)
-    parts = _QUOTED.split(said)
-    parts[::2] = [_PYTHON.sub(lambda found: _JSON[found[0]], part) for part in parts[::2]]
-    return "".join(parts)
 
 
 def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
@@ -133,7 +100,7 @@ def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingPro
         return error
     status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
     retry = RETRY_AFTER_S if status in (429, 503) else None
-    said, param = in_json(str(error)), None
+    said, param = str(error), None
     if isinstance(error, ContextError):
         return ApiError(status, said, param=names.get("prompt"), code="context_length_exceeded")
     about = isinstance(error, UsageError | GrammarError)

@@ -9,7 +9,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.arrival import Bodies
-from llmc.runtime.server.http.connections import make_limited_protocol
 from llmc.runtime.server.http.keys import Keyring, Keys
 from llmc.runtime.server.http.origins import Hosts, Origins, cors
 from llmc.runtime.server.http.rates import Rates
@@ -83,7 +82,8 @@ class RequestIds:
 def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     """Arguments of ``uvicorn.Config`` that hold connections within the limits."""
     return {
-        "http": make_limited_protocol(config),
+        "http": "h11",  # httptools bounds no headers
+        "h11_max_incomplete_event_size": config.max_header_bytes,
         "limit_concurrency": config.max_connections,
         "ws_max_size": config.max_body_bytes,
         "ws_per_message_deflate": False,  # what is compressed may be a thousand times as large as what was sent

@@ -59,7 +59,6 @@ class Key:
         return f"Key({self.name!r})"
 
     def allows(self, model: str) -> bool:
-        """True if its client may use a model."""
         return self.models is None or model in self.models
 
 
@@ -80,7 +79,6 @@ class Keyring:
 
     @property
     def has_admin(self) -> bool:
-        """True if one of the keys is an admin's."""
         return any(key.admin for key in self._keys)
 
     def find(self, presented: str) -> Key | None:
@@ -219,7 +217,6 @@ class Keys:
         return await self.app(scope, receive, send)
 
     def _identify(self, scope: Scope, presented: str) -> None:
-        """Note whose key was presented."""
         key = self._keyring.find(presented) if self._keyring and presented else None
         if self._keyring and key is None and not self._is_open(scope):
             found = "the API key is unknown" if presented else "there is no API key"

@@ -22,11 +22,7 @@ log = logging.getLogger(__name__)
 # stands around it, which looks at its start and its end alone, and would cost each token more than its JSON does.
 PIECES = "llmc.pieces"
 LOGGED_BYTES = 64 << 10  # of what is received, and of what is sent, where they are logged on purpose
-LEVELS = {
-    "llmc": logging.INFO,
-    "uvicorn": logging.INFO,
-    "llmc.runtime.engine.output_processor": logging.WARNING,
-}
+LEVELS = {"llmc": logging.INFO, "uvicorn": logging.INFO, "llmc.runtime.engine.output_processor": logging.WARNING}
 # Requests of supervisors, every few seconds each: their lines would bury the others.
 QUIET = frozenset({"/health", "/ready", "/metrics"})
 
@@ -71,7 +67,6 @@ class Record:
         self.handles.append(handle)
 
     def settle(self, handles: list[Handle]) -> None:
-        """Count these, and forget them."""
         self.costs = self.costs or (Costs() if handles else None)
         for handle in handles:
             assert self.costs is not None
@@ -222,7 +217,6 @@ class TextFormatter(logging.Formatter):
     """Lines for people: time, level, message, and the fields of the event as ``name=value``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The lines, without their end."""
         named = " ".join(f"{name}={value}" for name, value in fields_of(record).items())
         line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:<7} {record.getMessage()} {named}".rstrip()
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

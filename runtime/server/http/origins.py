@@ -45,7 +45,6 @@ def host_names(config: ServerConfig) -> frozenset[str] | None:
 
 
 def _name(host: str) -> str | None:
-    """The name in a Host header, without port and brackets."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:

@@ -12,7 +12,6 @@ POLICY = 1008  # the code with which a WebSocket is closed for what its client m
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
-    """Answer instead of the application."""
     answer = response(scope, error)
     if scope["type"] == "http":
         return await answer(scope, receive, send)

@@ -59,7 +59,6 @@ class _Client:
         return text
 
     async def aclose(self) -> None:
-        """Wait no longer."""
         self.waiting.cancel()
         await asyncio.gather(self.waiting, return_exceptions=True)
 

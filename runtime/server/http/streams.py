@@ -61,7 +61,6 @@ async def make_answer(make: Callable[[], Any], *, large: bool) -> Response:
 
 
 def event(value: Any, name: str | None = None, encode: Callable[[Any], str] = encode_json) -> bytes:
-    """One server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {encode(value)}\n\n".encode()
 
@@ -107,12 +106,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        held: AsyncExitStack,
-        heartbeat_s: float,
-        *,
-        heartbeat: bytes = HEARTBEAT,
+        self, events: AsyncIterator[bytes], held: AsyncExitStack, heartbeat_s: float, *, heartbeat: bytes = HEARTBEAT
     ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]  # of an empty body

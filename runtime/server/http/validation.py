@@ -71,7 +71,6 @@ def api_error(found: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
 def _describe_fault(
     fault: Mapping[str, Any], found: Sequence[Mapping[str, Any]], places: Sequence[Place], at: int
 ) -> str:
-    """The rest of the sentence that begins with the parameter."""
     kind, about, value = fault["type"], fault.get("ctx", {}), fault.get("input")
     if kind == "missing":
         return "is missing; give it"

@@ -31,7 +31,6 @@ class Loader:
         return known[1]
 
     def need(self, folder: Path) -> MemoryNeed:
-        """Bytes that the bundle's model needs and may use."""
         manifest = self.read(folder)
         return memory_need(manifest, self.options_of(manifest))
 
@@ -41,7 +40,6 @@ class Loader:
         return {name: value for name, value in self.options.items() if name not in left_out}
 
     def check_options(self, folder: Path) -> None:
-        """Refuse options that the bundle was not built for."""
         manifest = self.read(folder)
         options, most = self.options_of(manifest), manifest.limits.max_context
         context = options.get("max_context") or 1
@@ -82,5 +80,4 @@ def hide_folder(error: Exception, folder: object, name: str) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """The text of an error for a client or the log."""
     return str(error) if isinstance(error, LlmcError) else text_of(error)

@@ -80,7 +80,6 @@ class _Models:
         self._pool = pool
 
     def collect(self) -> Iterator[Any]:
-        """The metric families."""
         states = GaugeMetricFamily(
             "llmc_model_state", "1 for the state that a model is in.", labels=("model_name", "state")
         )

@@ -199,7 +199,6 @@ class ModelPool:
         return {name: place.current.model for name, place in self._places.items() if place.current is not None}
 
     def states(self) -> dict[str, ModelState]:
-        """The state of every model by name."""
         return {name: _state(place) for name, place in self._places.items()}
 
     # ------------------------------------------------------------------------------------------ requests
@@ -348,7 +347,6 @@ class ModelPool:
         return bool(idle)
 
     def _retire(self, place: _Place) -> None:
-        """Give a model no new requests, and close it once it has none."""
         loaded, place.current = place.current, None
         if loaded is None:
             return
@@ -358,7 +356,6 @@ class ModelPool:
             self._task(self._dispose(place, loaded))
 
     async def _dispose(self, place: _Place, loaded: _Loaded) -> None:
-        """Close a model that nobody uses any more, and give its memory back."""
         try:
             await self._in_thread(loaded.model.close, True)
         finally:
@@ -367,7 +364,6 @@ class ModelPool:
 
     @property
     def _leaving(self) -> list[_Loaded]:
-        """Models that are being closed."""
         return [loaded for place in self._places.values() for loaded in place.former if loaded.users == 0]
 
     # ------------------------------------------------------------------------------------------ hot swap

@@ -28,12 +28,10 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
         return len(self.items) + len(self.response)
 
 
 def make_stored(previous: str | None, items: list[Item], response: dict[str, Any]) -> Stored:
-    """A response as it is kept."""
     return Stored(previous, *(in_pieces(part).encode() for part in (items, response)))
 
 
@@ -66,7 +64,6 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """False if nothing is ever kept."""
         return self._most_entries > 0 and self._most_bytes > 0
 
     def put(self, owner: str | None, name: str, stored: Stored) -> None:

@@ -209,7 +209,6 @@ async def submit_promptly(submit: Callable[[], H], compilers: CapacityLimiter) -
 
 
 def service_at(connection: HTTPConnection) -> Service:
-    """The service that answers this connection."""
     service: Service = connection.app.state.service
     return service
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response, WebSocket
 from pydantic import AfterValidator, Field
-from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import format_value
 from llmc.runtime import Model
@@ -21,7 +20,6 @@ from llmc.runtime.server.http.bodies import (
     Sampled,
     StreamOptions,
     ToolFormat,
-    Usage,
     Verbosity,
     make_extra_member,
     make_last_members,
@@ -151,7 +149,6 @@ class Function(Body):
     )
 
     def plain(self) -> dict[str, Any]:
-        """The function as templates and grammars read it."""
         return {"type": "function", "function": self.model_dump(exclude_none=True, include=set(Function.model_fields))}
 
 
@@ -253,8 +250,7 @@ class OpenAIChat(Sampled):
         Field(description="requests with the same one go to the same replica of a fleet; echoed by responses"),
     ] = None
     prompt_cache_retention: Annotated[
-        Literal["in_memory"] | None,
-        Field(description="in_memory, where no folder keeps prefixes beyond the process"),
+        Literal["in_memory"] | None, Field(description="in_memory, where no folder keeps prefixes beyond the process")
     ] = None
     safety_identifier: Logged = None
     user: Logged = None
@@ -453,7 +449,6 @@ def _agree(variables: Mapping[str, Any], name: str, value: Any, parameter: str) 
 
 
 def form(wanted: ResponseFormat | None) -> dict[str, Any]:
-    """The sampling parameter that makes the output have this form."""
     if isinstance(wanted, ObjectFormat):
         return {"json_schema": {"type": "object"} if wanted.schema_ is None else wanted.schema_}
     if isinstance(wanted, SchemaFormat):
@@ -476,31 +471,7 @@ def _one(name: str, value: Any, other: str, another: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-class Choice(TypedDict):
-    """One answer."""
-
-    index: int
-    message: dict[str, Any]
-    logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(TypedDict):
-    """The answer to a chat request."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage
-    system_fingerprint: str
-    service_tier: Literal["default"]
-    x_llmc: NotRequired[dict[str, Any]]
-
-
 def message_of(message: Message) -> dict[str, Any]:
-    """The assistant's message in OpenAI's form."""
     content = None if message.tool_calls and not message.content else message.content
     found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
     if message.reasoning is not None:
@@ -516,12 +487,10 @@ def count_thoughts(model: Model, message: Message) -> int:
 
 
 def head_of(kind: str, body: ChatRequest, service: Service) -> dict[str, Any]:
-    """The members with which the answer and each of its pieces begin."""
     return {**service.head("chatcmpl", kind, body.model), "service_tier": "default"}
 
 
-def completion(body: ChatRequest, service: Service, model: Model, result: ChatResult) -> ChatCompletion:
-    """The whole answer."""
+def completion(body: ChatRequest, service: Service, model: Model, result: ChatResult) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -532,11 +501,10 @@ def completion(body: ChatRequest, service: Service, model: Model, result: ChatRe
         for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
     ]
     head = head_of("chat.completion", body, service)
-    return {**head, "choices": choices, "usage": usage_of([result]), **make_extra_member(body.x_llmc, model, result)}  # type: ignore[typeddict-item]
+    return {**head, "choices": choices, "usage": usage_of([result]), **make_extra_member(body.x_llmc, model, result)}
 
 
 def piece_of(delta: MessageDelta) -> dict[str, Any]:
-    """A delta in OpenAI's form."""
     found: dict[str, Any] = {}
     if delta.content:
         found["content"] = delta.content
@@ -599,7 +567,7 @@ async def _open_chunks(service: Service, body: ChatRequest, held: AsyncExitStack
     return chunks(body, service, *await open_chat(body, held, service))
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion)
+@router.post("/v1/chat/completions")
 async def chat_completions(
     body: Annotated[ChatRequest, take_body(ChatRequest)], request: Request, service: Served
 ) -> Response:

@@ -5,11 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response, WebSocket
 from pydantic import Field
-from typing_extensions import NotRequired, TypedDict
 
 from llmc.runtime import GenerationResult, Handle, Model
 from llmc.runtime.api.results import Delta
@@ -20,7 +19,6 @@ from llmc.runtime.server.http.bodies import (
     LogitBias,
     Sampled,
     StreamOptions,
-    Usage,
     list_texts,
     make_extra_member,
     make_last_members,
@@ -95,31 +93,9 @@ class CompletionRequest(Sampled):
         )
 
 
-class CompletionChoice(TypedDict):
-    """One completion of one prompt."""
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length"] | None
-
-
-class Completion(TypedDict):
-    """The answer to a completion request."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-    system_fingerprint: str
-    x_llmc: NotRequired[dict[str, Any]]
-
-
-def choices_of(model: Model, body: CompletionRequest, results: list[GenerationResult]) -> list[CompletionChoice]:
+def choices_of(model: Model, body: CompletionRequest, results: list[GenerationResult]) -> list[dict[str, Any]]:
     """All completions; those of a prompt follow each other."""
-    found: list[CompletionChoice] = []
+    found: list[dict[str, Any]] = []
     for prompt, result in zip(body.prompts(), results, strict=True):
         echoed = echo_of(model, prompt) if body.echo else ""
         for output in result.outputs:
@@ -134,14 +110,12 @@ def choices_of(model: Model, body: CompletionRequest, results: list[GenerationRe
 
 
 def echo_of(model: Model, prompt: str | list[int]) -> str:
-    """The text of a prompt."""
     return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
 def _prompt_logprobs(
     model: Model, body: CompletionRequest, prompt: str | list[int], echoed: str, result: GenerationResult
 ) -> dict[str, list[Any]]:
-    """Log-probabilities of a prompt's tokens; its first one has none."""
     if isinstance(prompt, str):
         prompt = model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
     later = result.prompt_logprobs or ()
@@ -207,7 +181,6 @@ async def chunks(body: CompletionRequest, service: Service, model: Model, handle
 async def _submit_prompts(
     body: CompletionRequest, held: AsyncExitStack, service: Service
 ) -> tuple[Model, list[Handle]]:
-    """Submit a request for each prompt; model and requests are held until ``held`` is closed."""
     note(user=body.user)
     prompts = body.prompts()
     arguments = {"parse_special": service.config.allow_special}
@@ -240,7 +213,7 @@ async def _results(body: CompletionRequest, handles: list[Handle]) -> list[Gener
     return found
 
 
-@router.post("/v1/completions", response_model=Completion)
+@router.post("/v1/completions")
 async def completions(
     body: Annotated[CompletionRequest, take_body(CompletionRequest)], request: Request, service: Served
 ) -> Response:

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 from pydantic import Field
 from starlette.responses import JSONResponse
-from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import DeadlineError, QueueFullError
 from llmc.runtime import Model
@@ -62,30 +61,6 @@ class EmbeddingRequest(Body):
         return found
 
 
-class Vector(TypedDict):
-    """The vector of one text."""
-
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class EncodingUsage(TypedDict):
-    """Tokens that the model read."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embeddings(TypedDict):
-    """Vectors in the order of the texts."""
-
-    object: Literal["list"]
-    data: list[Vector]
-    model: str
-    usage: EncodingUsage
-
-
 class Document(Body):
     """A text."""
 
@@ -104,26 +79,7 @@ class RerankRequest(Body):
     truncate: Truncate = False
 
 
-class Ranked(TypedDict):
-    """A document's place in the order."""
-
-    index: int
-    relevance_score: float
-    document: NotRequired[dict[str, str]]
-
-
-class Ranking(TypedDict):
-    """Documents, the best first."""
-
-    id: str
-    object: Literal["list"]
-    model: str
-    results: list[Ranked]
-    usage: EncodingUsage
-
-
-def usage_of(rows: Rows) -> EncodingUsage:
-    """Tokens of what was encoded."""
+def usage_of(rows: Rows) -> dict[str, Any]:
     tokens = sum(map(len, rows))
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
@@ -157,7 +113,7 @@ async def encode_texts(
     return rows, np.concatenate(found)
 
 
-@router.post("/v1/embeddings", response_model=Embeddings)
+@router.post("/v1/embeddings")
 async def embeddings(
     body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)], request: Request, service: Served
 ) -> Response:
@@ -187,7 +143,7 @@ async def embeddings(
     return await make_answer(made, large=len(rows) * width > LARGE)
 
 
-@router.post("/v1/rerank", response_model=Ranking)
+@router.post("/v1/rerank")
 async def rerank(
     body: Annotated[RerankRequest, take_body(RerankRequest)], request: Request, service: Served
 ) -> Response:

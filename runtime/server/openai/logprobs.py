@@ -76,5 +76,4 @@ def text_offsets(model: Model, tokens: Sequence[int], text: str, start: int = 0)
 
 
 def _continues(byte: int) -> bool:
-    """True for a byte of UTF-8 amid a character."""
     return byte & 0xC0 == 0x80

@@ -29,7 +29,6 @@ class Output:
         self._open: Kind | None = None
 
     def events(self, delta: MessageDelta) -> Iterator[Event]:
-        """The events that a piece of the message becomes."""
         self._held.extend(delta.logprobs)
         if delta.reasoning:
             yield from self._turn(REASONING)
@@ -46,7 +45,6 @@ class Output:
             self._held.clear()
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """The end of the open item, if one is."""
         if self._open is None:
             return
         item, self._open = self.items[-1], None
@@ -89,7 +87,6 @@ class Output:
 
 
 def _item(kind: str, call: ToolCallDelta | None) -> dict[str, Any]:
-    """An item without its content."""
     item = {"id": new_id(PREFIXES[kind]), "type": kind, "status": "in_progress"}
     if call is not None:
         return item | {"call_id": f"call_{plain_id(call.id or '')}", "name": call.name, "arguments": ""}
@@ -98,7 +95,6 @@ def _item(kind: str, call: ToolCallDelta | None) -> dict[str, Any]:
 
 
 def _part(kind: str) -> dict[str, Any]:
-    """The content of an item, empty."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": ""}
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

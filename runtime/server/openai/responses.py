@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Discriminator, Field, JsonValue, Tag
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
-from typing_extensions import NotRequired, TypedDict
 
 from llmc.errors import LlmcError
 from llmc.runtime import Model, SamplingParams
@@ -235,7 +234,6 @@ class Prompted(Body):
 
     @property
     def verbosity(self) -> Verbosity:
-        """The length of the answer that the request asks for."""
         return self.text.verbosity if self.text else None
 
     @property
@@ -285,7 +283,6 @@ class ResponseRequest(OpenAIChat, Prompted):
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if log-probabilities are to be told."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
     def _schema(self) -> dict[str, Any] | None:
@@ -328,7 +325,6 @@ def _name_item(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) ->
 
 
 def plain(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The conversation as chat templates read it: thoughts, text and calls of one answer are one message."""
     found: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "function_call_output":
@@ -365,81 +361,7 @@ def _text(content: str | Sequence[dict[str, Any]]) -> str:
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-class ResponseUsage(TypedDict):
-    """Tokens of a request."""
-
-    input_tokens: int
-    input_tokens_details: dict[str, int]
-    output_tokens: int
-    output_tokens_details: dict[str, int]
-    total_tokens: int
-
-
-class Answer(TypedDict):
-    """A response. What the request did not say is told as it is by default."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: None
-    metadata: dict[str, str]
-    model: str
-    output: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    presence_penalty: float
-    frequency_penalty: float
-    previous_response_id: str | None
-    prompt_cache_key: str | None
-    reasoning: dict[str, Any]
-    safety_identifier: str | None
-    service_tier: Literal["default"]
-    background: Literal[False]
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["auto", "disabled"]
-    usage: ResponseUsage | None
-    user: str | None
-    x_llmc: NotRequired[dict[str, Any]]
-
-
-class InputTokens(TypedDict):
-    """Tokens of a prompt."""
-
-    object: Literal["response.input_tokens"]
-    input_tokens: int
-
-
-class Deleted(TypedDict):
-    """A response that is no longer stored."""
-
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-class ItemList(TypedDict):
-    """Items of a conversation."""
-
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, Any]:
-    """A response before its first item."""
     asked = {name: value for name in PARAMETERS if (value := getattr(body, name)) is not None}
     params = SamplingParams.from_defaults(model.manifest.generation, **asked)
     text = body.text or TextConfig()
@@ -585,7 +507,7 @@ async def owner_of(request: HTTPConnection) -> str | None:
 Owner = Annotated[str | None, Depends(owner_of)]
 
 
-@router.post("/v1/responses", response_model=Answer)
+@router.post("/v1/responses")
 async def responses(
     body: Annotated[ResponseRequest, take_body(ResponseRequest)], request: Request, owner: Owner, service: Served
 ) -> Response:
@@ -601,7 +523,7 @@ async def responses(
 
 
 @router.post("/v1/responses/input_tokens")
-async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], owner: Owner, service: Served) -> InputTokens:
+async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], owner: Owner, service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
     _, messages = await aside_of_stored(body, partial(body.conversation, service, owner))
     async with service.generator(body.model) as model:
@@ -612,20 +534,20 @@ async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], owner: Ow
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
-@router.get("/v1/responses/{response_id}", response_model=Answer)
+@router.get("/v1/responses/{response_id}")
 async def stored_response(response_id: str, owner: Owner, service: Served) -> Response:
     """A stored response, as it was sent."""
     return Response(service.responses.get(owner, response_id).response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, owner: Owner, service: Served) -> Deleted:
+async def delete_response(response_id: str, owner: Owner, service: Served) -> dict[str, Any]:
     """Forget a response. Conversations cannot go on from it, nor from those after it."""
     service.responses.delete(owner, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.get("/v1/responses/{response_id}/input_items", response_model=ItemList)
+@router.get("/v1/responses/{response_id}/input_items")
 async def input_items(
     response_id: str,
     owner: Owner,

@@ -1,11 +1,10 @@
 """Models and their tokens: what is served, and how texts and messages are seen by it."""
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from llmc.runtime import Model
 from llmc.runtime.engine.input_processor import text_tokens
@@ -23,26 +22,7 @@ router = APIRouter(tags=["Models and tokens"])
 CHARACTERS = 4  # of a template's text that are charged as a token, for it is not tokenized
 
 
-class ModelCard(TypedDict):
-    """A model that is served."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: Literal["llmc"]
-    max_model_len: int
-    x_llmc: dict[str, Any]
-
-
-class ModelList(TypedDict):
-    """All of them."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-def card(service: Service, name: str) -> ModelCard:
-    """The card of a model, for clients that choose one."""
+def card(service: Service, name: str) -> dict[str, Any]:
     manifest = service.pool.manifest(name)
     about = {
         "fingerprint": manifest.source.fingerprint,
@@ -62,13 +42,13 @@ def card(service: Service, name: str) -> ModelCard:
 
 
 @router.get("/v1/models")
-async def models(service: Served) -> ModelList:
+async def models(service: Served) -> dict[str, Any]:
     """The models that are served to this client; the first of all answers requests that name none."""
     return {"object": "list", "data": [card(service, name) for name in service.names]}
 
 
 @router.get("/v1/models/{name}")
-async def model(name: str, service: Served) -> ModelCard:
+async def model(name: str, service: Served) -> dict[str, Any]:
     """One model."""
     return card(service, service.name(name))
 
@@ -114,14 +94,6 @@ OF_MESSAGES = {"tools", "chat_template_kwargs", "add_generation_prompt", "contin
 OF_PROMPTS = {"add_special_tokens"}
 
 
-class Tokens(TypedDict):
-    """Token ids and how many they are."""
-
-    tokens: list[int]
-    count: int
-    max_model_len: int
-
-
 class DetokenizeRequest(Body):
     """Token ids."""
 
@@ -137,13 +109,7 @@ class TemplateRequest(Rendered):
     documents: list[dict[str, Any]] | None = None
 
 
-class Text(TypedDict):
-    """A text."""
-
-    prompt: str
-
-
-@router.post("/tokenize", response_model=Tokens)
+@router.post("/tokenize")
 async def tokenize(body: Annotated[TokenizeRequest, take_body(TokenizeRequest)], service: Served) -> Response:
     """The tokens of a text, or those of the prompt that a conversation becomes."""
     if (body.prompt is None) == (body.messages is None):
@@ -166,7 +132,7 @@ def _tokens_of(model: Model, body: TokenizeRequest) -> list[int]:
     return text_tokens(model.tokenizer, body.prompt, encode, model.max_context, None)
 
 
-@router.post("/detokenize", response_model=Text)
+@router.post("/detokenize")
 async def detokenize(body: Annotated[DetokenizeRequest, take_body(DetokenizeRequest)], service: Served) -> Response:
     """The text of tokens, special ones included unless they are to be skipped."""
     async with service.model(body.model) as loaded:
@@ -175,7 +141,6 @@ async def detokenize(body: Annotated[DetokenizeRequest, take_body(DetokenizeRequ
 
 
 def _text_of(model: Model, body: DetokenizeRequest) -> str:
-    """The text of tokens, of which there are as many as a context has."""
     if len(body.tokens) > model.max_context:
         said = f"tokens holds {len(body.tokens)} tokens, expected at most {model.max_context}; send them in parts"
         raise ApiError(400, said, param="tokens", code="context_length_exceeded")
@@ -185,7 +150,7 @@ def _text_of(model: Model, body: DetokenizeRequest) -> str:
     return model.tokenizer.decode(body.tokens, body.skip_special_tokens)
 
 
-@router.post("/apply-template", response_model=Text)
+@router.post("/apply-template")
 async def apply_template(body: Annotated[TemplateRequest, take_body(TemplateRequest)], service: Served) -> Response:
     """The prompt that a conversation becomes, as text; tokens that messages spell are shown as they were written."""
     async with service.model(body.model) as loaded:

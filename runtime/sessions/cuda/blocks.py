@@ -31,7 +31,6 @@ class Part:
 
     @property
     def end(self) -> int:
-        """The offset after its last byte."""
         return self.offset + int(np.prod(self.shape)) * self.dtype.itemsize
 
 
@@ -45,7 +44,6 @@ def lay_out(arrays: Arrays) -> dict[str, Part]:
 
 
 def inputs_of(rows: int, sequence: int, outputs: int) -> dict[str, Part]:
-    """Offsets of a call's inputs."""
     return lay_out(
         {
             "input_ids": ((rows, sequence), INT64),
@@ -65,7 +63,6 @@ def outputs_of(rows: int, outputs: int, vocab: int, candidates: int) -> dict[str
 
 
 def size_of(parts: Mapping[str, Part]) -> int:
-    """Bytes of a block with these arrays."""
     return max(part.end for part in parts.values())
 
 
@@ -93,11 +90,9 @@ class Block:
             self._driver.copy(self.host + start, self.device + start, end - start, stream)
 
     def array(self, part: Part) -> NDArray[Any]:
-        """An array in the host's memory."""
         return host_array(self.host + part.offset, part.shape, part.dtype)
 
     def close(self) -> None:
-        """Free both."""
         if not self._shared:
             self._driver.free(self.device)
         self._driver.free_host(self.host)

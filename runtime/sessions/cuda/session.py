@@ -20,7 +20,7 @@ class DeviceSession(Session):
     """The half of a session that is the same for every engine on a GPU.
 
     An engine's session loads its model within :meth:`_free_on_error`, where it calls :meth:`_begin` before it takes
-    memory, and :meth:`_make_cache`; it runs calls within :meth:`_guard_context`, and leaves their logits in ``_logits``.
+    memory, and :meth:`_make_cache`; it runs calls within :meth:`_guard_context`, and leaves logits in ``_logits``.
 
     Args:
         folder: the bundle.
@@ -56,7 +56,6 @@ class DeviceSession(Session):
             raise
 
     def _begin(self, memory: DeviceMemory | None, positions: int) -> None:
-        """Make the stream that all work is queued on."""
         self._device_memory = check_memory(self._folder, self._driver, memory, positions)
         self._driver.activate()
         self._stream = self._driver.stream()
@@ -74,13 +73,11 @@ class DeviceSession(Session):
         self._later(self.cache.close)
 
     def _block(self, size: int) -> Block:
-        """Memory for inputs or outputs until the session closes."""
         block = Block(self._driver, size)
         self._later(block.close)
         return block
 
     def _outputs_of(self, rows: int, outputs: int, candidates: int = 0) -> dict[str, Part]:
-        """Offsets of a call's outputs."""
         return outputs_of(rows, outputs, self._geometry.vocab_size, candidates)
 
     def _later(self, function: Callable[..., None], *arguments: Any) -> None:

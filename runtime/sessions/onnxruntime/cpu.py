@@ -63,12 +63,10 @@ class OnnxRuntimeSession(Session):
 
     @property
     def engine_version(self) -> str:
-        """Version of the installed onnxruntime."""
         return str(self._runtime.__version__)
 
     @property
     def processor(self) -> str:
-        """The CPU's name."""
         return cpu_model()
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -96,7 +94,6 @@ class OnnxRuntimeSession(Session):
         return self._logits
 
     def close(self) -> None:
-        """Free the graphs and the cache."""
         self._bound.clear()
         self.cache.close()
         self._graphs.clear()
@@ -129,7 +126,6 @@ class OnnxRuntimeSession(Session):
         return binding
 
     def _room_for(self, batch: Batch, *, shared: bool) -> NDArray[np.float32]:
-        """Room for the logits of a call."""
         shape, vocab = batch.logit_indices.shape, self._geometry.vocab_size
         if not shared:
             return np.empty((*shape, vocab), np.float32)
@@ -151,7 +147,6 @@ class _Bound:
         self.clear()
 
     def clear(self) -> None:
-        """Let all of it go."""
         self.kept: OrderedDict[Any, _Binding] = OrderedDict()
         self.long: tuple[Any, _Binding] | None = None
         self.logits: NDArray[np.float32] | None = None
@@ -161,11 +156,7 @@ class _Binding:
     """Arrays for one shape of call, bound to a graph by address; ``caches`` are its rows of the cache's tensors."""
 
     def __init__(
-        self,
-        session: Any,
-        batch: Batch,
-        caches: list[tuple[CacheTensor, NDArray[Any]]],
-        logits: NDArray[np.float32],
+        self, session: Any, batch: Batch, caches: list[tuple[CacheTensor, NDArray[Any]]], logits: NDArray[np.float32]
     ) -> None:
         self.session = session
         self.io = session.io_binding()
@@ -215,12 +206,7 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
 
 
 def _open_sessions(
-    runtime: Any,
-    paths: dict[str, Path],
-    files: Collection[str],
-    threads: int,
-    level: Any,
-    *config: tuple[str, str],
+    runtime: Any, paths: dict[str, Path], files: Collection[str], threads: int, level: Any, *config: tuple[str, str]
 ) -> dict[str, Any]:
     """Opened side by side: most of the time goes into packing weights."""
 
@@ -272,7 +258,6 @@ def _of_engine(error: Exception) -> bool:
 
 @contextmanager
 def translate_errors(doing: str) -> Iterator[None]:
-    """Turn exceptions of ONNX Runtime into ours."""
     try:
         yield
     except LlmcError:

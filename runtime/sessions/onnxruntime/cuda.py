@@ -113,7 +113,6 @@ class CudaSession(DeviceSession):
 
     @property
     def engine_version(self) -> str:
-        """Version of ONNX Runtime."""
         return str(self._runtime.__version__)
 
     # ------------------------------------------------------------------------------------------------- running
@@ -130,7 +129,6 @@ class CudaSession(DeviceSession):
         return self._logits
 
     def _run(self, batch: Batch) -> None:
-        """One call of the graph, which gives at least one row of logits."""
         rows, sequence = batch.input_ids.shape
         wanted = batch.logit_indices.shape[1]
         call = _Call(rows, sequence, max(1, wanted), batch.first_row)

@@ -18,15 +18,7 @@ from typing import Any
 import numpy as np
 
 from llmc.bundle import version
-from llmc.errors import (
-    BundleError,
-    GpuError,
-    LlmcError,
-    MissingExtraError,
-    ResourceError,
-    install_command,
-    require,
-)
+from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, install_command, require
 from llmc.runtime.host.cuda import EMULATE, STICKY
 from llmc.runtime.host.probe_steps import preload_library
 from llmc.runtime.kv.cache import CacheTensor

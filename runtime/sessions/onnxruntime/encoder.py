@@ -30,12 +30,10 @@ class EncoderSession:
 
     @property
     def engine_version(self) -> str:
-        """Version of the installed onnxruntime."""
         return self._version
 
     @property
     def processor(self) -> str:
-        """The CPU's name."""
         return cpu_model()
 
     def run(self, input_ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -46,5 +44,4 @@ class EncoderSession:
         return found
 
     def close(self) -> None:
-        """Free the graph."""
         self._graph = None

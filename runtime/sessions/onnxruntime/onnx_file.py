@@ -95,7 +95,6 @@ def _numbers(data: bytes) -> list[int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    """Number, value and whole encoding of each field; the value is empty where it has no length."""
     at = 0
     while at < len(data):
         start = at

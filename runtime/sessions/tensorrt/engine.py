@@ -182,7 +182,6 @@ class Engine:
 
     @property
     def profiles(self) -> int:
-        """Number of optimisation profiles."""
         return int(self.native.num_optimization_profiles)
 
     def largest(self, name: str, profile: int) -> Shape:
@@ -270,7 +269,6 @@ class Context:
         self._ran = True
 
     def _ask(self, doing: str, ask: Callable[..., Any], *arguments: Any) -> Any:
-        """The library's answer, which must not be None or False."""
         with self._log.collect_messages() as messages:
             answer = ask(*arguments)
         if answer is None or answer is False:

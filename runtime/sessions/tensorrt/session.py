@@ -141,11 +141,9 @@ class TensorRTSession(DeviceSession):
 
     @property
     def engine_version(self) -> str:
-        """Version of the engine's library."""
         return library_version(self._library)
 
     def _bucket(self, positions: int) -> int:
-        """The smallest number of positions that the engine may look at and that is enough."""
         return next(bucket for bucket in self._config.buckets if bucket >= positions)
 
     def _forget_addresses(self) -> None:

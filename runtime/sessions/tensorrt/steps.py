@@ -53,7 +53,6 @@ class Pair:
     select: Context | None
 
     def close(self) -> None:
-        """Let the library free them."""
         self.decoder.close()
         if self.select is not None:
             self.select.close()
@@ -97,7 +96,6 @@ class Step:
         self.outputs = {name: given.array(part) for name, part in outputs.items()}
 
     def upload(self, stream: int) -> None:
-        """Queue the copy of the inputs."""
         self._blocks[0].upload(self._upload, stream)
 
     def download(self, stream: int) -> None:
@@ -118,11 +116,7 @@ class Steps:
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        stream: int,
-        contexts: Sequence[Pair],
-        recorder: Callable[[int], Pair] | None = None,
+        self, driver: Driver, stream: int, contexts: Sequence[Pair], recorder: Callable[[int], Pair] | None = None
     ) -> None:
         self._driver = driver
         self._stream = stream
@@ -133,7 +127,6 @@ class Steps:
         self.records = True
 
     def find(self, call: Call) -> Step | None:
-        """The kept step of a call."""
         step = self._kept.get(call)
         if step is not None:
             self._kept.move_to_end(call)
@@ -146,7 +139,6 @@ class Steps:
             self._forget(self._kept.popitem(last=False)[1])
 
     def clear(self) -> None:
-        """Let all go, because their addresses are about to change."""
         while self._kept:
             self._forget(self._kept.popitem()[1])
 
@@ -193,7 +185,6 @@ class Steps:
         step.download(self._stream)
 
     def _prepare(self, step: Step, contexts: Pair) -> None:
-        """Set the shapes and addresses of a step."""
         self._last.pop(step.call.profile, None)  # until all are set, they are nobody's
         contexts.decoder.prepare(step.shapes, step.addresses)
         if step.call.candidates and contexts.select is not None:

@@ -118,8 +118,7 @@ def logits_of_calibration(case: Any, store: Store) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme"),
-    [(BIASES, scheme) for scheme in SCHEMES] + [(NO_GROUPS, "gptq"), (TIED, "smoothing + gptq")],
+    ("name", "scheme"), [(BIASES, scheme) for scheme in SCHEMES] + [(NO_GROUPS, "gptq"), (TIED, "smoothing + gptq")]
 )
 def test_the_lowered_graph_computes_what_calibration_computed(exported, lowering, decoder, tmp_path, name, scheme):
     case, (request, form) = exported(name), SCHEMES[scheme]
@@ -171,10 +170,7 @@ def whole(exported, tmp_path_factory) -> dict[str, bytes]:
     return contents(run(exported(BIASES), tmp_path_factory.mktemp("whole") / "store", **HEAVY).folder)
 
 
-@pytest.mark.parametrize(
-    ("writes", "error"),
-    [(0, KeyboardInterrupt), (1, OSError), (4, KeyboardInterrupt)],
-)
+@pytest.mark.parametrize(("writes", "error"), [(0, KeyboardInterrupt), (1, OSError), (4, KeyboardInterrupt)])
 def test_an_interrupted_calibration_goes_on_and_ends_the_same(exported, whole, tmp_path, monkeypatch, writes, error):
     write, done = Store.write, []
 

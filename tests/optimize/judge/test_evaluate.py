@@ -33,11 +33,12 @@ def text_file(tiny_checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundles(tiny_export: Path, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bundles(
+    tiny_export: Path, tiny_bundle: Path, fp32_bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """A bundle of each precision."""
-    folder = tmp_path_factory.mktemp("evaluate")
-    made = {name: build(tiny_export, folder / name, precision=name).output for name in ("int4", "fp32")}
-    return {"int8": tiny_bundle, **made}
+    int4 = build(tiny_export, tmp_path_factory.mktemp("evaluate") / "int4", precision="int4").output
+    return {"int8": tiny_bundle, "int4": int4, "fp32": fp32_bundle}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmc.optimize.build import build
 from llmc.runtime import Model, load
 
 PROMPTS = 10
@@ -15,17 +14,9 @@ LENGTHS = [1, 2, 7, 8, 31, 63, 64, 65, 129, 520]
 
 
 @pytest.fixture(scope="module")
-def fp32(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model in float32, with chunks of up to 512 tokens."""
-    folder = tmp_path_factory.mktemp("greedy")
-    (folder / "fp32.toml").write_text('precision = "fp32"\nprefill_chunk = 512\n')
-    return build(tiny_export, folder / "fp32", recipe=folder / "fp32.toml").output
-
-
-@pytest.fixture(scope="module")
-def prompts(fp32: Path, tiny_checkpoint: Path) -> list[list[int]]:
+def prompts(fp32_bundle: Path, tiny_checkpoint: Path) -> list[list[int]]:
     """Pieces of the validation text."""
-    with load(fp32) as model:
+    with load(fp32_bundle) as model:
         ids = model.tokenizer.encode((tiny_checkpoint.parent / "validation.txt").read_text(encoding="utf-8"))
     starts = np.linspace(0, len(ids) - max(LENGTHS), PROMPTS).astype(int)
     return [ids[start : start + length] for start, length in zip(starts, LENGTHS, strict=True)]
@@ -53,9 +44,9 @@ def greedy(model: Model, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
-def test_greedy_tokens_equal_transformers(fp32, prompts, wanted, chunk):
+def test_greedy_tokens_equal_transformers(fp32_bundle, prompts, wanted, chunk):
     assert len(prompts) == PROMPTS
-    with load(fp32, prefill_chunk=chunk, threads=1) as model:
+    with load(fp32_bundle, prefill_chunk=chunk, threads=1) as model:
         answers = [greedy(model, prompt) for prompt in prompts]
     assert answers == wanted
     assert {len(answer) for answer in answers} == {NEW_TOKENS}

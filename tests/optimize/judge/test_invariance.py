@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from llmc.bundle import Invariance, Manifest, read_bundle
-from llmc.optimize.build import build
 from llmc.optimize.judge.invariance import measure_guarantees
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sessions import Batch, Phase, open_session
@@ -136,11 +135,6 @@ def test_a_token_whose_heads_are_folded_is_never_one_beside_others(manifest: Man
         Exact(), replace(with_limits(manifest), graphs=manifest.graphs | {"decode": decode})
     ).graphs
     assert graphs["decode"].invariance == replace(ALL, single=False)
-
-
-@pytest.fixture(scope="module")
-def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tiny_export, tmp_path_factory.mktemp("invariance") / "fp32", precision="fp32").output
 
 
 @pytest.fixture(params=[pytest.param("tiny_bundle", marks=pytest.mark.vnni), "fp32_bundle"])

@@ -4,12 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
-from llmc.optimize.quantize.grid import (
-    Grid,
-    Quantized,
-    pack_blocks,
-    pack_zero_points,
-)
+from llmc.optimize.quantize.grid import Grid, Quantized, pack_blocks, pack_zero_points
 
 # MatMulNBits sums up to 300 products in float32 in an order of its own; by bits, as 8 give integers 16 times as large.
 SUM_TOLERANCE = {4: 1e-5, 8: 2e-4}

@@ -137,11 +137,7 @@ def decoder(save: Callable[..., Path], graph_text: str) -> Path:
 def config() -> EngineConfig:
     """What to build of it."""
     return replace(
-        PLAN,
-        buckets=(8, 16, CAPACITY),
-        decode=Profile(4, 1, 1),
-        prefill=Profile(1, 8, 2),
-        compute_capabilities=(),
+        PLAN, buckets=(8, 16, CAPACITY), decode=Profile(4, 1, 1), prefill=Profile(1, 8, 2), compute_capabilities=()
     )
 
 

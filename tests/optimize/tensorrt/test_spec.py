@@ -23,13 +23,7 @@ from llmc.optimize.tensorrt import flags
 from llmc.optimize.tensorrt.builder import EngineReport
 from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE, compile_engine, profiles_of
 from llmc.optimize.tensorrt.network import Ranges
-from llmc.optimize.tensorrt.spec import (
-    FIRST_BUCKET,
-    PREFILL_OUTPUTS,
-    EngineSpec,
-    bucket_sizes,
-    resolve_engine,
-)
+from llmc.optimize.tensorrt.spec import FIRST_BUCKET, PREFILL_OUTPUTS, EngineSpec, bucket_sizes, resolve_engine
 from llmc.publish import file_entries
 from llmc.runtime.host.probe import Probe
 from llmc.runtime.sessions.tensorrt.library import Message
@@ -80,10 +74,7 @@ def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
 
 def test_what_is_asked_for_is_taken(here: Callable[..., Any]):
     here()
-    asked = {
-        "workspace": 1 << 20,
-        "optimization_level": 0,
-    }
+    asked = {"workspace": 1 << 20, "optimization_level": 0}
     spec = resolve(**asked)
     assert asked.items() <= vars(spec.config).items()
 
@@ -260,10 +251,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Builder]:
 
 
 def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
-    here: Callable[..., Any],
-    builder: Callable[[int], Builder],
-    manifest: Manifest,
-    tmp_path: Path,
+    here: Callable[..., Any], builder: Callable[[int], Builder], manifest: Manifest, tmp_path: Path
 ):
     here(probe=H200)
     made = builder(2 * manifest.geometry.layers)
@@ -285,11 +273,7 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
 
 @pytest.mark.parametrize("aliases", [3, 0])
 def test_caches_that_are_not_updated_in_place_fail_the_build(
-    here: Callable[..., Any],
-    builder: Callable[[int], Builder],
-    manifest: Manifest,
-    tmp_path: Path,
-    aliases: int,
+    here: Callable[..., Any], builder: Callable[[int], Builder], manifest: Manifest, tmp_path: Path, aliases: int
 ):
     here()
     builder(aliases)

@@ -99,10 +99,7 @@ FEW: dict[str, tuple[dict[str, Any], int]] = {
     "top_k": ({"top_k": 8}, 8),
     "top_k, top_p, min_p": ({"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.7}, 20),
     "several outputs": ({"top_k": 5, "n": 3}, 5),
-    "top_k before another cut": (
-        {"top_k": 12, "top_n_sigma": 1.0},
-        12,
-    ),
+    "top_k before another cut": ({"top_k": 12, "top_n_sigma": 1.0}, 12),
     "greedy with stops": ({"temperature": 0.0, "stop_token_ids": (4095,), "stop": ("never said",)}, 1),
 }
 # What all logits decide.

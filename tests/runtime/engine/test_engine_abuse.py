@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 from doubles.brakes import Brake
 
-from llmc.errors import (
-    EngineClosedError,
-    LlmcError,
-    ProcessorError,
-    ResourceError,
-    UsageError,
-)
+from llmc.errors import EngineClosedError, LlmcError, ProcessorError, ResourceError, UsageError
 from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host import threads

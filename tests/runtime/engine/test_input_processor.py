@@ -26,14 +26,7 @@ def state(inputs: InputProcessor, prompt: Any = IDS, *, max_tokens: int = 4, req
     return inputs.process(asked, OutputCollector(), EngineMetrics())
 
 
-@pytest.mark.parametrize(
-    ("params", "chance"),
-    [
-        ({}, True),
-        ({"temperature": 0.0}, False),
-        ({"num_beams": 2}, False),
-    ],
-)
+@pytest.mark.parametrize(("params", "chance"), [({}, True), ({"temperature": 0.0}, False), ({"num_beams": 2}, False)])
 def test_a_seed_is_taken_where_anything_is_left_to_chance(inputs: InputProcessor, params: dict[str, Any], chance: bool):
     made = state(inputs, **params)
     assert draws(made.request.params) is chance
@@ -44,12 +37,7 @@ def test_a_seed_is_taken_where_anything_is_left_to_chance(inputs: InputProcessor
 
 @pytest.mark.parametrize(
     ("params", "rows", "samples"),
-    [
-        ({}, 1, 1),
-        ({"n": 3}, 1, 3),
-        ({"n": 2, "best_of": 5}, 1, 5),
-        ({"num_beams": 4}, 4, 1),
-    ],
+    [({}, 1, 1), ({"n": 3}, 1, 3), ({"n": 2, "best_of": 5}, 1, 5), ({"num_beams": 4}, 4, 1)],
 )
 def test_rows_are_what_must_run_at_once_and_samples_may_follow(
     inputs: InputProcessor, params: dict[str, Any], rows: int, samples: int

@@ -18,11 +18,7 @@ SCHEMA = {
 }
 
 # What may be read of an output before it is complete, derived by hand.
-PARTIAL = {
-    r"(ab|c)*d": r"(ab|c)*(a|d)?",
-    r"the [a-z]{2,4}": r"(t|th|the|the [a-z]{0,4})?",
-    r"x{0,9}": r"x{0,9}",
-}
+PARTIAL = {r"(ab|c)*d": r"(ab|c)*(a|d)?", r"the [a-z]{2,4}": r"(t|th|the|the [a-z]{0,4})?", r"x{0,9}": r"x{0,9}"}
 
 
 class TestMask:

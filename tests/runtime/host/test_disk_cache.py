@@ -106,7 +106,7 @@ from llmc.runtime.host import disk_cache
 entry = disk_cache.entry("calibration", "key")
 entry.mkdir(parents=True)
 (entry / "head.npz").touch()
-with disk_cache.published(entry / "built") as folder, disk_cache.written(entry / "state.npz") as staging:
+with disk_cache.publish_entry(entry / "built") as folder, disk_cache.write_entry(entry / "state.npz") as staging:
     (folder / "weights.bin").write_text("half")
     staging.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

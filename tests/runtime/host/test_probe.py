@@ -14,11 +14,7 @@ from doubles.machines import ORIN_FILES, write_files
 
 from llmc.runtime.host import probe_steps
 from llmc.runtime.host.apart import run_apart
-from llmc.runtime.host.probe import (
-    LIBRARIES,
-    probe,
-    step_commands,
-)
+from llmc.runtime.host.probe import LIBRARIES, probe, step_commands
 from llmc.runtime.host.probe_steps import Device, Driver, Library
 
 # A step that hangs is given this long; the machine may be busy, so nothing is asserted about steps that answer.

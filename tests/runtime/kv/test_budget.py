@@ -9,13 +9,7 @@ from doubles.plans import PLAN as PLAN_OF_ENGINE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.bundle import (
-    DeviceMemory,
-    Limits,
-    Manifest,
-    MemoryPlan,
-    read_bundle,
-)
+from llmc.bundle import DeviceMemory, Limits, Manifest, MemoryPlan, read_bundle
 from llmc.errors import ResourceError, UsageError
 from llmc.runtime import load
 from llmc.runtime.kv.budget import (

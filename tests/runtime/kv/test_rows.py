@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from llmc.runtime.kv.rows import Rows, TornError
 
@@ -161,10 +155,7 @@ def test_a_position_left_behind_is_noticed(remembering: Any, broken: str):
         check(type("Lossy", (whole,), {broken: {"copy": copy, "swap": swap}[broken]}))
 
 
-@pytest.mark.parametrize(
-    ("move", "call"),
-    [("release", "copy"), ("promote", "swap"), ("share", "copy")],
-)
+@pytest.mark.parametrize(("move", "call"), [("release", "copy"), ("promote", "swap"), ("share", "copy")])
 def test_a_move_that_fails_says_that_rows_are_torn_and_why(remembering: Any, move: str, call: str):
     cache = remembering.cache_type()
     cache.reserve(MOST, CAPACITY)

@@ -13,11 +13,11 @@ GREEDY_CHECKPOINT = Generation((2,), 1, False, None, None, None, None)
 SAMPLING_CHECKPOINT = Generation((2,), 1, True, 0.7, 20, 0.8, 0.05)
 
 
-STOPS = "a tuple of non-empty strings, at most 128 texts of 8,192 characters in all"
-BREAKERS = "a tuple of non-empty strings, at most 64 texts of 1,024 characters in all"
-WORDS = "a tuple of non-empty strings, at most 1,024 texts of 8,192 characters in all"
-TOKENS = "a tuple of token ids, at most 262,144 of them"
-BIASES = "a tuple of (token id, number from -100 to 100) with different ids, at most 262,144 of them"
+STOPS = "a list of non-empty strings, at most 128 texts of 8,192 characters in all"
+BREAKERS = "a list of non-empty strings, at most 64 texts of 1,024 characters in all"
+WORDS = "a list of non-empty strings, at most 1,024 texts of 8,192 characters in all"
+TOKENS = "a list of token ids, at most 262,144 of them"
+BIASES = "a list of (token id, number from -100 to 100) with different ids, at most 262,144 of them"
 
 
 class TestParams:
@@ -62,13 +62,13 @@ class TestRanges:
             ("top_p", 0, "a number above 0 and at most 1"),
             ("top_p", 1.01, "a number above 0 and at most 1"),
             ("min_p", 1.1, "a number from 0 to 1"),
-            ("seed", -1, "an integer from 0 to 2**64 - 1, or None"),
-            ("seed", 2**64, "an integer from 0 to 2**64 - 1, or None"),
+            ("seed", -1, "an integer from 0 to 2**64 - 1, or null"),
+            ("seed", 2**64, "an integer from 0 to 2**64 - 1, or null"),
             ("stop", "end", STOPS),
             ("stop", ("",), STOPS),
             ("stop_token_ids", [1], TOKENS),
             ("stop_token_ids", (-1,), TOKENS),
-            ("ignore_eos", 1, "True or False"),
+            ("ignore_eos", 1, "true or false"),
             ("min_tokens", -1, "an integer of at least 0"),
             ("top_n_sigma", math.inf, "a number of at least 0 (0 is off)"),
             ("xtc_threshold", -0.1, "a number from 0 to 1"),
@@ -82,27 +82,27 @@ class TestRanges:
             ("stop", ("x" * 8193,), STOPS),
             ("bad_words", ("x",) * 1025, WORDS),
             ("bad_words", "x", WORDS),
-            ("include_stop_str_in_output", 1, "True or False"),
-            ("detokenize", None, "True or False"),
+            ("include_stop_str_in_output", 1, "true or false"),
+            ("detokenize", None, "true or false"),
             ("no_repeat_ngram_size", -1, "an integer of at least 0 (0 is off)"),
             ("logit_bias", {1: 2.0}, BIASES),
             ("logit_bias", ((1, 101.0),), BIASES),
             ("logit_bias", ((1, 1.0), (1, 2.0)), BIASES),
             ("logit_bias", ((-1, 1.0),), BIASES),
             ("banned_tokens", (5,) * (2**18 + 1), TOKENS),
-            ("allowed_tokens", (), f"a non-empty {TOKENS[2:]}, or None"),
-            ("logprobs", 21, "an integer from 0 to 20, or None"),
+            ("allowed_tokens", (), f"a non-empty {TOKENS[2:]}, or null"),
+            ("logprobs", 21, "an integer from 0 to 20, or null"),
             ("n", 1025, "an integer from 1 to 1024"),
-            ("best_of", 1025, "an integer from 1 to 1024, or None"),
+            ("best_of", 1025, "an integer from 1 to 1024, or null"),
             ("temperature", 10**400, "a number of at least 0"),
             ("length_penalty", -(10**400), "a number from -20 to 20"),
-            ("early_stopping", "always", "True or False or 'never'"),
-            ("consensus", "bleu", "'f1' or 'chrf', or None"),
-            ("json_schema", "", "a JSON schema as a mapping or a text, or None"),
-            ("regex", "", "a non-empty string, or None"),
-            ("choice", (), "a non-empty tuple of non-empty strings, or None"),
+            ("early_stopping", "always", "true or false or 'never'"),
+            ("consensus", "bleu", "'f1' or 'chrf', or null"),
+            ("json_schema", "", "a JSON schema as an object or a text, or null"),
+            ("regex", "", "a non-empty string, or null"),
+            ("choice", (), "a non-empty list of non-empty strings, or null"),
             ("on_overflow", "wrap", "'refuse' or 'truncate_left' or 'sink'"),
-            ("speculate", 1, "True or False, or None"),
+            ("speculate", 1, "true or false, or null"),
         ],
     )
     def test_are_enforced_by_name(self, name: str, value: Any, expected: str) -> None:
@@ -142,7 +142,7 @@ class TestCombinations:
             ({"num_beams": 2, "best_of": 2}, "beam search cannot be combined with best_of=2"),
             ({"num_beams": 2, "top_p": 0.9}, "beam search cannot be combined with top_p=0.9"),
             ({"num_beams": 2, "top_k": 5}, "beam search cannot be combined with top_k=5"),
-            ({"num_beams": 2, "stop": ("x",)}, r"beam search cannot be combined with stop=\('x',\)"),
+            ({"num_beams": 2, "stop": ("x",)}, r"beam search cannot be combined with stop=\['x'\]"),
             ({"num_beams": 2, "regex": "a*"}, r"beam search cannot be combined with regex='a\*'"),
             ({"num_beams": 2, "logprobs": 0}, "beam search cannot be combined with logprobs=0"),
             ({"num_beams": 2, "on_overflow": "sink"}, "beam search cannot be combined with on_overflow='sink'"),
@@ -155,7 +155,7 @@ class TestCombinations:
             ({"consensus": "f1", "n": 3, "best_of": 5}, "consensus decoding cannot be combined with best_of=5"),
             ({"consensus": "f1", "n": 65}, "consensus='f1' needs n of at most 64"),
             ({"consensus": "f1", "n": 2, "detokenize": False}, "consensus='f1' needs detokenize"),
-            ({"stop": ("x",), "detokenize": False}, r"stop=\('x',\) needs detokenize"),
+            ({"stop": ("x",), "detokenize": False}, r"stop=\['x'\] needs detokenize"),
             ({"include_stop_str_in_output": True, "detokenize": False}, "include_stop_str_in_output=True needs detok"),
             ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 needs max_tokens of at least as many"),
             ({"allowed_tokens": (1, 2), "banned_tokens": (2, 1, 3)}, "needs a token that is not among banned_tokens"),

@@ -20,9 +20,9 @@ def written(folder: Path, content: str) -> Path:
 
 class TestFile:
     def test_gives_the_settings_and_flags_win(self, tmp_path: Path):
-        path = written(tmp_path, 'port = 9000\nheader_timeout_s = 5\nlog_format = "text"\n[models]\ntiny = "a"\n')
+        path = written(tmp_path, 'port = 9000\nbody_timeout_s = 5\nlog_format = "text"\n[models]\ntiny = "a"\n')
         config = read_config(path, {"port": 9001, "host": None})
-        assert (config.port, config.host, config.header_timeout_s) == (9001, "127.0.0.1", 5.0)
+        assert (config.port, config.host, config.body_timeout_s) == (9001, "127.0.0.1", 5.0)
         assert config.log_format == "text" and config.models == {"tiny": tmp_path / "a"}
 
     def test_names_paths_beside_itself(self, tmp_path: Path):

@@ -147,10 +147,7 @@ class TestCharacters:
 class TestStopStrings:
     @pytest.mark.parametrize(
         ("text", "stops", "expected", "stopped"),
-        [
-            ("one two", ("two",), "one ", "two"),
-            ("abcd", ("bc", "abc"), "", "abc"),
-        ],
+        [("one two", ("two",), "one ", "two"), ("abcd", ("bc", "abc"), "", "abc")],
     )
     def test_end_the_text(
         self, byte_level: Tokenizer, text: str, stops: tuple[str, ...], expected: str, stopped: str | None

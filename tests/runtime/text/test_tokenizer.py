@@ -148,14 +148,7 @@ class TestBadInput:
             Tokenizer.from_folder(tmp_path)
 
     @pytest.mark.parametrize(
-        "content",
-        [
-            "{",
-            "[]",
-            '{"bos_token": 3}',
-            '{"added_tokens_decoder": [1]}',
-            '{"extra_special_tokens": 3}',
-        ],
+        "content", ["{", "[]", '{"bos_token": 3}', '{"added_tokens_decoder": [1]}', '{"extra_special_tokens": 3}']
     )
     def test_a_broken_configuration_is_refused(self, byte_level_folder: Path, tmp_path: Path, content: str) -> None:
         shutil.copy(byte_level_folder / "tokenizer.json", tmp_path)

@@ -114,10 +114,7 @@ def test_a_planted_error_exceeds_the_linear_tolerance(linear):
 def feed_forward(request, exported, part):
     """From the input of gate and up to the output of down."""
     return part(
-        exported(UNTIED).export,
-        f"{LAYER}.post_attention_layernorm.out",
-        [f"{LAYER}.mlp.down_proj.out"],
-        request.param,
+        exported(UNTIED).export, f"{LAYER}.post_attention_layernorm.out", [f"{LAYER}.mlp.down_proj.out"], request.param
     )
 
 

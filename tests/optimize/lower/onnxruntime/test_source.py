@@ -34,13 +34,7 @@ SCHEMES = ("awq", "gptq-zeros-act-order", "gptq_v2-8-bits", "packed-int4-bf16", 
 def made(tmp_path_factory):
     """A quantized checkpoint by its scheme: the scheme, what it holds, and its export; each is made once."""
 
-    @cache
-    def make(name):
-        folder, scheme = tmp_path_factory.mktemp(name), packers.SCHEMES[name]
-        written = packers.write_checkpoint(scheme, folder / "checkpoint")
-        return scheme, written, export(folder / "checkpoint", folder / "export").output
-
-    return make
+    return cache(lambda name: packers.export_shared(name, tmp_path_factory))
 
 
 @pytest.fixture(scope="module", params=SCHEMES)

@@ -66,15 +66,7 @@ def test_columns_keep_their_order_in_rows_of_any_width(session, bits, width):
 
 
 @pytest.mark.parametrize("compute", ["float32", "float16"])
-@pytest.mark.parametrize(
-    "grid",
-    [
-        Grid(8, 128),
-        Grid(4, 32),
-        Grid(8, positive=True),
-        Grid(4, 128, positive=True),
-    ],
-)
+@pytest.mark.parametrize("grid", [Grid(8, 128), Grid(4, 32), Grid(8, positive=True), Grid(4, 128, positive=True)])
 def test_rows_of_the_embedding_are_exactly_what_the_integers_stand_for(exported, lowering, decoder, grid, compute):
     """In float32 to the last bit; a narrower type rounds once."""
     case = exported("qwen3-tied-sharded")

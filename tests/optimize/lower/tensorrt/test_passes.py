@@ -22,13 +22,7 @@ BIASES, WINDOW, TIED, NORMS = (
 LAYER = "model.layers.0"
 COMPUTES = ("float32", "float16", "bfloat16")
 INT8, INT4 = WeightOnly(Grid(8, positive=True)), WeightOnly(Grid(4, 32, positive=True))
-WEIGHTS = {
-    "float": Computed(),
-    "int8": INT8,
-    "int4": INT4,
-    "static int8": Static(INT8.grid),
-    "float8": Float8(True),
-}
+WEIGHTS = {"float": Computed(), "int8": INT8, "int4": INT4, "static int8": Static(INT8.grid), "float8": Float8(True)}
 
 
 def operators(lowered) -> Counter[str]:
@@ -199,12 +193,7 @@ def test_weights_that_tensorrt_does_not_take_are_refused_by_name(exported, lower
 
 
 @pytest.mark.parametrize(
-    ("head", "gathered"),
-    [
-        (Computed(), ["FLOAT16"]),
-        (INT8, ["INT32", "FLOAT"]),
-        (INT4, ["INT32", "FLOAT"]),
-    ],
+    ("head", "gathered"), [(Computed(), ["FLOAT16"]), (INT8, ["INT32", "FLOAT"]), (INT4, ["INT32", "FLOAT"])]
 )
 def test_lower_embedding_gathers_floats_or_words(exported, lowering, head, gathered):
     lowered = lowering(exported(TIED).export, Computed(), head, compute="float16")
@@ -224,7 +213,7 @@ def test_the_integers_of_a_tied_head_are_chosen_once(exported, lowering, monkeyp
         chosen.extend(tensor.name for tensor in tensors)
         return quantized(tensors, grid)
 
-    monkeypatch.setattr(lowered.context.calibrated, "quantized", counted)
+    monkeypatch.setattr(lowered.context.calibrated, "quantize_stacked", counted)
     lowered.finish()
     assert chosen == ["model.embed_tokens.weight"]
 

@@ -7,13 +7,7 @@ import pytest
 
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import Computed, Float8, WeightOnly, quant_configs
-from llmc.optimize.lower.tensorrt.weights import (
-    SMALLEST_SCALE,
-    as_stored,
-    fit_grid,
-    narrow_values,
-    round_scales,
-)
+from llmc.optimize.lower.tensorrt.weights import SMALLEST_SCALE, as_stored, fit_grid, narrow_values, round_scales
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid, Quantized
 from llmc.optimize.recipe import Request, resolve

@@ -9,12 +9,7 @@ import pytest
 
 USER: dict[str, Any] = {"role": "user", "content": "Write a function."}
 # The package has no sampling parameters any more, the API does.
-GREEDY: dict[str, Any] = {
-    "model": "able",
-    "messages": [USER],
-    "max_tokens": 12,
-    "extra_body": {"temperature": 0},
-}
+GREEDY: dict[str, Any] = {"model": "able", "messages": [USER], "max_tokens": 12, "extra_body": {"temperature": 0}}
 TOOL: dict[str, Any] = {
     "name": "add",
     "description": "Add.",

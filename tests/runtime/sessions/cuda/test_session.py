@@ -46,13 +46,13 @@ class Idle(DeviceSession):
         return self.cache.begin(first_row, past, ids.shape[1])
 
     def fail(self, error: Exception) -> None:
-        with self._guarded("failing"):
+        with self._guard_context("failing"):
             raise error
 
     def _forget_addresses(self) -> None:
         self.seen.append((self.cache.rows, self.cache.capacity))
 
-    def _translated(self, doing: str) -> AbstractContextManager[None]:
+    def _translate_errors(self, doing: str) -> AbstractContextManager[None]:
         @contextmanager
         def noted() -> Iterator[None]:
             self.doing.append(doing)

@@ -23,13 +23,6 @@ PROMPTS = [GENERATOR.integers(3, 4096, length).tolist() for length in (5, 260, 3
 ANSWERS = [GENERATOR.integers(3, 4096, 6).tolist() for _ in PROMPTS]
 
 
-@pytest.fixture(scope="session")
-def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from llmc.optimize.build import build
-
-    return build(tiny_export, tmp_path_factory.mktemp("session") / "fp32", precision="fp32").output
-
-
 @pytest.fixture(scope="module", params=["tiny_bundle", "fp32_bundle"])
 def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Session, Manifest]]:
     """A session with room for three rows, in both precisions."""

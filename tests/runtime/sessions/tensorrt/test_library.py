@@ -10,12 +10,7 @@ import pytest
 from doubles.recorded import RecordedLibrary, replaced
 
 from llmc.errors import GpuError, MissingExtraError
-from llmc.runtime.sessions.tensorrt.library import (
-    Message,
-    load_library,
-    logger,
-    make_object,
-)
+from llmc.runtime.sessions.tensorrt.library import Message, load_library, logger, make_object
 
 BROKEN = r"tensorrt is installed and cannot be loaded \(.*\): uninstall all packages of that library, .* install it: on"
 
