@@ -35,8 +35,6 @@ PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_pena
 
 
 class Options(Body):
-    """Sampling parameters in Ollama's names."""
-
     # How Ollama's engine runs a model, and samplers that it has dropped.
     IGNORED = frozenset(
         {"num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "low_vram"}
@@ -86,15 +84,11 @@ class CalledFunction(Body):
 
 
 class Call(Body):
-    """A call in a message of the assistant."""
-
     IGNORED = frozenset({"id", "type"})
     function: CalledFunction
 
 
 class OllamaMessage(Body):
-    """One message of a conversation."""
-
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
@@ -133,8 +127,6 @@ class Asked(Body):
 
 
 class OllamaChat(Asked):
-    """The body of POST /api/chat."""
-
     messages: Annotated[list[OllamaMessage], Field(default_factory=list)]
     tools: list[Tool] | None = None
 
@@ -151,8 +143,6 @@ class OllamaChat(Asked):
 
 
 class OllamaPrompt(Asked):
-    """The body of POST /api/generate."""
-
     prompt: str = ""
     system: str = ""
     raw: Annotated[bool, Field(description="the prompt as it is, without the chat template")] = False
@@ -364,8 +354,6 @@ async def version() -> dict[str, Any]:
 
 
 class Named(Body):
-    """The body of POST /api/show."""
-
     IGNORED = frozenset({"verbose"})
     model: str | None = None
     name: Annotated[str | None, Field(description="the older name of model")] = None

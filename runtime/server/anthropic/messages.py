@@ -57,8 +57,6 @@ CACHED = frozenset({"cache_control"})
 
 
 class TextBlock(Body):
-    """Text."""
-
     IGNORED = CACHED | {"citations"}
     type: Literal["text"]
     text: str
@@ -73,8 +71,6 @@ class ThinkingBlock(Body):
 
 
 class ToolUseBlock(Body):
-    """A call of a tool in an earlier answer."""
-
     IGNORED = CACHED
     type: Literal["tool_use"]
     id: str
@@ -87,8 +83,6 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a call."""
-
     IGNORED = CACHED
     type: Literal["tool_result"]
     tool_use_id: str
@@ -106,8 +100,6 @@ AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discr
 
 
 class UserMessage(Body):
-    """Texts of the user, and results of tools."""
-
     role: Literal["user"]
     content: str | Annotated[list[UserBlock], Field(min_length=1)]
 
@@ -117,8 +109,6 @@ class UserMessage(Body):
 
 
 class AssistantMessage(Body):
-    """An earlier answer."""
-
     role: Literal["assistant"]
     content: str | list[AssistantBlock]
 
@@ -134,8 +124,6 @@ class AssistantMessage(Body):
 
 
 class SystemMessage(Body):
-    """Words of the system amid a conversation."""
-
     role: Literal["system"]
     content: str | Annotated[list[TextBlock], Field(min_length=1)]
 
@@ -163,8 +151,6 @@ class AutoChoice(Body):
 
 
 class NamedChoice(Body):
-    """The tool that must be called."""
-
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
@@ -189,35 +175,25 @@ class ThinkingOther(Body):
 
 
 class JsonFormat(Body):
-    """JSON of a schema."""
-
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    """Effort, and the form of the answer."""
-
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
 
 class KeptThinking(Body):
-    """An edit of the context that changes nothing."""
-
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
 class ContextManagement(Body):
-    """Edits of the context."""
-
     edits: list[KeptThinking] | None = None
 
 
 class Metadata(Body):
-    """About the request."""
-
     user_id: Logged = None
 
 
@@ -284,8 +260,6 @@ class Prompted(Body):
 
 
 class MessageRequest(Sampled, Prompted):
-    """The body of POST /v1/messages."""
-
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: list[str] | None = None
     stream: bool | None = None

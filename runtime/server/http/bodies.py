@@ -98,8 +98,6 @@ def list_texts(name: str, given: Any, most: int) -> list[Any]:
 
 
 class StreamOptions(Body):
-    """Settings of a stream."""
-
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 

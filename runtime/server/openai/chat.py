@@ -64,8 +64,6 @@ Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class CalledFunction(Body):
-    """A function that the model called."""
-
     IGNORED = frozenset({"parsed_arguments", "provider_specific_fields"})  # the former is OpenAI's own client's
 
     name: str
@@ -76,8 +74,6 @@ CallId = Annotated[str, AfterValidator(plain_id)]
 
 
 class Call(Body):
-    """A call in a message of the assistant."""
-
     IGNORED = frozenset({"cache_control", "caller", "index", "provider_specific_fields"})
 
     id: CallId
@@ -86,8 +82,6 @@ class Call(Body):
 
 
 class ChatMessage(Body):
-    """One message of a conversation."""
-
     # What answers carry that is not shown to models, and what other servers' caches are told.
     IGNORED = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields", "thinking_blocks"})
 
@@ -139,8 +133,6 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 class Function(Body):
-    """A function that the model may call."""
-
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -162,14 +154,10 @@ class Tool(Body):
 
 
 class NamedFunction(Body):
-    """The name of a function."""
-
     name: str
 
 
 class NamedTool(Body):
-    """The tool that must be called."""
-
     type: Literal["function"]
     function: NamedFunction
 
@@ -189,8 +177,6 @@ class AllowedChoice(Body):
 
 
 class Schema(Body):
-    """A JSON schema with a name."""
-
     name: str
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -198,8 +184,6 @@ class Schema(Body):
 
 
 class TextFormat(Body):
-    """Any text."""
-
     type: Literal["text"]
 
 
@@ -211,8 +195,6 @@ class ObjectFormat(Body):
 
 
 class SchemaFormat(Body):
-    """JSON of a schema."""
-
     type: Literal["json_schema"]
     json_schema: Schema
 
@@ -268,8 +250,6 @@ class OpenAIChat(Sampled):
 
 
 class ChatRequest(OpenAIChat):
-    """The body of POST /v1/chat/completions."""
-
     IGNORED = frozenset({"prediction", "prompt_cache_options", "service_tier", "store"})
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]

@@ -41,8 +41,6 @@ DEFAULT_TOKENS = 16  # OpenAI's own, which clients of completions rely on
 
 
 class CompletionRequest(Sampled):
-    """The body of POST /v1/completions."""
-
     model: str | None = None
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = None

@@ -39,8 +39,6 @@ Instruction = Annotated[
 
 
 class EmbeddingRequest(Body):
-    """The body of POST /v1/embeddings."""
-
     model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
     dimensions: int | None = None
@@ -62,14 +60,10 @@ class EmbeddingRequest(Body):
 
 
 class Document(Body):
-    """A text."""
-
     text: str
 
 
 class RerankRequest(Body):
-    """The body of POST /v1/rerank."""
-
     model: str | None = None
     query: str
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=MOST_TEXTS)]

@@ -48,16 +48,12 @@ FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 class InputText(Body):
-    """Text of whoever asks."""
-
     IGNORED = frozenset({"prompt_cache_breakpoint"})
     type: Literal["input_text"]
     text: str
 
 
 class OutputText(Body):
-    """Text of an earlier answer."""
-
     IGNORED = frozenset({"annotations", "logprobs", "parsed"})  # the client writes what it parsed into its objects
     type: Literal["output_text"]
     text: str
@@ -78,8 +74,6 @@ class MessageItem(Body):
 
 
 class CallItem(Body):
-    """A call in an earlier answer."""
-
     IGNORED = frozenset({"caller", "created_by", "parsed_arguments"})
     type: Literal["function_call"]
     id: str | None = None
@@ -90,8 +84,6 @@ class CallItem(Body):
 
 
 class CallOutputItem(Body):
-    """The result of a call."""
-
     IGNORED = frozenset({"caller", "created_by", "name"})
     type: Literal["function_call_output"]
     id: str | None = None
@@ -101,8 +93,6 @@ class CallOutputItem(Body):
 
 
 class ReasoningText(Body):
-    """Thoughts."""
-
     type: Literal["reasoning_text"]
     text: str
 
@@ -156,21 +146,15 @@ class AllowedTools(Body):
 
 
 class ObjectFormat(Body):
-    """A JSON object of any form."""
-
     type: Literal["json_object"]
 
 
 class SchemaFormat(Schema):
-    """JSON of a schema."""
-
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
 
 
 class TextConfig(Body):
-    """The form of the text."""
-
     format: Annotated[TextFormat | ObjectFormat | SchemaFormat | None, Field(discriminator="type")] = None
     verbosity: Verbosity = None
 
@@ -243,8 +227,6 @@ class Prompted(Body):
 
 
 class ResponseRequest(OpenAIChat, Prompted):
-    """The body of POST /v1/responses."""
-
     IGNORED = frozenset(
         {"access_programs", "background_options", "client_metadata", "image", "max_tool_calls"}
         | {"prompt_cache_options", "service_tier", "stream_options"}

@@ -95,16 +95,12 @@ OF_PROMPTS = {"add_special_tokens"}
 
 
 class DetokenizeRequest(Body):
-    """Token ids."""
-
     model: str | None = None
     tokens: Annotated[list[int], Field(max_length=1_000_000)]
     skip_special_tokens: bool = False
 
 
 class TemplateRequest(Rendered):
-    """A conversation."""
-
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     documents: list[dict[str, Any]] | None = None
 
