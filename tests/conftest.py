@@ -159,3 +159,20 @@ def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         build(tiny_export, folder / "bundle", precision="fp32")
 
     return shared(tmp_path_factory, "fp32", make) / "bundle"
+
+
+@pytest.fixture(scope="session")
+def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model that embeds (``embed``), and one that ranks (``rank``)."""
+    from doubles import encoders
+
+    from llmc.export import export
+    from llmc.optimize.build import build
+
+    def make(folder: Path) -> None:
+        for name, write in (("embed", encoders.write_embedder), ("rank", encoders.write_reranker)):
+            made = export(write(folder / f"{name}-checkpoint"), folder / f"{name}-export").output
+            build(made, folder / name, precision="fp32")
+
+    folder = shared(tmp_path_factory, "encoders", make)
+    return {name: folder / name for name in ("embed", "rank")}

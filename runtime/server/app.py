@@ -67,7 +67,7 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
 
 async def _answer(request: Request, error: Exception) -> Response:
     assert isinstance(error, (ApiError, LlmcError))
-    return response(request.scope, error if isinstance(error, ApiError) else from_llmc(error))
+    return response(request.scope, from_llmc(error))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

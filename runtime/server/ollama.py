@@ -4,61 +4,58 @@ Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 """
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, suppress
 from datetime import datetime, timezone
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from starlette.responses import JSONResponse
 
-from llmc.errors import LlmcError
+from llmc.runtime import Handle, Model
 from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.aside import aside
-from llmc.runtime.server.http.bodies import Body
-from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError, from_llmc, name_parameters
-from llmc.runtime.server.http.streams import EventStream, encode_json, unless_gone
+from llmc.runtime.server.http.bodies import ANY, Body
+from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
+from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Service, service_of, submit_promptly
+from llmc.runtime.server.models.service import Served, Service
 from llmc.runtime.server.openai.chat import ChatRequest, Tool, open_chat
+from llmc.runtime.server.openai.completions import CompletionRequest
 
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
-Served = Annotated[Service, Depends(service_of)]
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
 SPOKEN_VERSION = "0.12.6"
-# Options under other names than llmc's; what else is an option is one of llmc's parameters.
-OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-# Penalties, and the value with which each does nothing.
-PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-THINKING = {True: None, False: "none", "low": "low", "medium": "medium", "high": "high"}
+# Penalties by llmc's names, and the value with which each does nothing.
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class Options(Body):
     # How Ollama's engine runs a model, and samplers that it has dropped.
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        (
-            *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock"),
-            *("low_vram", "f16_kv", "vocab_only", "numa", "logits_all", "embedding_only"),
-            *("tfs_z", "penalize_newline", "mirostat_tau", "mirostat_eta"),
-        )
+    IGNORED = frozenset(
+        {"num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "low_vram"}
+        | {"f16_kv", "vocab_only", "numa", "logits_all", "embedding_only"}
+        | {"tfs_z", "penalize_newline", "mirostat_tau", "mirostat_eta"}
     )
 
-    num_predict: Annotated[int | None, Field(description="below 0: as many as there is room for")] = None
+    num_predict: Annotated[
+        int | None, Field(serialization_alias="max_tokens", description="below 0: as many as there is room for")
+    ] = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
+    repeat_penalty: Annotated[float | None, Field(serialization_alias="repetition_penalty")] = None
     repeat_last_n: Annotated[int | None, Field(description="0 or -1: penalties look at no token, or at all")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    mirostat: Literal[0] | None = None
+    mirostat: Annotated[Literal[0] | None, Field(exclude=True)] = None
 
     def plain(self) -> dict[str, Any]:
         """The parameters by llmc's names.
@@ -66,23 +63,16 @@ class Options(Body):
         Raises:
             ApiError: a penalty shall look at the last tokens only.
         """
-        given = self.model_dump(exclude_none=True)
-        given.pop("mirostat", None)
+        given = self.model_dump(exclude_none=True, by_alias=True)
         last = given.pop("repeat_last_n", -1)
         if last == 0:
             given = {name: value for name, value in given.items() if name not in PENALTIES}
         elif last > 0 and any(given.get(name, idle) != idle for name, idle in PENALTIES.items()):
             said = f"options.repeat_last_n is {last}, but penalties look at all tokens; give -1, or leave it out"
             raise ApiError(400, said, param="options.repeat_last_n")
-        if given.get("num_predict", 0) < 0:
-            del given["num_predict"]
-        if given.get("seed", 0) < 0:
-            del given["seed"]
-        if given.get("top_k", 0) < 0:
-            given["top_k"] = 0
-        if given.get("top_p") == 0:  # nothing but the most probable token
-            given = {**given, "top_p": 1.0, "temperature": 0.0}
-        return {OPTIONS.get(name, name): value for name, value in given.items()}
+        if given.get("max_tokens", 0) < 0:
+            given["max_tokens"] = ANY
+        return given
 
 
 class CalledFunction(Body):
@@ -121,19 +111,15 @@ class Asked(Body):
     think: bool | Literal["low", "medium", "high"] | None = None
 
     def chat(self, service: Service, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
-        form: dict[str, Any] | None = None
-        if self.format:
-            schema = {"name": "format", "schema": self.format}
-            form = {"type": "json_object"} if self.format == "json" else {"type": "json_schema", "json_schema": schema}
-        effort = None if self.think is None else THINKING[self.think]
+        effort = "none" if self.think is False else self.think
         thinks = {"enable_thinking": True} if self.think is True else None
         return ChatRequest.model_validate(
             {
                 **self.options.plain(),
                 "model": parse_model_name(service, self.model),
                 "messages": messages,
-                "response_format": form,
-                "reasoning_effort": effort,
+                "json_schema": {"type": "object"} if self.format == "json" else self.format or None,
+                "reasoning_effort": None if effort is True else effort,
                 "chat_template_kwargs": thinks,
                 **more,
             }
@@ -147,6 +133,13 @@ class OllamaChat(Asked):
     def request(self, service: Service) -> ChatRequest:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None
         return self.chat(service, conversation(self.messages), tools=tools)
+
+    def member(self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """A piece of the answer."""
+        more: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        if calls:
+            more["tool_calls"] = calls
+        return {"message": {"role": "assistant", "content": content, **more}}
 
 
 class OllamaPrompt(Asked):
@@ -162,6 +155,10 @@ class OllamaPrompt(Asked):
         system = [{"role": "system", "content": self.system}] if self.system else []
         return self.chat(service, [*system, {"role": "user", "content": self.prompt}])
 
+    def member(self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """A piece of the answer; no tools are given here, so nothing is called."""
+        return {"response": content, **({"thinking": thinking} if thinking else {})}
+
 
 def parse_model_name(service: Service, name: str) -> str:
     """The model's name without the tag that clients add."""
@@ -176,16 +173,15 @@ def conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
         if message.role == "assistant":
             one["reasoning_content"] = message.thinking
         if message.tool_calls:
-            ids = [f"call_{number:05}{index:04}" for index in range(len(message.tool_calls))]
             one["tool_calls"] = [
                 {
-                    "id": name,
+                    "id": f"call_{number:05}{index:04}",
                     "type": "function",
                     "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
                 }
-                for name, call in zip(ids, message.tool_calls, strict=True)
+                for index, call in enumerate(message.tool_calls)
             ]
-            waiting = list(zip(ids, (call.function.name for call in message.tool_calls), strict=True))
+            waiting = [(call["id"], call["function"]["name"]) for call in one["tool_calls"]]
         if message.role == "tool":
             wanted = message.tool_name or message.name
             place = next((at for at, (_, name) in enumerate(waiting) if wanted in (None, name)), None)
@@ -231,40 +227,15 @@ def end_of(result: GenerationResult, reason: str) -> dict[str, Any]:
     }
 
 
-async def lines(pieces: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Objects as lines of JSON; an error is the last one."""
-    async with aclosing(pieces) as objects:  # type: ignore[type-var]
-        try:
-            async for one in objects:
-                yield encode_json(one).encode() + b"\n"
-        except (ApiError, LlmcError) as error:
-            refusal = error if isinstance(error, ApiError) else from_llmc(error)
-            yield encode_json({"error": refusal.message}).encode() + b"\n"
-
-
-async def chat_pieces(body: Asked, handle: ChatHandle, member: Any) -> AsyncIterator[dict[str, Any]]:
-    """An answer as it comes: text and thoughts, then the calls, and the end.
-
-    Args:
-        member: makes the members of a line from the text, the thoughts and the calls.
-    """
+async def make_lines(body: OllamaChat | OllamaPrompt, handle: ChatHandle) -> AsyncIterator[dict[str, Any]]:
+    """An answer as it comes: text and thoughts, then the calls, and the end."""
     async for delta in handle.deltas_async():
         if delta.content or delta.reasoning:
-            yield {**head_of(body), **member(delta.content, delta.reasoning, None), "done": False}
+            yield {**head_of(body), **body.member(delta.content, delta.reasoning), "done": False}
     result = await handle
-    [message] = result.messages
-    if message.tool_calls:
-        yield {**head_of(body), **member("", "", calls_of(message)), "done": False}
-    yield {**head_of(body), **member("", "", None), **end_of(result, message.finish_reason)}
-
-
-def chat_member(content: str, thinking: str, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    more = {"thinking": thinking} if thinking else {}
-    return {"message": {"role": "assistant", "content": content, **more, **({"tool_calls": calls} if calls else {})}}
-
-
-def prompt_member(content: str, thinking: str, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    return {"response": content, **({"thinking": thinking} if thinking else {})}
+    if result.message.tool_calls:
+        yield {**head_of(body), **body.member(calls=calls_of(result.message)), "done": False}
+    yield {**head_of(body), **body.member(), **end_of(result, result.message.finish_reason)}
 
 
 class Lines(EventStream):
@@ -273,76 +244,75 @@ class Lines(EventStream):
     media_type = "application/x-ndjson"
 
     def __init__(self, pieces: AsyncIterator[dict[str, Any]], held: AsyncExitStack) -> None:
-        super().__init__(lines(pieces), held, 0)
+        guarded = guard_pieces(pieces, encode_line, lambda error: encode_line({"error": error.message}))
+        super().__init__(guarded, held, 0)
+
+
+def encode_line(value: dict[str, Any]) -> bytes:
+    """A line of JSON."""
+    return encode_json(value).encode() + b"\n"
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-@router.post("/api/chat", response_model=None)
+@router.post("/api/chat")
 async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Request, service: Served) -> Response:
-    """Answer a conversation, in lines of JSON unless ``stream`` is false."""
-    async with AsyncExitStack() as held:
-        if not body.messages:
-            return await load_model(body, service, held, chat_member)
-        return await answer(body, request, service, held, chat_member)
+    """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded."""
+    return await answer_chat(body, request, service, empty=not body.messages)
 
 
-@router.post("/api/generate", response_model=None)
+@router.post("/api/generate")
 async def generate(
     body: Annotated[OllamaPrompt, take_body(OllamaPrompt)], request: Request, service: Served
 ) -> Response:
     """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false."""
+    if body.raw and body.prompt:
+        return await complete(body, request, service)
+    return await answer_chat(body, request, service, empty=not body.prompt)
+
+
+async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service: Service, *, empty: bool) -> Response:
+    """Answer through the chat template; what is empty asks for the model to be loaded, and no more."""
     async with AsyncExitStack() as held:
-        if not body.prompt:
-            return await load_model(body, service, held, prompt_member)
-        if body.raw:
-            return await complete(body, request, service, held)
-        return await answer(body, request, service, held, prompt_member)
+        if empty:
+            await held.enter_async_context(service.model(parse_model_name(service, body.model)))
+            return JSONResponse({**head_of(body), **body.member(), "done": True, "done_reason": "load"})
+        asked = await aside(lambda: body.request(service))
+        _, handle = await open_chat(asked, held, service)
+        if body.stream:
+            return Lines(make_lines(body, handle), held.pop_all())
+        result = await unless_gone(request, handle)
+        message = result.message
+        member = body.member(message.content, message.reasoning or "", calls_of(message))
+        return JSONResponse({**head_of(body), **member, **end_of(result, message.finish_reason)})
 
 
-async def answer(
-    body: OllamaChat | OllamaPrompt, request: Request, service: Service, held: AsyncExitStack, member: Any
-) -> Response:
-    """Answer through the chat template; ``member`` as in :func:`chat_pieces`."""
-    asked = await aside(lambda: body.request(service))
-    _, handle = await open_chat(asked, held, service)
-    if body.stream:
-        return Lines(chat_pieces(body, handle, member), held.pop_all())
-    result = await unless_gone(request, handle)
-    [message] = result.messages
-    whole = member(message.content, message.reasoning or "", calls_of(message))
-    return JSONResponse({**head_of(body), **whole, **end_of(result, message.finish_reason)})
-
-
-async def complete(body: OllamaPrompt, request: Request, service: Service, held: AsyncExitStack) -> Response:
+async def complete(body: OllamaPrompt, request: Request, service: Service) -> Response:
     """Answer a raw prompt."""
     for name in ("system", "format", "think"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is given beside raw, which leaves the template out; leave {name} out")
-    model = await held.enter_async_context(service.generator(parse_model_name(service, body.model)))
-    with name_parameters({"max_tokens": "options.num_predict"}):
-        arguments = service.bound_sampling(body.options.plain()) | {"parse_special": service.config.allow_special}
-        handle = await submit_promptly(partial(model.stream, body.prompt, **arguments))
-    held.callback(handle.cancel)
+    asked = CompletionRequest.model_validate({"prompt": body.prompt, "max_tokens": ANY, **body.options.plain()})
+    arguments = {"parse_special": service.config.allow_special, **service.bound_sampling(asked.arguments())}
 
-    async def pieces() -> AsyncIterator[dict[str, Any]]:
+    def make(model: Model) -> "partial[Handle]":
+        return partial(model.stream, body.prompt, **arguments)
+
+    async def lines(handle: Handle) -> AsyncIterator[dict[str, Any]]:
         async for delta in handle.events_async():
             if delta.text:
-                yield {**head_of(body), "response": delta.text, "done": False}
+                yield {**head_of(body), **body.member(delta.text), "done": False}
         result = await handle
-        yield {**head_of(body), "response": "", **end_of(result, result.finish_reason)}
+        yield {**head_of(body), **body.member(), **end_of(result, result.finish_reason)}
 
-    if body.stream:
-        return Lines(pieces(), held.pop_all())
-    result = await unless_gone(request, handle)
-    return JSONResponse({**head_of(body), "response": result.text, **end_of(result, result.finish_reason)})
-
-
-async def load_model(body: Asked, service: Service, held: AsyncExitStack, member: Any) -> Response:
-    """Load the model, which is what a request without a prompt asks for."""
-    await held.enter_async_context(service.model(parse_model_name(service, body.model)))
-    return JSONResponse({**head_of(body), **member("", "", None), "done": True, "done_reason": "load"})
+    async with AsyncExitStack() as held:
+        names = {"max_tokens": "options.num_predict"}
+        _, handle = await service.submit(held, parse_model_name(service, body.model), names, make)
+        if body.stream:
+            return Lines(lines(handle), held.pop_all())
+        result = await unless_gone(request, handle)
+        return JSONResponse({**head_of(body), **body.member(result.text), **end_of(result, result.finish_reason)})
 
 
 def card(service: Service, name: str) -> dict[str, Any]:

@@ -2,27 +2,29 @@
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
-from typing import Annotated, Any, Literal
+from itertools import groupby
+from operator import itemgetter
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Request, Response
 from pydantic import Field, JsonValue
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
-from llmc.errors import ContextError, LlmcError
+from llmc.errors import ContextError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat, make_extra_member
-from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, from_llmc, name_parameters
+from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.streams import EventStream, event, unless_gone
+from llmc.runtime.server.http.streams import EventStream, event, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submit_promptly
-from llmc.runtime.server.openai.chat import EFFORTS, add_reasoning
+from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
+from llmc.runtime.server.openai.chat import EFFORTS, Function, add_variables, check_choice, count_thoughts
 
 # This dialect's names of llmc's parameters.
 NAMES = {
@@ -33,6 +35,7 @@ NAMES = {
     "reasoning_budget": "thinking.budget_tokens",
 }
 PING = event({"type": "ping"}, "ping")
+NO_ENDING = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))  # of what goes on
 FAILED = "Error: "  # before the result of a tool that failed, for templates have no other place to say so
 
 
@@ -67,17 +70,13 @@ class ThinkingBlock(Body):
     signature: str = ""
 
 
-class Direct(Body):
-    type: Literal["direct"]
-
-
 class ToolUseBlock(Body):
     IGNORED = CACHED
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, JsonValue]
-    caller: Direct | None = None
+    caller: dict[Literal["type"], Literal["direct"]] | None = None
 
     def plain(self) -> dict[str, Any]:
         return ToolCall(plain_id(self.id), self.name, json.dumps(self.input, ensure_ascii=False)).to_dict()
@@ -95,6 +94,7 @@ class ToolResultBlock(Body):
         return {"role": "tool", "tool_call_id": plain_id(self.tool_use_id), "content": content}
 
 
+B = TypeVar("B", bound=Body)
 UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
@@ -104,12 +104,8 @@ class UserMessage(Body):
     content: str | Annotated[list[UserBlock], Field(min_length=1)]
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        blocks = [self.content] if isinstance(self.content, str) else self.content
-        for block in blocks:
-            if isinstance(block, ToolResultBlock):
-                yield block.plain()
-            else:
-                yield {"role": "user", "content": block if isinstance(block, str) else block.text}
+        for block in blocks_in(self.content):
+            yield block.plain() if isinstance(block, ToolResultBlock) else {"role": "user", "content": block.text}
 
 
 class AssistantMessage(Body):
@@ -117,18 +113,13 @@ class AssistantMessage(Body):
     content: str | list[AssistantBlock]
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        blocks = [] if isinstance(self.content, str) else self.content
-        thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-        calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+        blocks = blocks_in(self.content)
         texts = [block.text for block in blocks if isinstance(block, TextBlock)]
-        found: dict[str, Any] = {
-            "role": "assistant",
-            "content": self.content if isinstance(self.content, str) else "".join(texts),
-        }
-        if thoughts:
+        found: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
             found["reasoning_content"] = "".join(thoughts)
-        if calls:
-            found["tool_calls"] = [call.plain() for call in calls]
+        if calls := [block.plain() for block in blocks if isinstance(block, ToolUseBlock)]:
+            found["tool_calls"] = calls
         yield found
 
 
@@ -143,27 +134,19 @@ class SystemMessage(Body):
 AnyMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
-class Tool(Body):
+class Tool(Function):
     """A tool of the client; those that Anthropic's servers run are refused."""
 
     IGNORED = CACHED | {"allowed_callers", "eager_input_streaming"}
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
-    input_schema: dict[str, JsonValue]
-    strict: bool | None = None
+    parameters: Annotated[dict[str, JsonValue], Field(alias="input_schema")]
     defer_loading: Literal[False] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        given = {**function, "strict": self.strict}
-        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 class AutoChoice(Body):
-    """The model decides whether it calls a tool (auto), or must call one (any)."""
+    """The model decides whether it calls a tool (auto), must call one (any), or calls none."""
 
-    type: Literal["auto", "any"]
+    type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
@@ -171,10 +154,6 @@ class NamedChoice(Body):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
-
-
-class NoChoice(Body):
-    type: Literal["none"]
 
 
 Display = Annotated[Literal["summarized"] | None, Field(description="thoughts are given whole, not summed up")]
@@ -226,7 +205,7 @@ class Prompted(Body):
     messages: Annotated[list[AnyMessage], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Annotated[AutoChoice | NamedChoice | NoChoice | None, Field(discriminator="type")] = None
+    tool_choice: Annotated[AutoChoice | NamedChoice | None, Field(discriminator="type")] = None
     thinking: Annotated[ThinkingOn | ThinkingOther | None, Field(discriminator="type")] = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
@@ -244,19 +223,19 @@ class Prompted(Body):
         """
         if self.is_prefilled:
             self._check_prefill(f"messages[{len(self.messages) - 1}]")
-        found = [{"role": "system", "content": text_of(self.system)}] if self.system else []
-        texts = [[message["content"]] for message in found]
-        for message in (plain for each in self.messages for plain in each.plain()):
-            if found and message["role"] == found[-1]["role"] == "user":
-                texts[-1].append(message["content"])
+        system = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        found: list[dict[str, Any]] = []
+        for role, turn in groupby(
+            [*system, *(plain for each in self.messages for plain in each.plain())], itemgetter("role")
+        ):
+            if role == "user":
+                found.append({"role": role, "content": "\n".join(message["content"] for message in turn)})
             else:
-                found.append(message)
-                texts.append([message["content"]])
-        return [{**message, "content": "\n".join(of)} for message, of in zip(found, texts, strict=True)]
+                found.extend(turn)
+        return found
 
     def _check_prefill(self, place: str) -> None:
-        content = self.messages[-1].content
-        if not isinstance(content, str) and (not content or not isinstance(content[-1], TextBlock)):
+        if not any(isinstance(block, TextBlock) for block in blocks_in(self.messages[-1].content)[-1:]):
             said = f"{place} is the assistant's and ends with no text; expected text for the answer to go on with"
             raise ApiError(400, said, param=place)
         if isinstance(self.thinking, ThinkingOn):
@@ -269,13 +248,13 @@ class Prompted(Body):
         Raises:
             UsageError: the chat template cannot do as ``thinking`` says.
         """
-        kind = None if self.thinking is None else self.thinking.type
-        thinks = None if kind in (None, "adaptive") else kind == "enabled"
-        if kind == "adaptive" and "enable_thinking" in model.chat_template.variables(False):
-            thinks = True
+        kind = self.thinking.type if self.thinking else None
+        if kind == "adaptive" and "enable_thinking" not in model.chat_template.variables(False):
+            kind = None
+        effort = "none" if kind == "disabled" else kind
         return {
             "tools": [tool.plain() for tool in self.tools] if self.tools else None,
-            "chat_template_kwargs": add_reasoning(model, None, thinks),
+            "chat_template_kwargs": add_variables(model, {}, effort, None, bool(self.tools)),
             "continue_final_message": self.is_prefilled,
         }
 
@@ -295,7 +274,7 @@ class MessageRequest(Sampled, Prompted):
         """
         wanted = self.output_config.format if self.output_config else None
         choice = self.tool_choice
-        parallel = isinstance(choice, NoChoice | None) or not choice.disable_parallel_tool_use
+        parallel = choice is None or not choice.disable_parallel_tool_use
         if not parallel and not self.tools:
             ignore("tool_choice.disable_parallel_tool_use")
         return {
@@ -312,11 +291,10 @@ class MessageRequest(Sampled, Prompted):
         }
 
     def _tool_choice(self) -> str:
-        if self.tool_choice is None or self.tool_choice.type in ("auto", "none"):
-            return "none" if self.tool_choice is not None and self.tool_choice.type == "none" else "auto"
-        if not self.tools:
-            raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
-        return self.tool_choice.name if isinstance(self.tool_choice, NamedChoice) else "required"
+        if isinstance(self.tool_choice, NamedChoice):
+            return check_choice(self.tool_choice.name, self.tools)
+        kind = self.tool_choice.type if self.tool_choice else "auto"
+        return check_choice("required" if kind == "any" else kind, self.tools)
 
     def _budget(self) -> int | None:
         if isinstance(self.thinking, ThinkingOn):
@@ -330,8 +308,13 @@ class MessageRequest(Sampled, Prompted):
         return EFFORTS.get(self.output_config.effort or "")
 
 
+def blocks_in(content: str | Sequence[B]) -> Sequence[B | TextBlock]:
+    """The blocks of a message; a plain text is one."""
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+
+
 def text_of(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+    return "\n".join(block.text for block in blocks_in(content))
 
 
 # ------------------------------------------------------------------------------------------------------------- answer
@@ -343,13 +326,12 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 def usage_of(model: Model, result: ChatResult) -> dict[str, Any]:
     """Tokens of a request. Those of thoughts are what their text has."""
     usage = result.usage
-    thoughts = result.message.reasoning
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": len(model.tokenizer.encode(thoughts, False)) if thoughts else 0},
+        "output_tokens_details": {"thinking_tokens": count_thoughts(model, result.message)},
         "server_tool_use": None,
     }
 
@@ -365,7 +347,7 @@ def find_ending(body: MessageRequest, result: ChatResult) -> dict[str, Any]:
     else:
         stopped = result.stop_reason if isinstance(result.stop_reason, str) else None
         reason = "end_turn" if stopped is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": stopped, "stop_details": None, "container": None}
+    return {**NO_ENDING, "stop_reason": reason, "stop_sequence": stopped}
 
 
 def blocks_of(message: Message) -> list[dict[str, Any]]:
@@ -401,10 +383,7 @@ def head_of(body: MessageRequest, service: Service, usage: dict[str, Any]) -> di
         "role": "assistant",
         "model": service.name(body.model),
         "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "stop_details": None,
-        "container": None,
+        **NO_ENDING,
         "usage": {**usage, "cache_creation": None, "inference_geo": None, "service_tier": "standard"},
     }
 
@@ -464,17 +443,6 @@ async def events_of(
     yield {"type": "message_stop"}
 
 
-async def guard_events(events: AsyncIterator[dict[str, Any]], request_id: str | None) -> AsyncIterator[bytes]:
-    """Events of this dialect, encoded; an error is the last one of them."""
-    async with aclosing(events) as pieces:  # type: ignore[type-var]
-        try:
-            async for piece in pieces:
-                yield event(piece, piece["type"])
-        except (ApiError, LlmcError) as error:
-            found = error if isinstance(error, ApiError) else from_llmc(error)
-            yield event(found.anthropic_body(request_id), "error")
-
-
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
@@ -483,7 +451,7 @@ def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, A
         return model.stream_chat(messages, **arguments)
     except ContextError:
         names = ("tools", "tool_format", "chat_template_kwargs", "continue_final_message", "parse_special")
-        shown = {name: arguments[name] for name in names}
+        shown = {name: arguments[name] for name in names if name in arguments}
         room = model.max_context - len(model.chat_tokens(messages, **shown))
         if not 0 < room < arguments["max_tokens"]:
             raise
@@ -493,33 +461,28 @@ def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, A
 async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
     note(user=body.metadata and body.metadata.user_id)
     messages, arguments = await aside(lambda: (body.plain(), service.bound_sampling(body.arguments())))
-    arguments |= {"parse_special": service.parses_special(body.parse_special)}
-    model = await held.enter_async_context(service.generator(body.model))
-    with name_parameters(NAMES):
-        arguments |= await aside(partial(body.make_arguments, model))
-        handle = await submit_promptly(partial(_submit, model, messages, arguments))
-    held.callback(handle.cancel)
-    return model, handle
 
+    def make(model: Model) -> "partial[ChatHandle]":
+        return partial(_submit, model, messages, {**arguments, **body.make_arguments(model)})
 
-def _request_id(request: Request) -> tuple[str | None, dict[str, str]]:
-    found: str | None = request.scope.get("state", {}).get("request_id")
-    return found, {"request-id": found} if found else {}
+    return await service.submit(held, body.model, NAMES, make)
 
 
 @router.post("/v1/messages")
 async def messages(
-    body: Annotated[MessageRequest, take_body(MessageRequest)],
-    request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[MessageRequest, take_body(MessageRequest)], request: Request, service: Served
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events, pings among them."""
-    request_id, headers = _request_id(request)
+    request_id = request.scope.get("state", {}).get("request_id")
     async with AsyncExitStack() as held:
         model, handle = await _submit_chat(body, held, service)
         if body.stream:
-            events = guard_events(events_of(body, service, model, handle), request_id)
-            return EventStream(events, held.pop_all(), service.config.heartbeat_s, heartbeat=PING, headers=headers)
+            events = guard_pieces(
+                events_of(body, service, model, handle),
+                lambda piece: event(piece, piece["type"]),
+                lambda error: event(error.anthropic_body(request_id), "error"),
+            )
+            return EventStream(events, held.pop_all(), service.config.heartbeat_s, heartbeat=PING)
         result = await unless_gone(request, handle)
         usage = await run_in_threadpool(usage_of, model, result)
         answer = {
@@ -528,18 +491,12 @@ async def messages(
             **find_ending(body, result),
             **make_extra_member(body.x_llmc, model, result),
         }
-        return JSONResponse(answer, headers=headers)
+        return JSONResponse(answer)
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(
-    body: Annotated[Prompted, take_body(Prompted)],
-    request: Request,
-    response: Response,
-    service: Annotated[Service, Depends(service_of)],
-) -> dict[str, Any]:
+async def count_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a conversation becomes."""
-    response.headers.update(_request_id(request)[1])
     async with service.generator(body.model) as model:
         with name_parameters(NAMES):
             tokens = await service.tokenize_in_thread(

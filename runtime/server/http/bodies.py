@@ -74,33 +74,32 @@ ToolFormat = Annotated[
 ]
 # In one line, so that nobody forges another one.
 Logged = Annotated[str | None, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$", description="for the log")]
-
-
-# In a fleet it decides which replica a conversation goes to that none has begun with; prefixes are cached without it.
-CacheKey = Annotated[
-    str | None, Field(description="requests with the same one go to the same replica of a fleet; echoed by responses")
-]
-Retention = Annotated[
-    Literal["in_memory"] | None, Field(description="in_memory, where no folder keeps prefixes beyond the process")
-]
 Verbosity = Annotated[
     Literal["low", "medium", "high"] | None, Field(description="for templates that show it; medium is for all")
 ]
-_Tags = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
-Metadata = Annotated[
-    Annotated[_Tags, Field(max_length=16)] | None, Field(description="up to 16 tags, for the log; echoed by responses")
-]
+# OpenAI's, by token ids as the texts that JSON wants for names.
+LogitBias = (
+    dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]]
+    | None
+)
+
+
+def list_texts(name: str, given: Any, most: int) -> list[Any]:
+    """Texts, or their tokens, one by one.
+
+    Raises:
+        ApiError: there are none, or too many.
+    """
+    several = isinstance(given, list) and not (given and isinstance(given[0], int))
+    found = given if several else [given]
+    if not 1 <= len(found) <= most:
+        raise ApiError(400, f"{name} holds {len(found)} texts, expected 1 to {most}", param=name)
+    return found
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
-
-
-def check_stream(stream: bool | None, options: Body | None) -> None:
-    """Settings of a stream that is none change nothing."""
-    if options is not None and not stream:
-        ignore("stream_options")
 
 
 class Wanted(Body):
@@ -124,7 +123,12 @@ def _collect_sampling() -> dict[str, Any]:
 
 
 # Of the fields that are arguments under the same name.
-NAMES = (*(field.name for field in fields(SamplingParams) if field.name not in SPOKEN), "priority", "deadline_s")
+NAMES = (
+    *(field.name for field in fields(SamplingParams) if field.name not in SPOKEN),
+    "priority",
+    "deadline_s",
+    "parse_special",
+)
 
 if TYPE_CHECKING:
     _Sampling = Body
@@ -194,6 +198,8 @@ class Sampled(_Sampling):
         """
         given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
         own = {name: value for name, value in own.items() if value is not None}
+        if biases := own.get("logit_bias"):
+            own["logit_bias"] = {int(token): bias for token, bias in biases.items()}
         if self.structured_outputs is not None:
             form = {name: value for name, value in self.structured_outputs.form().items() if value is not None}
             if twice := sorted(form.keys() & {**given, **own}.keys()):
@@ -251,21 +257,3 @@ def make_last_members(body: Any, model: Model, results: Sequence[GenerationResul
     """The members of a stream's last chunk that its request asked for: usage, and facts of the first result."""
     usage = {"usage": usage_of(results)} if make_unknown_usage(body.stream_options) else {}
     return {**usage, **make_extra_member(body.x_llmc, model, results[0])}
-
-
-def biases(logit_bias: Mapping[str, float] | None) -> dict[int, float] | None:
-    """OpenAI's ``logit_bias``: token ids as the texts that JSON wants for names.
-
-    Raises:
-        ApiError: a name is no token id, or a value beyond OpenAI's range.
-    """
-    if logit_bias is None:
-        return None
-    wrong = next((name for name in logit_bias if not (name.isascii() and name.isdigit() and len(name) < 10)), None)
-    if wrong is not None:
-        raise ApiError(400, f"logit_bias has the name {wrong[:40]!r}, expected a token id", param="logit_bias")
-    for name, value in logit_bias.items():
-        if not -LARGEST_BIAS <= value <= LARGEST_BIAS:
-            said = f"logit_bias has {value:g} for the token {name}, expected -{LARGEST_BIAS} to {LARGEST_BIAS}"
-            raise ApiError(400, said, param="logit_bias")
-    return {int(name): value for name, value in logit_bias.items()}

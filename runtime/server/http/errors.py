@@ -90,12 +90,14 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 
 
-def from_llmc(error: LlmcError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
-    """The answer to a request that llmc could not serve.
+def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
+    """The answer to a request that llmc could not serve; an error that is one already stays as it is.
 
     Args:
         names: the dialect's own names of parameters, by llmc's; ``prompt`` is that of what the model reads.
     """
+    if isinstance(error, ApiError):
+        return error
     status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
     retry = RETRY_AFTER_S if status in (429, 503) else None
     said, param = str(error), None
@@ -131,8 +133,7 @@ def response(scope: Mapping[str, Any], error: ApiError) -> JSONResponse:
         return JSONResponse({"error": error.message}, error.status, error.headers)
     if scope.get("path", "").startswith("/v1/messages"):
         request_id = scope.get("state", {}).get("request_id")
-        told = {"request-id": request_id} if request_id else {}
-        return JSONResponse(error.anthropic_body(request_id), error.status, {**told, **error.headers})
+        return JSONResponse(error.anthropic_body(request_id), error.status, error.headers)
     return JSONResponse(error.body, error.status, error.headers)
 
 

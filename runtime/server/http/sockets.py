@@ -3,31 +3,31 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
-from functools import partial
 from typing import Any
 
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from llmc.errors import LlmcError
+from llmc.runtime.server.http.bodies import Body
 from llmc.runtime.server.http.errors import ApiError, from_llmc
-from llmc.runtime.server.http.streams import encode_json, unless_long
+from llmc.runtime.server.http.streams import encode_json
+from llmc.runtime.server.http.validation import read_json
 
-Events = AsyncIterator[dict[str, Any]] | AsyncIterator[str]
-Opened = Callable[[Any, AsyncExitStack], Awaitable[Events]]
+Opened = Callable[[Any, AsyncExitStack], Awaitable[AsyncIterator[str]]]
 PATHS = ("/v1/chat/completions", "/v1/completions")  # of the routes that have one
 END = "[DONE]"
 
 
-async def converse(socket: WebSocket, read: Callable[[str], Awaitable[Any]], opened: Opened) -> None:
+async def converse(socket: WebSocket, kind: type[Body], opened: Opened) -> None:
     """Answer requests on a WebSocket until it is closed.
 
     A text message is a request. Its events come back as text messages, the last one is ``[DONE]`` or an error, and then
     the next request may come. A message before that cancels the request.
 
     Args:
-        read: makes a request of a message.
-        opened: submits it, and gives its events, as JSON or before.
+        kind: of the requests.
+        opened: submits it, and gives its events, as JSON.
     """
     await socket.accept()
     async with aclosing(_Client(socket)) as client:
@@ -36,10 +36,9 @@ async def converse(socket: WebSocket, read: Callable[[str], Awaitable[Any]], ope
                 asked = await client.message()
                 try:
                     async with AsyncExitStack() as held:
-                        await _answer(socket, client, await opened(await read(asked), held))
+                        await _answer(socket, client, await opened(await read_json(kind, asked), held))
                 except (ApiError, LlmcError) as error:
-                    found = error if isinstance(error, ApiError) else from_llmc(error)
-                    await socket.send_text(encode_json(found.body))
+                    await socket.send_text(encode_json(from_llmc(error).body))
 
 
 class _Client:
@@ -64,7 +63,7 @@ class _Client:
         await asyncio.gather(self.waiting, return_exceptions=True)
 
 
-async def _answer(socket: WebSocket, client: _Client, events: Events) -> None:
+async def _answer(socket: WebSocket, client: _Client, events: AsyncIterator[str]) -> None:
     """Send the events, and hear the client meanwhile.
 
     Raises:
@@ -94,9 +93,8 @@ def _text(message: Message) -> str:
     return (message.get("bytes") or b"").decode("utf-8", "replace") if text is None else text
 
 
-async def _send_all(socket: WebSocket, events: Events) -> None:
+async def _send_all(socket: WebSocket, events: AsyncIterator[str]) -> None:
     async with aclosing(events) as pieces:  # type: ignore[type-var]
         async for piece in pieces:
-            text = piece if isinstance(piece, str) else await unless_long(piece, partial(encode_json, piece))
-            await socket.send_text(text)
+            await socket.send_text(piece)
     await socket.send_text(END)

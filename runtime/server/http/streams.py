@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from json.encoder import encode_basestring
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -102,21 +101,14 @@ class EventStream(Response):
         held: what the events need, such as the model; closed after them.
         heartbeat_s: seconds; 0 sends no heartbeats.
         heartbeat: what is sent then.
-        headers: beside those of every stream.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        held: AsyncExitStack,
-        heartbeat_s: float,
-        *,
-        heartbeat: bytes = HEARTBEAT,
-        headers: Mapping[str, str] = MappingProxyType({}),
+        self, events: AsyncIterator[bytes], held: AsyncExitStack, heartbeat_s: float, *, heartbeat: bytes = HEARTBEAT
     ) -> None:
-        super().__init__(headers={**HEADERS, **headers})
+        super().__init__(headers=HEADERS)
         del self.headers["content-length"]  # of an empty body
         self._events = events
         self._held = held
@@ -205,13 +197,21 @@ async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
         await asyncio.gather(waiting, gone, return_exceptions=True)
 
 
-async def guard_chunks(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
-    """Chunks of OpenAI's dialects as events, and an error as the last one of them, or ``[DONE]``."""
-    async with aclosing(events) as pieces:  # type: ignore[type-var]
+async def guard_pieces(
+    pieces: AsyncIterator[T], encode: Callable[[T], bytes], refuse: Callable[[ApiError], bytes], end: bytes = b""
+) -> AsyncIterator[bytes]:
+    """Pieces of an answer, encoded, and an error as the last one of them, or ``end``."""
+    async with aclosing(pieces) as guarded:  # type: ignore[type-var]
         try:
-            async for piece in pieces:
-                yield f"data: {piece}\n\n".encode()
+            async for piece in guarded:
+                yield encode(piece)
         except (ApiError, LlmcError) as error:
-            yield event((error if isinstance(error, ApiError) else from_llmc(error)).body)
+            yield refuse(from_llmc(error))
         else:
-            yield DONE
+            if end:
+                yield end
+
+
+def guard_chunks(chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
+    """Chunks of OpenAI's older dialects as events, and an error as the last one of them, or ``[DONE]``."""
+    return guard_pieces(chunks, lambda chunk: f"data: {chunk}\n\n".encode(), lambda error: event(error.body), end=DONE)

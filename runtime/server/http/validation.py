@@ -55,9 +55,9 @@ def api_error(found: Sequence[Mapping[str, Any]], body: Any = None) -> ApiError:
     kinds this is the fault of the kind that it is. The place of each begins with a part of the request, as ``body``."""
     places = [_place(fault, body) for fault in found]
 
-    def depth(number: int) -> tuple[int, bool, int]:
-        one = found[number]  # that a value is of another kind says less than what is wrong with its own
-        return len(places[number]), not one["type"].endswith("_type"), len(one["loc"])
+    def depth(number: int) -> tuple[int, bool, int, bool]:
+        one = found[number]  # that a value is of another kind, or missing, says less than what is wrong with one
+        return len(places[number]), not one["type"].endswith("_type"), len(one["loc"]), one["type"] != "missing"
 
     deepest = max(range(len(found)), key=depth)
     fault, param = found[deepest], _format_place(places[deepest])

@@ -1,14 +1,14 @@
 """Models loaded, swapped and unloaded on demand, by those whose key is an admin's."""
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.types import Scope
 
 from llmc.runtime.server.http.errors import ApiError, no_route
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.models.service import Service, service_of
+from llmc.runtime.server.models.service import Served, Service
 
 PREFIX = "/admin/models"
 
@@ -36,7 +36,6 @@ async def require_admin(request: Request) -> None:
 
 
 router = APIRouter(prefix=PREFIX, tags=["Administration"], dependencies=[Depends(require_admin)])
-Served = Annotated[Service, Depends(service_of)]
 
 
 def _state(service: Service, name: str) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Questions to the server itself: alive, ready, and how much it does."""
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from llmc.runtime.server.models.service import Service, service_of
+from llmc.runtime.server.models.service import Served
 
 LOADING = "when a machine loads a bundle for the first time, it is checked, once"
 router = APIRouter(tags=["Operation"])
@@ -19,7 +19,7 @@ async def health() -> dict[str, Any]:
 
 
 @router.get("/ready", response_model=None, responses={503: {"description": "A model is loading or has failed."}})
-async def ready(response: Response, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def ready(response: Response, service: Served) -> dict[str, Any]:
     """200 once the models of the start were loaded and passed their self-tests; 503 before, and at the end."""
     ready = service.is_ready
     response.status_code = 200 if ready else 503
@@ -32,7 +32,7 @@ async def ready(response: Response, service: Annotated[Service, Depends(service_
 
 
 @router.get("/metrics", response_class=Response)
-async def metrics(request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
+async def metrics(request: Request, service: Served) -> Response:
     """Counters and histograms of the server, and of every model of the client's key that is loaded, for Prometheus."""
     text = await run_in_threadpool(request.app.state.metrics.exposition, service.pool)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

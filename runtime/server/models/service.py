@@ -3,21 +3,21 @@
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
-from anyio.lowlevel import RunVar
+from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from llmc.bundle import Manifest
 from llmc.errors import format_value
 from llmc.runtime import Handle, Model
 from llmc.runtime.server.http.accounts import allows_model, charge, check_model, prefix_scope, spend
-from llmc.runtime.server.http.aside import SHORT, room_beside
-from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.aside import SHORT, aside, room_beside
+from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.logs import watch
 from llmc.runtime.server.models.response_store import ResponseStore
 
@@ -30,7 +30,6 @@ T = TypeVar("T")
 GUIDES = ("json_schema", "regex", "grammar", "choice", "tools")  # arguments of which grammars are made
 _PREFIXED = re.compile("(?:call|toolu)_(?=[A-Za-z0-9]{9}$)")
 COMPILERS = 8  # threads; two grammars are tried at once, and each may take seconds
-_COMPILERS: RunVar[CapacityLimiter] = RunVar("llmc_compilers")
 # Models' work by the kind of their results; None is that of models that generate.
 WORK = {None: "generates text", "embeddings": "embeds texts", "scores": "ranks documents"}
 # Requests for vectors or scores that are computed at once: a model's calls take turns, and a second one tokenizes.
@@ -55,6 +54,8 @@ class Service:
         """Threads of requests for vectors and scores, which have no queue of an engine."""
         self.tokenizing = CapacityLimiter(TOKENIZING_THREADS)
         """Threads of requests that ask for tokens and no more."""
+        self.compilers = CapacityLimiter(COMPILERS)
+        """Threads of requests with grammars."""
         self.responses = ResponseStore(config.response_store_entries, config.response_store_bytes)
         self.draining = False
         """True once the server goes down: what runs is finished, and balancers are to send nobody."""
@@ -112,11 +113,9 @@ class Service:
             said = f"the model {self.name(asked)!r} {WORK[found]}, expected one that {WORK[wanted]}"
             raise ApiError(400, f"{said}; GET /v1/models lists what there is", param="model")
 
-    @asynccontextmanager
-    async def model(self, asked: str | None) -> AsyncIterator[Model]:
+    def model(self, asked: str | None) -> AbstractAsyncContextManager[Model]:
         """The model, loaded, and kept while the block runs."""
-        async with self.pool.lease(self.name(asked)) as model:
-            yield model
+        return self.pool.lease(self.name(asked))
 
     async def tokenize_in_thread(self, work: Callable[[], T], cost: Callable[[T], int]) -> T:
         """The result of ``work`` on a prompt, in one of few threads; the client is charged as for the prompt."""
@@ -134,24 +133,25 @@ class Service:
             "system_fingerprint": f"fp_{self.manifest(asked).source.fingerprint[:12]}",
         }
 
-    @asynccontextmanager
-    async def generator(self, asked: str | None) -> AsyncIterator[Model]:
+    def generator(self, asked: str | None) -> AbstractAsyncContextManager[Model]:
         """:meth:`model` for routes that generate.
 
         Raises:
             ApiError: 400, the model does something else.
         """
         self.check_work(asked, None)
-        async with self.model(asked) as model:
-            yield model
+        return self.model(asked)
 
     def bound_sampling(self, sampling: dict[str, Any], prompts: int = 1) -> dict[str, Any]:
         """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes.
 
         Raises:
-            ApiError: 400, more new tokens, of all outputs to all prompts, than ``max_request_tokens``; 429, each prompt
-                is a request, and the key's rate has no room for them.
+            ApiError: 400, more new tokens, of all outputs to all prompts, than ``max_request_tokens``, or special
+                tokens that a text spells, where the server does not allow it; 429, each prompt is a request, and the
+                key's rate has no room for them.
         """
+        if sampling.get("parse_special") and not self.config.allow_special:
+            raise ApiError(400, "parse_special is true, which this server does not allow", param="parse_special")
         most, longest = self.config.max_request_tokens, self.config.request_deadline_s
         if most is not None:
             outputs = prompts * max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
@@ -171,28 +171,23 @@ class Service:
             spend(requests=prompts - 1)
         return {**sampling, "prefix_scope": prefix_scope()}
 
-    def check_retention(self, asked: str | None) -> None:
-        """Refuse to keep prefixes in memory alone where a folder keeps them, too.
+    async def submit(
+        self, held: AsyncExitStack, asked: str | None, names: Mapping[str, str], make: Callable[[Model], partial[H]]
+    ) -> tuple[Model, H]:
+        """The model asked for and a request submitted to it, which are held until ``held`` is closed.
 
-        Raises:
-            ApiError: 400, naming the parameter.
+        Args:
+            names: the dialect's own names of parameters; see :func:`llmc.runtime.server.http.errors.name_parameters`.
+            make: makes the call that submits the request.
         """
-        if asked is not None and self.config.prefix_cache_folder is not None:
-            said = f"prompt_cache_retention is {asked!r}, but this server keeps prefixes in a folder; leave it out"
-            raise ApiError(400, said, param="prompt_cache_retention")
-
-    def parses_special(self, asked: bool | None, default: bool = False) -> bool:
-        """True if special tokens that a client's text spells are to be special tokens.
-
-        Raises:
-            ApiError: the client asks for it, and this server does not allow it.
-        """
-        if asked and not self.config.allow_special:
-            raise ApiError(400, "parse_special is true, which this server does not allow", param="parse_special")
-        return default if asked is None else asked
+        model = await held.enter_async_context(self.generator(asked))
+        with name_parameters(names):
+            handle = await submit_promptly(await aside(partial(make, model)), self.compilers)
+        held.callback(handle.cancel)
+        return model, handle
 
 
-async def submit_promptly(submit: Callable[[], H]) -> H:
+async def submit_promptly(submit: Callable[[], H], compilers: CapacityLimiter) -> H:
     """A request submitted: at once where it is short, for a thread's waking takes as long as its work, and else in a
     thread, as tokenizing a prompt, a chat template's work and compiling a grammar may take long.
 
@@ -200,24 +195,17 @@ async def submit_promptly(submit: Callable[[], H]) -> H:
 
     Args:
         submit: submits it; all that the client gave is among its arguments, or in a mapping there.
+        compilers: the threads of those with a grammar.
     """
     given = [*submit.args, submit.keywords] if isinstance(submit, partial) else []
     has_grammar = any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES)
     if given and not has_grammar and room_beside(given, SHORT) >= 0:
         handle = submit()
     else:
-        handle = await to_thread.run_sync(submit, limiter=_compilers() if has_grammar else None)
+        handle = await to_thread.run_sync(submit, limiter=compilers if has_grammar else None)
     charge(handle)
     watch(handle)
     return handle
-
-
-def _compilers() -> CapacityLimiter:
-    try:
-        return _COMPILERS.get()
-    except LookupError:
-        _COMPILERS.set(CapacityLimiter(COMPILERS))
-        return _COMPILERS.get()
 
 
 def service_at(connection: HTTPConnection) -> Service:
@@ -228,6 +216,9 @@ def service_at(connection: HTTPConnection) -> Service:
 async def service_of(connection: HTTPConnection) -> Service:
     """:func:`service_at` as the routes' dependency; FastAPI would call one that is not async in a thread."""
     return service_at(connection)
+
+
+Served = Annotated[Service, Depends(service_of)]
 
 
 def new_id(prefix: str) -> str:

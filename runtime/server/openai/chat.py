@@ -1,12 +1,12 @@
 """OpenAI's chat completions: messages in, messages out, tools and reasoning included."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cache, partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Depends, Request, Response, WebSocket
-from pydantic import Field
+from fastapi import APIRouter, Request, Response, WebSocket
+from pydantic import AfterValidator, Field
 
 from llmc.errors import format_value
 from llmc.runtime import Model
@@ -15,28 +15,24 @@ from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import (
     ANY,
     Body,
-    CacheKey,
     Logged,
-    Metadata,
-    Retention,
+    LogitBias,
     Sampled,
     StreamOptions,
     ToolFormat,
     Verbosity,
-    biases,
-    check_stream,
     make_extra_member,
     make_last_members,
     make_unknown_usage,
     usage_of,
 )
-from llmc.runtime.server.http.errors import ApiError, name_parameters
+from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import Chunks, EventStream, encode_json, guard_chunks, make_answer, unless_gone
-from llmc.runtime.server.http.validation import read_json, take_body
-from llmc.runtime.server.models.service import Service, service_at, service_of, submit_promptly
+from llmc.runtime.server.http.validation import take_body
+from llmc.runtime.server.models.service import Served, Service, plain_id, service_at
 from llmc.runtime.server.openai.logprobs import chat_logprobs
 
 router = APIRouter(tags=["OpenAI"])
@@ -61,11 +57,7 @@ class RefusalPart(Body):
     """A piece of a message in which the assistant refused."""
 
     type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
+    text: Annotated[str, Field(alias="refusal")]
 
 
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
@@ -78,10 +70,13 @@ class CalledFunction(Body):
     arguments: Annotated[str, Field(description="JSON, as the model wrote it")]
 
 
+CallId = Annotated[str, AfterValidator(plain_id)]
+
+
 class Call(Body):
     IGNORED = frozenset({"cache_control", "caller", "index", "provider_specific_fields"})
 
-    id: str
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -94,7 +89,7 @@ class ChatMessage(Body):
     content: str | Annotated[list[Part], Field(min_length=1)] | None = None
     name: Annotated[str | None, Field(description="for templates that show it, and ignored by others")] = None
     tool_calls: list[Call] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str | None, Field(description="another name of reasoning_content")] = None
     refusal: str | None = None
@@ -112,29 +107,18 @@ class ChatMessage(Body):
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"{where}.content is missing, expected text", param=f"{where}.content")
         _one(f"{where}.reasoning_content", self.reasoning_content, f"{where}.reasoning", self.reasoning)
+        content = self.content or self.refusal or ""
         found = self.model_dump(exclude_none=True, exclude={"refusal"})
-        if isinstance(self.content, list):
-            found["content"] = "".join(part.text for part in self.content)
-        if self.content is None:
-            found["content"] = self.refusal or ""
-        if self.tool_call_id is not None:
-            found["tool_call_id"] = _convert_id(self.tool_call_id)
-        if calls := found.pop("tool_calls", None):
-            found["tool_calls"] = [{**call, "id": _convert_id(call["id"])} for call in calls]
-        return {**found, "role": "system" if self.role == "developer" else self.role}
-
-
-def _convert_id(given: str) -> str:
-    """The id of a call as the model's template has it, which may take no other than nine letters and digits."""
-    return given.removeprefix(CALL_ID)
+        found["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
+        found["role"] = "system" if self.role == "developer" else self.role
+        if not self.tool_calls:
+            found.pop("tool_calls", None)
+        return found
 
 
 # Fields of messages of one role alone.
 OF_ROLES = {
-    "refusal": "assistant",
-    "tool_calls": "assistant",
-    "reasoning_content": "assistant",
-    "reasoning": "assistant",
+    **dict.fromkeys(("refusal", "tool_calls", "reasoning_content", "reasoning"), "assistant"),
     "tool_call_id": "tool",
 }
 
@@ -156,6 +140,9 @@ class Function(Body):
         None
     )
 
+    def plain(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude_none=True, include=set(Function.model_fields))}
+
 
 class Tool(Body):
     """A tool: functions are all there are."""
@@ -164,9 +151,6 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
-
-    def plain(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
 
 
 class NamedFunction(Body):
@@ -225,26 +209,59 @@ class GrammarFormat(Body):
 ResponseFormat = TextFormat | ObjectFormat | SchemaFormat | GrammarFormat
 
 
-class ChatRequest(Sampled):
-    IGNORED = frozenset({"prediction", "prompt_cache_options", "service_tier", "store"})
+Tags = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+
+
+class OpenAIChat(Sampled):
+    """The parameters that both of OpenAI's dialects of chats have."""
 
     model: str | None = None
+    stop: str | list[str] | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    logit_bias: LogitBias = None
+    stream: bool | None = None
+    parallel_tool_calls: bool | None = None
+    tool_format: ToolFormat = None
+    metadata: Annotated[
+        Annotated[Tags, Field(max_length=16)] | None,
+        Field(description="up to 16 tags, for the log; echoed by responses"),
+    ] = None
+    # In a fleet it decides which replica a conversation goes to that none has begun with.
+    prompt_cache_key: Annotated[
+        str | None,
+        Field(description="requests with the same one go to the same replica of a fleet; echoed by responses"),
+    ] = None
+    prompt_cache_retention: Annotated[
+        Literal["in_memory"] | None, Field(description="in_memory, where no folder keeps prefixes beyond the process")
+    ] = None
+    safety_identifier: Logged = None
+    user: Logged = None
+
+    def admit(self, service: Service) -> None:
+        """Note who asks, for the log.
+
+        Raises:
+            ApiError: prefixes shall stay in memory alone, but a folder keeps them, too.
+        """
+        note(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata or None)
+        if self.prompt_cache_retention is not None and service.config.prefix_cache_folder is not None:
+            said = "prompt_cache_retention is 'in_memory', but this server keeps prefixes in a folder; leave it out"
+            raise ApiError(400, said, param="prompt_cache_retention")
+
+
+class ChatRequest(OpenAIChat):
+    IGNORED = frozenset({"prediction", "prompt_cache_options", "service_tier", "store"})
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
     n: int | None = None
     best_of: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    logit_bias: dict[str, float] | None = None
     response_format: Annotated[ResponseFormat | None, Field(discriminator="type")] = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
-    parallel_tool_calls: bool | None = None
-    tool_format: ToolFormat = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     reasoning_budget: Annotated[int | None, Field(ge=0, description="tokens of thought; extension of llmc")] = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -255,12 +272,7 @@ class ChatRequest(Sampled):
     ] = None
     documents: list[dict[str, Any]] | None = None
     modalities: list[Literal["text"]] | None = None
-    metadata: Metadata = None
     verbosity: Verbosity = None
-    prompt_cache_key: CacheKey = None
-    prompt_cache_retention: Retention = None
-    safety_identifier: Logged = None
-    user: Logged = None
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
@@ -268,10 +280,8 @@ class ChatRequest(Sampled):
         Raises:
             ApiError: parameters contradict each other, or one counts for nothing.
         """
-        check_stream(self.stream, self.stream_options)
-        if self.tool_format is not None and not self.tools:
-            said = "tool_format is given without tools; leave it out, or give the tools"
-            raise ApiError(400, said, param="tool_format")
+        if self.stream_options is not None and not self.stream:
+            ignore("stream_options")
         if self.parallel_tool_calls is not None and not self.tools:
             ignore("parallel_tool_calls")
         if self.add_generation_prompt is (self.continue_final_message is True):
@@ -284,27 +294,21 @@ class ChatRequest(Sampled):
             n=self.n,
             best_of=self.best_of,
             logprobs=self._logprobs(),
-            logit_bias=biases(self.logit_bias),
+            logit_bias=self.logit_bias,
             **form(self.response_format),
         )
         budget = EFFORTS.get(self.reasoning_effort or "") if self.reasoning_budget is None else self.reasoning_budget
         return {
             **sampling,
-            "tools": [tool.plain() for tool in self._callable()] if self.tools else None,
+            "tools": self._tools(),
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tool_format": self.tool_format,
             "reasoning_budget": budget,
             "documents": self.documents,
-            "chat_template_kwargs": self.chat_template_kwargs,
             "continue_final_message": self.continue_final_message is True,
             "ignored": ignore,
         }
-
-    @property
-    def thinks(self) -> bool | None:
-        """True or False where the request asks for reasoning or for none, in OpenAI's words."""
-        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
     @property
     def names(self) -> dict[str, str]:
@@ -314,10 +318,8 @@ class ChatRequest(Sampled):
             found["max_tokens"] = "max_completion_tokens"
         if self.reasoning_budget is None:
             found["reasoning_budget"] = "reasoning_effort"
-        if isinstance(self.response_format, SchemaFormat | ObjectFormat):
-            found["json_schema"] = "response_format"
-        if isinstance(self.response_format, GrammarFormat):
-            found["grammar"] = "response_format"
+        if self.response_format is not None:
+            found |= {"json_schema": "response_format", "grammar": "response_format"}
         return found
 
     def _logprobs(self) -> int | None:
@@ -325,87 +327,105 @@ class ChatRequest(Sampled):
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def _callable(self) -> list[Tool]:
-        tools = self.tools or []
-        if not isinstance(self.tool_choice, AllowedChoice):
-            return tools
-        allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
-        if missing := sorted(allowed - {tool.function.name for tool in tools}):
-            said = f"tool_choice allows {missing[0][:64]!r}, which is none of the tools; give it, or leave it out"
-            raise ApiError(400, said, param="tool_choice")
-        return [tool for tool in tools if tool.function.name in allowed]
+    def _tools(self) -> list[dict[str, Any]] | None:
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, AllowedChoice):
+            allowed = [tool.function for tool in self.tool_choice.allowed_tools.tools]
+            functions = pick_allowed(functions, allowed, "tool_choice")
+        return [function.plain() for function in functions] or None
 
     def _tool_choice(self) -> str:
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
         if isinstance(self.tool_choice, NamedTool):
-            return self.tool_choice.function.name
+            return check_choice(self.tool_choice.function.name, self.tools)
         if isinstance(self.tool_choice, AllowedChoice):
-            return self.tool_choice.allowed_tools.mode
-        return self.tool_choice or "auto"
+            return check_choice(self.tool_choice.allowed_tools.mode, self.tools)
+        return check_choice(self.tool_choice or "auto", self.tools)
+
+    def make_variables(self, model: Model) -> dict[str, Any] | None:
+        """Variables of the chat template.
+
+        Raises:
+            UsageError: the template cannot do as the request says.
+            ApiError: parameters contradict each other.
+        """
+        given = dict(self.chat_template_kwargs or {})
+        if self.enable_thinking is not None:
+            _agree(given, "enable_thinking", self.enable_thinking, "enable_thinking")
+            given["enable_thinking"] = self.enable_thinking
+        if "enable_thinking" in given and "enable_thinking" not in model.chat_template.variables(bool(self.tools)):
+            if given.pop("enable_thinking") is False:
+                model.reasoning_variables(False)
+            ignore("enable_thinking")
+        return add_variables(model, given, self.reasoning_effort, self.verbosity, bool(self.tools))
 
 
-def read_thinking(body: ChatRequest) -> dict[str, Any] | None:
-    """The variables of the chat template that a request gives, ``enable_thinking`` among them."""
-    given = dict(body.chat_template_kwargs or {})
-    if body.enable_thinking is None:
-        return given or None
-    if given.get("enable_thinking", body.enable_thinking) != body.enable_thinking:
-        said = "chat_template_kwargs holds enable_thinking, which contradicts enable_thinking; leave one of them out"
-        raise ApiError(400, said, param="chat_template_kwargs")
-    return {**given, "enable_thinking": body.enable_thinking}
+F = TypeVar("F", bound=Function)
 
 
-def without_idle_switch(model: Model, variables: dict[str, Any] | None, tools: bool) -> dict[str, Any] | None:
-    """Variables of the chat template without a switch of thoughts that the template does not have."""
-    if variables is None or "enable_thinking" not in variables:
-        return variables
-    if "enable_thinking" in model.chat_template.variables(tools):
-        return variables
-    if variables["enable_thinking"] is False:
-        model.reasoning_variables(False)
-    ignore("enable_thinking")
-    return {name: value for name, value in variables.items() if name != "enable_thinking"}
-
-
-def add_reasoning(model: Model, variables: dict[str, Any] | None, thinks: bool | None) -> dict[str, Any] | None:
-    """Variables of the chat template: those given, and what asks it for reasoning, or for none.
+def pick_allowed(functions: Sequence[F], allowed: Sequence[NamedFunction], param: str) -> list[F]:
+    """Those of the functions that a request allows to call.
 
     Raises:
-        UsageError: the template has no choice.
-        ApiError: the given ones say the contrary.
+        ApiError: one of them is not there.
     """
-    if thinks is None:
-        return variables
-    found = {**model.reasoning_variables(thinks), **(variables or {})}
-    if "enable_thinking" in found and found["enable_thinking"] != thinks:
-        said = "chat_template_kwargs holds enable_thinking, which contradicts reasoning_effort; leave one of them out"
-        raise ApiError(400, said, param="chat_template_kwargs")
-    return found
+    names = {function.name for function in allowed}
+    if missing := sorted(names - {function.name for function in functions}):
+        said = f"{param} allows {missing[0][:64]!r}, which is none of the tools; give it, or leave it out"
+        raise ApiError(400, said, param=param)
+    return [function for function in functions if function.name in names]
 
 
-def add_verbosity(
-    model: Model, variables: dict[str, Any] | None, verbosity: Verbosity, tools: bool, name: str
+def check_choice(choice: str, tools: Sequence[Body] | None) -> str:
+    """The choice among tools, if there are some where it asks for a call.
+
+    Raises:
+        ApiError: there are none.
+    """
+    if choice not in ("none", "auto") and not tools:
+        raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
+    return choice
+
+
+def add_variables(
+    model: Model,
+    given: Mapping[str, Any],
+    effort: str | None,
+    verbosity: Verbosity,
+    tools: bool,
+    name: str = "verbosity",
 ) -> dict[str, Any] | None:
-    """Variables of the chat template: those given, and the length of answers, where the template shows it. What all
-    models do without being told is ``medium``.
+    """Variables of the chat template: those given, what asks it for reasoning or for none, and the length of answers,
+    where the template shows it. What all models do without being told is ``medium``.
 
     Args:
+        effort: in OpenAI's words, of which ``none`` asks for no reasoning.
         tools: whether the request has some, for which a template of its own may be there.
-        name: of the parameter.
+        name: of the parameter ``verbosity``.
+
+    Raises:
+        UsageError: the template has no choice whether to reason.
+        ApiError: the given ones say the contrary, or the template shows no length.
     """
-    if verbosity is None:
-        return variables
-    given = (variables or {}).get("verbosity", verbosity)
-    if given != verbosity:
-        said = f"chat_template_kwargs holds verbosity, which contradicts {name}; leave one of them out"
+    found = dict(given)
+    if effort is not None:
+        found = {**model.reasoning_variables(effort != "none"), **found}
+        _agree(found, "enable_thinking", effort != "none", "reasoning_effort")
+    if verbosity is not None:
+        _agree(found, "verbosity", verbosity, name)
+        if "verbosity" in model.chat_template.variables(tools):
+            found["verbosity"] = verbosity
+        elif verbosity != "medium":
+            said = (
+                f"{name} is {verbosity!r}, which the model's chat template does not show to the model; write it into "
+            )
+            raise ApiError(400, f"{said}a message", param=name)
+    return found or None
+
+
+def _agree(variables: Mapping[str, Any], name: str, value: Any, parameter: str) -> None:
+    if variables.get(name, value) != value:
+        said = f"chat_template_kwargs holds {name}, which contradicts {parameter}; leave one of them out"
         raise ApiError(400, said, param="chat_template_kwargs")
-    if "verbosity" in model.chat_template.variables(tools):
-        return {**(variables or {}), "verbosity": verbosity}
-    if verbosity != "medium":
-        said = f"{name} is {verbosity!r}, which the model's chat template does not show to the model; write it into "
-        raise ApiError(400, f"{said}a message", param=name)
-    return variables
 
 
 def form(wanted: ResponseFormat | None) -> dict[str, Any]:
@@ -439,6 +459,11 @@ def message_of(message: Message) -> dict[str, Any]:
     if message.tool_calls:
         found["tool_calls"] = [{**call.to_dict(), "id": CALL_ID + call.id} for call in message.tool_calls]
     return found
+
+
+def count_thoughts(model: Model, message: Message) -> int:
+    """The tokens of a message's thoughts, as their text has them."""
+    return len(model.tokenizer.encode(message.reasoning, False)) if message.reasoning else 0
 
 
 def head_of(kind: str, body: ChatRequest, service: Service) -> dict[str, Any]:
@@ -477,33 +502,28 @@ def _call_piece(call: Any) -> dict[str, Any]:
     return {"index": call.index, "id": CALL_ID + call.id, "type": "function", "function": function}
 
 
-async def chunks(
-    body: ChatRequest, service: Service, model: Model, handle: ChatHandle, outputs: int
-) -> AsyncIterator[str]:
+async def chunks(body: ChatRequest, service: Service, model: Model, handle: ChatHandle) -> AsyncIterator[str]:
     """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage if the client wants it."""
     head = head_of("chat.completion.chunk", body, service)
     chunk_of = Chunks(head | make_unknown_usage(body.stream_options))
 
-    def members(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    def choices(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
         return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}]}
-
-    def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
-        return chunk_of(**members(index, delta, **rest))
 
     @cache
     def of_text(index: int) -> Callable[[str], str]:
-        return chunk_of.of_texts(lambda text: members(index, {"content": text}))
+        return chunk_of.of_texts(lambda text: choices(index, {"content": text}))
 
-    for index in range(outputs):
-        yield chunk(index, {"role": "assistant", "content": ""})
+    for index in range(handle.outputs):
+        yield chunk_of(**choices(index, {"role": "assistant", "content": ""}))
     async for delta in handle.deltas_async():
         if delta.content and not (delta.reasoning or delta.tool_calls or delta.logprobs):
             yield of_text(delta.index)(delta.content)
         elif (piece := piece_of(delta)) or delta.logprobs:
-            yield chunk(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None))
+            yield chunk_of(**choices(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None)))
     result = await handle
     for index, message in enumerate(result.messages):
-        yield chunk(index, {}, finish_reason=message.finish_reason)
+        yield chunk_of(**choices(index, {}, finish_reason=message.finish_reason))
     if asked := make_last_members(body, model, [result]):
         yield encode_json({**head, "choices": [], **asked})
 
@@ -513,36 +533,28 @@ async def chunks(
 
 async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
     """Submit the request; model and request are held until ``held`` is closed."""
-    note(user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata or None)
-    service.check_retention(body.prompt_cache_retention)
-    arguments, messages = await aside(lambda: (service.bound_sampling(body.arguments()), conversation(body.messages)))
-    arguments |= {"parse_special": service.parses_special(body.parse_special)}
-    model = await held.enter_async_context(service.generator(body.model))
-    with name_parameters(body.names):
-        variables = without_idle_switch(model, read_thinking(body), bool(body.tools))
-        variables = add_reasoning(model, variables, body.thinks)
-        variables = add_verbosity(model, variables, body.verbosity, bool(body.tools), "verbosity")
-        arguments["chat_template_kwargs"] = variables
-        handle = await submit_promptly(partial(model.stream_chat, messages, **arguments))
-    held.callback(handle.cancel)
-    return model, handle
+    body.admit(service)
+    messages, arguments = await aside(lambda: (conversation(body.messages), service.bound_sampling(body.arguments())))
+
+    def make(model: Model) -> "partial[ChatHandle]":
+        variables = body.make_variables(model)
+        return partial(model.stream_chat, messages, chat_template_kwargs=variables, **arguments)
+
+    return await service.submit(held, body.model, body.names, make)
 
 
-async def _events(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[str]:
-    model, handle = await open_chat(body, held, service)
-    return chunks(body, service, model, handle, handle.outputs)
+async def _open_chunks(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[str]:
+    return chunks(body, service, *await open_chat(body, held, service))
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(
-    body: Annotated[ChatRequest, take_body(ChatRequest)],
-    request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[ChatRequest, take_body(ChatRequest)], request: Request, service: Served
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
         if body.stream:
-            events = guard_chunks(await _events(service, body, held))
+            events = guard_chunks(await _open_chunks(service, body, held))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handle = await open_chat(body, held, service)
         result = await unless_gone(request, handle)
@@ -552,4 +564,4 @@ async def chat_completions(
 @router.websocket("/v1/chat/completions")
 async def chat_socket(socket: WebSocket) -> None:
     """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, partial(read_json, ChatRequest), partial(_events, service_at(socket)))
+    await converse(socket, ChatRequest, partial(_open_chunks, service_at(socket)))

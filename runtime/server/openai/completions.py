@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request, Response, WebSocket
+from fastapi import APIRouter, Request, Response, WebSocket
 from pydantic import Field
 
 from llmc.runtime import GenerationResult, Handle, Model
@@ -16,21 +16,22 @@ from llmc.runtime.server.http.aside import apart, aside
 from llmc.runtime.server.http.bodies import (
     ANY,
     Logged,
+    LogitBias,
     Sampled,
     StreamOptions,
-    biases,
-    check_stream,
+    list_texts,
     make_extra_member,
     make_last_members,
     make_unknown_usage,
     usage_of,
 )
 from llmc.runtime.server.http.errors import ApiError, name_parameters
+from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import Chunks, EventStream, encode_json, guard_chunks, make_answer, unless_gone
-from llmc.runtime.server.http.validation import read_json, take_body
-from llmc.runtime.server.models.service import Service, service_at, service_of, submit_promptly
+from llmc.runtime.server.http.validation import take_body
+from llmc.runtime.server.models.service import Served, Service, service_at, submit_promptly
 from llmc.runtime.server.openai.logprobs import completion_logprobs, text_offsets
 
 router = APIRouter(tags=["OpenAI"])
@@ -48,7 +49,7 @@ class CompletionRequest(Sampled):
     best_of: int | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: Annotated[bool | None, Field(description="BOS and its like around a text; on by default")] = (
@@ -62,12 +63,7 @@ class CompletionRequest(Sampled):
         Raises:
             ApiError: there are none, or too many.
         """
-        given: Any = self.prompt
-        several = isinstance(given, list) and not (given and isinstance(given[0], int))
-        found = list(given) if several else [given]
-        if not 1 <= len(found) <= MOST_PROMPTS:
-            raise ApiError(400, f"prompt holds {len(found)} prompts, expected 1 to {MOST_PROMPTS}", param="prompt")
-        return found
+        return list_texts("prompt", self.prompt, MOST_PROMPTS)
 
     @property
     def is_prompt_alone(self) -> bool:
@@ -80,7 +76,8 @@ class CompletionRequest(Sampled):
         Raises:
             ApiError: parameters contradict each other.
         """
-        check_stream(self.stream, self.stream_options)
+        if self.stream_options is not None and not self.stream:
+            ignore("stream_options")
         most = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(
             max_tokens=1 if self.is_prompt_alone else None if most == ANY else most,
@@ -89,7 +86,7 @@ class CompletionRequest(Sampled):
             best_of=self.best_of,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
-            logit_bias=biases(self.logit_bias),
+            logit_bias=self.logit_bias,
             add_special_tokens=self.add_special_tokens,
         )
 
@@ -117,29 +114,17 @@ def echo_of(model: Model, prompt: str | list[int]) -> str:
 def _prompt_logprobs(
     model: Model, body: CompletionRequest, prompt: str | list[int], echoed: str, result: GenerationResult
 ) -> dict[str, list[Any]]:
-    first = prompt[0] if not isinstance(prompt, str) else _first_token(model, prompt, body.add_special_tokens)
+    if isinstance(prompt, str):
+        prompt = model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
     later = result.prompt_logprobs or ()
     found = completion_logprobs(model, later, "") or {}
-    spelt = model.tokenizer.spell(first).decode("utf-8", "replace")
+    spelt = model.tokenizer.spell(prompt[0]).decode("utf-8", "replace")
     return {
         "tokens": [spelt, *found["tokens"]],
         "token_logprobs": [None, *found["token_logprobs"]],
         "top_logprobs": [None, *found["top_logprobs"]],
-        "text_offset": text_offsets(model, [first, *(one.token for one in later)], echoed),
+        "text_offset": text_offsets(model, [prompt[0], *(one.token for one in later)], echoed),
     }
-
-
-def _first_token(model: Model, prompt: str, add_special_tokens: bool | None) -> int:
-    return model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False)[0]
-
-
-def check_entries(tokens: int, logprobs: int) -> None:
-    """Refuse prompts whose log-probabilities would fill the memory."""
-    if tokens * (logprobs + 1) > MOST_ENTRIES:
-        said = (
-            f"prompt holds {tokens} tokens, of which each would be told with {logprobs} others, {MOST_ENTRIES} at most"
-        )
-        raise ApiError(400, f"{said} altogether; send fewer prompts, or ask for fewer logprobs", param="prompt")
 
 
 async def merge_deltas(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]]:
@@ -196,23 +181,26 @@ async def _submit_prompts(
 ) -> tuple[Model, list[Handle]]:
     note(user=body.user)
     prompts = body.prompts()
-    arguments = service.bound_sampling(await aside(body.arguments), len(prompts))
-    arguments["parse_special"] = service.parses_special(body.parse_special, service.config.allow_special)
+    arguments = {"parse_special": service.config.allow_special}
+    arguments |= service.bound_sampling(await aside(body.arguments), len(prompts))
     model = await held.enter_async_context(service.generator(body.model))
     handles = []
     for prompt in prompts:
         with name_parameters({"prompt": "prompt"}):
-            handle = await submit_promptly(partial(model.stream, prompt, **arguments))
+            handle = await submit_promptly(partial(model.stream, prompt, **arguments), service.compilers)
         held.callback(handle.cancel)
         handles.append(handle)
         if body.echo and body.logprobs is not None:
-            check_entries(sum(handle.prompt_tokens for handle in handles), body.logprobs)
+            tokens = sum(handle.prompt_tokens for handle in handles)
+            if tokens * (body.logprobs + 1) > MOST_ENTRIES:
+                said = f"prompt holds {tokens} tokens, of which each would be told with {body.logprobs} others"
+                said = f"{said}, {MOST_ENTRIES} at most altogether; send fewer prompts, or ask for fewer logprobs"
+                raise ApiError(400, said, param="prompt")
     return model, handles
 
 
-async def _events(service: Service, body: CompletionRequest, held: AsyncExitStack) -> AsyncIterator[str]:
-    model, handles = await _submit_prompts(body, held, service)
-    return chunks(body, service, model, handles)
+async def _open_chunks(service: Service, body: CompletionRequest, held: AsyncExitStack) -> AsyncIterator[str]:
+    return chunks(body, service, *await _submit_prompts(body, held, service))
 
 
 async def _results(body: CompletionRequest, handles: list[Handle]) -> list[GenerationResult]:
@@ -225,14 +213,12 @@ async def _results(body: CompletionRequest, handles: list[Handle]) -> list[Gener
 
 @router.post("/v1/completions")
 async def completions(
-    body: Annotated[CompletionRequest, take_body(CompletionRequest)],
-    request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[CompletionRequest, take_body(CompletionRequest)], request: Request, service: Served
 ) -> Response:
     """Complete prompts. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
         if body.stream:
-            events = guard_chunks(await _events(service, body, held))
+            events = guard_chunks(await _open_chunks(service, body, held))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handles = await _submit_prompts(body, held, service)
         results = await unless_gone(request, _results(body, handles))
@@ -240,12 +226,8 @@ async def completions(
 
         def made() -> dict[str, Any]:
             choices = choices_of(model, body, results)
-            return {
-                **head,
-                "choices": choices,
-                "usage": usage_of(results),
-                **make_extra_member(body.x_llmc, model, results[0]),
-            }
+            told = make_extra_member(body.x_llmc, model, results[0])
+            return {**head, "choices": choices, "usage": usage_of(results), **told}
 
         return await make_answer(made, large=bool(body.echo) or body.logprobs is not None)
 
@@ -253,4 +235,4 @@ async def completions(
 @router.websocket("/v1/completions")
 async def completion_socket(socket: WebSocket) -> None:
     """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, partial(read_json, CompletionRequest), partial(_events, service_at(socket)))
+    await converse(socket, CompletionRequest, partial(_open_chunks, service_at(socket)))

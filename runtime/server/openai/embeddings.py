@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 from pydantic import Field
 from starlette.responses import JSONResponse
@@ -17,11 +17,11 @@ from llmc.errors import DeadlineError, QueueFullError
 from llmc.runtime import Model
 from llmc.runtime.server.http.accounts import spend
 from llmc.runtime.server.http.aside import LARGE
-from llmc.runtime.server.http.bodies import Body
+from llmc.runtime.server.http.bodies import Body, list_texts
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.streams import make_answer
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Service, new_id, service_of
+from llmc.runtime.server.models.service import Served, Service, new_id
 
 router = APIRouter(tags=["Embeddings"])
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
@@ -53,11 +53,7 @@ class EmbeddingRequest(Body):
         Raises:
             ApiError: there are none, or too many; or tokens come with an instruction, which is text.
         """
-        given: Any = self.input
-        several = isinstance(given, list) and not (given and isinstance(given[0], int))
-        found = list(given) if several else [given]
-        if not 1 <= len(found) <= MOST_TEXTS:
-            raise ApiError(400, f"input holds {len(found)} texts, expected 1 to {MOST_TEXTS}", param="input")
+        found: list[Any] = list_texts("input", self.input, MOST_TEXTS)
         if self.instruction is not None and not isinstance(found[0], str):
             raise ApiError(400, "instruction stands before a text, but input holds tokens", param="instruction")
         return found
@@ -76,20 +72,10 @@ class RerankRequest(Body):
     instruction: Instruction = None
     truncate: Truncate = False
 
-    def texts(self) -> list[str]:
-        return [given if isinstance(given, str) else given.text for given in self.documents]
-
 
 def usage_of(rows: Rows) -> dict[str, Any]:
     tokens = sum(map(len, rows))
     return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-def vector_form(encoding_format: str | None) -> Callable[[NDArray[np.float32]], list[float] | str]:
-    """The form of a vector: numbers, or the base64 of little-endian float32."""
-    if encoding_format == "base64":
-        return lambda vector: base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return lambda vector: vector.tolist()
 
 
 async def encode_texts(
@@ -123,15 +109,13 @@ async def encode_texts(
 
 @router.post("/v1/embeddings")
 async def embeddings(
-    body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)],
-    request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)], request: Request, service: Served
 ) -> Response:
     """Vectors of texts, of length one where the checkpoint normalises."""
     texts = body.texts()
     service.check_work(body.model, "embeddings")
     async with service.model(body.model) as model:
-        encoder, form = model.encoder, vector_form(body.encoding_format)
+        encoder = model.encoder
         width = encoder.vector_width(body.dimensions)
         if isinstance(texts[0], str):
             tokenize = partial(encoder.text_tokens, texts, instruction=body.instruction, truncate=body.truncate)
@@ -142,10 +126,12 @@ async def embeddings(
     name = service.name(body.model)
 
     def made() -> dict[str, Any]:
-        data = [
-            {"object": "embedding", "index": index, "embedding": form(vector)}
-            for index, vector in enumerate(encoder.cut(vectors, width))
-        ]
+        found: Any = encoder.cut(vectors, width)
+        if body.encoding_format == "base64":  # of little-endian float32
+            found = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in found]
+        else:
+            found = found.tolist()
+        data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(found)]
         return {"object": "list", "data": data, "model": name, "usage": usage_of(rows)}
 
     return await make_answer(made, large=len(rows) * width > LARGE)
@@ -153,15 +139,13 @@ async def embeddings(
 
 @router.post("/v1/rerank")
 async def rerank(
-    body: Annotated[RerankRequest, take_body(RerankRequest)],
-    request: Request,
-    service: Annotated[Service, Depends(service_of)],
+    body: Annotated[RerankRequest, take_body(RerankRequest)], request: Request, service: Served
 ) -> Response:
     """Documents in the order in which they answer a query.
 
     The scores are what the checkpoint makes of them: the higher the better, between 0 and 1 only where it says so.
     """
-    texts = body.texts()
+    texts = [given if isinstance(given, str) else given.text for given in body.documents]
     service.check_work(body.model, "scores")
     async with service.model(body.model) as model:
         pairs = partial(model.encoder.pair_tokens, instruction=body.instruction, truncate=body.truncate)

@@ -9,12 +9,6 @@ from llmc.runtime import Model
 Logprobs = Sequence[Any]  # of llmc.runtime.sampling.logprobs.TokenLogprobs
 
 
-def _with_chosen(found: Any) -> Sequence[tuple[int, float]]:
-    if not found.top or any(token == found.token for token, _ in found.top):
-        return list(found.top)
-    return [*found.top, (found.token, found.logprob)]
-
-
 def _make_speller(model: Model) -> Callable[[int], tuple[str, list[int]]]:
     """Text and bytes of tokens, of which most are told of again and again."""
 
@@ -28,22 +22,23 @@ def _make_speller(model: Model) -> Callable[[int], tuple[str, list[int]]]:
 
 def chat_logprobs(model: Model, logprobs: Logprobs | None) -> dict[str, Any] | None:
     """Of the tokens of a message; those before any processor, as everywhere in llmc."""
-    if logprobs is None:
-        return None
+    return None if logprobs is None else {"content": logprob_entries(model, logprobs), "refusal": None}
+
+
+def logprob_entries(model: Model, logprobs: Logprobs) -> list[dict[str, Any]]:
+    """The tokens of :func:`chat_logprobs`."""
     spelt = _make_speller(model)
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text, spelling = spelt(token)
         return {"token": text, "logprob": logprob, "bytes": spelling}
 
-    content = [
-        {
-            **entry(found.token, found.logprob),
-            "top_logprobs": [entry(token, logprob) for token, logprob in _with_chosen(found)],
-        }
-        for found in logprobs
-    ]
-    return {"content": content, "refusal": None}
+    def describe(found: Any) -> dict[str, Any]:
+        # The most probable tokens, where some are asked for, and the one that was chosen.
+        top = dict(found.top) | {found.token: found.logprob} if found.top else {}
+        return {**entry(found.token, found.logprob), "top_logprobs": [entry(*one) for one in top.items()]}
+
+    return [describe(found) for found in logprobs]
 
 
 def completion_logprobs(model: Model, logprobs: Logprobs | None, text: str, start: int = 0) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from llmc.runtime.server.models.service import new_id, plain_id
 
 Event = dict[str, Any]
 Kind = tuple[str, int]
+PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}  # of ids
 REASONING, MESSAGE = ("reasoning", 0), ("message", 0)
 
 
@@ -37,7 +38,9 @@ class Output:
             yield from self._text("output_text", delta.content)
         for call in delta.tool_calls:
             yield from self._turn(("function_call", call.index), call)
-            yield from self._arguments(call.arguments)
+            if call.arguments:
+                self.items[-1]["arguments"] += call.arguments
+                yield self._event("response.function_call_arguments.delta", delta=call.arguments)
         if delta.content or delta.reasoning or delta.tool_calls:
             self._held.clear()
 
@@ -82,19 +85,13 @@ class Output:
             logprobs = {"logprobs": found}
         yield self._event(f"response.{kind}.delta", content_index=0, delta=text, **logprobs)
 
-    def _arguments(self, text: str) -> Iterator[Event]:
-        if text:
-            self.items[-1]["arguments"] += text
-            yield self._event("response.function_call_arguments.delta", delta=text)
-
 
 def _item(kind: str, call: ToolCallDelta | None) -> dict[str, Any]:
+    item = {"id": new_id(PREFIXES[kind]), "type": kind, "status": "in_progress"}
     if call is not None:
-        names = {"call_id": f"call_{plain_id(call.id or '')}", "name": call.name, "arguments": ""}
-        return {"id": new_id("fc_"), "type": kind, **names, "status": "in_progress"}
-    if kind == "reasoning":
-        return {"id": new_id("rs_"), "type": kind, "summary": [], "content": [], "status": "in_progress"}
-    return {"id": new_id("msg_"), "type": kind, "role": "assistant", "content": [], "status": "in_progress"}
+        return item | {"call_id": f"call_{plain_id(call.id or '')}", "name": call.name, "arguments": ""}
+    own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+    return {**item, **own, "content": []}
 
 
 def _part(kind: str) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """OpenAI's responses: items in, items out, and conversations that go on from a stored response."""
 
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Discriminator, Field, JsonValue, Tag
@@ -15,29 +15,29 @@ from llmc.errors import LlmcError
 from llmc.runtime import Model, SamplingParams
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
 from llmc.runtime.server.http.aside import apart, aside
-from llmc.runtime.server.http.bodies import (
-    Body,
-    CacheKey,
-    Logged,
-    Metadata,
-    Retention,
-    Sampled,
-    ToolFormat,
-    Verbosity,
-    biases,
-    make_extra_member,
-)
+from llmc.runtime.server.http.bodies import Body, Verbosity, make_extra_member
 from llmc.runtime.server.http.errors import ApiError, from_llmc, name_parameters
 from llmc.runtime.server.http.ignored import ignore
-from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, event, make_answer, unless_gone, unless_long
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.response_store import Item, make_stored, read
-from llmc.runtime.server.models.service import Service, new_id, plain_id, service_of, submit_promptly
-from llmc.runtime.server.openai.chat import EFFORTS, add_reasoning, add_verbosity
-from llmc.runtime.server.openai.logprobs import chat_logprobs
-from llmc.runtime.server.openai.response_events import Event, Output
+from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
+from llmc.runtime.server.openai.chat import (
+    EFFORTS,
+    Function,
+    NamedFunction,
+    OpenAIChat,
+    Schema,
+    TextFormat,
+    add_variables,
+    check_choice,
+    count_thoughts,
+    pick_allowed,
+)
+from llmc.runtime.server.openai.logprobs import logprob_entries
+from llmc.runtime.server.openai.response_events import PREFIXES, Event, Output
 
+T = TypeVar("T")
 router = APIRouter(tags=["OpenAI"])
 Status = Literal["in_progress", "completed", "incomplete"]
 # Codes of OpenAI's failed responses, by the status that the error would have had before the first event.
@@ -122,27 +122,19 @@ InputItem = Annotated[
 ]
 
 
-class Tool(Body):
+class Tool(Function):
     """A function that the model may call; tools that OpenAI's servers run are refused."""
 
     IGNORED = frozenset({"allowed_callers", "output_schema"})
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: str | None = None
     parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None
     defer_loading: Literal[False] | None = None
 
-    def plain(self) -> dict[str, Any]:
-        function = self.model_dump(exclude_none=True, include={"name", "description", "parameters", "strict"})
-        return {"type": "function", "function": function}
 
-
-class NamedTool(Body):
+class NamedTool(NamedFunction):
     """The tool that must be called, or one that may be."""
 
     type: Literal["function"]
-    name: str
 
 
 class AllowedTools(Body):
@@ -153,20 +145,13 @@ class AllowedTools(Body):
     tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
 class ObjectFormat(Body):
     type: Literal["json_object"]
 
 
-class SchemaFormat(Body):
+class SchemaFormat(Schema):
     type: Literal["json_schema"]
-    name: str
-    description: str | None = None
     schema_: Annotated[dict[str, JsonValue], Field(alias="schema")]
-    strict: bool | None = None
 
 
 class TextConfig(Body):
@@ -195,86 +180,61 @@ class Prompted(Body):
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
-    def items(self) -> list[Item]:
-        """The new items of the conversation, as they are kept.
-
-        Raises:
-            ApiError: nothing is.
-        """
-        if isinstance(self.input, str):
-            return [_name_item(MessageItem(role="user", content=self.input))]
-        if not self.input and self.previous_response_id is None:
-            raise ApiError(400, "input holds no items, expected one at least", param="input")
-        return [_name_item(item) for item in self.input]
-
-    def messages(self, before: Sequence[Item], items: Sequence[Item]) -> list[dict[str, Any]]:
-        """The conversation as chat templates read it.
+    def conversation(self, service: Service, owner: str | None) -> tuple[list[Item], list[dict[str, Any]]]:
+        """The new items of the conversation, as they are kept, and all messages as chat templates read them.
 
         Args:
-            before: items of the responses that it goes on from.
-            items: those of :meth:`items`.
+            owner: the name of the key that asks.
+
+        Raises:
+            ApiError: there are no items, or what they go on from is not stored.
         """
-        told_first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*told_first, *plain([*before, *items])]
+        if isinstance(self.input, str):
+            items = [_name_item(MessageItem(role="user", content=self.input))]
+        else:
+            items = [_name_item(item) for item in self.input]
+        if not items and self.previous_response_id is None:
+            raise ApiError(400, "input holds no items, expected one at least", param="input")
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        before = service.responses.conversation(owner, self.previous_response_id)
+        return items, [*system, *plain([*before, *items])]
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
 
         Raises:
             UsageError: the chat template cannot do as ``reasoning`` says.
+            ApiError: ``tool_choice`` allows a tool that is not there.
         """
+        offered: Sequence[Tool] = self.tools or ()
+        if isinstance(self.tool_choice, AllowedTools):
+            offered = pick_allowed(offered, self.tool_choice.tools, "tool_choice.tools")
         return {
-            "tools": [tool.plain() for tool in self.list_offered()] or None,
-            "chat_template_kwargs": add_verbosity(
-                model, add_reasoning(model, None, self.thinks), self.verbosity, bool(self.tools), "text.verbosity"
+            "tools": [tool.plain() for tool in offered] or None,
+            "chat_template_kwargs": add_variables(
+                model, {}, self.effort, self.verbosity, bool(self.tools), "text.verbosity"
             ),
         }
-
-    def list_offered(self) -> list[Tool]:
-        """The tools that the model is shown.
-
-        Raises:
-            ApiError: ``tool_choice`` allows one that is not there.
-        """
-        tools = self.tools or []
-        if not isinstance(self.tool_choice, AllowedTools):
-            return tools
-        allowed = {tool.name for tool in self.tool_choice.tools}
-        if absent := sorted(allowed - {tool.name for tool in tools}):
-            said = f"tool_choice.tools has the name {absent[0][:64]!r}, which is none of tools; leave it out"
-            raise ApiError(400, said, param="tool_choice.tools")
-        return [tool for tool in tools if tool.name in allowed]
 
     @property
     def verbosity(self) -> Verbosity:
         return self.text.verbosity if self.text else None
 
     @property
-    def thinks(self) -> bool | None:
-        """True or False where the request asks for reasoning or for none."""
-        effort = self.reasoning.effort if self.reasoning else None
-        return None if effort is None else effort != "none"
+    def effort(self) -> str | None:
+        """OpenAI's word for how long the model may think."""
+        return self.reasoning.effort if self.reasoning else None
 
 
-class ResponseRequest(Sampled, Prompted):
+class ResponseRequest(OpenAIChat, Prompted):
     IGNORED = frozenset(
         {"access_programs", "background_options", "client_metadata", "image", "max_tool_calls"}
         | {"prompt_cache_options", "service_tier", "stream_options"}
     )
     store: Annotated[bool | None, Field(description="keep it for previous_response_id; true by default")] = None
     max_output_tokens: int | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     include: list[str] | None = None
-    metadata: Metadata = None
-    stream: bool | None = None
     background: Literal[False] | None = None
-    prompt_cache_key: CacheKey = None
-    prompt_cache_retention: Retention = None
-    safety_identifier: Logged = None
-    user: Logged = None
-    tool_format: ToolFormat = None
-    stop: Annotated[str | list[str] | None, Field(description="extension of llmc")] = None
-    logit_bias: Annotated[dict[str, float] | None, Field(description="extension of llmc")] = None
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
@@ -282,7 +242,6 @@ class ResponseRequest(Sampled, Prompted):
         Raises:
             ApiError: parameters contradict each other.
         """
-        effort = self.reasoning.effort if self.reasoning else None
         for name in self.include or ():
             if name != LOGPROBS:
                 ignore(f"include.{name}")
@@ -293,14 +252,14 @@ class ResponseRequest(Sampled, Prompted):
                 max_tokens=self.max_output_tokens,
                 stop=self.stop,
                 logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
-                logit_bias=biases(self.logit_bias),
+                logit_bias=self.logit_bias,
                 on_overflow="truncate_left" if self.truncation == "auto" else None,
                 json_schema=self._schema(),
             ),
             "tool_choice": self._tool_choice(),
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning_budget": EFFORTS.get(effort or ""),
+            "reasoning_budget": EFFORTS.get(self.effort or ""),
             "ignored": ignore,
         }
 
@@ -316,9 +275,7 @@ class ResponseRequest(Sampled, Prompted):
 
     def _tool_choice(self) -> str:
         choice = self.tool_choice.mode if isinstance(self.tool_choice, AllowedTools) else self.tool_choice or "auto"
-        if choice not in ("none", "auto") and not self.tools:
-            raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
-        return choice.name if isinstance(choice, NamedTool) else choice
+        return check_choice(choice.name if isinstance(choice, NamedTool) else choice, self.tools)
 
 
 # This dialect's names of llmc's parameters.
@@ -330,10 +287,11 @@ NAMES = {
     "reasoning": "reasoning.effort",
     "reasoning_budget": "reasoning.effort",
 }
-PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 LOGPROBS = "message.output_text.logprobs"
 # What a response says of its sampling.
 PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+# What it says as the request does.
+ECHOED = ("instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "safety_identifier", "user")
 
 
 def _name_item(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Item:
@@ -395,77 +353,30 @@ def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, 
         "id": new_id("resp_"),
         "object": "response",
         "created_at": int(time.time()),
-        "completed_at": None,
         "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
+        **dict.fromkeys(("completed_at", "error", "incomplete_details", "max_tool_calls", "usage")),
+        **{name: getattr(body, name) for name in ECHOED},
+        **{name: getattr(params, name) for name in PARAMETERS},
         "metadata": body.metadata or {},
         "model": service.name(body.model),
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "safety_identifier": body.safety_identifier,
+        "reasoning": {"effort": body.effort, "summary": None},
         "service_tier": "default",
         "background": False,
         "store": body.store is not False and service.responses.keeps,
-        **{name: getattr(params, name) for name in PARAMETERS},
         "text": {"format": given, "verbosity": body.verbosity or "medium"},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [
-            {"description": None, "parameters": None, "strict": None} | tool.model_dump(exclude_none=True)
-            for tool in body.tools or ()
-        ],
+        "tools": [tool.model_dump(exclude={"defer_loading"}) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
-        "usage": None,
-        "user": body.user,
-    }
-
-
-def finish_response(
-    body: ResponseRequest, model: Model, head: dict[str, Any], output: Output, result: ChatResult
-) -> dict[str, Any]:
-    usage, thoughts = result.usage, result.message.reasoning
-    cut = result.message.finish_reason == "length"
-    return {
-        **head,
-        "completed_at": None if cut else int(time.time()),
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": output.items,
-        "usage": {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {
-                "reasoning_tokens": len(model.tokenizer.encode(thoughts, False)) if thoughts else 0
-            },
-            "total_tokens": usage.total_tokens,
-        },
-        **make_extra_member(body.x_llmc, model, result),
-    }
-
-
-def make_failure(head: dict[str, Any], output: Output, error: ApiError) -> Event:
-    """The last event of a response that went wrong."""
-    told_of = {"code": FAILURES.get(error.status, "server_error"), "message": error.message}
-    return {
-        "type": "response.failed",
-        "response": {**head, "status": "failed", "error": told_of, "output": output.items},
     }
 
 
 class Turn:
-    """A request on its way: what it says, whose it is, and the conversation that it goes on with.
+    """A request of one client, and the conversation that it goes on with.
 
     Args:
-        body: what was asked.
-        service: the service.
         owner: the name of the key that asks.
 
     Raises:
@@ -475,29 +386,23 @@ class Turn:
     def __init__(self, body: ResponseRequest, service: Service, owner: str | None) -> None:
         if body.store and not service.responses.keeps:
             raise ApiError(400, "store is true, but this server keeps no responses; set it to false", param="store")
-        self.body, self._service, self._owner = body, service, owner
-        self._items = body.items()
-        before = service.responses.conversation(owner, body.previous_response_id)
-        self.messages = body.messages(before, self._items)
-        note(user=body.user, safety_identifier=body.safety_identifier, metadata=body.metadata or None)
-        service.check_retention(body.prompt_cache_retention)
-        self.arguments = service.bound_sampling(body.arguments()) | {
-            "parse_special": service.parses_special(body.parse_special)
-        }
+        self._body, self._service, self._owner = body, service, owner
+        self._items, self._messages = body.conversation(service, owner)
+        body.admit(service)
+        self._arguments = service.bound_sampling(body.arguments())
 
-    async def submit_chat(self, held: AsyncExitStack) -> tuple[Model, ChatHandle]:
+    async def submit(self, held: AsyncExitStack) -> tuple[Model, ChatHandle]:
         """Submit the request; model and request are held until ``held`` is closed."""
-        model = await held.enter_async_context(self._service.generator(self.body.model))
-        with name_parameters(NAMES):
-            arguments = self.arguments | await aside(partial(self.body.make_arguments, model))
-            handle = await submit_promptly(partial(model.stream_chat, self.messages, **arguments))
-        held.callback(handle.cancel)
-        return model, handle
+
+        def make(model: Model) -> "partial[ChatHandle]":
+            return partial(model.stream_chat, self._messages, **self._arguments, **self._body.make_arguments(model))
+
+        return await self._service.submit(held, self._body.model, NAMES, make)
 
     async def events(self, model: Model, handle: ChatHandle) -> AsyncIterator[Event]:
         """The events of the answer; the last of them has the whole response."""
-        head = head_of(self.body, self._service, model)
-        output = Output(partial(_entries, model) if self.body.wants_logprobs else None)
+        head = head_of(self._body, self._service, model)
+        output = Output(partial(logprob_entries, model) if self._body.wants_logprobs else None)
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": head}
         try:
@@ -508,19 +413,37 @@ class Turn:
         except LlmcError as error:
             for found in output.close("incomplete"):
                 yield found
-            yield make_failure(head, output, from_llmc(error))
+            refusal = from_llmc(error)
+            told = {"code": FAILURES.get(refusal.status, "server_error"), "message": refusal.message}
+            failed = {**head, "status": "failed", "error": told, "output": output.items}
+            yield {"type": "response.failed", "response": failed}
             return
         for found in output.close("incomplete" if result.message.finish_reason == "length" else "completed"):
             yield found
-        response = await run_in_threadpool(self._finish_response, model, head, output, result)
+        response = await run_in_threadpool(self._finish, model, head, output, result)
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def _finish_response(
-        self, model: Model, head: dict[str, Any], output: Output, result: ChatResult
-    ) -> dict[str, Any]:
-        response = finish_response(self.body, model, head, output, result)
+    def _finish(self, model: Model, head: dict[str, Any], output: Output, result: ChatResult) -> dict[str, Any]:
+        """The whole response, which is kept where it is to be."""
+        usage = result.usage
+        cut = result.message.finish_reason == "length"
+        response = {
+            **head,
+            "completed_at": None if cut else int(time.time()),
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output.items,
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": count_thoughts(model, result.message)},
+                "total_tokens": usage.total_tokens,
+            },
+            **make_extra_member(self._body.x_llmc, model, result),
+        }
         if response["store"]:
-            stored = make_stored(self.body.previous_response_id, self._items, response)
+            stored = make_stored(self._body.previous_response_id, self._items, response)
             self._service.responses.put(self._owner, response["id"], stored)
         return response
 
@@ -539,28 +462,19 @@ class Turn:
         return response
 
 
-async def turn_of(body: ResponseRequest, service: Service, owner: str | None) -> Turn:
-    """:class:`Turn`, made off the event loop where it goes on with what is stored, or is large itself."""
-    return await (aside if body.previous_response_id is None else apart)(lambda: Turn(body, service, owner))
-
-
-def _entries(model: Model, logprobs: Any) -> list[dict[str, Any]]:
-    found = chat_logprobs(model, logprobs)
-    return found["content"] if found else []
-
-
-async def number_events(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+async def encode_events(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    """Events of this dialect, numbered and encoded."""
+    number = 0
     async with aclosing(events) as pieces:  # type: ignore[type-var]
-        number = 0
         async for piece in pieces:
-            yield {**piece, "sequence_number": number}
+            numbered = {**piece, "sequence_number": number}
+            yield await unless_long(numbered, partial(event, numbered, piece["type"]))
             number += 1
 
 
-async def encode_events(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    async with aclosing(events) as pieces:  # type: ignore[type-var]
-        async for piece in pieces:
-            yield await unless_long(piece, partial(event, piece, piece["type"]))
+async def aside_of_stored(body: Prompted, work: Callable[[], T]) -> T:
+    """The result of work on a conversation: off the event loop where it goes on with what is stored, or is large."""
+    return await (aside if body.previous_response_id is None else apart)(work)
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -573,7 +487,6 @@ async def owner_of(request: HTTPConnection) -> str | None:
 
 
 Owner = Annotated[str | None, Depends(owner_of)]
-Served = Annotated[Service, Depends(service_of)]
 
 
 @router.post("/v1/responses")
@@ -581,11 +494,11 @@ async def responses(
     body: Annotated[ResponseRequest, take_body(ResponseRequest)], request: Request, owner: Owner, service: Served
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events."""
-    turn = await turn_of(body, service, owner)
+    turn = await aside_of_stored(body, lambda: Turn(body, service, owner))
     async with AsyncExitStack() as held:
-        model, handle = await turn.submit_chat(held)
+        model, handle = await turn.submit(held)
         if body.stream:
-            events = encode_events(number_events(turn.events(model, handle)))
+            events = encode_events(turn.events(model, handle))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         whole = await unless_gone(request, turn.whole(model, handle))
         return await make_answer(lambda: whole, large=body.wants_logprobs)
@@ -594,11 +507,7 @@ async def responses(
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], owner: Owner, service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
-
-    def conversation() -> list[dict[str, Any]]:
-        return body.messages(service.responses.conversation(owner, body.previous_response_id), body.items())
-
-    messages = await (aside if body.previous_response_id is None else apart)(conversation)
+    _, messages = await aside_of_stored(body, partial(body.conversation, service, owner))
     async with service.generator(body.model) as model:
         with name_parameters(NAMES):
             tokens = await service.tokenize_in_thread(
@@ -646,5 +555,6 @@ def page_of(items: list[Item], after: str | None, limit: int) -> dict[str, Any]:
         raise ApiError(400, f"after is {after[:80]!r}, which is no item of this response", param="after")
     start = 0 if after is None else names.index(after) + 1
     found = items[start : start + limit]
-    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": found, **ends, "has_more": start + limit < len(items)}
+    ends = names[start : start + limit] or [None]
+    more = start + limit < len(items)
+    return {"object": "list", "data": found, "first_id": ends[0], "last_id": ends[-1], "has_more": more}

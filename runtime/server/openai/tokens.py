@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from llmc.runtime import Model
@@ -14,7 +14,7 @@ from llmc.runtime.server.http.bodies import Body
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.streams import make_answer
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Service, service_of
+from llmc.runtime.server.models.service import Served, Service
 from llmc.runtime.server.openai.chat import ChatMessage, Tool, conversation
 from llmc.runtime.text.shown import render_messages
 
@@ -42,27 +42,50 @@ def card(service: Service, name: str) -> dict[str, Any]:
 
 
 @router.get("/v1/models")
-async def models(service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def models(service: Served) -> dict[str, Any]:
     """The models that are served to this client; the first of all answers requests that name none."""
     return {"object": "list", "data": [card(service, name) for name in service.names]}
 
 
 @router.get("/v1/models/{name}")
-async def model(name: str, service: Annotated[Service, Depends(service_of)]) -> dict[str, Any]:
+async def model(name: str, service: Served) -> dict[str, Any]:
     """One model."""
     return card(service, service.name(name))
 
 
-class TokenizeRequest(Body):
-    """A text, or a conversation as the model's chat template renders it."""
+class Rendered(Body):
+    """A conversation as the model's chat template renders it."""
 
     model: str | None = None
-    prompt: str | None = None
     messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """The conversation as the model's methods take it.
+
+        Raises:
+            ApiError: parameters contradict each other, or a message has what its role has not.
+        """
+        begins = self.add_generation_prompt and not self.continue_final_message
+        if self.add_generation_prompt and not begins and "add_generation_prompt" in self.model_fields_set:
+            said = "add_generation_prompt is true, and continue_final_message too; leave one of them out"
+            raise ApiError(400, said, param="add_generation_prompt")
+        return {
+            "messages": conversation(self.messages or []),
+            "tools": [tool.function.plain() for tool in self.tools] if self.tools else None,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "add_generation_prompt": begins,
+            "continue_final_message": self.continue_final_message,
+        }
+
+
+class TokenizeRequest(Rendered):
+    """A text, or a conversation."""
+
+    prompt: str | None = None
     add_special_tokens: bool = True
 
 
@@ -77,34 +100,13 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool = False
 
 
-class TemplateRequest(Body):
-    model: str | None = None
+class TemplateRequest(Rendered):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Tool] | None = None
     documents: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-
-def _plain(body: TokenizeRequest | TemplateRequest) -> dict[str, Any]:
-    begins = body.add_generation_prompt and not body.continue_final_message
-    if body.add_generation_prompt and not begins and "add_generation_prompt" in body.model_fields_set:
-        said = "add_generation_prompt is true, and continue_final_message too; leave one of them out"
-        raise ApiError(400, said, param="add_generation_prompt")
-    return {
-        "messages": conversation(body.messages or []),
-        "tools": [tool.plain() for tool in body.tools] if body.tools else None,
-        "chat_template_kwargs": body.chat_template_kwargs,
-        "add_generation_prompt": begins,
-        "continue_final_message": body.continue_final_message,
-    }
 
 
 @router.post("/tokenize")
-async def tokenize(
-    body: Annotated[TokenizeRequest, take_body(TokenizeRequest)], service: Annotated[Service, Depends(service_of)]
-) -> Response:
+async def tokenize(body: Annotated[TokenizeRequest, take_body(TokenizeRequest)], service: Served) -> Response:
     """The tokens of a text, or those of the prompt that a conversation becomes."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt and messages are both given or both missing, expected one of them", param="prompt")
@@ -121,15 +123,13 @@ async def tokenize(
 def _tokens_of(model: Model, body: TokenizeRequest) -> list[int]:
     """The tokens, if the context could hold them or hardly any more."""
     if body.prompt is None:
-        return model.chat_tokens(**_plain(body))
+        return model.chat_tokens(**body.plain())
     encode = partial(model.tokenizer.encode, add_special_tokens=body.add_special_tokens)
     return text_tokens(model.tokenizer, body.prompt, encode, model.max_context, None)
 
 
 @router.post("/detokenize")
-async def detokenize(
-    body: Annotated[DetokenizeRequest, take_body(DetokenizeRequest)], service: Annotated[Service, Depends(service_of)]
-) -> Response:
+async def detokenize(body: Annotated[DetokenizeRequest, take_body(DetokenizeRequest)], service: Served) -> Response:
     """The text of tokens, special ones included unless they are to be skipped."""
     async with service.model(body.model) as loaded:
         text = await service.tokenize_in_thread(partial(_text_of, loaded, body), lambda text: len(body.tokens))
@@ -147,9 +147,7 @@ def _text_of(model: Model, body: DetokenizeRequest) -> str:
 
 
 @router.post("/apply-template")
-async def apply_template(
-    body: Annotated[TemplateRequest, take_body(TemplateRequest)], service: Annotated[Service, Depends(service_of)]
-) -> Response:
+async def apply_template(body: Annotated[TemplateRequest, take_body(TemplateRequest)], service: Served) -> Response:
     """The prompt that a conversation becomes, as text; tokens that messages spell are shown as they were written."""
     async with service.model(body.model) as loaded:
         text = await service.tokenize_in_thread(partial(_prompt_of, loaded, body), lambda text: len(text) // CHARACTERS)
@@ -157,6 +155,6 @@ async def apply_template(
 
 
 def _prompt_of(model: Model, body: TemplateRequest) -> str:
-    plain = _plain(body)
+    plain = body.plain()
     variables = {**template_variables(plain.pop("chat_template_kwargs")), "documents": body.documents}
     return render_messages(model.chat_template, **plain, **variables)

@@ -7,10 +7,9 @@ import anthropic
 import httpx2 as httpx
 import openai
 import pytest
-from doubles import encoders
 from doubles.serving import retold, serving
-from doubles.shared import shared
 
+from llmc.runtime import Model, load
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import guard_app
 
@@ -37,24 +36,16 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
-def able_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model with a chat template that teaches calls and thoughts."""
-    return retold(tiny_bundle, tmp_path_factory.mktemp("able") / "bundle")
+def model(tiny_bundle: Path) -> Iterator[Model]:
+    """The small model in this process, for what the service must answer."""
+    with load(tiny_bundle, threads=1, self_test=False) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="session")
-def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model that embeds, and one that ranks."""
-    from llmc.export import export
-    from llmc.optimize.build import build
-
-    def make(folder: Path) -> None:
-        for name, write in (("embed", encoders.write_embedder), ("rank", encoders.write_reranker)):
-            made = export(write(folder / f"{name}-checkpoint"), folder / f"{name}-export").output
-            build(made, folder / name, precision="fp32")
-
-    folder = shared(tmp_path_factory, "encoders", make)
-    return {name: folder / name for name in ("embed", "rank")}
+def able_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model with a chat template that teaches calls and thoughts."""
+    return retold(tiny_bundle, tmp_path_factory.mktemp("able") / "bundle")
 
 
 @pytest.fixture(scope="session")

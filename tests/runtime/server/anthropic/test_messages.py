@@ -154,13 +154,6 @@ def test_an_answer_that_has_begun_is_gone_on_with(able_anthropic: anthropic.Anth
     assert counted == len(tokens) == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
 
 
-async def _texts(url: str) -> tuple[str, str]:
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
-        whole = await client.messages.create(**GREEDY)
-        async with client.messages.stream(**GREEDY) as stream:
-            return whole.content[0].text, await stream.get_final_text()
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

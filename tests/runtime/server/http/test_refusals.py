@@ -120,7 +120,7 @@ def test_a_word_of_python_would_be_noticed():
         (CHAT, {"messages": [USER], "length_penalty": 2.0}, "length_penalty"),
         (CHAT, {"messages": [USER], "regex": "a", "choice": ["a"]}, "regex"),
         (CHAT, {"messages": [USER], "json_schema": {"a": None}}, "json_schema"),
-        (CHAT, {"messages": [USER], "logit_bias": {"5": 101}}, "logit_bias"),
+        (CHAT, {"messages": [USER], "logit_bias": {"5": 101}}, "logit_bias.5"),
         (CHAT, {"messages": [USER], "chat_template_kwargs": {"message": 1}}, "chat_template_kwargs"),
         ("/apply-template", {"messages": [USER], "documents": [{}]}, "documents"),
         (f"{CHAT}?temperature=0", {"messages": [USER]}, "temperature"),

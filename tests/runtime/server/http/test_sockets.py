@@ -5,7 +5,16 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+from llmc.runtime.server.http.bodies import Body
 from llmc.runtime.server.http.sockets import converse
+
+ONE_TWO = ('{"text": "one"}', '{"text": "two"}')
+
+
+class Said(Body):
+    """What a client says."""
+
+    text: str
 
 
 class Socket:
@@ -13,7 +22,7 @@ class Socket:
 
     def __init__(self) -> None:
         self.sent: list[str] = []
-        self._messages: list[dict[str, Any]] = [{"type": "websocket.receive", "text": text} for text in ("one", "two")]
+        self._messages: list[dict[str, Any]] = [{"type": "websocket.receive", "text": text} for text in ONE_TWO]
 
     async def accept(self) -> None:
         pass
@@ -22,7 +31,7 @@ class Socket:
         if not self._messages:
             return {"type": "websocket.disconnect"}
         message = self._messages.pop(0)
-        await asyncio.sleep(0 if message["text"] == "one" else 0.05)
+        await asyncio.sleep(0 if message["text"] == ONE_TWO[0] else 0.05)
         return message
 
     async def send_text(self, text: str) -> None:
@@ -32,14 +41,11 @@ class Socket:
 def test_a_message_that_is_on_its_way_as_an_answer_ends_is_the_next_request():
     socket = Socket()
 
-    async def read(text: str) -> str:
-        return text
-
-    async def opened(asked: str, held: AsyncExitStack) -> AsyncIterator[str]:
+    async def opened(asked: Said, held: AsyncExitStack) -> AsyncIterator[str]:
         async def events() -> AsyncIterator[str]:
-            yield asked
+            yield asked.text
 
         return events()
 
-    asyncio.run(converse(socket, read, opened))  # type: ignore[arg-type]
+    asyncio.run(converse(socket, Said, opened))  # type: ignore[arg-type]
     assert socket.sent == ["one", "[DONE]", "two", "[DONE]"]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from anyio import CapacityLimiter
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.aside import SHORT, room_beside
@@ -43,7 +44,7 @@ def took(*given: Any, **named: Any) -> bool:
         return SimpleNamespace(thread=threading.get_ident(), done=True)
 
     async def main() -> bool:
-        handle: Any = await submit_promptly(partial(submit, *given, **named))
+        handle: Any = await submit_promptly(partial(submit, *given, **named), CapacityLimiter(1))
         return bool(handle.thread == threading.get_ident())
 
     return asyncio.run(main())

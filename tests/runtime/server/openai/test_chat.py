@@ -1,8 +1,6 @@
 """OpenAI's chat completions through the official client: texts, tools, reasoning, streams and sockets."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -10,7 +8,7 @@ import openai
 import pytest
 from websockets.sync.client import connect
 
-from llmc.runtime import Model, load
+from llmc.runtime import Model
 
 MESSAGES: Any = [{"role": "user", "content": "Write a function."}]
 GREEDY: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
@@ -38,12 +36,6 @@ CALLED: dict[str, Any] = {
     "max_tokens": 128,
     "extra_body": FORMAT,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tiny_bundle: Path) -> Iterator[Model]:
-    with load(tiny_bundle, threads=1, self_test=False) as loaded:
-        yield loaded
 
 
 def test_the_answer_is_that_of_the_engine(client: openai.OpenAI, model: Model):
@@ -168,7 +160,6 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
         ({"tools": [{"type": "function", "function": {"name": "now"}}], "tool_choice": "none"}, "tools"),
         ({"documents": [{"text": "a"}]}, "documents"),
         ({"chat_template_kwargs": {"custom": 1}}, "chat_template_kwargs"),
-        ({"tool_format": "hermes"}, "tool_format"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         ({"functions": [{"name": "add"}]}, "functions"),

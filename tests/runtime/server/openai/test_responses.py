@@ -154,13 +154,6 @@ def test_logprobs_are_those_of_the_text(able_openai: openai.OpenAI):
     assert all(len(token.top_logprobs) == 2 for token in part.logprobs)
 
 
-async def _texts(url: str) -> tuple[str, str]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        whole = await client.responses.create(**GREEDY)
-        stream = await client.responses.create(stream=True, **GREEDY)
-        return whole.output_text, "".join([event.delta async for event in stream if "text.delta" in event.type])
-
-
 @pytest.mark.parametrize(
     ("given", "param"),
     [

@@ -25,7 +25,7 @@ MESSAGE: dict[str, Any] = {
 }
 RESPONSES: dict[str, dict[str, Any]] = {
     "text": {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "text": {"verbosity": "medium"}},
-    "thoughts": {"reasoning": {"effort": "minimal", "summary": "auto"}, "max_output_tokens": 160},
+    "thoughts": {"reasoning": {"effort": "minimal", "summary": "auto"}},
     "calls": {
         "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}],
         "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]},

@@ -1,23 +1,15 @@
 """Models and tokens: what clients ask before they ask the model."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
 
-from llmc.runtime import Model, load
+from llmc.runtime import Model
 from llmc.runtime.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hello <|im_end|>"}]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_bundle: Path) -> Iterator[Model]:
-    with load(tiny_bundle, threads=1, self_test=False) as loaded:
-        yield loaded
 
 
 def test_the_models_are_listed(client: openai.OpenAI):
