@@ -7,6 +7,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from openai.types import Completion, CreateEmbeddingResponse
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import InputTokenCountResponse, Response, ResponseItem, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
@@ -112,6 +114,29 @@ def test_a_message_and_its_events_are_as_published(able_http: httpx.Client, give
         assert ALWAYS.get(block["type"], set()) <= block.keys()
     counted = {"model": "able", "messages": MESSAGE["messages"]}
     check(MessageTokensCount, able_http.post("/v1/messages/count_tokens", json=counted, headers=version).json())
+
+
+CHAT: dict[str, Any] = {"model": "able", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+TEXT: dict[str, Any] = {"model": "able", "prompt": "def f(", "max_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind", "piece"),
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, ChatCompletion, ChatCompletionChunk),
+        ("/v1/completions", {**TEXT, "logprobs": 2}, Completion, None),
+        ("/v1/embeddings", {"model": "embed", "input": ["a", "b"]}, CreateEmbeddingResponse, None),
+    ],
+    ids=["chat", "completion", "embeddings"],
+)
+def test_answers_of_the_older_routes_are_as_published(
+    able_http: httpx.Client, path: str, body: dict[str, Any], kind: Any, piece: Any
+):
+    check(kind, able_http.post(path, json=body).json())
+    if piece is not None:
+        events = able_http.post(path, json={**body, "stream": True}).text.replace("data: [DONE]", "")
+        for line in filter(None, events.splitlines()):
+            check(piece, json.loads(line.removeprefix("data: ")))
 
 
 def test_ids_are_written_as_published(able_http: httpx.Client):
