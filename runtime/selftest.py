@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import math
+import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import llmc
 from llmc.bundle import GoldenPrompt
 from llmc.errors import BundleError
 from llmc.runtime.host import disk_cache
+from llmc.runtime.host.machine import cpu_flags
 from llmc.runtime.sessions import Phase
-from llmc.runtime.sessions.onnxruntime.library import environment
+from llmc.runtime.sessions.onnxruntime.library import SESSION_CONFIG
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +76,8 @@ def _key(model: Any) -> str:
     """A hash of the manifest, this machine, and the size and time of change of every file that is computed with."""
     files = sorted(model.folder.iterdir())
     found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    parts = [asdict(model.manifest), environment(model.engine_version), model.processor, found]
+    machine = [model.engine_version, model.processor, platform.machine(), cpu_flags(), SESSION_CONFIG]
+    parts = [asdict(model.manifest), llmc.__version__, machine, found]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

@@ -177,7 +177,7 @@ class Handle:
         self._cancel()
         return True
 
-    close = cancel  # for contextlib.closing
+    close = cancel
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end.
@@ -255,7 +255,7 @@ class Handle:
         return delta
 
     def _text(self, delta: Delta) -> str:
-        """The text that iterating gives for a piece."""
+        """The text that iterating gives of a piece."""
         return delta.text
 
     def _last_text(self) -> str:

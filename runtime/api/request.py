@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llmc.errors import UsageError, format_value
 from llmc.runtime.api.results import Delta
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import Processor
@@ -50,24 +49,25 @@ class Request:
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.params, SamplingParams):
-            raise UsageError(f"params is {format_value(self.params)}, expected SamplingParams")
-        for name in ("logits_processors", "stopping_criteria"):
-            listed = getattr(self, name)
-            if not isinstance(listed, list | tuple):
-                raise UsageError(f"{name} is {format_value(listed)}, expected a list of functions")
-            object.__setattr__(self, name, tuple(listed))
-            if not all(callable(item) for item in listed):
-                raise UsageError(f"{name} holds {format_value(listed)}, expected functions")
         for name, values in _RANGES.items():
             values.check(name, getattr(self, name))
+        for name in ("logits_processors", "stopping_criteria"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= LONGEST_SCOPE
 
 
+def _are_functions(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(callable, value))
+
+
+_FUNCTIONS = Range("functions", "a list of functions", _are_functions)
 _RANGES = {
+    "params": Range("parameters", "SamplingParams", lambda value: isinstance(value, SamplingParams)),
+    "logits_processors": _FUNCTIONS,
+    "stopping_criteria": _FUNCTIONS,
     "priority": integer(-1000, 1000, note="lower is sooner"),
     "deadline_s": optional(above(0, LONGEST_DEADLINE)),
     "on_delta": optional(Range("function", "a function", callable)),

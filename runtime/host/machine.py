@@ -39,10 +39,15 @@ def available_memory() -> int:
     return memory_here().bytes
 
 
+def cpu_flags() -> list[str]:
+    """All features of the processor that Linux reports."""
+    return sorted((_value(CPUINFO, "flags") or _value(CPUINFO, "Features")).split())
+
+
 @cache
 def cpu_features() -> frozenset[str]:
     """Features that bundles ask for, as far as this CPU has them: ``vnni``."""
-    flags = _value(CPUINFO, "flags").split() if platform.machine() == "x86_64" else []
+    flags = cpu_flags() if platform.machine() == "x86_64" else []
     return frozenset({"vnni"} if VNNI_FLAGS.intersection(flags) else ())
 
 

@@ -1,7 +1,6 @@
 """The seam to an engine: a session runs calls on a KV cache."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -80,18 +79,10 @@ class Session(ABC):
         """Free the engine and the cache."""
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        self._logits = np.concatenate([self.run(row).copy() for row in row_by_row(batch)])
+        names = ("input_ids", "past_lengths", "logit_indices")
+        found = []
+        for r in range(len(batch.input_ids)):
+            arrays = {name: getattr(batch, name)[r : r + 1] for name in names}
+            found.append(self.run(replace(batch, first_row=batch.first_row + r, **arrays)).copy())
+        self._logits = np.concatenate(found)
         return self._logits
-
-
-def row_by_row(batch: Batch) -> Iterator[Batch]:
-    """A call of each row alone."""
-    for r in range(len(batch.input_ids)):
-        row = slice(r, r + 1)
-        yield replace(
-            batch,
-            input_ids=batch.input_ids[row],
-            past_lengths=batch.past_lengths[row],
-            logit_indices=batch.logit_indices[row],
-            first_row=batch.first_row + r,
-        )

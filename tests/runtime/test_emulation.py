@@ -108,7 +108,7 @@ def feed(session: OnnxRuntimeSession, ids: Sequence[int], sizes: Sequence[int], 
 # -------------------------------------------------------------------------------------------------------- the session
 
 
-@pytest.mark.parametrize("sizes", [(64,), (30, 20, 13, 1), (1,) * 16, (5, 1, 1, 40, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(64,), (5, 1, 1, 40, 1)], ids=str)
 def test_prefill_chunks_and_decode_give_the_exported_graphs_logits(
     session: OnnxRuntimeSession, portable: Logits, sizes: tuple[int, ...]
 ):

@@ -178,7 +178,7 @@ def test_while_folders_change_places_each_load_is_of_one_of_them(folder: Path, o
     swapping.start()
     found, refused = [], []
     try:
-        while len(found) < 40:
+        while len(found) < 20:
             try:
                 found.append(parts_of(folder))
             except BundleError as error:

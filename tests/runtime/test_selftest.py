@@ -15,7 +15,6 @@ from llmc.publish import file_entries
 from llmc.runtime import Model, load, selftest
 from llmc.runtime.model import verify
 from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay
-from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
 BEYOND = 1.2 * LOGIT_TOLERANCE
 
@@ -230,8 +229,8 @@ def test_another_bundle_engine_or_processor_is_tested_anew(
     loaded(copied_bundle)
     write_manifest(replace(read_bundle(copied_bundle), golden_tolerance=0.3), copied_bundle)
     loaded(copied_bundle)
-    monkeypatch.setattr(OnnxRuntimeSession, "processor", "another")
+    monkeypatch.setattr("llmc.runtime.sessions.onnxruntime.cpu.cpu_model", lambda: "another")
     loaded(copied_bundle)
-    monkeypatch.setattr(selftest, "environment", lambda version: "another")
+    monkeypatch.setattr(selftest, "cpu_flags", lambda: ["another"])
     loaded(copied_bundle)
     assert len(replays) == 4

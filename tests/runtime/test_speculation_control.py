@@ -121,20 +121,19 @@ class NeverStops(DraftLength):
 @pytest.mark.parametrize("machine", MACHINES)
 def test_at_80_percent_acceptance_it_is_nearly_as_fast_as_the_best_fixed_length(machine: Machine):
     speeds, best = [], []
-    for seed in range(6):
+    for seed in range(3):
         speeds.append(speed(machine, simulate(machine, lambda _: 0.8, 1000, seed, watch=True)))
         best.append(max(speed(machine, simulate(machine, lambda _: 0.8, 1000, seed, fixed(n))) for n in (0, *LENGTHS)))
     assert np.mean(speeds) > NEARLY_BEST * np.mean(best)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize(("acceptance", "watch"), [(0.0, True), (0.3, False)])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3])
+@pytest.mark.parametrize("watch", [False, True])
 def test_text_that_nobody_can_guess_costs_less_than_two_percent(machine: Machine, acceptance: float, watch: bool):
-    for tokens in (128, 256, 1000):
-        speeds = [speed(machine, simulate(machine, lambda _: acceptance, tokens, s, watch=watch)) for s in range(8)]
+    for tokens, seeds in ((128, 8), (1000, 4)):
+        speeds = [speed(machine, simulate(machine, lambda _: acceptance, tokens, s, watch=watch)) for s in range(seeds)]
         assert np.mean(speeds) > 1 - MOST_LOST
-    long = simulate(machine, lambda _: acceptance, 5000, 0, watch=watch)
-    assert speed(machine, long) > 1 - MOST_LOST
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -160,14 +159,14 @@ def test_many_short_requests_pay_for_their_trials_together(machine: Machine):
 
 @pytest.mark.parametrize("machine", [INT4_ON_W8A8, INT8, DRAFT_MODEL])
 def test_text_that_begins_to_repeat_itself_is_noticed(machine: Machine):
-    watch, late = True, 200
+    late = 200
 
     def acceptance(position: int) -> float:
         return 0.05 if position < 600 else 0.95
 
-    for seed in range(4):
-        before = simulate(machine, acceptance, 600 + late, seed, watch=watch)
-        after = simulate(machine, acceptance, 1600 + late, seed, watch=watch)
+    for seed in range(2):
+        before = simulate(machine, acceptance, 600 + late, seed, watch=True)
+        after = simulate(machine, acceptance, 1600 + late, seed, watch=True)
         gained = (after.tokens - before.tokens) * machine.plain / (after.seconds - before.seconds)
         assert gained > 2.0
 

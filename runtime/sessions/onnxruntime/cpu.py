@@ -49,7 +49,8 @@ class OnnxRuntimeSession(Session):
         runtime = import_onnxruntime(manifest.target.engine_minimum)
         self.engine_version, self.processor = str(runtime.__version__), cpu_model()
         self._geometry = manifest.geometry
-        check_cache_type(manifest)
+        if manifest.cache == "bfloat16":
+            raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
         names = usable_graphs(manifest)
         self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
         files = open_graphs(runtime, folder, manifest, sorted(set(names.values())), threads)
@@ -125,12 +126,6 @@ class OnnxRuntimeSession(Session):
         if self._bound.logits is None:
             self._bound.logits = np.empty((max(SHARED_OUTPUTS, self.cache.rows), vocab), np.float32)
         return self._bound.logits[: shape[0] * shape[1]].reshape(*shape, vocab)
-
-
-def check_cache_type(manifest: Manifest) -> None:
-    """Refuse keys and values in bfloat16, for which ONNX Runtime's CPU kernels have nothing."""
-    if manifest.cache == "bfloat16":
-        raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
 
 
 class _Bound:
@@ -244,23 +239,19 @@ def usable_graphs(manifest: Manifest) -> dict[Phase, str]:
 
 
 def _of_engine(error: Exception) -> bool:
-    """True for an error of ONNX Runtime's; where it quotes a damaged file, its message may be no text."""
+    """True for an error of ONNX Runtime's, or of memory; where it quotes a damaged file, its message may be no text."""
     named = type(error).__module__.startswith("onnxruntime") or "Error in execution" in str(error)
-    return named or isinstance(error, UnicodeDecodeError)
+    return named or isinstance(error, UnicodeDecodeError | MemoryError)
 
 
 @contextmanager
 def translate_errors(doing: str) -> Iterator[None]:
     try:
         yield
-    except LlmcError:
-        raise
-    except MemoryError as error:
-        raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
     except Exception as error:
-        if not _of_engine(error):
+        if isinstance(error, LlmcError) or not _of_engine(error):
             raise
-        if "bad_alloc" in str(error) or "Failed to allocate memory" in str(error):
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error) or "Failed to allocate memory" in str(error):
             raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
         reason = " ".join(str(error).split())[:300]
         raise BundleError(f"{doing} failed in ONNX Runtime ({reason}); build the bundle again") from error

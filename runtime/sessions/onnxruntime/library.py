@@ -1,13 +1,6 @@
 """ONNX Runtime as llmc opens graphs with it."""
 
-import hashlib
-import json
-import platform
-from functools import cache
-from pathlib import Path
 from typing import Any
-
-import llmc
 
 SESSION_CONFIG = {
     # Two graphs take turns on the same cores: the idle one must not spin, or it steals half of the machine.
@@ -37,20 +30,3 @@ def inference_session(runtime: Any, graph: str | bytes, options: Any) -> Any:
     The library's own second try, on the CPU too, is left out: it comes to the same and writes to stdout.
     """
     return runtime.InferenceSession(graph, options, providers=["CPUExecutionProvider"], enable_fallback=0)
-
-
-def environment(version: str) -> str:
-    """A hash of what decides how graphs are computed: the engine's ``version``, processor, options, llmc's version."""
-    parts = [version, platform.machine(), sorted(_cpu_flags()), SESSION_CONFIG, llmc.__version__]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-@cache
-def _cpu_flags() -> frozenset[str]:
-    """All features of the processor that its operating system reports; its name where it reports none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset({platform.processor()})
-    named = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]
-    return frozenset(" ".join(named).split())

@@ -7,15 +7,12 @@ import mmap
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from llmc.bundle import EngineConfig, Manifest, version
 from llmc.errors import BundleError, GpuError, RequestError
 from llmc.runtime.host.cuda import DeviceInfo
-from llmc.runtime.kv.cache import tensors_of
-from llmc.runtime.kv.device_cache import ALIGNMENT
 from llmc.runtime.sessions.cuda.blocks import Shape
 from llmc.runtime.sessions.tensorrt.kernels import Kernels
 from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, logger, make_object, nameable_gpus
@@ -54,7 +51,6 @@ def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, librar
         raise BundleError(
             f"{folder}: its engine was built for compute capability {config.gpus}, {found}; {_remedy(folder)}"
         )
-    _check_alignment(folder, manifest, config)
 
 
 def platform_name() -> str:
@@ -64,18 +60,6 @@ def platform_name() -> str:
 
 def _remedy(folder: Path) -> str:
     return f"llmc build --rebuild {folder}"
-
-
-def _check_alignment(folder: Path, manifest: Manifest, config: EngineConfig) -> None:
-    """A call may begin at any row, and kernels read whole vectors from there."""
-    itemsize, capacity = 4 if config.compute == "float32" else 2, config.buckets[-1]
-    for tensor in tensors_of(manifest.geometry.caches):
-        size = prod(tensor.of(1, capacity)) * itemsize
-        if manifest.limits.max_batch > 1 and size % ALIGNMENT:
-            raise BundleError(
-                f"{folder}: rows of {capacity} positions take {size} bytes, expected a multiple of {ALIGNMENT}; build "
-                "with a --max-context that is a multiple of 256"
-            )
 
 
 class Engine:

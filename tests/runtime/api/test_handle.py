@@ -1,7 +1,6 @@
 """A request's other end: read and awaited from threads and event loops, cancelled, timed out, dropped."""
 
 import asyncio
-import gc
 import threading
 import time
 from collections.abc import Callable
@@ -109,7 +108,6 @@ def test_a_dropped_handle_cancels_unless_someone_else_listens(ended: bool, keep:
     if ended:
         pieces.mailbox.end(RESULT)
     pieces.handle = None
-    gc.collect()
     assert pieces.cancelled == cancelled
     assert pieces.mailbox.result is (RESULT if ended else None)
 

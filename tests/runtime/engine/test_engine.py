@@ -197,8 +197,8 @@ def test_a_deadline_holds_while_a_grammar_is_compiled(make_engine: Any, session:
         ("deadline_s", 0, "deadline_s is 0, expected a number above 0"),
         ("deadline_s", True, "deadline_s is True"),
         ("on_delta", 5, "on_delta is 5, expected a function"),
-        ("logits_processors", [3], r"logits_processors holds \[3\], expected functions"),
-        ("stopping_criteria", ["x"], r"stopping_criteria holds \['x'\], expected functions"),
+        ("logits_processors", [3], r"logits_processors is \[3\], expected a list of functions"),
+        ("stopping_criteria", ["x"], r"stopping_criteria is \['x'\], expected a list of functions"),
     ],
 )
 def test_arguments_of_a_request_have_ranges(field: str, value: Any, message: str):

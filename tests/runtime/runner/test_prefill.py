@@ -17,6 +17,13 @@ FP32_TOLERANCE = 1e-4
 LONG = np.random.default_rng(0).integers(3, 4096, 300).tolist()
 
 
+@pytest.fixture(scope="session")
+def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from llmc.optimize.build import build
+
+    return build(tiny_export, tmp_path_factory.mktemp("engine") / "fp32", precision="fp32").output
+
+
 @pytest.fixture(scope="module", params=["tiny_bundle", "tiny_bundle without its prefill graph", "fp32_bundle"])
 def opened(request: pytest.FixtureRequest) -> Iterator[tuple[str, Session, Manifest]]:
     """Both precisions, and weight-only prefill, on their real engine: precision, session, manifest."""
@@ -67,7 +74,7 @@ def test_chunks_follow_one_another_and_none_is_of_a_length_that_rounds_otherwise
         assert all((end - start) % ATTENTION_TILE != 1 for start, end in parts)
 
 
-@pytest.mark.parametrize("chunk", [256, 99, 66, 17, 1])
+@pytest.mark.parametrize("chunk", [256, 99, 66, 17, 2])
 def test_the_real_engine_gives_the_same_logits_for_any_chunk_size(opened: tuple[str, Session, Manifest], chunk: int):
     """W8A8 is exact per token, so int8 is equal bit by bit, and so is MatMulNBits where even chunks come first.
 

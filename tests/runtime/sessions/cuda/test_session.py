@@ -12,7 +12,7 @@ from doubles.geometries import uniform
 
 from llmc.bundle import DeviceMemory, Limits, Manifest
 from llmc.errors import BundleError, GpuError, RequestError, ResourceError, UsageError
-from llmc.runtime.sessions.base import Batch, Phase, row_by_row
+from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.session import DeviceSession
 
 GEOMETRY = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
@@ -145,13 +145,3 @@ def test_what_a_call_gave_does_not_outlive_its_memory(session: Idle):
     session._logits = np.ones((1, 1, 64), np.float32)
     session.close()
     assert session.full_logits().size == 0
-
-
-def test_row_by_row_every_row_keeps_what_was_asked_of_it():
-    ids = np.arange(6).reshape(2, 3)
-    batch = Batch(Phase.PREFILL, ids, np.array([4, 7]), np.array([[0, 1], [2, 0]]), first_row=5, candidates=9)
-    first, second = row_by_row(batch)
-    assert (first.first_row, second.first_row) == (5, 6)
-    assert second.input_ids.tolist() == [[3, 4, 5]]
-    assert (second.past_lengths.tolist(), second.logit_indices.tolist()) == ([7], [[2, 0]])
-    assert (second.phase, second.candidates) == (Phase.PREFILL, 9)

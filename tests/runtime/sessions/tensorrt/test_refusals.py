@@ -11,7 +11,6 @@ from doubles.tensorrt import FakeTensorRT
 
 from llmc.bundle import DeviceMemory
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError
-from llmc.inventory import Cache
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
@@ -21,10 +20,6 @@ MB = 1_000_000
 def step(session: TensorRTSession, past: int = 0, **options: Any) -> np.ndarray:
     zeros = np.zeros((1, 1), np.int64)
     return session.run(Batch(Phase.DECODE, zeros, np.array([past]), zeros, **options))
-
-
-def caches(layers: int, shape: tuple[int, int]) -> tuple[Cache, ...]:
-    return tuple(Cache(str(layer), "kv", shape, 0) for layer in range(layers))
 
 
 def refused(setup: Any, error: type[LlmcError], match: str) -> None:
@@ -57,12 +52,6 @@ def test_an_engine_is_for_its_version(bundle: Callable[..., Any]):
     setup = bundle()
     setup.library.__version__ = "10.17.2.10"
     refused(setup, BundleError, "built by tensorrt .*, here is 10.17.2.10; llmc build --rebuild")
-
-
-def test_rows_that_do_not_begin_on_a_boundary_are_refused(bundle: Callable[..., Any]):
-    setup = bundle().plan(buckets=(16, 33))
-    setup.manifest = replace(setup.manifest, geometry=replace(setup.manifest.geometry, caches=caches(2, (1, 16))))
-    refused(setup, BundleError, "rows of 33 positions take 2112 bytes, expected a multiple of 256")
 
 
 # ----------------------------------------------------------------------------------------------------- broken engines
