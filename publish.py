@@ -57,12 +57,13 @@ def room(target: Path) -> Iterator[Path]:
     place = Path(os.path.realpath(target))  # through a link: beside what it points to
     _recover(place)
     made = [parent for parent in place.parents if not parent.exists()]
-    folder, lock = _name_room(place), None
+    folder, lock = place.parent / f".{place.name}.{secrets.token_hex(8)}.work", None
     try:
         with _translate_errors(target):
-            while (lock := _make_locked_room(folder)) is None:
-                folder = _name_room(place)
-            (folder / NEW).mkdir()
+            folder.mkdir(parents=True)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+            lock_file(lock)
+            (folder / NEW).mkdir()  # the last one, for without it nobody clears the room away
         yield folder / NEW
     finally:
         _leave(folder, place, lock)
@@ -173,23 +174,6 @@ def _full(target: Path) -> ResourceError:
     return ResourceError(f"{target}: the disk is full; free some space and run again")
 
 
-def _name_room(place: Path) -> Path:
-    return place.parent / f".{place.name}.{secrets.token_hex(8)}.work"
-
-
-def _make_locked_room(folder: Path) -> int | None:
-    """Make a room and return the descriptor of its lock; None if somebody cleared it away before it was locked."""
-    folder.mkdir(parents=True)
-    try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    if lock_file(lock) is not False and (folder / LOCK).exists():
-        return lock
-    os.close(lock)
-    return None
-
-
 def lock_file(descriptor: int, *, shared: bool = False) -> bool | None:
     """Lock the file until it is closed; tells if that worked, None where file system or platform has no locks.
 
@@ -216,16 +200,9 @@ def _recover(place: Path) -> None:
 
 
 def _clear(folder: Path, place: Path) -> None:
-    """Remove a room unless somebody has its lock; without one it is empty, or somebody is about to take it.
-
-    What holds anything else is no room, whatever its name.
-    """
+    """Remove a room unless somebody has its lock, or is about to take it; what holds anything else is no room."""
     with suppress(OSError):
-        content = set(os.listdir(folder))
-        if folder.is_symlink() or not content <= {LOCK, NEW, OLD}:
-            return
-        if LOCK not in content:
-            folder.rmdir()
+        if folder.is_symlink() or not {LOCK} < set(os.listdir(folder)) <= {LOCK, NEW, OLD}:
             return
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -250,10 +227,7 @@ def _leave(folder: Path, place: Path, lock: int | None) -> None:
 
 
 def _remove(folder: Path, place: Path) -> None:
-    """Remove a room, but first bring back what it was to replace and did not: then the new folder is still there.
-
-    The lock goes last: whoever is killed on the way leaves a room that the next one knows how to clear.
-    """
+    """Remove a room, but first bring back what it was to replace and did not: then the new folder is still there."""
     new, old = folder / NEW, folder / OLD
     if new.exists() and old.exists() and not place.exists():
         old.rename(place)
@@ -265,11 +239,7 @@ def _remove(folder: Path, place: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or a folder's list of names, is on the disk.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
+    """Return when a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -278,11 +248,7 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """:func:`sync` of all that is in a folder, and of itself.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
+    """:func:`sync` of all that is in a folder, and of itself."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 

@@ -41,15 +41,7 @@ class BenchCommand(SectionCommand):
 @verify_option
 @json_option
 @debug_option
-def bench_command(
-    bundle: Path,
-    prompt_length: int,
-    new_tokens: int,
-    repeats: int,
-    threads: int | None,
-    verify: bool | None,
-    as_json: bool,
-) -> None:
+def bench_command(bundle: Path, verify: bool | None, as_json: bool, **options: Any) -> None:
     """Time prefill and decode of BUNDLE, beside what this machine's memory allows.
 
     One request follows the other. llmc bench serve URL measures many at once, on any server with OpenAI's API.
@@ -60,7 +52,7 @@ def bench_command(
                 progress(f"hashed {name}")
     from llmc.runtime.bench.benchmark import benchmark
 
-    report = benchmark(bundle, prompt_length=prompt_length, new_tokens=new_tokens, repeats=repeats, threads=threads)
+    report = benchmark(bundle, **options)
     if as_json:
         show.print_json(report)
     else:

@@ -9,31 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.cli.answering import (
-    collect_load_options,
+from llmc.cli.keys import Interrupts, interrupts
+from llmc.cli.options import EXISTING_FILE, SectionCommand, bundle_argument, take, with_flags
+from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
+from llmc.cli.sampling import (
+    SAMPLING_NAMES,
+    answering_options,
+    change_parameter,
     describe,
     is_one,
-    max_context_option,
+    loading,
     refuse_several,
     refuse_unseen,
-    self_test_option,
-    stats_option,
 )
-from llmc.cli.keys import Interrupts, interrupts
-from llmc.cli.options import (
-    EXISTING_FILE,
-    SectionCommand,
-    bundle_argument,
-    debug_option,
-    engine_options,
-    memory_option,
-    take,
-    threads_option,
-    verify_option,
-    with_flags,
-)
-from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
-from llmc.cli.sampling import SAMPLING_NAMES, add_sampling_options, change_parameter
 from llmc.cli.saved import Message, parse_path, read_messages, write_messages
 from llmc.errors import CancelledError, LlmcError, RequestError, UsageError
 
@@ -58,15 +46,7 @@ LEAVING = ("/exit", "/quit")
 @bundle_argument
 @click.option("--system", help="What the model is told before everything else.")
 @click.option("--load", "saved", type=EXISTING_FILE, help="Go on with a conversation that /save wrote.")
-@stats_option
-@threads_option
-@memory_option
-@self_test_option
-@verify_option
-@debug_option
-@add_sampling_options
-@max_context_option
-@engine_options
+@answering_options
 def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bool, **options: Any) -> None:
     """Talk with BUNDLE: a question, an answer, and so on. /help lists the commands.
 
@@ -78,7 +58,7 @@ def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bo
 
     sampling = take(options, SAMPLING_NAMES)
     refuse_unseen(sampling)
-    with load(bundle, **{"draft": "auto", **collect_load_options(options)}) as model:
+    with load(bundle, **{"draft": "auto", **loading(options)}) as model:
         refuse_without_template(model)
         converse(model, sampling, stats=stats, system=system, saved=saved)
 

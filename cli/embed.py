@@ -1,45 +1,67 @@
-"""``llmc embed``: texts -> vectors."""
+"""``llmc embed`` and ``llmc rank``: texts -> vectors; a query and documents -> scores."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from llmc.bundle import read_bundle
-from llmc.cli.options import SectionCommand, bundle_argument, debug_option, memory_option, threads_option
+from llmc.cli.options import SectionCommand, adding, bundle_argument, debug_option, memory_option, threads_option
 from llmc.cli.reading import stdin_limit, stdin_lines
 
-instruction_option = click.option(
-    "--instruction", help="Name of one of the checkpoint's prompts, a task in words, or a prompt that ends in a colon."
+encoding_options = adding(
+    [
+        click.option(
+            "--instruction",
+            help="Name of one of the checkpoint's prompts, a task in words, or a prompt that ends in a colon.",
+        ),
+        click.option("--truncate", is_flag=True, help="Cut what is too long, instead of refusing it."),
+        threads_option,
+        memory_option,
+        debug_option,
+    ]
 )
-truncate_option = click.option("--truncate", is_flag=True, help="Cut what is too long, instead of refusing it.")
+
+
+def given_texts(texts: tuple[str, ...], bundle: Path) -> list[str]:
+    """The arguments, or else the lines of stdin."""
+    return list(texts) or list(stdin_lines(stdin_limit(read_bundle(bundle).limits.max_context)))
 
 
 @click.command("embed", cls=SectionCommand)
 @bundle_argument
 @click.argument("texts", nargs=-1)
 @click.option("--dimensions", type=int, help="The first so many values of each vector.  [default: all]")
-@instruction_option
-@truncate_option
-@threads_option
-@memory_option
-@debug_option
+@encoding_options
 def embed_command(
-    bundle: Path,
-    texts: tuple[str, ...],
-    dimensions: int | None,
-    instruction: str | None,
-    truncate: bool,
-    threads: int | None,
-    memory: int | None,
+    bundle: Path, texts: tuple[str, ...], threads: int | None, memory: int | None, **options: Any
 ) -> None:
     """Print the vector of each of TEXTS, a JSON list on a line of its own; without TEXTS of each line of stdin."""
     from llmc.runtime import load
 
-    limit = stdin_limit(read_bundle(bundle).limits.max_context)
     with load(bundle, threads=threads, memory=memory) as model:
-        given = list(texts) or list(stdin_lines(limit))
-        for vector in model.embed(given, dimensions=dimensions, instruction=instruction, truncate=truncate):
+        for vector in model.embed(given_texts(texts, bundle), **options):
             click.echo(json.dumps([float(str(value)) for value in vector]))
+
+
+@click.command("rank", cls=SectionCommand)
+@bundle_argument
+@click.argument("query")
+@click.argument("documents", nargs=-1)
+@encoding_options
+def rank_command(
+    bundle: Path, query: str, documents: tuple[str, ...], threads: int | None, memory: int | None, **options: Any
+) -> None:
+    """Print DOCUMENTS by their score for QUERY, the best first, a JSON object on a line of its own for each; without
+    DOCUMENTS the lines of stdin."""
+    from llmc.runtime import load
+
+    with load(bundle, threads=threads, memory=memory) as model:
+        given = given_texts(documents, bundle)
+        scores = model.rank(query, given, **options)
+    for place in sorted(range(len(given)), key=lambda place: -scores[place]):
+        line = {"score": float(str(scores[place])), "document": given[place]}
+        click.echo(json.dumps(line, ensure_ascii=False))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -45,10 +45,8 @@ def eval_command(
     window: int | None,
     max_windows: int | None,
     layers: bool,
-    threads: int | None,
-    verify: bool | None,
-    emulate: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Judge BUNDLE on a text, through prefill and through decode, for they are different graphs.
 
@@ -64,7 +62,7 @@ def eval_command(
     from llmc.runtime import load
 
     with show.progress() as progress:
-        with load(bundle, threads=threads, verify=verify, emulate=emulate) as model:
+        with load(bundle, **options) as model:
             windows = read_windows(text, model, window, MAX_WINDOWS if max_windows is None else max_windows)
             found = evaluate(model, windows, reference=reference, progress=progress)
             manifest, substitutes = model.manifest, model.runner.session.substitutes

@@ -20,7 +20,7 @@ VERBS = {
     "run": "llmc.cli.run:run_command",
     "chat": "llmc.cli.chat:chat_command",
     "embed": "llmc.cli.embed:embed_command",
-    "rank": "llmc.cli.rank:rank_command",
+    "rank": "llmc.cli.embed:rank_command",
     "serve": "llmc.cli.serve:serve_command",
     "bench": "llmc.cli.bench:bench_command",
     "eval": "llmc.cli.eval:eval_command",
@@ -68,14 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if sys.stdout is None:  # nobody would get the result; and the next file opened would take its place
         click.echo("llmc: error: stdout is closed; send what nobody reads to /dev/null", err=True)
         sys.exit(1)
-    state = {"debug": False}
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = cli.main(arguments, "llmc", standalone_mode=False, obj=state)
+        code = cli.main(arguments, "llmc", standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         code = INTERRUPTED
     except Exception as error:  # noqa: BLE001  the last place where an error can become a sentence
-        if state["debug"]:
+        if "--debug" in arguments:
             traceback.print_exc()
         message, code = explain(error)
         line = printable(" ".join(message.split()))  # one line, whatever a file put into it

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,19 +55,8 @@ def size(text: str) -> int:
     return int(count)
 
 
-def _remember_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        ctx.ensure_object(dict)["debug"] = True
-
-
-debug_option = click.option(
-    "--debug",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_remember_debug,
-    help="Show the traceback of an error.",
-)
+# Whether it was given is for main to see, before options are parsed.
+debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 force_option = click.option("--force", is_flag=True, help="Replace an existing output folder.")
 output_option = click.option("-o", "--output", type=new_path, metavar="PATH", required=True, help="Folder to write.")
@@ -95,20 +84,18 @@ class SectionOption(click.Option):
         self.section = section
 
 
-ENGINE_SECTION = "The engine"
-engine_option = partial(click.option, cls=SectionOption, section=ENGINE_SECTION)
-
-draft_option = engine_option("--draft", help="Guess tokens: lookup, auto, none, or a bundle with the same tokenizer.")
-determinism_option = engine_option(
-    "--determinism",
-    type=click.Choice(["fast", "batch", "strict"]),
-    help="batch: tokens depend on no other request; strict: nor on speculation.  [default: fast]",
-)
-max_batch_option = engine_option(
-    "--max-batch", type=click.IntRange(min=1), help="Rows that run at once.  [default: the bundle's]"
-)
-prefix_cache_option = engine_option(
-    "--prefix-cache-folder", type=new_path, metavar="PATH", help="Keep prefixes of prompts here, across runs."
+engine_option = partial(click.option, cls=SectionOption, section="The engine")
+ENGINE_OPTIONS = (
+    engine_option("--draft", help="Guess tokens: lookup, auto, none, or a bundle with the same tokenizer."),
+    engine_option(
+        "--determinism",
+        type=click.Choice(["fast", "batch", "strict"]),
+        help="batch: tokens depend on no other request; strict: nor on speculation.  [default: fast]",
+    ),
+    engine_option("--max-batch", type=click.IntRange(min=1), help="Rows that run at once.  [default: the bundle's]"),
+    engine_option(
+        "--prefix-cache-folder", type=new_path, metavar="PATH", help="Keep prefixes of prompts here, across runs."
+    ),
 )
 PRECISIONS = {
     "fp32": "Keep the weights in full precision.",
@@ -125,18 +112,20 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def engine_options(command: Command) -> Command:
-    """Add the options of :func:`llmc.runtime.load` that concern the engine."""
-    for option in (prefix_cache_option, max_batch_option, determinism_option, draft_option):  # the last one is on top
-        command = option(command)
-    return command
+def adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Command]:
+    """The decorator that adds ``options``, the first of them on top."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def precision_options(command: Command) -> Command:
-    """Add a flag for each of :data:`PRECISIONS`."""
-    for name in reversed(PRECISIONS):
-        command = click.option(f"--{name}", f"as_{name}", is_flag=True, help=PRECISIONS[name])(command)
-    return command
+precision_options = adding(
+    [click.option(f"--{name}", f"as_{name}", is_flag=True, help=text) for name, text in PRECISIONS.items()]
+)
 
 
 def take_precision(options: dict[str, Any]) -> str | None:

@@ -48,8 +48,8 @@ def questions(keys: Interrupts) -> Iterator[str]:
             click.echo("Ctrl-C again or Ctrl-D leaves", err=True)
         else:
             warned = False
-            if wrong := wrong_bytes(text):
-                click.echo(f"error: this is no UTF-8: {wrong!r}", err=True)
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                click.echo("error: this is no UTF-8", err=True)
             else:
                 yield text
 
@@ -72,15 +72,6 @@ def _bindings() -> KeyBindings:
         event.current_buffer.insert_text("\n")
 
     return bindings
-
-
-def wrong_bytes(text: str) -> bytes:
-    """The bytes of a typed text that are no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return text[error.start :][:8].encode(errors="surrogateescape")
-    return b""
 
 
 def former_questions() -> History:

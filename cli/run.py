@@ -10,29 +10,10 @@ import click
 
 from llmc.bundle import read_bundle
 from llmc.cli import output as show
-from llmc.cli.answering import (
-    collect_load_options,
-    describe,
-    is_one,
-    max_context_option,
-    refuse_unseen,
-    self_test_option,
-    stats_option,
-)
 from llmc.cli.chat import converse, refuse_without_template
-from llmc.cli.options import (
-    SectionCommand,
-    bundle_argument,
-    debug_option,
-    emulate_option,
-    engine_options,
-    memory_option,
-    take,
-    threads_option,
-    verify_option,
-)
+from llmc.cli.options import SectionCommand, bundle_argument, emulate_option, take
 from llmc.cli.reading import at_terminal, read_stdin, stdin_limit
-from llmc.cli.sampling import SAMPLING_NAMES, add_sampling_options
+from llmc.cli.sampling import SAMPLING_NAMES, answering_options, describe, is_one, loading, refuse_unseen
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,16 +25,8 @@ if TYPE_CHECKING:
 @click.option("-p", "--prompt", help="Text to continue. Without it, stdin is read to its end.")
 @click.option("--chat", is_flag=True, help="Answer the prompt through the model's chat template; on a terminal, talk.")
 @click.option("--json", "as_json", is_flag=True, help="Print texts, tokens, counts, times and parameters as JSON.")
-@stats_option
-@threads_option
-@memory_option
-@self_test_option
-@verify_option
 @emulate_option
-@debug_option
-@add_sampling_options
-@max_context_option
-@engine_options
+@answering_options
 def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, stats: bool, **options: Any) -> None:
     """Stream the completion of a prompt from BUNDLE.
 
@@ -69,7 +42,7 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
     if talk and as_json:
         raise UsageError("--json prints one answer, and --chat without a prompt talks; give a prompt with -p")
     text = "" if talk else read_prompt(prompt, bundle)
-    with load(bundle, **collect_load_options(options)) as model:
+    with load(bundle, **loading(options)) as model:
         if chat:
             refuse_without_template(model)
         if talk:

@@ -1,37 +1,47 @@
-"""The parameters of a request as options: their names, ranges and meanings are those of SamplingParams."""
+"""The options of ``llmc run`` and ``llmc chat``, parameters of a request among them, and words about an answer."""
+
+from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.cli.answering import refuse_several, refuse_unseen
-from llmc.cli.options import ENGINE_NAMES, Command, SectionOption, flag
+from llmc.cli.options import (
+    ENGINE_NAMES,
+    ENGINE_OPTIONS,
+    SectionOption,
+    adding,
+    debug_option,
+    engine_option,
+    flag,
+    memory_option,
+    take,
+    threads_option,
+    verify_option,
+)
 from llmc.errors import UsageError, format_value
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import PARAMETERS, SAMPLED, SamplingParams
 from llmc.runtime.sampling.ranges import Parameter, Range
 from llmc.strict import read_bytes
 
+if TYPE_CHECKING:
+    from llmc.runtime import GenerationResult
+
 MAX_FILE_BYTES = 64_000_000
 COMMON = "Common parameters"
 SAMPLING_NAMES = frozenset(PARAMETERS)
+LOADING = ("threads", "max_context", "memory", "self_test", "verify", "emulate")
 
 # ---------------------------------------------------------------------------------------------------- kinds of values
 
 
 _ID = r"\s*\d{1,18}\s*"  # Python reads no integer of thousands of digits, and no vocabulary needs one
 _NUMBER = r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*"
-
-
-def integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise click.BadParameter(f"{format_value(text)} is not a valid integer.") from error
 
 
 def tokens(text: str) -> tuple[int, ...]:
@@ -89,7 +99,7 @@ def one_of(choices: tuple[str | bool, ...]) -> Callable[[str], str | bool]:
 
 # By the kind of a range: what reads the text, and what the help adds about it.
 _KINDS: dict[str, tuple[Any, str]] = {
-    "integer": (integer, ""),
+    "integer": (int, ""),
     "number": (float, ""),
     "flag": (bool, ""),
     "text": (str, ""),
@@ -108,15 +118,14 @@ _NOTES = {
 }
 
 
-def add_sampling_options(command: Command) -> Command:
-    """Add an option for every parameter of a request, the common ones first."""
+def _sampling_options() -> Iterator[Callable[[Any], Any]]:
+    """An option for every parameter of a request, the common ones first."""
     sections: dict[str, list[str]] = {COMMON: []}
     for name, stated in PARAMETERS.items():
         sections.setdefault(COMMON if stated.common else stated.section, []).append(name)
-    for section, listed in reversed(sections.items()):
-        for name in reversed(listed):
-            command = _option(name, PARAMETERS[name], section)(command)
-    return command
+    for section, listed in sections.items():
+        for name in listed:
+            yield _option(name, PARAMETERS[name], section)
 
 
 def _type(name: str, values: Range) -> Any:
@@ -144,7 +153,7 @@ def change_parameter(sampling: dict[str, Any], name: str, text: str) -> dict[str
     return found
 
 
-def _option(name: str, stated: Parameter, section: str) -> Callable[[Command], Command]:
+def _option(name: str, stated: Parameter, section: str) -> Callable[[Any], Any]:
     values = stated.range
     return click.option(
         flag(name) + (f"/--no-{name.replace('_', '-')}" if values.kind == "flag" else ""),
@@ -169,3 +178,62 @@ def _help(name: str, meaning: str, values: Range) -> str:
         return f"{text}.  [default: the checkpoint's]"
     shown = " ".join(map(ascii, default)) if isinstance(default, tuple) else str(default).lower()
     return f"{text}." + (f"  [default: {shown}]" if default or (values.choices and default is not None) else "")
+
+
+answering_options = adding(
+    [
+        click.option("--stats", is_flag=True, help="Print counts, times and the seed on stderr at the end."),
+        threads_option,
+        memory_option,
+        click.option(
+            "--self-test/--no-self-test",
+            default=None,
+            help="Replay the bundle's golden prompts first.  [default: the first time on this machine]",
+        ),
+        verify_option,
+        debug_option,
+        *_sampling_options(),
+        engine_option("--max-context", type=int, help="Longest sequence in tokens.  [default: the bundle's]"),
+        *ENGINE_OPTIONS,
+    ]
+)
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+def loading(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of :func:`llmc.runtime.load`; those of the engine only where they were given."""
+    return {name: options[name] for name in LOADING if name in options} | take(options, ENGINE_NAMES)
+
+
+def refuse_unseen(sampling: dict[str, Any]) -> None:
+    """Refuse what only JSON shows."""
+    for name in ("logprobs", "prompt_logprobs", "detokenize"):
+        if sampling.get(name, True) is not True:
+            raise UsageError(f"{name} is {sampling[name]}, which only llmc run with --json shows; add it, or leave it")
+
+
+def refuse_several(sampling: dict[str, Any]) -> None:
+    """Refuse what gives a turn several answers."""
+    if sampling.get("num_return_sequences", 1) > 1 or (sampling.get("n", 1) > 1 and "consensus" not in sampling):
+        raise UsageError("--n or --num-return-sequences ask for several outputs, a turn has one; leave them out")
+
+
+def is_one(sampling: dict[str, Any]) -> bool:
+    """True if one output is generated, so that its text can be printed as it comes."""
+    return all(sampling.get(name, 1) <= 1 for name in ("n", "best_of", "num_return_sequences"))
+
+
+def describe(result: GenerationResult) -> str:
+    """Counts, speeds, and why the request ended, in one line."""
+    usage, timings, metrics = result.usage, result.timings, result.metrics
+    cached = f" ({usage.cached_tokens} from the prefix cache)" if usage.cached_tokens else ""
+    cut = f" ({usage.truncated_tokens} left out)" if usage.truncated_tokens else ""
+    drafted = f"; {metrics.accepted} of {metrics.drafted} drafts accepted" if metrics.drafted else ""
+    seed = "" if result.seed is None else f"; seed {result.seed}"
+    return (
+        f"prompt: {usage.prompt_tokens} tokens{cached}{cut}, first token after {timings.ttft_s:.3f} s "
+        f"({timings.prefill_tokens_per_s:.1f} tok/s); completion: {usage.completion_tokens} tokens, "
+        f"{timings.tpot_s * 1000:.2f} ms each ({timings.decode_tokens_per_s:.1f} tok/s){drafted}; "
+        f"ended by {result.finish_reason}{seed}"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from llmc.cli.options import EXISTING_FILE, Command, SectionCommand, SectionOption, debug_option, size, with_flags
+from llmc.cli.options import EXISTING_FILE, SectionCommand, SectionOption, adding, debug_option, size, with_flags
 from llmc.errors import UsageError, require
 from llmc.runtime.server.config import Setting, read_config, settings
 
@@ -22,15 +22,7 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 TYPES: dict[str, Any] = {"integer": int, "number": float, "text": str, "path": click.Path(path_type=Path), "list": str}
 
 
-def add_setting_options(command: Command) -> Command:
-    """Add a flag for every key of the file but ``models``, which are arguments."""
-    for setting in reversed(settings()):
-        if setting.kind != "models":
-            command = _option(setting)(command)
-    return command
-
-
-def _option(setting: Setting) -> Callable[[Command], Command]:
+def _option(setting: Setting) -> Callable[[Any], Any]:
     names = [each.name for each in settings() if "_" in each.name]
     text = f"{with_flags(setting.help, names)}{_show_default(setting)}"
     given: dict[str, Any] = {"section": setting.section, "help": text, "default": None, "show_default": False}
@@ -80,11 +72,15 @@ def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:
     return found or None
 
 
+# A flag for every key of the file but ``models``, which are arguments.
+setting_options = adding([_option(setting) for setting in settings() if setting.kind != "models"])
+
+
 @click.command("serve", cls=SectionCommand)
 @click.argument("bundles", nargs=-1, metavar="[NAME=]BUNDLE...")
 @click.option("--config", type=EXISTING_FILE, help="TOML file of settings; flags go before it.")
 @debug_option
-@add_setting_options
+@setting_options
 def serve_command(bundles: tuple[str, ...], config: Path | None, **flags: Any) -> None:
     """Serve BUNDLEs over HTTP: to the clients of OpenAI (/v1) and Anthropic, and, with a page for chats, to a browser.
 

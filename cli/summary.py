@@ -87,19 +87,8 @@ def _of_bundle(path: Path) -> Summary:
     if manifest.device is not None:
         positions = round_up(manifest.engine, context)
         device = Memory(positions, 1, manifest.device.parts(positions, 1))
-    return Summary(
-        "bundle",
-        path,
-        manifest.geometry,
-        manifest.source,
-        files,
-        disk_bytes(files),
-        weights,
-        memory,
-        manifest,
-        manifest.notes,
-        device,
-    )
+    found = manifest.geometry, manifest.source, files, disk_bytes(files), weights, memory, manifest, manifest.notes
+    return Summary("bundle", path, *found, device)
 
 
 def disk_bytes(files: Mapping[str, int]) -> dict[str, int]:

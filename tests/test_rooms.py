@@ -131,29 +131,15 @@ def test_two_that_write_to_one_place_leave_each_others_work_alone(target: Path):
     assert names(target.parent) == ["bundle"]
 
 
-def test_a_room_that_is_cleared_away_before_it_is_locked_is_made_again(target: Path, monkeypatch: pytest.MonkeyPatch):
-    """Another process begins in between: it finds no lock, or a lock that nobody holds, and clears the room away."""
-    mkdir, flock, cleared = Path.mkdir, fcntl.flock, []
-
-    def clear(folder: Path) -> None:
-        shutil.rmtree(folder)
-        cleared.append(folder)
-
-    def late_open(self: Path, **options: bool) -> None:
-        mkdir(self, **options)
-        if not cleared:
-            clear(self)
-
-    def late_lock(descriptor: int, operation: int) -> None:
-        if len(cleared) == 1:
-            clear(*target.parent.glob(".bundle.*"))
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(Path, "mkdir", late_open)
-    monkeypatch.setattr(fcntl, "flock", late_lock)
+@pytest.mark.parametrize("held", [[], ["lock"]])
+def test_a_room_that_somebody_is_about_to_lock_is_left_alone(target: Path, held: list[str]):
+    folder = leave(target)
+    shutil.rmtree(folder / "new")
+    (folder / "lock").unlink()
+    for name in held:
+        (folder / name).touch()
     publish(target, "new")
-    assert len(cleared) == 2
-    assert names(target.parent) == ["bundle"]
+    assert names(target.parent) == [folder.name, "bundle"]
 
 
 def test_a_room_ends_with_its_block_and_so_do_the_parents_that_it_made(tmp_path: Path):

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import platform
-import shutil
 import sysconfig
 import time
 from dataclasses import dataclass
@@ -76,12 +75,12 @@ class Corpus:
         validation = {name: text for name, text in files.items() if name not in train}
         return cls(train, validation, digest.hexdigest())
 
-    def validation_text(self) -> dict[str, str]:
-        return choose_files(self.validation, VALIDATION_TEXT_LENGTH)
-
-    def calibration_text(self) -> dict[str, str]:
-        """Choose whole training files for the committed calibration text, which decides roundings and scales."""
-        return choose_files(self.train, CALIBRATION_TEXT_LENGTH)
+    def texts(self) -> dict[str, dict[str, str]]:
+        """Choose whole files for the committed texts: held-out ones to judge on, others to calibrate with."""
+        return {
+            "validation": choose_files(self.validation, VALIDATION_TEXT_LENGTH),
+            "calibration": choose_files(self.train, CALIBRATION_TEXT_LENGTH),
+        }
 
 
 def choose_files(files: dict[str, str], length: int) -> dict[str, str]:
@@ -204,15 +203,11 @@ def train(model: Qwen3ForCausalLM, stream: Tensor, steps: int) -> float:
 
 
 def save(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Write the checkpoint in float16 beside its final place, then put it there in one rename."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    """Write the checkpoint in float16."""
     stops = tokenizer.convert_tokens_to_ids([END, END_OF_TURN])
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0])  # type: ignore[no-untyped-call]
-    model.half().save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+    model.half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @torch.inference_mode()
@@ -235,7 +230,8 @@ def report_on(checkpoint: Path, corpus: Corpus) -> dict[str, Any]:
     """Measure the saved weights, in float32, on files that the training did not see."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    text = corpus.validation_text()
+    chosen = corpus.texts()
+    text = chosen["validation"]
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -246,7 +242,7 @@ def report_on(checkpoint: Path, corpus: Corpus) -> dict[str, Any]:
         "validation": evaluate(model, tokenizer, list(corpus.validation.values())),
         "validation_text_files": list(text),
         "validation_text": evaluate(model, tokenizer, list(text.values())),
-        "calibration_text_files": list(corpus.calibration_text()),
+        "calibration_text_files": list(chosen["calibration"]),
         "greedy_continuations": {prompt: continuation(model, tokenizer, prompt) for prompt in PROMPTS},
     }
 
@@ -276,7 +272,7 @@ def run(output: Path, steps: int, threads: int, seed: int) -> None:
     save(output / "checkpoint", model, tokenizer)
     training |= report_on(output / "checkpoint", corpus)
     (output / "training.json").write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
-    for name, chosen in (("validation", corpus.validation_text()), ("calibration", corpus.calibration_text())):
+    for name, chosen in corpus.texts().items():
         (output / f"{name}.txt").write_text(END.join(chosen.values()), encoding="utf-8", newline="")
 
 

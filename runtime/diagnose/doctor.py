@@ -88,11 +88,9 @@ def judge_bundle(folder: Path, probe: Probe, targets: dict[str, Outlook]) -> Bun
     except UNREADABLE as error:
         reason = str(error) if isinstance(error, LlmcError) else text_of(error)
         remedy = build_command(folder if find_unbuilt_kind(folder) else "CHECKPOINT")
-        return BundleOutlook(folder, "", (reason,), f"{REBUILD} {folder}" if _only_engine_damaged(folder) else remedy)
-
-
-def _only_engine_damaged(folder: Path) -> bool:
-    return _readable(folder, engine_matters=False) and not _readable(folder, engine_matters=True)
+        if _readable(folder, engine_matters=False) and not _readable(folder, engine_matters=True):
+            remedy = f"{REBUILD} {folder}"
+        return BundleOutlook(folder, "", (reason,), remedy)
 
 
 def _readable(folder: Path, engine_matters: bool) -> bool:

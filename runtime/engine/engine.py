@@ -150,7 +150,7 @@ class Engine:
             with self._lock:
                 self._accept(state)
         except LlmcError:
-            self.metrics.refuse()
+            self.metrics.count({}, "refused")
             raise
         made = handle(collector, partial(self._cancel, state.number), state.streams, keep=request.on_delta is not None)
         made.prompt_tokens, made.most_tokens = len(state.prompt), state.most_tokens

@@ -37,10 +37,6 @@ class Histogram:
         return sum(self.counts)
 
     @property
-    def mean(self) -> float | None:
-        return self.sum / self.count if self.count else None
-
-    @property
     def cumulative(self) -> tuple[int, ...]:
         """Observations at or below each bound, and last all of them."""
         return tuple(accumulate(self.counts))

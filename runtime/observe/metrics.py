@@ -169,17 +169,9 @@ class EngineMetrics:
         """A request enters the queue now; whatever its timeline records is counted here too."""
         return RequestTimeline(prompt_tokens, self)
 
-    def refuse(self) -> None:
-        """A request was turned away before it could wait: the queue is full, or it can never fit."""
-        self.count({}, "refused")
-
     def step(self, phase: str, seconds: float, rows: int) -> None:
         """A call of the session ended: its phase (of :data:`PHASES`), duration and rows."""
         self._note(self._count_step, phase, seconds, rows)
-
-    def tokens(self, count: int, ttft: Sequence[float], itl: Sequence[float]) -> None:
-        """A step committed ``count`` tokens of a request, after these times to the first token and between tokens."""
-        self._note(self._count, {"output_tokens": count}, "", {"ttft": ttft, "itl": itl})
 
     def count(self, added: Mapping[str, int], outcome: str = "", **seconds: Iterable[float]) -> None:
         """Count an event of a request in one step: ``added`` to counters, its outcome, ``seconds`` by histogram."""
@@ -273,7 +265,7 @@ class RequestTimeline:
             self.first_token, first = at, (at - self.queued,)
         self.output_tokens += count
         self._gaps.extend(gaps)
-        self._engine.tokens(count, first, gaps)
+        self._engine.count({"output_tokens": count}, ttft=first, itl=gaps)
 
     def draft(self, proposed: int, accepted: int) -> None:
         """Speculation proposed tokens, and the model agreed with ``accepted`` of them."""

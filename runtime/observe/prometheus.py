@@ -1,8 +1,7 @@
-"""An engine's metrics in the text format of Prometheus, through prometheus-client (extra ``metrics``).
+"""An engine's metrics for Prometheus, through prometheus-client (extra ``metrics``).
 
 Names follow vLLM's (https://docs.vllm.ai/en/latest/design/metrics.html) with ``llmc_`` in front, units are base units
-and end the name (https://prometheus.io/docs/practices/naming/). ``exposition`` answers a scrape; an application with a
-registry of its own registers an :class:`EngineCollector`.
+and end the name (https://prometheus.io/docs/practices/naming/).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,27 +11,14 @@ from llmc.errors import require
 from llmc.runtime.observe.histogram import Histogram
 from llmc.runtime.observe.metrics import EngineMetrics, Metric
 
-# What a server answers a scrape with.
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def exposition(metrics: EngineMetrics, labels: Mapping[str, str] | None = None) -> str:
-    """All metrics of an engine as text, to be sent as CONTENT_TYPE; ``labels`` go on every sample.
-
-    Raises:
-        MissingExtraError: prometheus-client is not installed.
-    """
-    client = require("prometheus_client", "metrics")
-    registry = client.CollectorRegistry()
-    registry.register(EngineCollector(metrics, labels))
-    text: str = client.generate_latest(registry).decode()
-    return text
-
 
 class EngineCollector:
     """An engine's metrics for a registry of prometheus-client to collect; each scrape is one snapshot.
 
     ``labels``, such as ``{"model_name": "tiny"}``, go on every sample; two engines in one process need different ones.
+
+    Raises:
+        MissingExtraError: prometheus-client is not installed.
     """
 
     def __init__(self, metrics: EngineMetrics, labels: Mapping[str, str] | None = None) -> None:

@@ -49,7 +49,7 @@ class JsonFormatter(logging.Formatter):
 
     Keys: ``time`` (ISO 8601, UTC, microseconds), ``level``, ``logger``, ``message``, the fields of the event, and
     ``exception`` where there is one. A field of one of these names gets an underscore behind it. Values that JSON does
-    not know become lists and numbers (NumPy) or else text; so do infinity and NaN.
+    not know become text.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -63,29 +63,7 @@ class JsonFormatter(logging.Formatter):
             line[f"{name}_" if name in _RESERVED else name] = value
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        try:
-            return _dumps(line)
-        except (TypeError, ValueError, RecursionError):
-            return _dumps({name: _writable(value) for name, value in line.items()})
-
-
-def _dumps(value: object) -> str:
-    return json.dumps(value, allow_nan=False, default=_plain)
-
-
-def _plain(value: object) -> object:
-    """Numbers and lists of NumPy as Python's, anything else as text."""
-    tolist = getattr(value, "tolist", None)
-    return tolist() if callable(tolist) else str(value)
-
-
-def _writable(value: object) -> object:
-    """The value itself where JSON can hold it, else its text."""
-    try:
-        _dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return repr(value)
-    return value
+        return json.dumps(line, default=str)
 
 
 # --------------------------------------------------------------------------------------------------------------- spans
@@ -117,19 +95,19 @@ def continue_trace(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[None]:
         context.detach(token)
 
 
-def record_spans(timeline: RequestTimeline, *, model: str, parent: "Context | None" = None) -> bool:
+def record_spans(timeline: RequestTimeline, *, model: str, parent: "Context | None" = None) -> None:
     """Make the spans of a request that has ended: the request, and in it ``queue``, ``prefill`` and ``decode``.
 
     Names and attributes follow the semantic conventions for generative AI
     (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/). A phase that the request did not reach has no
     span; one in which it ended lasts until then.
 
-    ``parent`` is from :func:`current_context`, or None for the calling thread's own. False if no tracer provider is
-    configured, or the request has not ended.
+    ``parent`` is from :func:`current_context`, or None for the calling thread's own. There are none if no tracer
+    provider is configured.
     """
     tracer = _tracer()
     if tracer is None or timeline.ended is None:
-        return False
+        return
     from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
     def unix_ns(at: float) -> int:
@@ -149,7 +127,6 @@ def record_spans(timeline: RequestTimeline, *, model: str, parent: "Context | No
         span.set_attribute("error.type", str(timeline.finish_reason))
         span.set_status(Status(StatusCode.ERROR, timeline.finish_reason))
     span.end(unix_ns(timeline.ended))
-    return True
 
 
 def _tracer() -> "Tracer | None":

@@ -89,11 +89,12 @@ def begun(*arguments: object) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize("verb", ["export", "build"])
-def test_a_real_command_that_is_terminated_leaves_nothing(verb: str, tiny_checkpoint: Path, tmp_path: Path):
-    with begun(verb, tiny_checkpoint, "-o", tmp_path / "out") as process:
-        process.terminate()
-        _, said = process.communicate()
-    assert (process.returncode, said) == (TERMINATED, "terminated\n")
+def test_a_command_that_is_terminated_leaves_nothing(
+    llmc: Callable[..., Any], verb: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("llmc.export.writer.build_graph", lambda *_: terminate())
+    ran = llmc(verb, tiny_checkpoint, "-o", tmp_path / "out")
+    assert (ran.code, ran.err) == (TERMINATED, "terminated\n")
     assert list(tmp_path.iterdir()) == []
 
 

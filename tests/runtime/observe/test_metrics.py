@@ -98,7 +98,7 @@ def test_gaps_are_measured_within_each_output(engine: EngineMetrics, clock: Cloc
     assert (metrics.output_tokens, snapshot.output_tokens) == (12, 12)
     assert (metrics.itl_p50_s, metrics.tpot_s) == (pytest.approx(0.2, abs=EXACT), pytest.approx(0.2, abs=EXACT))
     assert (snapshot.ttft.count, snapshot.itl.count) == (1, 9)
-    assert snapshot.itl.mean == pytest.approx(0.2, abs=EXACT)
+    assert snapshot.itl.sum == pytest.approx(9 * 0.2, abs=10 * EXACT)
 
 
 # --------------------------------------------------------------------------------------------------------------- engine
@@ -109,7 +109,7 @@ def test_an_engine_counts_what_its_requests_do(engine: EngineMetrics, clock: Clo
     timelines[0].draft(8, 6)
     timelines[1].draft(2, 0)
     timelines[1].overflow()
-    engine.refuse()
+    engine.count({}, "refused")
     snapshot = engine.snapshot()
     assert snapshot.requests == {**dict.fromkeys(OUTCOMES, 0), "stop": 2, "length": 1, "refused": 1}
     assert (snapshot.prompt_tokens, snapshot.output_tokens) == (30, 7)
@@ -118,9 +118,9 @@ def test_an_engine_counts_what_its_requests_do(engine: EngineMetrics, clock: Clo
     assert snapshot.overflows == 1
     counts = [getattr(snapshot, name).count for name in ("queue", "ttft", "itl", "tpot", "e2e")]
     assert counts == [3, 3, 4, 2, 3]
-    assert snapshot.ttft.mean == pytest.approx(3.0)
-    assert snapshot.queue.mean == pytest.approx(1.0)
-    assert snapshot.tpot.mean == pytest.approx(0.1)
+    assert snapshot.ttft.sum == pytest.approx(3 * 3.0)
+    assert snapshot.queue.sum == pytest.approx(3 * 1.0)
+    assert snapshot.tpot.sum == pytest.approx(2 * 0.1)
     assert snapshot.e2e.sum == pytest.approx(3 * 3.5 + 0.4)
     assert snapshot.uptime_s == pytest.approx(3 * 3.5 + 0.4)
 

@@ -4,13 +4,13 @@ import sys
 from dataclasses import replace
 
 import pytest
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmc.errors import MissingExtraError
 from llmc.runtime.observe.histogram import Histogram
 from llmc.runtime.observe.metrics import EngineMetrics, EngineSnapshot, Gauges
-from llmc.runtime.observe.prometheus import exposition
+from llmc.runtime.observe.prometheus import EngineCollector
 
 UNITS = ("_seconds", "_bytes", "_tokens")
 # Counts of things, which have no unit.
@@ -41,12 +41,18 @@ def metrics() -> EngineMetrics:
     cancelled.finish("cancelled")
     now[0] = 3100.0
     timeline.finish("stop")
-    engine.refuse()
+    engine.count({}, "refused")
     engine.step("prefill", 0.09, 1)
     engine.step("decode", 0.02, 7)
     gauges = Gauges(waiting=3, running=2, kv_reserved_bytes=1 << 40, kv_used_bytes=1023, prefix_cache_bytes=511)
     engine.read_gauges = lambda: gauges
     return engine
+
+
+def exposition(metrics: EngineMetrics, labels: dict[str, str] | None = None) -> str:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(metrics, labels))
+    return generate_latest(registry).decode()
 
 
 def parsed(text: str) -> dict[str, Metric]:
@@ -141,6 +147,6 @@ def test_labels_are_on_every_sample_and_escaped(metrics: EngineMetrics):
 
 
 def test_without_prometheus_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(MissingExtraError, match="pip install 'prometheus-client"):
         exposition(EngineMetrics())
