@@ -16,9 +16,9 @@ from llmc.cli.sampling import (
     SAMPLING_NAMES,
     answering_options,
     change_parameter,
+    collect_load_options,
     describe,
     is_one,
-    loading,
     refuse_several,
     refuse_unseen,
 )
@@ -58,7 +58,7 @@ def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bo
 
     sampling = take(options, SAMPLING_NAMES)
     refuse_unseen(sampling)
-    with load(bundle, **{"draft": "auto", **loading(options)}) as model:
+    with load(bundle, **{"draft": "auto", **collect_load_options(options)}) as model:
         refuse_without_template(model)
         converse(model, sampling, stats=stats, system=system, saved=saved)
 

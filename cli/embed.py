@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from llmc.bundle import read_bundle
-from llmc.cli.options import SectionCommand, adding, bundle_argument, debug_option, memory_option, threads_option
+from llmc.cli.options import SectionCommand, add_options, bundle_argument, debug_option, memory_option, threads_option
 from llmc.cli.reading import stdin_limit, stdin_lines
 
-encoding_options = adding(
+encoding_options = add_options(
     [
         click.option(
             "--instruction",
@@ -26,7 +26,7 @@ encoding_options = adding(
 )
 
 
-def given_texts(texts: tuple[str, ...], bundle: Path) -> list[str]:
+def read_texts(texts: tuple[str, ...], bundle: Path) -> list[str]:
     """The arguments, or else the lines of stdin."""
     return list(texts) or list(stdin_lines(stdin_limit(read_bundle(bundle).limits.max_context)))
 
@@ -43,7 +43,7 @@ def embed_command(
     from llmc.runtime import load
 
     with load(bundle, threads=threads, memory=memory) as model:
-        for vector in model.embed(given_texts(texts, bundle), **options):
+        for vector in model.embed(read_texts(texts, bundle), **options):
             click.echo(json.dumps([float(str(value)) for value in vector]))
 
 
@@ -60,7 +60,7 @@ def rank_command(
     from llmc.runtime import load
 
     with load(bundle, threads=threads, memory=memory) as model:
-        given = given_texts(documents, bundle)
+        given = read_texts(documents, bundle)
         scores = model.rank(query, given, **options)
     for place in sorted(range(len(given)), key=lambda place: -scores[place]):
         line = {"score": float(str(scores[place])), "document": given[place]}

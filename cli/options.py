@@ -112,7 +112,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Command]:
+def add_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Command]:
     """The decorator that adds ``options``, the first of them on top."""
 
     def add(command: Command) -> Command:
@@ -123,7 +123,7 @@ def adding(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Comma
     return add
 
 
-precision_options = adding(
+precision_options = add_options(
     [click.option(f"--{name}", f"as_{name}", is_flag=True, help=text) for name, text in PRECISIONS.items()]
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -74,6 +75,14 @@ def _bindings() -> KeyBindings:
     return bindings
 
 
+class _Questions(FileHistory):
+    """Questions in a file; where that is full or gone, the talk goes on without."""
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):
+            super().store_string(string)
+
+
 def former_questions() -> History:
     """The questions of former talks, in a file where XDG says; of this one only, where that cannot be written."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -83,4 +92,4 @@ def former_questions() -> History:
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))  # its owner alone may read it
     except OSError:
         return InMemoryHistory()
-    return FileHistory(path)
+    return _Questions(path)

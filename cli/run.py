@@ -13,7 +13,7 @@ from llmc.cli import output as show
 from llmc.cli.chat import converse, refuse_without_template
 from llmc.cli.options import SectionCommand, bundle_argument, emulate_option, take
 from llmc.cli.reading import at_terminal, read_stdin, stdin_limit
-from llmc.cli.sampling import SAMPLING_NAMES, answering_options, describe, is_one, loading, refuse_unseen
+from llmc.cli.sampling import SAMPLING_NAMES, answering_options, collect_load_options, describe, is_one, refuse_unseen
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
     if talk and as_json:
         raise UsageError("--json prints one answer, and --chat without a prompt talks; give a prompt with -p")
     text = "" if talk else read_prompt(prompt, bundle)
-    with load(bundle, **loading(options)) as model:
+    with load(bundle, **collect_load_options(options)) as model:
         if chat:
             refuse_without_template(model)
         if talk:

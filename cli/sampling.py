@@ -14,7 +14,7 @@ from llmc.cli.options import (
     ENGINE_NAMES,
     ENGINE_OPTIONS,
     SectionOption,
-    adding,
+    add_options,
     debug_option,
     engine_option,
     flag,
@@ -180,7 +180,7 @@ def _help(name: str, meaning: str, values: Range) -> str:
     return f"{text}." + (f"  [default: {shown}]" if default or (values.choices and default is not None) else "")
 
 
-answering_options = adding(
+answering_options = add_options(
     [
         click.option("--stats", is_flag=True, help="Print counts, times and the seed on stderr at the end."),
         threads_option,
@@ -201,7 +201,7 @@ answering_options = adding(
 # -------------------------------------------------------------------------------------------------------------- answers
 
 
-def loading(options: dict[str, Any]) -> dict[str, Any]:
+def collect_load_options(options: dict[str, Any]) -> dict[str, Any]:
     """Arguments of :func:`llmc.runtime.load`; those of the engine only where they were given."""
     return {name: options[name] for name in LOADING if name in options} | take(options, ENGINE_NAMES)
 

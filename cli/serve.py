@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from llmc.cli.options import EXISTING_FILE, SectionCommand, SectionOption, adding, debug_option, size, with_flags
+from llmc.cli.options import EXISTING_FILE, SectionCommand, SectionOption, add_options, debug_option, size, with_flags
 from llmc.errors import UsageError, require
 from llmc.runtime.server.config import Setting, read_config, settings
 
@@ -73,7 +73,7 @@ def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:
 
 
 # A flag for every key of the file but ``models``, which are arguments.
-setting_options = adding([_option(setting) for setting in settings() if setting.kind != "models"])
+setting_options = add_options([_option(setting) for setting in settings() if setting.kind != "models"])
 
 
 @click.command("serve", cls=SectionCommand)

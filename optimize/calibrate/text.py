@@ -91,14 +91,6 @@ def read_samples(
     )
 
 
-def held_out_text() -> str:
-    """The part of the default text that no calibration sees, 10,700 characters of English for the most part."""
-    return _part(_read(DEFAULT_TEXT)[0], held_out=True)
-
-
-# --------------------------------------------------------------------------------------------------------------- files
-
-
 def _part(text: str, held_out: bool) -> str:
     """Every fourth paragraph of the default text is held out: what calibration saw would judge too kindly."""
     paragraphs = enumerate(text.split("\n\n"))

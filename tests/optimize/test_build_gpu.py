@@ -37,8 +37,6 @@ INT4 = Request(precision="int4", head="int8", layers={"*.mlp.down_proj": "int8"}
 # Mean KL of a decoder of random weights, several times what was measured: 1e-5, 1e-4, 0, 0.005, 0.4 and 0.04. A lost
 # bias alone gives more than 1.
 LARGEST_KL = {"fp16": 1e-4, "bf16": 5e-4, "fp32": 1e-6, "int8": 0.02, "int4": 0.9, "fp8": 0.15}
-# What a decoder in float32 has of it at most, so rounding its weights to bfloat16 must give more; 1e-4 was measured.
-FLOAT32_KL = 1e-7
 COMPUTES = {"bf16": "bfloat16", "fp32": "float32"}
 NO_DRIVER = "no NVIDIA driver is here; install it"
 
