@@ -105,22 +105,18 @@ def attacks() -> dict[str, Attack]:
     # ------------------------------------------------------------------------------------------------- token ids
     ids = b"1," * VALUES
     add("ids and then a text", COMPLETIONS, lambda: b'{"prompt":[' + ids + b'"x"]}')
-    add("texts and then an id", COMPLETIONS, lambda: b'{"prompt":[' + b'"a",' * TEXTS + b"1]}")
-    add("a million texts", COMPLETIONS, lambda: filled({"prompt": "@"}, "a", VALUES))
     add("numbers beyond all", COMPLETIONS, lambda: filled({"prompt": "@"}, b"1e999", VALUES))
-    add("long integers", COMPLETIONS, lambda: filled({"prompt": "@"}, b"9" * 4000, VALUES))
     # --------------------------------------------------------------------------------------------- the shape alone
     add("brackets", CHAT, lambda: b"[" * MOST)
     add("deep lists", CHAT, lambda: deep(b"[", b"]", MOST // 2 - 1))
     add("deep objects", CHAT, lambda: deep(b'{"a":', b"}", MOST // 6 - 1))
-    add("quotes", CHAT, lambda: b'"' * MOST)
     add("a number of millions of digits", CHAT, lambda: b'{"max_tokens":' + b"9" * (MOST - 20) + b"}")
     add("a million members", CHAT, lambda: named("@", 700_000))
     add("unknown members", CHAT, lambda: named("@", TEXTS))
     add("escaped characters", COMPLETIONS, lambda: b'{"prompt":"' + b"\\ud83d\\ude00" * 690_000 + b'"}')
     # ------------------------------------------------------------------------------------------------------- texts
     for path, body, names in (
-        (COMPLETIONS, text, ("prompt", "stop", "grammar")),
+        (COMPLETIONS, text, ("prompt", "grammar")),
         (RESPONSES, answer, ("input",)),
         (MESSAGES, anthropic, ("system",)),
     ):
@@ -136,11 +132,6 @@ def attacks() -> dict[str, Attack]:
     )
     # ------------------------------------------------------------------------------------------------------- lists
     add("messages", CHAT, lambda: filled({"messages": "@", "max_tokens": 1}, USER, 16_000))
-    add(
-        "messages, the last one wrong",
-        CHAT,
-        lambda: filled({"messages": "@", "max_tokens": 1}, USER, 16_000)[:-17] + b',{"role":1}],"n":1}',
-    )
     add(
         "parts",
         CHAT,
@@ -171,7 +162,7 @@ def attacks() -> dict[str, Attack]:
             TEXTS,
         ),
     )
-    for name in ("stop", "choice", "banned_tokens"):
+    for name in ("stop", "banned_tokens"):
         item: Any = 5 if "token" in name else "ab"
         add(
             f"{name} without end",
@@ -180,24 +171,8 @@ def attacks() -> dict[str, Attack]:
         )  # type: ignore[misc]
     add("biases", CHAT, lambda: named({**chat, "logit_bias": "@"}, TEXTS))
     add("variables of a template", CHAT, lambda: named({**chat, "chat_template_kwargs": "@"}, TEXTS))
-    add("items", RESPONSES, lambda: filled({"input": "@", "max_output_tokens": 1}, USER, 16_000))
     blocks = {**TOP, "messages": [{"role": "user", "content": "@"}]}
     add("blocks", MESSAGES, lambda: filled(blocks, {"type": "text", "text": "a"}, 16_000))
-    add(
-        "an input of a tool",
-        MESSAGES,
-        lambda: named(
-            {
-                **TOP,
-                "messages": [
-                    USER,
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": "@"}]},
-                    USER,
-                ],
-            },
-            TEXTS - 100,
-        ),
-    )
     # ------------------------------------------------------------------------------------------- what is computed
     add(
         "echo with logprobs",
@@ -205,7 +180,6 @@ def attacks() -> dict[str, Attack]:
         lambda: written({"prompt": ["a b c d " * 240] * 6, "max_tokens": 1, "echo": True, "logprobs": 20}),
     )
     add("128 prompts", COMPLETIONS, lambda: written({"prompt": ["a " * 32_000] * 128, "max_tokens": 1}))
-    add("tokens of 8 MB", "/tokenize", lambda: texted({"prompt": "@"}))
     add("tokens of 8 MB, eight times", "/tokenize", lambda: texted({"prompt": "@"}), times=8)
     add("texts of a million tokens", "/detokenize", lambda: filled({"tokens": "@"}, 5, VALUES))
     add("a template of 8 MB", "/apply-template", lambda: texted({"messages": [{"role": "user", "content": "@"}]}))
@@ -227,8 +201,8 @@ def attacks() -> dict[str, Attack]:
     )
     add("a query of 8 MB", "/v1/rerank", lambda: texted({"model": "rank", "query": "@", "documents": ["a"]}))
     # ---------------------------------------------------------------------------------------------------- sockets
-    for name in ("deep objects", "unknown members", "a message of 8 MB"):
-        found[f"socket: {name}"] = Attack(CHAT, found[name].body, socket=True)
+    name = "a message of 8 MB"
+    found[f"socket: {name}"] = Attack(CHAT, found[name].body, socket=True)
     return found
 
 

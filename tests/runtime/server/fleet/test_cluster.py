@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 NAME = f"test-{os.getpid()}"  # of the application, by which its processes are found
-SETTINGS = {"threads": 1, "ray_cpus": 1.9, "ray_min_replicas": 2, "allow_no_keys": True}
+KEYS = {"ann": 'models = ["tiny"]', "ben": "", "crowd": "tokens_per_minute = 200"}
 CHAT = "/v1/chat/completions"
 WAIT_S = 120.0  # for what takes seconds, on a machine that does much else
 GROUPS = 4  # of each dialect; all of them would go to one of two replicas once in 2**15 runs
@@ -47,7 +47,25 @@ def folder(tiny_in: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
+def config(folder: Path) -> dict[str, Any]:
+    """What a config file says."""
+    keys = folder.with_name("keys.toml")
+    keys.write_text("".join(f'[{name}]\nkey = "{_key(name)}"\n{rest}\n' for name, rest in KEYS.items()))
+    keys.chmod(0o600)
+    own = {"threads": 1, "ray_cpus": 1.9, "ray_min_replicas": 2, "keys_file": str(keys)}
+    return {**own, "models": {"tiny": str(folder)}}
+
+
+def _key(name: str) -> str:
+    return f"sk-{name:-<16}"
+
+
+def client(url: str, name: str = "ben") -> httpx.Client:
+    return httpx.Client(base_url=url, headers={"authorization": f"Bearer {_key(name)}"}, timeout=WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def url(config: dict[str, Any]) -> Iterator[str]:
     """Two replicas, one on each of two nodes, and a front beside one of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -71,7 +89,7 @@ def url(folder: Path) -> Iterator[str]:
             ray.init(address=cluster.address, log_to_driver=False)
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
             patch.setenv("RAY_ADDRESS", cluster.address)  # for processes that a test starts
-            serve.run(build({**SETTINGS, "models": {"tiny": str(folder)}}), name=NAME)
+            serve.run(build(config), name=NAME)
             yield f"http://127.0.0.1:{port}"
         finally:
             pids = {int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _is_ours(int(entry))}
@@ -83,8 +101,8 @@ def url(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=WAIT_S) as client:
-        yield client
+    with client(url) as http:
+        yield http
 
 
 def _command(pid: int) -> str:
@@ -170,7 +188,7 @@ class Load:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def plain(self, group: int) -> None:
-        with httpx.Client(base_url=self.url, timeout=WAIT_S) as http:
+        with client(self.url) as http:
             while not self.stop.is_set():
                 answer = http.post(CHAT, json=chat(group, max_tokens=8))
                 if answer.status_code != 200:
@@ -179,7 +197,7 @@ class Load:
                     self._note(group, 8, answer.json()["choices"][0]["message"]["content"])
 
     def stream(self, group: int) -> None:
-        with httpx.Client(base_url=self.url, timeout=WAIT_S) as http:
+        with client(self.url) as http:
             while not self.stop.is_set():
                 self._stream(http, group)
 
@@ -227,35 +245,19 @@ def test_a_fleet_for_others_needs_keys(tmp_path: Path) -> None:
         build({"models": {"tiny": str(tmp_path)}})
 
 
-def test_a_key_has_its_models_its_rate_and_its_prefixes(url: str, folder: Path, tmp_path: Path) -> None:
-    from ray import serve
-
-    from llmc.runtime.server.fleet.cluster import build
-
-    keys = tmp_path / "keys.toml"
-    tables = {"ann": 'models = ["tiny"]', "ben": "", "crowd": "tokens_per_minute = 200"}
-    keys.write_text("".join(f'[{name}]\nkey = "sk-{name:-<16}"\n{rest}\n' for name, rest in tables.items()))
-    keys.chmod(0o600)
-    models = {name: str(folder) for name in ("tiny", "secret")}
-    own = {"ray_cpus": 0.3, "ray_min_replicas": 1, "allow_no_keys": False, "keys_file": str(keys)}
-    serve.run(build({**SETTINGS, **own, "models": models}), name=f"{NAME}-keys", route_prefix="/keys")
-
+def test_a_key_has_its_models_its_rate_and_its_prefixes(url: str) -> None:
     def ask(name: str, **given: Any) -> httpx.Response:
-        headers = {"authorization": f"Bearer sk-{name:-<16}"}
-        return httpx.post(f"{url}/keys{CHAT}", json=chat(0, **given), headers=headers, timeout=WAIT_S)
+        with client(url, name) as http:
+            return http.post(CHAT, json=chat(99, **given))
 
     def cached(name: str) -> int:
-        usage = ask(name, model="tiny", max_tokens=1).json()["usage"]
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
+        return int(ask(name, max_tokens=1).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    try:
-        assert [ask(name, model="secret", max_tokens=1).status_code for name in ("ann", "ben")] == [403, 200]
-        assert [cached(name) > 0 for name in ("ann", "ben", "ann", "ben")] == [False, False, True, True]
-        with ThreadPoolExecutor(12) as threads:
-            found = list(threads.map(lambda _: ask("crowd", model="tiny", max_tokens=8).status_code, range(12)))
-        assert sorted(found) == [200] + [429] * 11  # a prompt of more than half a minute's tokens
-    finally:
-        serve.delete(f"{NAME}-keys")
+    assert [ask(name, model="secret", max_tokens=1).status_code for name in ("ann", "ben")] == [403, 404]
+    assert [cached(name) > 0 for name in ("ann", "ben", "ann", "ben")] == [False, False, True, True]
+    with ThreadPoolExecutor(12) as threads:
+        found = list(threads.map(lambda _: ask("crowd", max_tokens=8).status_code, range(12)))
+    assert sorted(found) == [200] + [429] * 11  # a prompt of more than half a minute's tokens
 
 
 def test_a_stream_comes_as_it_is_made(http: httpx.Client) -> None:
@@ -287,18 +289,18 @@ def test_a_replica_killed_under_load_takes_nothing_with_it_but_streams_that_had_
     assert all(len(texts) == 1 for texts in load.answers.values())  # also of those that were asked for twice
 
 
-def test_replicas_of_other_settings_take_over_without_a_failed_request(url: str, folder: Path) -> None:
+def test_replicas_of_other_settings_take_over_without_a_failed_request(
+    url: str, http: httpx.Client, config: dict[str, Any]
+) -> None:
     from ray import serve
 
     from llmc.runtime.server.fleet.cluster import build
 
     known = replicas()
-    settings = {**SETTINGS, "models": {"tiny": str(folder)}, "max_context": 512}
     with under_load(url) as load:
-        serve.run(build(settings), name=NAME)
+        serve.run(build({**config, "max_context": 512}), name=NAME)
         until(lambda: len(replicas()) == 2 and not {*known} & {*replicas()})
-        with httpx.Client(base_url=url) as http:
-            assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 512
+        assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 512
     assert load.failed == [] and load.broken == []
     assert all(len(texts) == 1 for texts in load.answers.values())
 
