@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doubles.ggufs import write_gguf
 
-SECONDS = {"bundle": 6, "checkpoint": 3, "gguf": 3}
+SECONDS = {"bundle": 3, "checkpoint": 2, "gguf": 2}
 # A case that hangs ends the test after this much more: the corpus, the start, and the longest case that is allowed.
 PATIENCE = 120
 HOSTILE = Path(__file__).with_name("hostile.py")

@@ -26,19 +26,14 @@ from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
 
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
-# Those in which the parser sees something else: windows, softcaps, biases, packed and tied weights, norms and ropes at
-# other places. What else differs between families is in the lowered graph's own tests.
+# Those in which the parser sees something else: windows, softcaps, biases, packed and tied weights, longer queries.
+# What else differs between families is in the lowered graph's own tests.
 PLAIN, *DIFFERENT = (
     "llama-biases",
-    "smollm3-every-second-layer-rotated",
     "phi3-packed-window-fp16",
     "gpt2-scale-by-layer",
     "gemma2-softcaps",
     "qwen2-tied-bf16",
-    "gemma3-two-ropes",
-    "phi-head-bias-fp16",
-    "olmo2-norms-behind",
-    "hunyuan-norm-after-rope",
     "ministral3-growing-queries",
 )
 CAPACITY = 64

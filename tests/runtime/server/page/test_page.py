@@ -282,9 +282,13 @@ class TestHistory:
         done(page)
         assert len(server.requests[-1]["messages"]) == 5
 
-    @pytest.mark.parametrize(
-        ("change", "said"),
-        [
+    def test_refuses_files_that_hold_something_else(self, page, server: ChatServer, ask, tmp_path: Path):
+        ask("Hi")
+        done(page)
+        with page.expect_download() as download:
+            button(page, "Export as JSON").click()
+        exported = download.value.path().read_text(encoding="utf-8")
+        changes: list[tuple[Callable[[Any], Any], str]] = [
             (lambda file: "{", "it is not JSON"),
             (lambda file: {**file, "version": 2}, "it is something else than what “Export as JSON” writes"),
             (
@@ -300,19 +304,12 @@ class TestHistory:
                 changed("settings", "numbers", None),
                 "conversations[0].settings.numbers is something else than an object",
             ),
-        ],
-    )
-    def test_refuses_files_that_hold_something_else(
-        self, page, server: ChatServer, ask, tmp_path: Path, change: Callable[[Any], Any], said: str
-    ):
-        ask("Hi")
-        done(page)
-        with page.expect_download() as download:
-            button(page, "Export as JSON").click()
-        file = change(json.loads(download.value.path().read_text(encoding="utf-8")))
-        (tmp_path / "x.json").write_text(file if isinstance(file, str) else json.dumps(file), encoding="utf-8")
-        page.locator("#import-file").set_input_files(tmp_path / "x.json")
-        expect(page.locator("#notice")).to_contain_text(f"x.json cannot be imported: {said}")
+        ]
+        for number, (change, said) in enumerate(changes):
+            file, name = change(json.loads(exported)), f"{number}.json"
+            (tmp_path / name).write_text(file if isinstance(file, str) else json.dumps(file), encoding="utf-8")
+            page.locator("#import-file").set_input_files(tmp_path / name)
+            expect(page.locator("#notice")).to_contain_text(f"{name} cannot be imported: {said}")
         expect(page.locator("#conversations .open")).to_have_text(["Hi"])
 
     def test_is_renamed_by_keyboard_and_keeps_its_title(self, page, server: ChatServer, ask):
