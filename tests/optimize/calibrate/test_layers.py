@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doubles.lowerings import varied
 
 from llmc.bundle import read_export
 from llmc.export.streaming import StreamedDecoder
@@ -69,6 +70,7 @@ def lowered_logits(lowering, decoder, case, form: QuantConfig, store: Store | No
 # ------------------------------------------------------------------------------------------------------------ foldings
 
 
+@varied
 def test_folding_alone_changes_no_logit(case, lowering, decoder, tmp_path):
     store = run(case, tmp_path / "store", smoothing=0.5)
     geometry = read_export(case.export).geometry

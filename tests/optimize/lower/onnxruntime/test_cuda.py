@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from doubles.lowerings import Lowering, difference, portable, relative_difference
+from doubles.lowerings import Lowering, difference, portable, relative_difference, varied
 
 from llmc.bundle import Limits
 from llmc.errors import BuildError
@@ -105,6 +105,7 @@ def test_float16_equals_the_portable_graph_up_to_its_rounding(exported, lowered,
         assert relative_difference(run(ids, pieces), wanted) <= FLOAT16_TOLERANCE
 
 
+@varied
 @pytest.mark.parametrize("compute", ["float16", "float32"])
 def test_rows_of_different_lengths_decode_together(case, lowered, decoder, ids, compute):
     """Each row is prefilled alone, as the session does it; then all take a step of one token in one call."""
@@ -221,6 +222,7 @@ CONTRIBUTED = {
 ONLY_FLOAT16 = {"GroupQueryAttention"}
 
 
+@varied
 @pytest.mark.parametrize("compute", ["float16", "float32"])
 @pytest.mark.parametrize("form", [Computed(), WeightOnly(Grid(4, 32))], ids=str)
 def test_every_operator_has_a_cuda_kernel(case, lowered, form, compute):

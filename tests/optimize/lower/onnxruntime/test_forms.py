@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from doubles.lowerings import difference, portable, relative_difference
+from doubles.lowerings import difference, portable, relative_difference, varied
 
 from llmc.bundle import DECODER_FILE, read_export
 from llmc.errors import BuildError
@@ -36,6 +36,7 @@ def compared(lowered, decoder, ids: list[int], folder: Path) -> tuple[np.ndarray
 # -------------------------------------------------------------------------------------------------------------- float16
 
 
+@varied
 def test_float16_equals_the_portable_graph_on_rounded_weights(case, lowering, decoder, ids, tmp_path):
     lowered = lowering(case.export, Float16())
     lowered.apply("remove dead nodes")

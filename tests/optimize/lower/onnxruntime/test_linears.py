@@ -5,6 +5,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import varied
 
 from llmc.bundle import Limits, read_export
 from llmc.errors import BuildError
@@ -125,6 +126,7 @@ def test_lower_embedding_gathers_rows_in_the_form_of_the_head(exported, lowering
     assert (rows.offset == head.offset) == (name != UNTIED)
 
 
+@varied
 def test_no_dead_node_and_no_unread_initializer_is_left(case, lowering):
     lowered = lowering(case.export, PerToken())
     lowered.apply("remove dead nodes")

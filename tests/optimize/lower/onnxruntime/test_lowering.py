@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 import pytest
-from doubles.lowerings import difference, portable, relative_difference
+from doubles.lowerings import difference, portable, relative_difference, varied
 
 from llmc.optimize.lower.context import PerToken, WeightOnly
 from llmc.optimize.quantize.grid import Grid
@@ -34,6 +34,7 @@ def test_float32_equals_the_portable_graph(case, lowering, decoder, portable_log
         assert difference(run(ids, pieces), portable_logits(case)) <= FLOAT_TOLERANCE
 
 
+@varied
 def test_rows_of_a_ragged_decode_batch_are_as_alone(case, lowering, decoder, ids):
     lowered = lowering(case.export, WeightOnly(Grid(4, 32)))
     decode = decoder(lowered.save(), lowered.geometry)
@@ -143,6 +144,7 @@ def test_blocked_weights_equal_the_portable_graph_on_what_they_stand_for(
     assert difference(exact, wanted) <= FLOAT_TOLERANCE
 
 
+@varied
 @pytest.mark.vnni
 def test_weights_per_token_equal_the_portable_graph_up_to_rounding(case, lowering, decoder, ids, tmp_path):
     lowered = lowering(case.export, PerToken())

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import varied
 
 from llmc.optimize.lower.context import PerToken
 from llmc.optimize.targets import capabilities
@@ -138,6 +139,7 @@ def prompts(ids: list[int]) -> list[list[int]]:
     return [ids, ids[::-1], [*ids[7:], *ids[:7]]]
 
 
+@varied
 def test_deferred_scales_change_nothing_but_the_rounding(case, lowering, decoder, ids):
     early, late = lowering(case.export, PerToken()), lowering(case.export, PerToken())
     wanted = decoder(early.save(without=["defer token scales"]), early.geometry)

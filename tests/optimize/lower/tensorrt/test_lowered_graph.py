@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
-from doubles.lowerings import difference, relative_difference
+from doubles.lowerings import difference, relative_difference, varied
 
 from llmc.optimize.lower.context import Computed, Float8, QuantConfig, WeightOnly
 from llmc.optimize.quantize.grid import Grid
@@ -202,6 +202,7 @@ def check_half(case, weights, lowering, decoder, portable, ids) -> None:
     assert relative_difference(decoder(lowered.write())(ids, PIECES["chunks"]), wanted) <= HALF_TOLERANCE
 
 
+@varied
 def test_float16_equals_the_portable_graph_up_to_rounding(case, lowering, decoder, portable, ids):
     check_half(case, "float", lowering, decoder, portable, ids)
 

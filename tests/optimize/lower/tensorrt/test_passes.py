@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 import pytest
+from doubles.lowerings import varied
 
 from llmc.errors import BuildError
 from llmc.optimize import passes
@@ -76,6 +77,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported, lowering, comput
     assert all(value.uses() for value in lowered.graph.inputs)
 
 
+@varied
 def test_no_dead_node_and_no_unread_initializer_is_left(case, lowering):
     lowered = lowering(case.export, INT4).finish()
     assert remove_dead(lowered.graph) == 0
