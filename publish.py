@@ -1,7 +1,7 @@
 """Atomic publishing of folders: written beside their place, synced, and renamed into it, whole or not at all.
 
-What is on its way lies in a hidden room beside the place, ``.NAME.NUMBER.work``, whose lock ends with the process that
-holds it: by that the next one tells what a killed process left from what another one writes.
+An unfinished folder lies in a hidden work folder beside the target, ``.NAME.NUMBER.work``. Its lock ends with the
+process that holds it, so the next process can tell leftovers of a killed one from work in progress.
 """
 
 import errno
@@ -21,9 +21,9 @@ from llmc.errors import ResourceError, UsageError
 # What a folder of llmc's may hold; anything else in it is somebody's own.
 OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".gguf", ".jinja")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# What a folder that comes or goes between two steps makes of the second.
+# Errors of a step whose folder appeared or vanished since the step before.
 OVERTAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
-# In a room: what its process holds, what is being written, and what was in the place before.
+# In a work folder: its lock, the folder that is being written, and the one that it replaces.
 LOCK, NEW, OLD = "lock", "new", "old"
 
 
@@ -43,12 +43,12 @@ def link(path: Path, target: Path) -> int:
 
 
 @contextmanager
-def room(target: Path) -> Iterator[Path]:
+def work_folder(target: Path) -> Iterator[Path]:
     """Give an empty folder, hidden beside ``target``, and remove it when the block ends, however it ends.
 
-    First it clears away what killed processes left there; a folder that one of them had set aside comes back where it
-    was. What a living process writes stays, by a lock that some network file systems know nothing of: there nothing is
-    cleared away. Missing parents of ``target`` are made, and removed again if they are empty in the end.
+    First it removes leftovers of killed processes; a folder that one of them had set aside comes back where it was.
+    Work of living processes is known by its lock. Some network file systems have no locks: there nothing is removed.
+    Missing parents of ``target`` are made, and removed again if they are empty in the end.
 
     Raises:
         UsageError: nothing can be written there.
@@ -63,7 +63,7 @@ def room(target: Path) -> Iterator[Path]:
             folder.mkdir(parents=True)
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
             lock_file(lock)
-            (folder / NEW).mkdir()  # the last one, for without it nobody clears the room away
+            (folder / NEW).mkdir()  # made last: others remove no folder without it
         yield folder / NEW
     finally:
         _leave(folder, place, lock)
@@ -76,7 +76,7 @@ def room(target: Path) -> Iterator[Path]:
 def stage_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     """Give an empty folder to write into, and publish it as ``target`` when the block ends without an error.
 
-    The folder lies beside the target, in a :func:`room`. On any error, Ctrl-C included, it is removed and the target
+    The folder lies in a :func:`work_folder`. On any error, Ctrl-C included, it is removed and the target
     is untouched. With ``force`` an existing target is replaced, and only at the end.
 
     Raises:
@@ -86,10 +86,10 @@ def stage_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     place = Path(os.path.realpath(target))
     _recover(place)
     refuse_to_overwrite(target, force)
-    with room(target) as staging:
+    with work_folder(target) as staging:
         try:
             yield staging
-        except OSError as error:  # of the caller's block: all but a full disk keeps its own name
+        except OSError as error:  # an error of the caller's block; only a full disk is translated
             if error.errno in FULL:
                 raise _full(target) from error
             raise
@@ -177,7 +177,7 @@ def _full(target: Path) -> ResourceError:
 def lock_file(descriptor: int, *, shared: bool = False) -> bool | None:
     """Lock the file until it is closed; tells if that worked, None where file system or platform has no locks.
 
-    A shared lock waits: whoever has the other one only looks whether this one is there.
+    A shared lock waits: the exclusive one is held only for a moment, to see whether this one exists.
     """
     try:
         import fcntl  # not on Windows
@@ -192,15 +192,15 @@ def lock_file(descriptor: int, *, shared: bool = False) -> bool | None:
 
 def _recover(place: Path) -> None:
     """Clear away what killed processes left beside ``place``; a folder they had set aside comes back where it was."""
-    rooms = re.compile(re.escape(f".{place.name}.") + r"[0-9a-f]{16}\.work")
+    names = re.compile(re.escape(f".{place.name}.") + r"[0-9a-f]{16}\.work")
     with suppress(OSError):  # there is no parent, or nobody may look into it
         for folder in place.parent.iterdir():
-            if rooms.fullmatch(folder.name):
+            if names.fullmatch(folder.name):
                 _clear(folder, place)
 
 
 def _clear(folder: Path, place: Path) -> None:
-    """Remove a room unless somebody has its lock, or is about to take it; what holds anything else is no room."""
+    """Remove a work folder, unless it is locked or will be at once, or holds other files."""
     with suppress(OSError):
         if folder.is_symlink() or not {LOCK} < set(os.listdir(folder)) <= {LOCK, NEW, OLD}:
             return
@@ -213,7 +213,7 @@ def _clear(folder: Path, place: Path) -> None:
 
 
 def _leave(folder: Path, place: Path, lock: int | None) -> None:
-    """Remove a room of one's own and let its lock go; one interrupt does not keep it from that."""
+    """Remove our own work folder and release its lock, even if interrupted once."""
     try:
         with suppress(OSError):
             try:
@@ -227,7 +227,7 @@ def _leave(folder: Path, place: Path, lock: int | None) -> None:
 
 
 def _remove(folder: Path, place: Path) -> None:
-    """Remove a room, but first bring back what it was to replace and did not: then the new folder is still there."""
+    """Remove a work folder, but first bring back the folder it set aside if the new one was never published."""
     new, old = folder / NEW, folder / OLD
     if new.exists() and old.exists() and not place.exists():
         old.rename(place)
@@ -248,13 +248,13 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """:func:`sync` of all that is in a folder, and of itself."""
+    """:func:`sync` a folder and all that is in it."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
 def _swap(staging: Path, place: Path, target: Path) -> None:
-    """Put ``staging`` in its place, and what is there beside it."""
+    """Rename ``staging`` to the target, after setting aside what is there."""
     try:
         if place.exists():
             place.rename(staging.with_name(OLD))

@@ -1,7 +1,7 @@
-"""JSON that somebody else wrote: files read within bounds, and values decoded into dataclasses within their ranges.
+"""Reads JSON from untrusted bundles and checkpoints: files within bounds, values into dataclasses within their ranges.
 
-Whoever wrote a bundle or a checkpoint may mean harm, so a file is regular, a text has a size, a depth and numbers with
-so many digits, and a field has a range: what goes beyond is refused before anything is computed from it.
+Files must be regular; size, depth, digits of numbers and ranges of fields are limited. Whatever exceeds a limit is
+refused before anything is computed from it.
 """
 
 import json
@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 from llmc.errors import BundleError
 
-# Bytes of a JSON file that is read into Python's objects, which take some twenty times as much: a vocabulary of a
-# quarter of a million tokens with its merges has 35 MB, and any other file far less.
+# Bytes of a JSON file; as Python's objects it takes about twenty times as much. A vocabulary of a quarter of a million
+# tokens with its merges has 35 MB, any other file far less.
 MOST_JSON = 128 << 20
 # Objects and arrays inside one another; the deepest that llmc or a checkpoint of a known family writes has 12.
 DEEPEST_JSON = 64
@@ -35,7 +35,7 @@ def open_regular(path: Path) -> BinaryIO:
         OSError: there is none, or it cannot be opened.
         ValueError: it is something else than a regular file, or the path is none.
     """
-    # A FIFO without a writer would hold up who opens it, and Windows would change the ends of lines.
+    # Opening a FIFO without a writer would block, and Windows would change the ends of lines.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -112,14 +112,14 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
     return _decoder(kind)(data, (where,))
 
 
-# The names of a value's place, the last one first: most are never spelt out.
+# Path of a value, innermost name first; it is only written out in errors.
 _Place = tuple[Any, ...]
 _Decoder = Callable[[Any, _Place], Any]
 
 
 @cache
 def _decoder(kind: Any) -> _Decoder:
-    """The function that decodes values of a kind: which one is found out once, for a manifest has thousands."""
+    """The function that decodes values of a kind; cached, since a manifest has thousands of values."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return _make_bounded(arguments[1], _decoder(arguments[0]))
@@ -127,7 +127,7 @@ def _decoder(kind: Any) -> _Decoder:
         return _object(kind)
     if origin in (tuple, dict):
         return _container(origin, _decoder(arguments[0 if origin is tuple else 1]))
-    if origin in (types.UnionType, typing.Union):  # the latter is what Annotated | None makes
+    if origin in (types.UnionType, typing.Union):  # ``Annotated | None`` makes the latter
         inner = _decoder(arguments[0])
         return lambda data, place: None if data is None else inner(data, place)
     if kind is float:
@@ -191,7 +191,7 @@ def _scalar(kind: Any, choices: tuple[Any, ...]) -> _Decoder:
 def _finite(data: Any, place: _Place) -> float:
     if type(data) not in (int, float):
         raise _other(data, place, "float")
-    if not abs(data) <= sys.float_info.max:  # also of an integer, which may be too large for a float, and of NaN
+    if not abs(data) <= sys.float_info.max:  # also refuses NaN, and integers too large for a float
         raise _other(data, place, "a finite number")
     return float(data)
 
@@ -216,5 +216,5 @@ def _format_place(place: _Place) -> str:
     return "".join(reversed(names)).lstrip(".")
 
 
-# And what turns the direction of a line, and halves of characters.
+# Also characters that change the direction of text, and unpaired surrogates.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -52,10 +52,10 @@ from llmc.bundle.reading import build_command as build_command
 from llmc.bundle.reading import explain_absent as explain_absent
 from llmc.bundle.reading import find_unbuilt_kind as find_unbuilt_kind
 from llmc.bundle.reading import identify_folder as identify_folder
-from llmc.bundle.reading import of_same as of_same
 from llmc.bundle.reading import publication as publication
 from llmc.bundle.reading import read_bundle as read_bundle
 from llmc.bundle.reading import read_export as read_export
+from llmc.bundle.reading import read_same as read_same
 from llmc.bundle.reading import read_undisturbed as read_undisturbed
 from llmc.bundle.reading import refuse_bundle as refuse_bundle
 from llmc.bundle.reading import refuse_other as refuse_other

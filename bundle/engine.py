@@ -31,7 +31,7 @@ class DeviceMemory:
     """Bytes that a bundle takes on its GPU; on a Jetson they are the machine's own.
 
     Attributes:
-        context: the driver's and the libraries' own, from experience.
+        context: what driver and libraries take themselves, estimated from experience.
         weights: of the engine or the graphs.
         workspace: activations of the largest call.
         cache_per_token: keys and values, per row and position.
@@ -67,7 +67,7 @@ class EngineConfig:
         compute: float16, bfloat16 or float32.
         buckets: numbers of cache positions that attention may look at, ascending; the last one is the longest context.
         decode, prefill: the profiles 0 and 1.
-        select: the engine that finds the largest logits, or empty; ``candidates`` of them.
+        select: the engine that finds the ``candidates`` largest logits; empty if there is none.
         platform: operating system and processor, as linux-x86_64.
         compute_capabilities: of the GPUs it was built for, as 8.7.
         verified: ``device`` where the engine itself was run after building, ``cpu`` where only its graph was, on a CPU;
@@ -102,14 +102,14 @@ class EngineConfig:
     def fits_gpu(self, capability: str) -> bool:
         """True if the engine has code for a GPU of this compute capability, as 8.7.
 
-        It has for those that it names; where it names none, as TensorRT-RTX builds by default, from Ampere on.
+        An engine that names GPUs has code for those; one that names none (TensorRT-RTX's default) for all since Ampere.
         """
         return capability in self.compute_capabilities or (
             not self.compute_capabilities and version(capability) >= AMPERE
         )
 
     def is_sound(self, max_context: int, max_batch: int, prefill_chunk: int) -> bool:
-        """True if a build with these limits can have written these numbers."""
+        """True if a build with these limits could write these numbers."""
         rising = list(self.buckets) == sorted(set(self.buckets)) and min(self.buckets) > 0
         selects = self.candidates > 0 if self.select else self.candidates == 0
         decode, prefill = Profile(max_batch, 1, 1), (self.prefill.batch, self.prefill.sequence)

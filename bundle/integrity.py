@@ -14,8 +14,8 @@ from llmc.bundle.manifest import BUNDLE_MANIFEST, CHUNKS_FILE, Manifest
 from llmc.errors import BundleError
 from llmc.strict import decode, open_regular, read_json
 
-# Hashes of pieces of large files, so that some bytes can be checked without reading all. They are cut to 64 bits: who
-# damages a file by chance looks for no piece with the same hash, and who changes it on purpose can change this one too.
+# Hashes of pieces of large files, so that some bytes can be checked without reading all. 64 bits are enough against
+# accidents; whoever changes a file on purpose can change its hash too.
 CHUNK, CHUNK_DIGITS = 4 << 20, 16
 SAMPLED_CHUNKS = 16  # of one file, 64 MiB: 50 ms of hashing
 
@@ -37,14 +37,14 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def list_unlisted_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Names of what lies in the folder and is not the bundle's, sorted; 16 at most, for a reader wants few."""
+    """Sorted names of files in the folder that the manifest does not list; 16 at most."""
     found = (entry.name for entry in os.scandir(folder))
     listed = {name.partition("/")[0] for name in manifest.files}
     return tuple(heapq.nsmallest(16, (name for name in found if name not in listed and name != BUNDLE_MANIFEST)))
 
 
 def verify_samples(folder: Path, manifest: Manifest, chance: random.Random) -> Iterator[str]:
-    """Hash 64 MiB of every file, at places that ``chance`` chooses, or all of a smaller one, and yield its name.
+    """Hash 64 MiB of every file at random places (all of a smaller file), and yield its name.
 
     A bundle without :data:`CHUNKS_FILE`, of an older llmc, has only its smaller files checked.
 

@@ -29,13 +29,13 @@ TOKENIZER_FILES = (
 )
 CHUNKS_FILE = "chunks.json"  # hashes of pieces of large files
 
-# Of logits, in a self-test: beyond this, nothing would be tested. In SmolLM2-135M with 4-bit weights, calls of a graph
-# differ by up to 1.03, and zeroing a whole matrix in one of its 30 layers moves some logit by 1.5 to 38, mostly by more
-# than this.
+# Largest tolerance of logits in a self-test; a larger one would test nothing. In SmolLM2-135M with 4-bit weights, calls
+# of a graph differ by up to 1.03, and zeroing a whole matrix in one of its 30 layers moves some logit by 1.5 to 38,
+# mostly by more than this.
 LARGEST_TOLERANCE = 4.0
-MOST_MANIFEST = 32 << 20  # bytes: of 4,096 layers, it has 20 MB
-# Ranges of the manifests' numbers. What is computed, or reserved, from one that no build writes could take for ever or
-# all memory: a self-test of 80,000 prompts never ends.
+MOST_MANIFEST = 32 << 20  # bytes; the manifest of 4,096 layers has 20 MB
+# Ranges of the manifests' numbers. A number that no build writes could cost endless time or all memory: a self-test of
+# 80,000 prompts never ends.
 Version = Annotated[int, range(1, 1 << 16)]
 Tokens = Annotated[int, range(1 << 40)]  # of a text
 Parity = Annotated[int, range(3)]
@@ -47,7 +47,7 @@ CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Invariance:
-    """Calls of a graph that compute the same bits for a token, whatever is computed beside it; measured.
+    """Which calls of a graph compute the same bits for a token whatever else is in the call; measured.
 
     Each number is 1 if calls of any size do, 2 if those of an even size do, 0 if none is known to.
 
@@ -270,7 +270,7 @@ class Recipe:
     compute: str = "float32"
 
     def precisions(self) -> set[str]:
-        """In which some linear is stored."""
+        """Precisions of the stored linears."""
         return {self.precision, self.head, *self.layers.values()}
 
     def cache_type(self) -> str:
@@ -376,8 +376,8 @@ class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
     ``cache`` is the type of the KV cache's values.
-    ``golden_tolerance`` is how far logits of ``golden`` may be from what is recorded, elsewhere. It follows from
-    ``golden_spread``: how far they were apart where it was built, between calls of other shapes that an engine makes.
+    ``golden_tolerance`` is how far logits of ``golden`` may be from the recorded ones on another machine. It follows
+    from ``golden_spread``, the differences on the building machine between calls of different shapes.
     ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
     target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
     ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``.
@@ -408,7 +408,7 @@ class Manifest:
 
     @property
     def overwritten(self) -> int:
-        """Positions behind the last that counts which some graph may write over."""
+        """Positions behind the last valid one that some graph may write over."""
         return max((graph.overwritten for graph in self.graphs.values()), default=0)
 
     def list_files(self) -> list[str]:
@@ -416,7 +416,7 @@ class Manifest:
         return [*(graph.file for graph in self.graphs.values()), *self.engine_files()]
 
     def engine_files(self) -> list[str]:
-        """The engine and what comes with it: what ``llmc build --rebuild`` makes anew."""
+        """The engine and its side files, which ``llmc build --rebuild`` writes anew."""
         e = self.engine
         return [name for name in (e.file, e.select, e.log) if name] if e is not None else []
 

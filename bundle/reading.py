@@ -29,7 +29,7 @@ from llmc.bundle.manifest import (
 from llmc.errors import BundleError, LlmcError
 from llmc.strict import decode, read_json
 
-# A build that replaces a bundle takes its place in two steps: so long the folder is gone at most.
+# A bundle is replaced in two steps, between which the folder is missing for at most this long.
 SWAP_S = 0.02
 MOST_TRIES = 10
 TICK_S = 0.02  # longer than that of any kernel's clock for files: 1 to 10 ms
@@ -83,7 +83,7 @@ def publication(folder: Path) -> tuple[int, ...] | None:
 
 
 def read_undisturbed(folder: Path, work: Callable[[Path], T], undo: Callable[[T], object] = lambda result: None) -> T:
-    """The result of ``work`` on one and the same bundle: done again if another one took its place meanwhile.
+    """Call ``work`` on a bundle, again if the bundle was replaced meanwhile, and return its result.
 
     Args:
         work: gets the folder, without links that might lead elsewhere while it works.
@@ -111,8 +111,8 @@ def read_undisturbed(folder: Path, work: Callable[[Path], T], undo: Callable[[T]
     raise BundleError(f"{folder} was replaced {MOST_TRIES} times while it was read; let the build end, and try again")
 
 
-def of_same(folder: Path, known: tuple[int, ...] | None, work: Callable[[Path], T]) -> T:
-    """The result of ``work`` on the bundle that was loaded from ``folder`` as the :func:`publication` ``known``.
+def read_same(folder: Path, known: tuple[int, ...] | None, work: Callable[[Path], T]) -> T:
+    """Call ``work`` on ``folder`` if it still holds the :func:`publication` ``known``, and return its result.
 
     Raises:
         BundleError: another one has taken its place.
@@ -129,7 +129,7 @@ def of_same(folder: Path, known: tuple[int, ...] | None, work: Callable[[Path], 
 
 
 def identify_folder(folder: Path) -> tuple[int, ...] | None:
-    """Identity of what is published in ``folder``, another one also of a folder that was moved away and came back.
+    """Identity of what is published in ``folder``; it also changes if a folder is moved away and comes back.
 
     A change in the same tick of the file system's clock would be missed, so this waits until a change is older."""
     try:
@@ -153,10 +153,10 @@ def find_unbuilt_kind(folder: Path) -> str | None:
 
 
 def refuse_other(folder: Path) -> None:
-    """Refuse what is no folder of a bundle, with the way to one.
+    """Refuse a path that is no bundle, and say how to get one.
 
     Raises:
-        BundleError: nothing is there, or what a bundle is built of.
+        BundleError: nothing is there, or something that bundles are built of.
     """
     if not os.path.lexists(folder):
         said = f"{folder}: there is no such folder, expected a bundle; build one with: {build_command('CHECKPOINT')}"
@@ -166,7 +166,7 @@ def refuse_other(folder: Path) -> None:
 
 
 def explain_absent(path: Path) -> str | None:
-    """The sentence for a path where nothing is and that looks like a model's name at a hub; None for any other path."""
+    """A sentence about a missing path that looks like a model's name at a hub; None for any other path."""
     named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", str(path))
     if not named or os.path.lexists(path.parent):
         return None

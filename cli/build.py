@@ -25,7 +25,7 @@ from llmc.cli.options import (
 )
 from llmc.cli.stopping import cleanly_stopped
 from llmc.errors import require
-from llmc.publish import refuse_to_overwrite, room
+from llmc.publish import refuse_to_overwrite, work_folder
 
 if TYPE_CHECKING:
     from llmc.optimize.auto.search import AutoReport
@@ -156,7 +156,7 @@ def open_export(source: Path, output: Path, progress: show.Report) -> Iterator[P
     from llmc.export import export
 
     check_export(source)
-    with room(output) as folder:
+    with work_folder(output) as folder:
         yield export(source, folder / source.resolve().name.removesuffix(".gguf"), progress=progress).output
 
 

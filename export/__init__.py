@@ -12,7 +12,7 @@ __all__ = ["ExportReport", "export"]
 
 
 def require_packages() -> None:
-    """Refuse to begin without what an export needs."""
+    """Raise an error if a package that an export needs is missing."""
     for module in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "gguf"):
         require(module, "export")
 
@@ -21,7 +21,7 @@ def export(
     checkpoint: Path, output: Path, *, force: bool = False, progress: Callable[[str], None] | None = None
 ) -> ExportReport:
     """Export a local Hugging Face checkpoint, or a model in GGUF files of which ``checkpoint`` is the first, into the
-    folder ``output``. Weights that the decoder takes as they are stored are neither read nor copied.
+    folder ``output``. Weights that need no conversion are neither read nor copied.
 
     ``progress`` is told each step in a few words. An existing ``output`` is replaced only with ``force``.
 

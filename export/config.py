@@ -1,7 +1,4 @@
-"""A decoder in llmc's own words: its layers, and the inventory of linears, norms, attentions and caches that follows.
-
-A family fills in a :class:`DecoderConfig`; everything else asks it, so that no checkpoint's config is read twice.
-"""
+"""The shape of a decoder: its layers, and the inventory of linears, norms, attentions and caches that they contain."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -34,10 +31,10 @@ class Rope:
     """A rotary position embedding.
 
     Attributes:
-        dim: values of a head that are rotated, pairs of them together.
+        dim: number of values of a head that are rotated, in pairs.
         theta: base of the frequencies.
-        factor: divides all frequencies (linear, proportional), or the low ones (llama3 and yarn, which also read what
-            follows).
+        factor: divides all frequencies (linear, proportional), or the low ones (llama3 and yarn, which use the next
+            values).
         low_freq_factor, high_freq_factor: turns within the original positions between which llama3 blends.
         original_max_positions: positions that the model was trained with.
         beta_slow, beta_fast: as low_freq_factor and high_freq_factor, of yarn; ``truncate`` widens to whole pairs.
@@ -96,12 +93,12 @@ class AttentionConfig:
 
     @property
     def turned_before(self) -> bool:
-        """True if queries and keys are rotated before their norms, and so before they come to the attention."""
+        """True if queries and keys are rotated before their norms, thus outside the attention operator."""
         return self.rope is not None and self.qk_norm == "head_after_rope"
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Values of all heads together, of queries and of keys."""
+        """Width of all query heads together, and of all key heads."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim
 
 
@@ -122,7 +119,7 @@ class NormConfig:
     Attributes:
         eps: added to the mean square or variance.
         kind, bias: see :class:`llmc.inventory.Norm`.
-        offset: whether checkpoints store weights less one; export adds it, so that nobody else needs to know.
+        offset: whether checkpoints store weights minus one; export adds it back.
     """
 
     eps: float
@@ -133,7 +130,7 @@ class NormConfig:
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of a layer's norms, each by its module's name, empty where there is none.
+    """Module names of a layer's norms by their place, empty where there is none.
 
     ``x + after(part(before(x)))`` is computed with the attention as the part and then with the MLP; if ``parallel``,
     both read the same x, and through one norm where they name the same.
@@ -157,7 +154,7 @@ PARALLEL_TWO_NORMS = Placement("input_layernorm", "", "post_attention_layernorm"
 
 @dataclass(frozen=True)
 class Layer:
-    """A residual block. ``mlp`` is None where attention is all that it has."""
+    """A residual block. ``mlp`` is None if it has attention only."""
 
     mixer: AttentionConfig
     mlp: MlpConfig | None
@@ -166,7 +163,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class DenseConfig:
-    """A linear of an encoder's end, and the activation after it."""
+    """A linear after an encoder's pooling, and its activation."""
 
     outputs: int
     inputs: int
@@ -176,12 +173,12 @@ class DenseConfig:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """An encoder's end, see :class:`llmc.inventory.Encoder` for what is not listed here.
+    """What follows an encoder's layers; see :class:`llmc.inventory.Encoder` for what is not listed here.
 
     Attributes:
         dense: layers between pooling and the result, of embeddings.
-        score_rows: of scores: the tokens whose logits count, that of the second subtracted from the first's; empty
-            where the checkpoint has a head for the score.
+        score_rows: two tokens: the score is the first one's logit minus the second one's; empty if the checkpoint has a
+            head for the score.
         sigmoid: whether scores go through a sigmoid.
     """
 
@@ -302,7 +299,7 @@ def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
     if mlp is not None:
         at, inner, bias = f"{path}.mlp", mlp.inner, mlp.bias
         read = _read(placement.before_mlp, path, path if placement.parallel else f"{path}.residual")
-        producer = f"{at}.up_proj" if mlp.gated else ""  # no factor passes through an activation
+        producer = f"{at}.up_proj" if mlp.gated else ""  # an activation does not commute with a factor
         rows += [(f"{at}.gate_proj", inner, hidden, bias, *read)] if mlp.gated else []
         rows.append((f"{at}.up_proj", inner, hidden, bias, *read))
         rows.append((f"{at}.down_proj", hidden, inner, bias, at, producer))
@@ -315,7 +312,7 @@ def _read(norm: str, path: str, stream: str) -> tuple[str, str]:
 
 
 def norms(config: DecoderConfig) -> tuple[Norm, ...]:
-    """Every norm in the order of the computation, the one before the head last."""
+    """All norms in the order of computation, the one before the head last."""
     found = [norm for index, _ in enumerate(config.layers) for norm in _layer_norms(config, index)]
     all_rows = config.encoder is not None and config.encoder.pooling == "mean"  # nothing is gathered before it
     return (*found, Norm(FINAL_NORM, config.norm.kind, config.hidden_size, config.norm.bias, all_rows, None))
@@ -331,7 +328,7 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
     rows.append((place.after_attention, hidden, False))
     if layer.mlp is not None:
         rows += [(place.before_mlp, hidden, not place.parallel), (place.after_mlp, hidden, False)]
-    first: dict[str, tuple[int, bool]] = {}  # attention and MLP may read through the same one
+    first: dict[str, tuple[int, bool]] = {}  # attention and MLP may share a norm
     for name, width, follows in rows:
         if name:
             first.setdefault(name, (width, follows))
@@ -378,7 +375,7 @@ def caches(config: DecoderConfig) -> tuple[Cache, ...]:
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor the decoder needs: what :mod:`llmc.export.decoder` has, without torch."""
+    """Name and shape of every tensor of :mod:`llmc.export.decoder`, computed without torch."""
     shapes: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
     if config.learned_positions:
         shapes[f"{POSITIONS}.weight"] = (config.max_positions, config.hidden_size)

@@ -22,7 +22,7 @@ class TakePositions(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Residual block: attention, and an MLP where the layer has one, with norms where the placement has them."""
+    """Residual block: attention and, if the layer has one, an MLP, with norms at the places of :class:`Placement`."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """All but the head, ``model`` to Hugging Face. It is a namespace; :class:`Decoder` runs it."""
+    """All but the head; Hugging Face calls it ``model``. Only a namespace: :class:`Decoder` runs it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids: Tensor, past_lengths: Tensor, logit_indices: Tensor, pasts: Sequence[Cache]
     ) -> tuple[Tensor, list[Cache], list[Tensor]]:
-        """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), caches, and the
-        values (B, S, N) before the first layer and after each: to be outputs is how the tracer marks them."""
+        """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), caches, and the values (B,
+        S, N) before the first layer and after each. They are outputs so that the graph can be cut there."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         borders, presents = [self.embed(input_ids, past_lengths)], []
         for layer, past in zip(self.model.layers, pasts, strict=True):
@@ -100,6 +100,6 @@ class Decoder(nn.Module):
         return logits, presents, borders
 
     def embed(self, input_ids: Tensor, past_lengths: Tensor) -> Tensor:
-        """ids (B, S), lengths (B) -> what goes into the first layer (B, S, N)."""
+        """ids (B, S), lengths (B) -> input of the first layer (B, S, N)."""
         x: Tensor = self.embedding_scale(self.model.embed_tokens(input_ids))
         return x if self.model.embed_positions is None else x + self.model.embed_positions(input_ids, past_lengths)

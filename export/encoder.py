@@ -1,4 +1,4 @@
-"""The encoder: a decoder's layers, run once over whole texts, and the end that makes a vector or a score of each."""
+"""The encoder: a decoder's layers run once over whole texts, then pooling to a vector or a score for each text."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from llmc.export.config import DecoderConfig, linears
 from llmc.export.decoder import Stack, TakePositions
 from llmc.inventory import DENSE, SCORE
 
-# Of a vector's length, as torch's normalize has it: a vector of zeros stays one.
+# Least length that vectors are divided by, as in torch's normalize: zero vectors stay zero.
 SHORTEST = 1e-12
 
 
@@ -19,7 +19,7 @@ class MeanPooling(nn.Module):
 
     def forward(self, hidden: Tensor, lengths: Tensor) -> Tensor:
         rows = lengths.unsqueeze(1)
-        # Counted from the values themselves, so that this end of the graph can be run alone.
+        # The length is taken from the values, so that this part of the graph can be run alone.
         inside = (torch.ones_like(hidden.select(2, 0)).cumsum(1) <= rows).unsqueeze(2)  # (B, S, 1)
         return torch.where(inside, hidden, 0.0).sum(1) / rows.float()
 
@@ -51,7 +51,7 @@ class Encoder(nn.Module):
 
     def forward(self, input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
         """ids (B, S), lengths (B) -> vectors (B, W) or scores (B), and the values (B, S, N) before the first layer and
-        after each: to be outputs is how the tracer marks them."""
+        after each. They are outputs so that the graph can be cut there."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         borders = [self.embedding_scale(self.model.embed_tokens(input_ids))]
         for layer in self.model.layers:

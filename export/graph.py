@@ -45,13 +45,13 @@ from llmc.export.sources.safetensors import StoredTensor
 # The first ONNX IR version that knows opset 24.
 IR_VERSION = 12
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What follows the dot before them belongs to a quantized weight.
+# Suffixes of the parts of a quantized weight.
 _PARAMETERS = (".weight", ".bias")
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _NORMS = ("RMSNormalization", "LayerNormalization")
 _ATTENTIONS = (ops.CACHED_ATTENTION, ops.SELF_ATTENTION)
 _NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, ops.ROTATED_HEADS, "Gather", "GatherND"}
-# Sizes to trace with: at least 2 (0 and 1 are specialised) and all different, so that none is taken for another.
+# Sizes to trace with: at least 2 (torch specialises 0 and 1), and all different, so that none is confused with another.
 _BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY = 2, 5, 3, 7
 
 
@@ -61,9 +61,9 @@ def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base
     model = _trace(config, tensors)
     graph = model.graph
     borders = [graph.outputs.pop() for _ in range(geometry.layers + 1)][::-1]
-    _name_contract(graph, geometry)  # first: the dimensions' names tell the next step what a Reshape keeps
+    _name_contract(graph, geometry)  # first: the next step finds by the dimensions' names what a Reshape keeps
     _fold_reshapes(graph)
-    common_passes.RemoveUnusedNodesPass()(model)  # what computed the shapes of the folded Reshapes
+    common_passes.RemoveUnusedNodesPass()(model)  # removes nodes that computed the shapes of folded Reshapes
     for name, frequencies in _frequencies(config).items():
         graph.initializers[name].const_value = ir.tensor(frequencies, name=name)
     _name_nodes(graph)
@@ -79,7 +79,7 @@ def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base
 def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
     """Check the graph as ONNX (structure, types and shapes), and that the inventory lists its nodes.
 
-    Weights stand in as inputs, since onnx refuses external data in a hard-linked file.
+    Weights are checked as inputs, since onnx refuses external data in a hard-linked file.
     """
     listed = {
         ("MatMul",): [linear.name for linear in geometry.linears],
@@ -120,7 +120,7 @@ def _trace(config: DecoderConfig, tensors: Mapping[str, StoredTensor]) -> ir.Mod
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch says about itself: missing torchvision, deprecations of its own internals."""
+    """Silence torch's warnings about missing torchvision and its own deprecated internals."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -231,7 +231,7 @@ def _declare_initializer(graph: ir.Graph, name: str, tensors: Mapping[str, Store
         return None
     stored = tensors[name]
     value = ir.val(name, shape=ir.Shape(stored.shape), type=ir.TensorType(IR_TYPES[stored.dtype]))
-    value.const_value = ir.tensor(np.zeros(0), name=name)  # its place comes with those of all others
+    value.const_value = ir.tensor(np.zeros(0), name=name)  # its offset is filled in with those of all others
     graph.register_initializer(value)
     return value
 
@@ -291,7 +291,7 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _clear_metadata(model: ir.Model) -> None:
-    """Drop the exporter's notes (stack traces, class names): most of the file's size, of no use to a reader."""
+    """Drop the exporter's metadata (stack traces, class names), most of the file's size."""
     for node in model.graph:
         node.metadata_props.clear()
         node.doc_string = None

@@ -1,4 +1,4 @@
-"""Semantic operators: what torch computes eagerly, and the ONNX function that means the same.
+"""Semantic operators: each one's computation in torch and its equivalent ONNX function.
 
 ``llmc::CachedAttention`` is one node per layer in the exported graph. Its body is written in standard operators, so
 any conforming runtime runs it, and a target replaces the node as a whole.
@@ -30,7 +30,7 @@ _ANGLES = """
     sin = Mul (sin_angles, magnitude_float)
 """
 
-# From positions (B, S) and what is projected to heads (B, H or KV, S, D), turned; both operators have it.
+# From positions (B, S) and projections to rotated heads (B, H or KV, S, D); part of both operators.
 _TURNED_HEADS = (
     _ANGLES
     + """
@@ -68,7 +68,7 @@ _TURNED_HEADS = (
 # with 2i + 1, turned by position * inv_freq[i] and made longer by the magnitude. Queries are multiplied by
 # 1 + growth * ln(1 + floor(position / period)). A softcap c bounds a product s as c * tanh(s / c); 0 is none.
 # A query at position p sees the cache slots 0..p, and with a window W only p-W+1..p. Every past_lengths + S must fit
-# into C, and slots that were never written must hold finite numbers: a masked NaN is still a NaN.
+# into C, and slots that were never written must hold finite numbers, for a masked NaN remains NaN.
 _CACHED_ATTENTION = (
     """
 <domain: "llmc", opset_import: ["" : 24]>
@@ -118,9 +118,9 @@ CachedAttention
 """
 )
 
-# The same of a whole text in one call: q (B, S, H*D); k, v (B, S, KV*D); lengths (B). A query sees the positions of its
-# row's length; if causal, none after its own; and with a window W only those less than W away. A position beyond its
-# row's length sees at least itself, so that it stays finite, and nobody reads what it becomes.
+# The same for a whole text in one call: q (B, S, H*D); k, v (B, S, KV*D); lengths (B). A query sees the positions of
+# its row's length; if causal, none after its own; and with a window W only those less than W away. A position beyond
+# its row's length sees at least itself, so that its (unused) result is finite.
 _SELF_ATTENTION = (
     """
 <domain: "llmc", opset_import: ["" : 24]>
@@ -179,7 +179,7 @@ SelfAttention
 
 @dataclass(frozen=True)
 class Knobs:
-    """The attributes of both operators, as they are explained above; R is that of the frequencies."""
+    """The attributes of both operators, explained above; R is given by the number of frequencies."""
 
     num_heads: int
     kv_heads: int
@@ -220,7 +220,7 @@ RotatedHeads <num_heads, rotary_dim, interleaved, magnitude> (x, past_lengths, i
 
 
 def functions() -> list[onnx.FunctionProto]:
-    """The ONNX meanings of the semantic operators, in standard operators of opset 24."""
+    """The semantic operators as ONNX functions of standard operators (opset 24)."""
     return [onnx.parser.parse_function(text) for text in (_CACHED_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS)]
 
 
@@ -256,7 +256,7 @@ def cached_attention(
 def self_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, inv_freq: Tensor, knobs: Knobs, *, causal: bool
 ) -> Tensor:
-    """Rotate q and k and attend within the rows of a call, each of its own length (B) -> (B, S, H*D).
+    """Rotate q and k and attend within each row of a call up to its length (B) -> (B, S, H*D).
 
     While torch exports, it emits one ``llmc::SelfAttention`` node instead of computing.
     """
@@ -302,7 +302,7 @@ def take_positions(hidden: Tensor, indices: Tensor) -> Tensor:
     if not torch.compiler.is_exporting():
         return torch.take_along_dim(hidden, index, dim=1)
     shape = (*indices.shape, hidden.shape[-1])
-    # GatherND says it in one node; aten.gather would first expand the indices to (B, O, N).
+    # GatherND needs one node; aten.gather would first expand the indices to (B, O, N).
     return torch.onnx.ops.symbolic("GatherND", [hidden, index], {"batch_dims": 1}, dtype=hidden.dtype, shape=shape)
 
 

@@ -18,7 +18,7 @@ from llmc.export.config import (
 from llmc.export.keys import Keys
 from llmc.export.rope_keys import DEFAULT_THETA, TYPES, RopeRules, read_ropes
 
-# By the names of transformers, which has several for the approximation by tanh.
+# By transformers' names; it has several for the approximation by tanh.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu": "gelu",
@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "relu2": "relu2",
 }
-MOST_TOKEN_IDS = 1024  # each new token is looked up among those that end a text; models name up to ten
+MOST_TOKEN_IDS = 1024  # every new token is compared with all of them; models name up to ten
 
 
 def read_decoder(
@@ -60,9 +60,9 @@ def read_decoder(
     """Read the keys common to all families; the keywords are what a family differs in.
 
     ``windows`` and ``rotated`` (whether a layer encodes positions) have an entry per layer, ``scale`` and ``softcap``
-    are those of :class:`AttentionConfig`, and what is said of ropes is explained at :class:`RopeRules`. ``norm`` is RMS
-    with the config's ``rms_norm_eps`` where it is left out, ``inner`` its ``intermediate_size``; ``activations`` is
-    what the values of ``activation_key`` mean.
+    are those of :class:`AttentionConfig`, and :class:`RopeRules` explains the ropes. By default ``norm`` is RMS with
+    the config's ``rms_norm_eps`` and ``inner`` is its ``intermediate_size``. ``activations`` maps the values of
+    ``activation_key``.
     """
     layers, hidden_size, heads = (
         keys.integer(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -99,8 +99,8 @@ def _rope_of(window: int, rotated: bool, ropes: tuple[Rope, ...]) -> int | None:
 
 
 def windows_from_layer(keys: Keys) -> tuple[int, ...]:
-    """``use_sliding_window`` switches windows on: in the layers that ``layer_types`` names, or from
-    ``max_window_layers`` on."""
+    """If ``use_sliding_window``, windows in the layers that ``layer_types`` names, or from layer ``max_window_layers``
+    on."""
     layers, used = keys.integer("num_hidden_layers"), keys.flag("use_sliding_window")
     window = keys.nullable_integer("sliding_window") if used else 0
     keys.skip("sliding_window")
@@ -110,7 +110,7 @@ def windows_from_layer(keys: Keys) -> tuple[int, ...]:
 
 
 def windows_by_type(keys: Keys, window: int, default: tuple[bool, ...]) -> tuple[int, ...]:
-    """``window`` in the layers that ``layer_types`` calls sliding, or in those of ``default`` where it is left out."""
+    """``window`` in the layers that ``layer_types`` calls sliding; ``default`` replaces missing ``layer_types``."""
     types, layers = keys.raw("layer_types"), len(default)
     if types is None:
         return tuple(window if windowed else 0 for windowed in default)
@@ -137,7 +137,7 @@ def token_ids(keys: Keys, name: str, vocab_size: int) -> tuple[int, ...]:
 
 
 def _max_positions(keys: Keys) -> int:
-    """Positions that plain attention was made for: long texts by dual chunks (arXiv 2402.17463) are not supported."""
+    """Positions of plain attention; dual chunk attention, for longer texts (arXiv 2402.17463), is not supported."""
     maximum = keys.integer("max_position_embeddings")
     if keys.raw("dual_chunk_attention_config") is None:
         return maximum
@@ -170,7 +170,7 @@ def _head_dim(keys: Keys, hidden_size: int, heads: int, default: int | None) -> 
 
 
 def _read_positions(keys: Keys, rope: Rope, max_positions: int) -> int:
-    """Positions that the model is good for: model cards add yarn to a config and leave the rest of it as it was."""
+    """Positions that the model supports. Model cards tell users to add yarn to a config and change nothing else."""
     if rope.type != "yarn" or rope.original_max_positions != max_positions:
         return max_positions
     positions = int(max_positions * rope.factor)

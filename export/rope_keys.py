@@ -1,7 +1,7 @@
 """From the rope's keys of a config to :class:`Rope`.
 
-Old checkpoints say ``rope_theta`` and ``rope_scaling``, those of transformers 5 ``rope_parameters``, in which families
-with a rope of their own for windowed layers have an object for each of the two kinds; all are read.
+Old checkpoints have ``rope_theta`` and ``rope_scaling``, those of transformers 5 ``rope_parameters``; families with
+another rope for windowed layers have an object in it for each kind of layer.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn
 
 @dataclass(frozen=True)
 class RopeRules:
-    """A family's ways with ropes.
+    """How a family's config describes ropes.
 
     Attributes:
-        theta: base where a config says none.
-        partial: ``partial_rotary_factor`` where it is left out; None where the family rotates whole heads only.
+        theta: default base.
+        partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
         interleaved: see :class:`Rope`.
         types: meaning of each rope type that the family knows, of :data:`TYPES`, or ``ntk_alpha``.
-        local: key and default of the base of a rope for windowed layers, which scaling leaves alone.
+        local: key and default of the base of the windowed layers' rope, to which scaling does not apply.
         own: keys of the rope that the family reads itself.
     """
 
@@ -38,7 +38,7 @@ class RopeRules:
 
 
 def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) -> tuple[Rope, ...]:
-    """The rope, or that of the layers which see everything and that of the windowed ones."""
+    """The rope of the full-attention layers and, if it differs, that of the windowed layers."""
     styles = [name for name in ("rope_scaling", "rope_parameters") if keys.raw(name)]
     if len(styles) == 2 and keys.raw(styles[0]) != keys.raw(styles[1]):
         raise keys.error("rope_scaling", keys.raw("rope_scaling"), "the same as rope_parameters, or only one of them")
@@ -83,7 +83,8 @@ class _Reader:
         return Rope(dim, inner_theta, cast(RopeType, kind), interleaved=rules.interleaved, **scaling)
 
     def _dim(self, keys: Keys) -> int:
-        """Values of a head that are rotated; ``partial_rotary_factor`` stands at the top, or inside of the rope."""
+        """Number of rotated values of a head; ``partial_rotary_factor`` may be in the config or in the rope's
+        object."""
         if self.rules.partial is None:
             return self.head_dim
         outer = self.config.number("partial_rotary_factor", self.rules.partial)
@@ -96,7 +97,7 @@ class _Reader:
         return dim
 
     def _read_scaling(self, keys: Keys, kind: str, theta: float) -> dict[str, Any]:
-        if kind == "ntk_alpha":  # transformers reads none of the others either
+        if kind == "ntk_alpha":  # transformers ignores the others too
             keys.skip("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
             return {"alpha": keys.number("alpha")}
         if kind == "longrope":

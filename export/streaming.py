@@ -1,4 +1,4 @@
-"""The torch decoder of an export, one part at a time: only the weights of the part in use are in memory."""
+"""Runs an export's torch decoder one part at a time: only the weights of the part in use are in memory."""
 
 import math
 import os
@@ -30,11 +30,11 @@ _DTYPES = {
 
 
 class StreamedDecoder:
-    """The decoder of the folder that ``llmc export`` wrote. Weights are read when asked for, as float32.
+    """The decoder of an export folder. Weights are read when needed, as float32.
 
     Args:
-        folder: an export; its ``config.json`` is read, and the weights where its graph says that they lie.
-        device: where parts are put and run.
+        folder: an export; reads its ``config.json``, and the weights from the files that its graph names.
+        device: the torch device that runs the parts.
 
     Raises:
         CheckpointError: the folder's config or weights are missing or broken.
@@ -75,7 +75,7 @@ class StreamedDecoder:
 
     @property
     def head(self) -> str:
-        """Name of the tensor that the head multiplies with."""
+        """Name of the head's weight."""
         return EMBEDDING if self.geometry.tied_head else HEAD
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -97,7 +97,7 @@ class StreamedDecoder:
     def _dequantize_rows(self, name: str, start: int, stop: int | None) -> Tensor:
         steps, scales = self._values(name, start, stop).float(), self.rows(f"{name}.scales", start, stop)
         block = steps.shape[1] // scales.shape[1]
-        if (zeros := f"{name}.zero_points") in self._stored:  # rows of 4 bits may begin within a byte: take them all
+        if (zeros := f"{name}.zero_points") in self._stored:  # rows of 4-bit codes may begin within a byte: read all
             steps -= self._values(zeros)[start:stop].float().repeat_interleave(block, 1)
         steps *= scales.repeat_interleave(block, 1)
         order = f"{name}.order"
@@ -111,7 +111,7 @@ class StreamedDecoder:
         data = _read(path, tensor, start * row, tensor.length if whole else (stop - start) * row)
         values = torch.frombuffer(data, dtype=_DTYPES[tensor.dtype]).to(self.device)
         shape = (stop - start, *tensor.shape[1:])
-        if tensor.dtype == "I4":  # up and down again: a shift of a signed number keeps its sign
+        if tensor.dtype == "I4":  # left, then right: shifting a signed number right keeps its sign
             values = torch.stack((values << 4, values), 1).flatten()[: math.prod(shape)] >> 4
         return values.view(shape)
 

@@ -1,4 +1,4 @@
-"""The export folder: graph, weights by hard link, copies of config and tokenizer, manifest; published in one piece."""
+"""Writes the export folder: graph, hard-linked weights, copies of config and tokenizer, manifest; published whole."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,12 +49,12 @@ def _manifest(source: Checkpoint) -> bundle.ExportManifest:
 
 
 def _place_files(source: Checkpoint, staging: Path) -> int:
-    """Link the weights, which nobody edits, and copy what somebody may; return the bytes that are new."""
+    """Hard-link the weights, copy files that a user may edit, and return the number of new bytes."""
     new_bytes = sum(link(path, staging / path.name) for path in source.files)
     for name, text in source.texts.items():
         new_bytes += (staging / name).write_bytes(text.encode())
     if source.texts:
         return new_bytes
-    # The config goes along so that calibration can build the torch decoder again.
+    # Calibration needs the config to build the torch decoder.
     index = [INDEX_FILE] if source.files[0].name != SINGLE_FILE else []
     return new_bytes + copy_own(source.folder, [bundle.CONFIG_FILE, *bundle.TOKENIZER_FILES, *index], staging)

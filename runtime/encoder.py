@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import Manifest, of_same, publication
+from llmc.bundle import Manifest, publication, read_same
 from llmc.errors import ContextError, RequestError, UsageError, format_value
 from llmc.runtime.sampling.ranges import integer
 from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
@@ -61,7 +61,7 @@ class TextEncoder:
         from llmc.runtime.text.chat_template import ChatTemplate  # jinja, for those who rank
 
         read = partial(ChatTemplate.from_folder, tokenizer=self._tokenizer)
-        return of_same(self._folder, self._publication, read)
+        return read_same(self._folder, self._publication, read)
 
     def embed(
         self, texts: Sequence[str], *, dimensions: int | None, instruction: str | None, truncate: bool

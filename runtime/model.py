@@ -16,7 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from llmc.bundle import Manifest, list_unlisted_files, of_same, publication, read_bundle, read_undisturbed, verify_files
+from llmc.bundle import (
+    Manifest,
+    list_unlisted_files,
+    publication,
+    read_bundle,
+    read_same,
+    read_undisturbed,
+    verify_files,
+)
 from llmc.errors import EngineClosedError, GrammarError, UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
@@ -571,7 +579,7 @@ class Model:
             from llmc.runtime.text.chat_template import ChatTemplate  # jinja, for those who chat
 
             read = partial(ChatTemplate.from_folder, tokenizer=self.tokenizer)
-            self._chat_template = of_same(self.folder, self._publication, read)
+            self._chat_template = read_same(self.folder, self._publication, read)
         return self._chat_template
 
     def close(self, drain: bool = False) -> None:

@@ -14,7 +14,7 @@ from doubles.folders import names, publish
 
 from llmc import publish as publishing
 from llmc.errors import UsageError
-from llmc.publish import room, stage_folder
+from llmc.publish import stage_folder, work_folder
 
 NUMBER = "0123456789abcdef"
 
@@ -143,7 +143,7 @@ def test_a_room_that_somebody_is_about_to_lock_is_left_alone(target: Path, held:
 
 
 def test_a_room_ends_with_its_block_and_so_do_the_parents_that_it_made(tmp_path: Path):
-    with room(tmp_path / "a" / "b" / "bundle") as folder:
+    with work_folder(tmp_path / "a" / "b" / "bundle") as folder:
         (folder / "graph").write_text("much")
         assert names(folder) == ["graph"]
         assert tmp_path / "a" / "b" in folder.parents
@@ -166,7 +166,7 @@ def test_what_cannot_be_brought_back_is_not_removed(published: Path, monkeypatch
             publish(published, "new", force=True)
         assert not published.exists()
     publishing.refuse_to_overwrite(published, force=False)
-    with room(published):
+    with work_folder(published):
         assert (published / "llmc.json").read_text() == "old"
     assert names(published.parent) == ["bundle"]
 

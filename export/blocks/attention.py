@@ -15,7 +15,7 @@ Cache = tuple[Tensor, Tensor]
 
 
 class Rotation(nn.Module):
-    """A rope that something stands behind; a module only so that its node in the graph has a name."""
+    """A rope applied before norms; a module only so that its node in the graph has a name."""
 
     def forward(self, x: Tensor, lengths: Tensor, inv_freq: Tensor, knobs: ops.Knobs, head_dim: int) -> Tensor:
         return ops.rotated_heads(x, lengths, inv_freq, knobs, head_dim)

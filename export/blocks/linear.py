@@ -1,4 +1,4 @@
-"""Products with a stored weight, and its rows."""
+"""Linears, heads and embeddings."""
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class PositionEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(positions, hidden_size), requires_grad=False)
 
     def forward(self, ids: Tensor, past_lengths: Tensor) -> Tensor:
-        counted = (ids <= ids).long().cumsum(1)  # 1 ... S without asking for a shape, which kernels of devices do not
+        counted = (ids <= ids).long().cumsum(1)  # 1 ... S without a Shape node, which GPU kernels lack
         return as_float(functional.embedding(past_lengths.unsqueeze(1) + counted - 1, self.weight))
 
 

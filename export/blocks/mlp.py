@@ -11,7 +11,7 @@ from llmc.export.config import Activation, MlpConfig
 
 
 class SiLU(nn.Module):
-    """x * sigmoid(x), spelt out so that the graph holds two plain nodes of known shape."""
+    """x * sigmoid(x), written so that the graph has two standard nodes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(x)

@@ -9,7 +9,7 @@ from llmc.export.config import NormConfig
 
 
 class Norm(nn.Module):
-    """Normalise runs of ``size`` values of the last dimension, the whole of it or each head, by their root mean square
+    """Normalise groups of ``size`` values of the last dimension (all of it, or each head) by their root mean square
     (arXiv 1910.07467) or as layer normalisation (arXiv 1607.06450)."""
 
     def __init__(self, size: int, config: NormConfig) -> None:

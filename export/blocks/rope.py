@@ -50,18 +50,18 @@ def _llama3(frequencies: npt.NDArray[np.float32], rope: Rope) -> npt.NDArray[np.
 
 
 def _yarn(frequencies: npt.NDArray[np.float32], rope: Rope) -> npt.NDArray[np.float32]:
-    """Keep the pairs that turn often within the original positions, divide those that hardly turn by ``factor``, and
-    blend linearly over the pairs between."""
+    """Keep the frequencies of pairs with many turns within the original positions, divide those with few turns by
+    ``factor``, and blend linearly between."""
     last = 2 * len(frequencies) - 1
     first, end = (_pair_that_turns(turns, rope) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         first, end = math.floor(first), math.ceil(end)
     first, end = max(first, 0), min(end, last)
-    width = np.float32(end - first if end != first else 0.001)  # a blend over nothing is a step
+    width = np.float32(end - first if end != first else 0.001)  # no pair between: a step
     blend = np.clip((np.arange(len(frequencies), dtype=np.float32) - np.float32(first)) / width, 0, 1)
     return np.asarray(frequencies / np.float32(rope.factor) * blend + frequencies * (1 - blend), np.float32)
 
 
 def _pair_that_turns(turns: float, rope: Rope) -> float:
-    """Number of the pair, a fraction, that turns so often within the original positions."""
+    """Index (a fraction) of the pair with this many turns within the original positions."""
     return rope.dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,4 +1,4 @@
-"""Products with a number of the configuration, and its bounds."""
+"""Scaling by a factor of the configuration, and softcaps."""
 
 import torch
 from torch import Tensor, nn

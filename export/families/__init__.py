@@ -42,7 +42,7 @@ FAMILIES = {
 
 
 def read_config(keys: Keys) -> DecoderConfig:
-    """Read a checkpoint's config with the rules of its family, and refuse what is left over.
+    """Read a checkpoint's config with the rules of its family, and refuse unknown keys.
 
     Raises:
         CheckpointError: the family, a value or a key is not supported.
@@ -56,7 +56,7 @@ def read_config(keys: Keys) -> DecoderConfig:
     return config
 
 
-# Keys of a model that also sees, which say nothing about its text.
+# Keys of a vision-language model that do not concern its text.
 _VISION = (
     *("boi_token_index", "eoi_token_index", "image_token_id", "image_token_index", "mm_tokens_per_image"),
     *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_config"),
@@ -70,9 +70,9 @@ _RENAMED = (
 
 
 def read_text_part(keys: Keys, families: tuple[str, ...], defaults: Mapping[str, Any] | None = None) -> DecoderConfig:
-    """The decoder of a model that also sees: ``text_config``, by the rules of one of ``families``.
+    """The decoder of a vision-language model: ``text_config``, by the rules of one of ``families``.
 
-    ``defaults`` stand for keys that it has not. The tensors of the rest are left out, which a note says.
+    ``defaults`` replace missing keys. A note tells that the other tensors are left out.
     """
     outer = {name: keys.raw(name) for name in ("bos_token_id", "eos_token_id") if keys.raw(name) is not None}
     keys.inside("text_config")

@@ -8,7 +8,7 @@ from llmc.export.reading import read_decoder
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """``use_qk_norm`` is of Command R+ alone, whose heads have norm weights of their own."""
+    """Only Command R+ has ``use_qk_norm``; each of its heads has its own norm weights."""
     if keys.flag("use_qk_norm"):
         raise keys.error("use_qk_norm", True, "false, since norms with weights for each head are not supported")
     return read_parallel(keys)

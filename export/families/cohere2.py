@@ -1,4 +1,4 @@
-"""Command R7B: Command R with windows in three layers of four, which alone encode positions."""
+"""Command R7B: Command R with windows in three layers of four; only these encode positions."""
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families.cohere import read_parallel
@@ -7,7 +7,7 @@ from llmc.export.reading import windows_by_pattern
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """Keys that are skipped say again what the family is; transformers does not read them either."""
+    """The skipped keys repeat what holds for the whole family; transformers ignores them too."""
     keys.skip("cache_implementation", "layer_switch", "order_of_interleaved_layers", "position_embedding_type")
     keys.skip("_sliding_window_pattern", "rotary_pct", "use_embedding_sharing", "use_gated_activation")
     keys.skip("use_parallel_block", "use_parallel_embedding")

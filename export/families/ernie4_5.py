@@ -1,4 +1,4 @@
-"""ERNIE 4.5's dense models: Llama whose rope turns neighbours, with one switch for all biases and a tied head."""
+"""ERNIE 4.5's dense models: Llama whose rope rotates neighbours, with one switch for all biases and a tied head."""
 
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
@@ -6,7 +6,7 @@ from llmc.export.reading import read_decoder
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """transformers takes 128 for a missing head_dim."""
+    """transformers' default of head_dim is 128."""
     bias = keys.flag("use_bias")
     return read_decoder(
         keys,

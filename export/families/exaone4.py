@@ -1,4 +1,4 @@
-"""EXAONE 4: Llama with norms behind attention and MLP and on heads of q and k; windowed layers alone are rotated."""
+"""EXAONE 4: Llama with norms behind attention and MLP and on heads of q and k; only windowed layers are rotated."""
 
 from llmc.export.config import POST, DecoderConfig
 from llmc.export.keys import Keys
@@ -6,7 +6,7 @@ from llmc.export.reading import read_decoder, windows_by_pattern, windows_by_typ
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """Without windows all layers are rotated. A pattern in letters says again what ``layer_types`` says."""
+    """Without windows all layers are rotated. A pattern in letters repeats ``layer_types``."""
     window = keys.nullable_integer("sliding_window")
     if keys.raw("layer_types") is None and window:
         windows = windows_by_pattern(keys, default=4)

@@ -1,4 +1,4 @@
-"""Gemma: Llama with a tied head, embeddings times the root of their width, norm weights less one, and a gated GELU."""
+"""Gemma: Llama with a tied head, embeddings times the root of their width, norm weights minus one, and a gated GELU."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ GELU = {**ACTIVATIONS, "gelu": "gelu_tanh"}
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """The first configs say ``gelu`` and mean its approximation, as ``hidden_activation`` beside it says."""
+    """The first configs have ``gelu`` but mean its approximation, which ``hidden_activation`` names."""
     bias = keys.flag("attention_bias")
     if keys.raw("hidden_activation") is not None:
         keys.choice("hidden_activation", ("gelu_pytorch_tanh",))

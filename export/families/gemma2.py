@@ -8,7 +8,7 @@ from llmc.export.reading import read_decoder, windows_by_pattern
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """``hidden_activation`` is what counts, whatever ``hidden_act`` beside it says; a softcap of null is none."""
+    """``hidden_activation`` counts, not ``hidden_act``; a softcap of null is none."""
     keys.skip("hidden_act", "cache_implementation")
     bias = keys.flag("attention_bias")
     config = read_decoder(

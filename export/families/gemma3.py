@@ -1,10 +1,10 @@
-"""Gemma 3 from 4B on: gemma3_text inside a model that also sees, of which the text part is exported."""
+"""Gemma 3 from 4B on: gemma3_text as the text part of a vision-language model; only that part is exported."""
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families import read_text_part
 from llmc.export.keys import Keys
 
-# transformers' own, for published configs leave them out.
+# transformers' defaults: published configs leave these keys out.
 DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -15,5 +15,5 @@ DEFAULTS = {
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """Images aside, which are read both ways, its text is read as that of the smaller models."""
+    """Text is read as in the smaller models (attention is bidirectional only over images)."""
     return read_text_part(keys, ("gemma3_text",), DEFAULTS)

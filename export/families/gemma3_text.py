@@ -8,7 +8,7 @@ from llmc.export.reading import read_decoder, windows_by_pattern
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """Scaling is for the layers that see everything; those with windows have a base of their own."""
+    """Scaling applies to the full-attention layers; windowed layers have another base."""
     keys.skip("cache_implementation", "_sliding_window_pattern")
     bias = keys.flag("attention_bias")
     config = read_decoder(
@@ -34,7 +34,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def both_ways(config: DecoderConfig) -> DecoderConfig:
-    """Every position sees those after it, too: a window reaches half as far to either side."""
+    """Bidirectional attention; a window covers half as many positions on each side."""
     mixers = [layer.mixer for layer in config.layers]
     seen = [replace(it, causal=False, window=it.window // 2 + 1 if it.window else 0) for it in mixers]
     layers = tuple(replace(layer, mixer=it) for layer, it in zip(config.layers, seen, strict=True))

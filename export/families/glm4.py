@@ -10,7 +10,7 @@ PLACEMENT = Placement("input_layernorm", "post_self_attn_layernorm", "post_atten
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """``attention_bias`` covers q, k and v alone."""
+    """``attention_bias`` covers only q, k and v."""
     config = read_decoder(
         keys,
         default_kv_heads=2,

@@ -8,7 +8,7 @@ from llmc.export.reading import read_decoder
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """As Llama has them, biases by configuration."""
+    """Biases are configurable, as in Llama."""
     bias = keys.flag("attention_bias")
     config = read_decoder(
         keys,
@@ -22,7 +22,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def apply_multipliers(config: DecoderConfig, keys: Keys) -> DecoderConfig:
-    """``attention_multiplier`` stands in the place of head_dim ** -0.5; logits are divided by ``logits_scaling``."""
+    """``attention_multiplier`` replaces head_dim ** -0.5; logits are divided by ``logits_scaling``."""
     return replace(
         config,
         embedding_scale=keys.number("embedding_multiplier", 1.0),

@@ -15,7 +15,7 @@ ROUTER = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """The MLP that all tokens share is the only one. Without ``position_embedding_type`` nothing is rotated."""
+    """The only MLP is the shared one. Without ``position_embedding_type`` nothing is rotated."""
     keys.skip(*RECURRENT, *ROUTER, "intermediate_size", "init_method")
     layers, types, experts = keys.integer("num_hidden_layers"), keys.raw("layer_types"), keys.raw("num_local_experts")
     if experts != 0:

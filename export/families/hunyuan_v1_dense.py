@@ -1,4 +1,5 @@
-"""Hunyuan's dense models: Llama with norms on the heads of q and k, behind the rotation, and a base grown by alpha."""
+"""Hunyuan's dense models: Llama with norms on the heads of q and k after the rotation, and a rope base enlarged by
+alpha."""
 
 from dataclasses import replace
 
@@ -7,9 +8,9 @@ from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder
 
 RENAMED = (("query_layernorm", "q_norm"), ("key_layernorm", "k_norm"))
-# What the checkpoints call dynamic is static; transformers computes the same.
+# The checkpoints say dynamic but mean static; transformers computes the same.
 ROPE_TYPES = {"default": "default", "dynamic": "ntk_alpha"}
-# Of other models of the same code, which transformers does not read.
+# Keys of other models of the same code; transformers ignores them.
 UNUSED = (
     *("add_classification_head", "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id"),
     *("im_end_id", "im_newline_id", "im_start_id", "mask_init_id", "norm_type", "org_vocab_size", "pad_id"),

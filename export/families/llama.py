@@ -6,7 +6,7 @@ from llmc.export.reading import read_decoder
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """Biases by configuration; heads that share keys came with Llama 2, so their count may be absent."""
+    """Biases are configurable. Llama 1 has no ``num_key_value_heads``."""
     bias = keys.flag("attention_bias")
     return read_decoder(
         keys,

@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with yarn, whose queries grow with every stretch of the original positions."""
+"""Ministral 3: Mistral with yarn; queries are scaled up after each multiple of the original positions."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from llmc.export.reading import read_decoder
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """The growth stands among the rope's keys; ``max_position_embeddings`` there says again what the config says."""
+    """The rope's keys hold the growth of queries; ``max_position_embeddings`` there repeats the config's."""
     rope, window = keys.inside("rope_parameters"), keys.optional_integer("sliding_window") or 0
     config = read_decoder(
         keys,

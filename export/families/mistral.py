@@ -6,6 +6,6 @@ from llmc.export.reading import read_decoder
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """``sliding_window`` must be said, be it null: transformers would take 4096 for a missing one."""
+    """``sliding_window`` must be given, even as null: transformers' default is 4096."""
     window = keys.nullable_integer("sliding_window")
     return read_decoder(keys, windows=(window,) * keys.integer("num_hidden_layers"))

@@ -1,4 +1,4 @@
-"""OLMo 2: Llama whose norms stand behind attention and MLP, and over all heads of q and k together."""
+"""OLMo 2: Llama with norms behind attention and MLP, and over all heads of q and k together."""
 
 from llmc.export.config import POST, DecoderConfig
 from llmc.export.keys import Keys

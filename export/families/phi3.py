@@ -10,12 +10,12 @@ PACKED = (
     ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
 )
-# The first checkpoints call longrope otherwise; transformers refuses all other types.
+# The first checkpoints have another name for longrope; transformers refuses all other types.
 ROPE_TYPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """Dropout is for training, and what else is skipped is for Phi-4-mini's own code, which does not use it."""
+    """Dropout is for training; the other skipped keys are unused in Phi-4-mini's own code."""
     keys.skip("embd_pdrop", "resid_pdrop", "original_max_position_embeddings")
     keys.skip("full_attn_mod", "interpolate_factor")
     for name in ("attention_bias", "lm_head_bias", "mlp_bias"):

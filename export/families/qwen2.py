@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; sliding windows from a layer on, if switched on at all."""
+"""Qwen2 and Qwen2.5: biases on q, k and v; optional sliding windows from some layer on."""
 
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys

@@ -6,7 +6,7 @@ from llmc.export.reading import read_decoder
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """transformers takes 128 for a missing head_dim. ``residual_dropout`` is for training."""
+    """transformers' default of head_dim is 128. ``residual_dropout`` is for training."""
     keys.skip("residual_dropout")
     return read_decoder(
         keys,

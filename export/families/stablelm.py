@@ -6,7 +6,7 @@ from llmc.export.reading import read_decoder
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """``qk_layernorm`` is of StableLM 2 12B alone, whose heads have norm weights of their own."""
+    """Only StableLM 2 12B has ``qk_layernorm``; each of its heads has its own norm weights."""
     if keys.flag("qk_layernorm"):
         raise keys.error("qk_layernorm", True, "false, since norms with weights for each head are not supported")
     return read_decoder(

@@ -6,16 +6,16 @@ from llmc.export.config import DecoderConfig, NormConfig
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder
 
-GPT2_END = 50256  # the end of a text in another tokenizer, which transformers has as the family's default
+GPT2_END = 50256  # transformers' default for the family: the end token of another tokenizer
 
-LEFT_OVER = (  # from the family before, gpt_bigcode; transformers reads none of them
+LEFT_OVER = (  # from its predecessor, gpt_bigcode; transformers ignores them
     *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "scale_attention_softmax_in_fp32"),
     "scale_attn_weights",
 )
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """``norm_type`` and ``mlp_type`` are of the time before transformers knew the family. Dropouts are for training."""
+    """``norm_type`` and ``mlp_type`` predate transformers' support. Dropouts are for training."""
     keys.skip("residual_dropout", "embedding_dropout", *LEFT_OVER)
     keys.choice("norm_type", ("layer_norm",), "layer_norm")
     keys.choice("mlp_type", ("default",), "default")

@@ -1,4 +1,4 @@
-"""A Hugging Face folder or a GGUF file: its config in llmc's words, and where each of the decoder's tensors lies."""
+"""Reads a Hugging Face folder or a GGUF file: its config, and the place of each of the decoder's tensors."""
 
 import math
 import os
@@ -28,9 +28,9 @@ CONFIG_FILE = bundle.CONFIG_FILE
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = bundle.ADAPTER_FILE
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Buffers that some checkpoints store although they follow from the config.
+# Buffers that some checkpoints store; they are computed from the config.
 _COMPUTED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
-# Generation defaults that llmc does not take over, at the values where they do nothing; others go into the notes.
+# Generation defaults that llmc does not support, with their neutral values; other values are noted.
 _PLAIN_GENERATION = {"repetition_penalty": 1.0, "num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0}
 
 
@@ -40,9 +40,9 @@ class Checkpoint:
 
     Attributes:
         folder: its files lie there.
-        tensors: exactly what the decoder needs, by its parameter names.
-        files: those that hold weights as they are needed, to be linked.
-        texts: contents of config and tokenizer files by name, where the checkpoint has no such files to copy.
+        tensors: exactly the decoder's, by parameter name.
+        files: those whose weights are used in place, to be linked.
+        texts: contents of config and tokenizer files by name, if the checkpoint has no such files to copy.
     """
 
     folder: Path
@@ -164,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Its files can be read, and the model has a row for each of its tokens; a model may have more, and often does."""
+    """Check that its files can be read and the model has a row for each of its tokens (it may have more)."""
     path = folder / bundle.TOKENIZER_FILE
     if find_own_file(folder, path.name) is None:
         raise CheckpointError(
@@ -184,7 +184,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _tokens(path: Path, content: dict[str, Any]) -> Iterator[tuple[int, str]]:
-    """Number and text of every token that a ``tokenizer.json`` names; Unigram's vocabulary is a list."""
+    """Id and text of every token of a ``tokenizer.json``; Unigram's vocabulary is a list."""
     try:
         vocab = content["model"].get("vocab", {})
         known = vocab.items() if isinstance(vocab, dict) else ((row[0], index) for index, row in enumerate(vocab))
@@ -232,7 +232,7 @@ def _explain_missing(folder: Path, name: str, config: DecoderConfig) -> str:
 
 
 def _check_tied_head(folder: Path, found: Tensors) -> None:
-    """A tied checkpoint may store its head a second time, but only as the very same bytes."""
+    """Check that a tied checkpoint's stored head, if any, has the embedding's bytes."""
     head, embedding = found[HEAD], found[EMBEDDING]
     same = (
         isinstance(head, StoredTensor)
@@ -255,7 +255,7 @@ def _pieces(folder: Path, tensor: StoredTensor, size: int = 1 << 22) -> Iterator
 
 
 def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Generation, list[str]]:
-    """Defaults from generation_config.json, and notes; stop tokens from config.json where it says nothing."""
+    """Defaults from generation_config.json, and notes; without stop tokens there, those of config.json."""
     path = folder / GENERATION_FILE
     values = read_json(path) if find_own_file(folder, path.name) else {}
     return _generation(Keys(values, str(path)), values, config)

@@ -1,9 +1,9 @@
-"""Matrices held as integers with a scale per block: what quantized checkpoints store, in the one form that ONNX has.
+"""Matrices of integers with a scale per block, as quantized checkpoints store them, in ONNX's format.
 
     W[n, k] = (codes[n, k] - zero_points[n, k // block]) * scales[n, k // block]
 
-Codes are signed, so that a checkpoint whose codes are unsigned has its middle, 8 or 128, taken off codes and zero
-points. Two of 4 bits lie in a byte, the first one in its low half, over the whole tensor as ONNX packs them.
+Codes are signed: from unsigned ones, and from their zero points, 8 or 128 is subtracted. Two 4-bit codes share a byte,
+the first in its low half, as ONNX packs them.
 Source: DequantizeLinear-21 of the ONNX operators.
 """
 
@@ -30,7 +30,7 @@ class QuantizedTensor:
         block: columns that share a scale; a divisor of K.
         scales: makes them, float32 [N, K / block].
         zero_points: makes them, int8 [N, K / block]; None where all are zero.
-        order: int32 [K] where ``codes`` have their columns permuted: column k of W is their column order[k].
+        order: int32 [K] if columns are permuted: column k of W is column order[k] of ``codes``; else None.
     """
 
     codes: StoredTensor | MadeTensor
@@ -53,7 +53,7 @@ class QuantizedTensor:
         return Codes(CODE_TYPES[self.dtype], self.block, self.zero_points is not None)
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """The tensors that it is stored as, by what follows the matrix's own name."""
+        """The stored tensors, by the suffix of the matrix's name."""
         scales, groups = self.scales, (self.shape[0], self.shape[1] // self.block)
         found: dict[str, StoredTensor | MadeTensor] = {"": self.codes}
         found[".scales"] = MadeTensor("F32", groups, lambda: iter([scales()]))
@@ -81,7 +81,7 @@ def rows_of(tensor: StoredTensor | MadeTensor, start: int, stop: int) -> StoredT
 @overload
 def rows_of(tensor: Weight, start: int, stop: int) -> Weight: ...
 def rows_of(tensor: Weight, start: int, stop: int) -> Weight:
-    """Rows of a tensor, each of which takes whole bytes."""
+    """Rows of a tensor whose rows start at whole bytes."""
     shape = (stop - start, *tensor.shape[1:])
     if isinstance(tensor, StoredTensor):
         row = tensor.length // tensor.shape[0]
@@ -109,7 +109,7 @@ def _slice_quantized(tensor: QuantizedTensor, start: int, stop: int) -> Quantize
 
 
 def pack_codes(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Codes of 4 bits [N, K], K even, as they are stored: uint8 [N, K / 2]."""
+    """Pack 4-bit codes [N, K], K even, into uint8 [N, K / 2]."""
     halves = codes.view(np.uint8)
     found: NDArray[np.uint8] = (halves[:, 0::2] & np.uint8(15)) | (halves[:, 1::2] << np.uint8(4))
     return found

@@ -1,4 +1,4 @@
-"""Tensors that no file holds as the decoder needs them: an export writes them into a file of its own."""
+"""Converted tensors, which an export writes into its own file."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -26,19 +26,19 @@ ARRAY_TYPES = {
 
 
 def array_type(dtype: str) -> np.dtype[Any]:
-    """The type of arrays for one of :data:`ARRAY_TYPES`."""
+    """numpy's type for one of :data:`ARRAY_TYPES`."""
     name = ARRAY_TYPES[dtype]
     return np.dtype(getattr(require("ml_dtypes", "build"), name) if dtype in ("BF16", "F8_E4M3") else name)
 
 
 @dataclass(frozen=True)
 class MadeTensor:
-    """A tensor to be computed while the export is written, a piece at a time.
+    """A tensor that is computed piece by piece while the export is written.
 
     Attributes:
         dtype: as :class:`StoredTensor` says it, one of :data:`ARRAY_TYPES`.
         shape: of the whole tensor.
-        pieces: makes consecutive runs of its rows, in that type.
+        pieces: yields consecutive pieces of its rows, in that type.
     """
 
     dtype: str
@@ -51,7 +51,7 @@ class MadeTensor:
 
 
 def write_made(tensors: Mapping[str, StoredTensor | MadeTensor], folder: Path) -> tuple[dict[str, StoredTensor], int]:
-    """Write the made ones into ``folder``; return the place of each tensor, and how many bytes are new."""
+    """Write the converted tensors into ``folder``; return the place of each tensor, and the number of new bytes."""
     places = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, StoredTensor)}
     made = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, MadeTensor)}
     if not made:

@@ -1,4 +1,4 @@
-"""The modules that sentence-transformers lists around a decoder: what makes an encoder of it.
+"""The modules that sentence-transformers adds to a decoder to make an encoder.
 
 ``modules.json`` names them in order, and each has a folder with its ``config.json``. Format:
 https://sbert.net/docs/sentence_transformer/usage/custom_models.html
@@ -26,7 +26,7 @@ from llmc.origin import find_own_file
 MODULES_FILE = "modules.json"
 TEXT_FILE, MODEL_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
-# As the same files say it that versions before 6 wrote, a flag for each.
+# The same in files of versions before 6: a flag for each.
 FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
 OTHER_FLAGS = tuple(f"pooling_mode_{name}" for name in ("cls_token", "max_tokens", "mean_sqrt_len_tokens"))
 IDENTITY, TANH, SIGMOID = (
@@ -34,13 +34,13 @@ IDENTITY, TANH, SIGMOID = (
 )
 HEAD_WEIGHT, TABLE_WEIGHT, SCORE_WEIGHT = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
 TASK = "feature-extraction"  # where the file says none
-# Beyond any model there is; a module makes a node of the graph.
+# More than any model has; each module adds a node to the graph.
 MOST_MODULES = 16
 
 
 @dataclass(frozen=True)
 class Ending:
-    """An encoder's end, the longest text that it is for (0 where nothing says so), and the folders of dense layers."""
+    """What follows an encoder's layers, its longest text in tokens (0 if unknown), and the folders of dense layers."""
 
     encoder: EncoderConfig
     longest: int
@@ -48,7 +48,8 @@ class Ending:
 
 
 def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
-    """The end of the encoder in ``folder``, whose ``config.json`` holds ``config``; None for a model that generates."""
+    """Read what follows the encoder's layers; None for a model that generates. ``config`` is that of
+    ``config.json``."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifies = architecture.endswith("ForSequenceClassification")
@@ -68,7 +69,7 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
         encoder = _logit_score(folder, modules["LogitScore"][0], _sigmoid(folder, config), template)
     elif not kinds and classifies:
         _check_labels(folder, config)
-        padding = config.get("pad_token_id")  # transformers scores at the last token that is another one
+        padding = config.get("pad_token_id")  # transformers scores at the last token that is no padding
         padding = padding if type(padding) is int and padding >= 0 else None
         sigmoid = _sigmoid(folder, config)
         encoder = EncoderConfig("scores", "last", template=template, sigmoid=sigmoid, padding=padding)
@@ -85,7 +86,7 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
 
 
 def prefix_names(stored: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Tensors by the names that a model with a head has for them: without one they are stored without ``model.``."""
+    """Add ``model.`` to the names of tensors: a model without a head is stored without it."""
     if any(name.startswith("model.") for name in stored):
         return dict(stored)
     return {name if name in (HEAD_WEIGHT, SCORE_WEIGHT) else f"model.{name}": item for name, item in stored.items()}
@@ -94,7 +95,7 @@ def prefix_names(stored: Mapping[str, Weight]) -> dict[str, Weight]:
 def replace_head(
     folder: Path, config: DecoderConfig, ending: Ending, found: Mapping[str, Weight]
 ) -> tuple[DecoderConfig, dict[str, Weight]]:
-    """The decoder with the end of an encoder in the place of its head, and the tensors of both."""
+    """The decoder with an encoder's end instead of its head, and the tensors of both."""
     end, tensors = ending.encoder, dict(found)
     _check_widths(folder, config, end)
     head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)
@@ -149,7 +150,7 @@ def _make_copy(path: Path, tensor: StoredTensor) -> MadeTensor:
 
 
 def _modules(folder: Path) -> dict[str, list[str]] | None:
-    """The folders of the modules by kind, in order; None where there is no such file."""
+    """The folders of the modules by kind, in order; None without ``modules.json``."""
     listed = _read(folder, MODULES_FILE)
     if listed is None:
         return None
@@ -176,7 +177,7 @@ def _modules(folder: Path) -> dict[str, list[str]] | None:
 
 
 def _texts(folder: Path) -> tuple[int, bool]:
-    """The longest text, 0 where it does not say, and whether texts go through the chat template."""
+    """The longest text in tokens (0 if unknown), and whether texts go through the chat template."""
     values = _read(folder, TEXT_FILE)
     if values is None:
         return 0, False
@@ -244,7 +245,7 @@ def _logit_score(folder: Path, name: str, sigmoid: bool, template: bool) -> Enco
 
 
 def _sigmoid(folder: Path, config: Mapping[str, Any]) -> bool:
-    """True if scores go through a sigmoid, as they do where neither file says otherwise."""
+    """True if scores go through a sigmoid, which is the default."""
     values, inner = _read(folder, MODEL_FILE), config.get("sentence_transformers")
     places = [(folder / MODEL_FILE, values), (folder / CONFIG_FILE, inner)]
     for where, holder in places:

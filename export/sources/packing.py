@@ -1,4 +1,4 @@
-"""Quantized tensors of safetensors files, found by their names and turned into llmc's one form.
+"""Finds quantized tensors of safetensors files by their names and converts them to :mod:`llmc.export.sources.codes`.
 
 Layouts, for a linear P with a weight [N, K], 32 / bits codes in a word of int32, the first one lowest unless said:
 
@@ -30,9 +30,9 @@ from llmc.export.sources.quantization import Quantization
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# Codes that are unpacked at a time, in rows of the matrix; whole words of eight rows.
+# Number of codes that are unpacked at a time, in multiples of eight rows.
 PIECE = 1 << 22
-# What stands beside weights and says how to round activations or the cache, which llmc does not.
+# Tensors about rounding activations or the cache, which llmc ignores.
 _LEFT_OUT = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point", ".k_scale",
     ".v_scale", ".q_scale",
@@ -41,7 +41,7 @@ Words = NDArray[np.int32]
 
 
 def unpack_weights(folder: Path, found: dict[str, StoredTensor], how: Quantization | None) -> dict[str, Weight]:
-    """Tensors by name, with one weight in the place of all the tensors that make up a quantized one."""
+    """Tensors by name, with one weight for all the tensors that make up a quantized one."""
     if how is None:
         return {**found}
     rest, weights = {name: item for name, item in found.items() if not name.endswith(_LEFT_OUT)}, {}
@@ -57,7 +57,7 @@ def unpack_weights(folder: Path, found: dict[str, StoredTensor], how: Quantizati
 
 
 class _Parts:
-    """The tensors of one quantized linear; each that is taken leaves ``rest``."""
+    """The tensors of one quantized linear; ``rest`` are those not used yet."""
 
     def __init__(self, folder: Path, module: str, rest: dict[str, StoredTensor], how: Quantization) -> None:
         self.folder, self.module, self.rest, self.how = folder, module, rest, how
@@ -224,13 +224,13 @@ class _Parts:
         return groups
 
     def _order(self, name: str, inputs: int, groups: int) -> NDArray[np.int32] | None:
-        """Column of the codes, sorted by groups, that each input comes to; None where they are sorted already."""
+        """For each input its column among codes sorted by groups; None if they are sorted already."""
         stored = self._optional(name, ("I32",), (inputs,))
         if stored is None:
             return None
         group_of = self._read(stored)
         width = inputs // groups
-        if (group_of == -1).all():  # compressed-tensors writes so where the order is plain
+        if (group_of == -1).all():  # compressed-tensors writes this if columns are not reordered
             return None
         if not np.array_equal(np.sort(group_of), np.arange(inputs) // width):
             raise self._error(f"has a {name} that does not put {width} inputs into each of {groups} groups")
@@ -269,7 +269,7 @@ class _Parts:
 
 
 def _with_zeros(made: QuantizedTensor, zero_points: Callable[[], NDArray[np.int8]]) -> QuantizedTensor:
-    """With its zero points, if some is not zero: those that lie in the middle say nothing."""
+    """Add its zero points, unless all are in the middle of the range, which is 0."""
     return replace(made, zero_points=zero_points) if zero_points().any() else made
 
 
@@ -290,13 +290,13 @@ def read_rows(folder: Path, tensor: StoredTensor, start: int = 0, stop: int | No
 
 
 def _spans(outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
-    """Runs of rows of about :data:`PIECE` codes, each but the last of a multiple of eight."""
+    """Slices of rows of about :data:`PIECE` codes, each but the last of a multiple of eight rows."""
     step = max(8, PIECE // inputs // 8 * 8)
     return ((start, min(start + step, outputs)) for start in range(0, outputs, step))
 
 
 def _fields(words: Words, bits: int) -> NDArray[np.uint8]:
-    """Words [R, C] -> what is packed along their rows [R, C * 32 / bits], the lowest first."""
+    """Unpack words [R, C] along their rows -> [R, C * 32 / bits], the lowest bits first."""
     octets = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)
     if bits == 8:
         return octets
@@ -306,11 +306,11 @@ def _fields(words: Words, bits: int) -> NDArray[np.uint8]:
 
 
 def _by_row(words: Words, bits: int, order: NDArray[np.int32] | None) -> NDArray[Any]:
-    """Rows of words that pack inputs, as they are to be stored: signed, and sorted by groups."""
+    """Convert rows of words that pack inputs: signed, and sorted by groups."""
     if order is not None:
         codes = _center(np.take(_fields(words, bits), np.argsort(order), axis=1), bits)
         return pack_codes(codes) if bits == 4 else codes
-    # Bytes of little-endian words are in the order of the codes already; the upper bit of each is its sign.
+    # Bytes of little-endian words are in the order of the codes; flipping each code's upper bit makes it signed.
     octets = words.view(np.uint8).reshape(len(words), -1) ^ np.uint8(0x88 if bits == 4 else 0x80)
     found: NDArray[Any] = octets if bits == 4 else octets.view(np.int8)
     return found

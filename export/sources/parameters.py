@@ -1,6 +1,6 @@
-"""From tensors as a checkpoint stores them to the parameters of a decoder: other names, packed rows, other orders.
+"""Maps a checkpoint's tensors to the decoder's parameters: other names, packed rows, other orders.
 
-What lies in the files as the decoder needs it, under whatever name, stays a reference to them; the rest is made.
+Tensors that need no conversion stay references to the files; the others are converted.
 """
 
 import re
@@ -22,15 +22,14 @@ from llmc.export.sources.safetensors import StoredTensor
 Tensors = dict[str, Weight]
 Array = NDArray[Any]
 
-# Values of a tensor that are made at a time.
+# Number of values that are converted at a time.
 PIECE = 1 << 20
 
 
 def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight], offset: bool = True) -> Tensors:
-    """Every tensor of the files by its name as a parameter, or by its own where it is none.
+    """All tensors by parameter name, unknown ones by their own name.
 
-    Quantized weights lie [outputs, inputs], also where floats do not. ``offset`` says that norm weights of a family
-    which adds one to them are stored without it.
+    Quantized weights are always stored [outputs, inputs]. ``offset``: the family stores norm weights minus one.
     """
     found = _canonical(folder, config, stored)
     shapes, parameters = parameter_shapes(config), Tensors(found)
@@ -95,7 +94,7 @@ def _unpack_parameters(
 
 
 def _of_heads(config: DecoderConfig, part: int, whole: Array) -> Array:
-    """Query, key or value of each head, [heads, head_dim, ...], from a tensor that has them head by head."""
+    """The queries, keys or values [heads, head_dim, ...] of a tensor that stores all three head by head."""
     mixer = config.layers[0].mixer
     found: Array = whole.reshape(mixer.heads, -1, mixer.head_dim, *whole.shape[1:])[:, part]
     return found

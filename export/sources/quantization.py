@@ -1,6 +1,6 @@
-"""``quantization_config`` of a checkpoint's config.json: how its weights are stored, read as strictly as the rest.
+"""Reads ``quantization_config`` of a checkpoint's config.json: how its weights are stored.
 
-The files say which linears are quantized, and their shapes how; the config says how to read them, and must agree.
+The files tell which linears are quantized, and their shapes how; the config tells how to read them, and must agree.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 from llmc.export.keys import Keys
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
-# Keys that say how the codes were chosen, or how somebody's kernels run them.
+# Keys about how the codes were chosen, or about other engines' kernels.
 # fmt: off
 _SETTLED = (
     "act_group_aware", "auto_gptq_version", "autoround_version", "backend", "batch_size", "block_name_to_quantize",
@@ -28,7 +28,7 @@ _COMPRESSED = ("pack-quantized", "int-quantized", "naive-quantized", "float-quan
 
 @dataclass(frozen=True)
 class Grid:
-    """Bits of a code, and the inputs that share a scale (0 for all of a row); None where any number of them may."""
+    """Bits of a code, and the number of inputs that share a scale: 0 for a whole row, None if unknown."""
 
     bits: int
     group: int | None = None
@@ -40,10 +40,10 @@ class Quantization:
 
     Attributes:
         method: one of :data:`METHODS`.
-        grids: of which each quantized linear has one.
-        ignored: modules that are not quantized, where the config spells them out.
-        zero_offset: what is to be added to stored zero points: the original GPTQ stores one less.
-        block: rows and columns that share a scale of fp8, (0, 0) where a row or all of a matrix does.
+        grids: each quantized linear has one of them.
+        ignored: modules that the config names as not quantized.
+        zero_offset: number to add to stored zero points: the original GPTQ stores them minus one.
+        block: rows and columns that share a scale of fp8; (0, 0) if a row or the whole matrix does.
     """
 
     method: str
@@ -54,7 +54,7 @@ class Quantization:
 
 
 def read_quantization(config: Keys) -> Quantization | None:
-    """The checkpoint's ``quantization_config``, or ``compression_config``, None where it has none."""
+    """The checkpoint's ``quantization_config`` or ``compression_config``; None if it has none."""
     names = [name for name in ("quantization_config", "compression_config") if config.raw(name) is not None]
     if not names:
         return None
@@ -167,7 +167,7 @@ def _pair(keys: Keys, name: str) -> tuple[int, int]:
 
 
 def _names(keys: Keys, name: str) -> tuple[str, ...]:
-    """Modules in a list, patterns left out: which modules they mean, the files say."""
+    """Modules in a list; patterns are skipped, since the files tell which modules they match."""
     value: Any = keys.raw(name) or []
     if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
         raise keys.error(name, value, "a list of names of modules")

@@ -17,7 +17,7 @@ from llmc.strict import open_regular, parse_json, read_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
-# Types that files have; I4 is llmc's own word, safetensors has none.
+# Types of tensors; I4 is llmc's own, safetensors has none.
 DTYPE_NAMES = {
     "F32": "float32",
     "F16": "float16",
@@ -31,15 +31,15 @@ DTYPE_NAMES = {
 }
 ITEM_BITS = {"F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "I64": 64, "I32": 32, "I8": 8, "U8": 8, "I4": 4}
 SUFFIX = ".safetensors"
-# A decoder's tensors have one or two dimensions; the numbers of a shape are multiplied.
+# Most dimensions of a tensor; a decoder's have one or two.
 MOST_DIMENSIONS = 8
-# Characters of a tensor's name, which messages repeat; a decoder's have some fifty.
+# Most characters of a tensor's name, which errors repeat; a decoder's have about fifty.
 LONGEST_NAME = 500
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Place of a weight: ``length`` bytes at ``offset`` of ``file``; ``dtype`` as safetensors says it, F32 etc."""
+    """Place of a weight: ``length`` bytes at ``offset`` of ``file``; ``dtype`` is safetensors' name, such as F32."""
 
     file: str
     offset: int
@@ -134,7 +134,7 @@ def _locate_tensor(path: Path, name: str, entry: Any, start: int) -> StoredTenso
 
 
 def _check_layout(path: Path, tensors: dict[str, StoredTensor], start: int, size: int) -> None:
-    """Tensors must follow each other without gap or overlap and end where the file ends."""
+    """Check that tensors follow each other without gap or overlap, and the last one ends the file."""
     position = start
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.length)):
         if tensor.offset != position:

@@ -20,10 +20,10 @@ from llmc.export.sources.gguf.tokenizer import read_tokenizer
 __all__ = ["SUFFIX", "GgufModel", "read_gguf"]
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-# Files that one model is split into, beyond any that is about.
+# Most files of one model, more than any published one has.
 MOST_FILES = 1024
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-# Defaults of generation by the names of Hugging Face.
+# Defaults of generation by Hugging Face's names.
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
@@ -32,12 +32,12 @@ class GgufModel:
     """A model in one or several GGUF files.
 
     Attributes:
-        config: what its ``config.json`` would say.
-        generation: what its ``generation_config.json`` would say.
-        texts: contents of the files that an export needs, by their names.
+        config: contents of its ``config.json``.
+        generation: contents of its ``generation_config.json``.
+        texts: contents of the other files that an export needs, by file name.
         tensors: by the names of the decoder's parameters.
         files: all of them.
-        linked: whether tensors lie in the files as they are needed.
+        linked: whether the export uses tensors of these files in place.
         notes: sentences about what was changed.
     """
 
@@ -81,7 +81,7 @@ def read_gguf(path: Path) -> GgufModel:
 
 
 def _headers(path: Path) -> list[Header]:
-    """Headers of the file, or of all the parts that it belongs to, the first of which has the metadata."""
+    """Headers of the file, or of all parts of a split model; the first one has the metadata."""
     first = read_header(path)
     count, number = (first.metadata.get(f"split.{name}", default) for name, default in (("count", 1), ("no", 0)))
     if type(count) is int and count == 1:

@@ -1,7 +1,7 @@
-"""A GGUF file's metadata as the ``config.json`` that it was converted from, as far as a decoder needs it.
+"""Rebuilds from a GGUF file's metadata the keys of ``config.json`` that a decoder needs.
 
 llama.cpp names a model by its architecture, which covers several of Hugging Face's families: ``llama`` is also
-Mistral, SmolLM and Yi. What the file says only by its tensors (biases, a head of its own) is read off them.
+Mistral, SmolLM and Yi. Its tensors tell whether there are biases and an untied head.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 
 
 class Metadata:
-    """The metadata of an architecture, of which every key must be accounted for, and what the file's tensors say.
+    """An architecture's metadata, of which every key must be read or skipped, and the shapes of the file's tensors.
 
     Args:
         where: the file, in messages.
@@ -53,7 +53,7 @@ class Metadata:
         self._read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value under ``ARCHITECTURE.key``. A list of one number per layer stands for it where all are the same."""
+        """The value under ``ARCHITECTURE.key``. It may be a list with the same number for each layer."""
         self._read.add(key)
         value = self.values.get(f"{self.architecture}.{key}", default)
         if not isinstance(value, (np.ndarray, list)):
@@ -110,7 +110,7 @@ def _check_width(data: Metadata, config: Mapping[str, Any], key: str) -> None:
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Width of a head, 0 where the config does not say."""
+    """Width of a head, 0 if the config has none."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if type(config.get("head_dim")) is int:
         return int(config["head_dim"])
@@ -118,7 +118,7 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _rope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A rope that turns whole heads: by llama3's rule where the file has its factors, else as the metadata say."""
+    """A rope of whole heads: llama3's if the file has its factors, else as the metadata say."""
     _check_width(data, config, "rope.dimension_count")
     kind, factor = data.get("rope.scaling.type", "none"), data.get("rope.scaling.factor", data.get("rope.scale_linear"))
     if kind not in ("none", "linear", "yarn"):
@@ -137,12 +137,12 @@ def _rope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor not in (None, 1) else {}
 
 
-# Factors are computed in float32, and the numbers that they follow from are round.
+# The factors are float32, but the numbers they were computed from are round.
 _SAME_FACTOR = 1e-4
 
 
 def _llama3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers behind the factors of Llama 3.1, one per pair of a head's values.
+    """Find the parameters of Llama 3.1's rope from its factors, one per pair of a head's values.
 
     A factor is 1 for short wavelengths, F for long ones, and between them 1/f = (1 - s)/F + s where the smooth part
     s = (P/wavelength - low)/(high - low) is a line over 1/wavelength. The line gives all but one of P (positions that
@@ -177,7 +177,7 @@ def _llama3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llama3_factors(scaling: Mapping[str, Any], turns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Divisors of frequencies, by the turns per position that they make."""
+    """Divisors of the frequencies, given as turns per position."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     smooth = (scaling["original_max_position_embeddings"] * turns - low) / (high - low)
     smooth = smooth.clip(0, 1)
@@ -201,7 +201,7 @@ def _qwen3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of each head is turned. Long contexts have factors in tensors."""
+    """A part of each head is rotated. Factors of long contexts are in tensors."""
     width, window = head_dim(config), data.get("attention.sliding_window", 0)
     turned = data.get("rope.dimension_count", width)
     if type(turned) is not int or not 0 < turned <= width:
@@ -227,12 +227,12 @@ def _rope_factors(data: Metadata, name: str, pairs: int) -> list[float]:
     return [float(str(factor)) for factor in data.tensor(name)]
 
 
-# Layers of the one size whose queries are scaled by the width that a head would have if heads filled the hidden size.
+# Layers of the one size that scales queries by hidden_size / heads instead of the head's width.
 _GEMMA3_27B_LAYERS = 62
 
 
 def _gemma3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Two ropes; every sixth layer sees everything, and only there the rope is scaled."""
+    """Two ropes; every sixth layer has full attention, and only its rope is scaled."""
     filled = config.get("num_hidden_layers") == _GEMMA3_27B_LAYERS
     scale = head_dim({**config, "head_dim": None} if filled else config)
     return {

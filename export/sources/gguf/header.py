@@ -19,19 +19,19 @@ from llmc.origin import MOST_HEADER
 from llmc.strict import open_regular
 
 SUFFIX = ".gguf"
-# Version 1 had other counts, and no file of it is about.
+# Version 1 had counts of another size; no such file is in use.
 VERSIONS = (2, 3)
-# Metadata and tensors that a header lists: 1024 layers of 20 tensors each, and far more keys than any file has.
+# Most entries of metadata and of tensors: enough for 1024 layers of 20 tensors each.
 MOST_ENTRIES = 1 << 16
-# Items of all arrays together, each of which becomes an object: 262,144 tokens with types, scores and twice as many
-# merges make 1.3 million.
+# Most items of all arrays together, each a Python object: 262,144 tokens with types, scores and twice as many merges
+# have 1.3 million.
 MOST_ITEMS = 1 << 22
 # Dimensions of a tensor, GGML_MAX_DIMS.
 MOST_DIMENSIONS = 4
-# Every size of a tensor; their product is compared with the file's.
+# Range of a tensor's dimensions; their product is compared with the file's size.
 MOST_SIZE = 1 << 40
 MOST_ALIGNMENT = 1 << 20
-# Weights in a block, and the bytes that it takes, of the types that are read.
+# Weights and bytes of a block of the types that are read.
 BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -45,7 +45,7 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
-# ggml's names by number, to read the ones and refuse the others by name.
+# ggml's names of types by number; errors name the unsupported ones.
 # fmt: off
 _TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
@@ -54,7 +54,7 @@ _TYPES = {
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }
 # fmt: on
-# Metadata's types by number: numbers as numpy reads them; then truth, text and list.
+# Types of metadata by number: numpy's types of numbers; then boolean, string and array.
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
@@ -76,7 +76,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """All that a GGUF file says about itself. Arrays of numbers are numpy's, those of texts are lists."""
+    """Metadata and tensors of a GGUF file. Arrays of numbers are numpy's, those of texts are lists."""
 
     path: Path
     metadata: dict[str, Any]
@@ -141,7 +141,7 @@ class _Reader:
         return data
 
     def _texts(self, count: int) -> list[str]:
-        """``count`` texts without a call for each: vocabularies have 100,000s of them."""
+        """Read ``count`` texts in one loop: vocabularies have hundreds of thousands."""
         found, read, position = [], self._file.read, self._position
         try:
             for _ in range(count):
@@ -220,7 +220,7 @@ class _Reader:
         return Entry(name, kind, shape, offset, math.prod(shape) // weights * size)
 
     def _place_tensors(self, tensors: list[Entry], alignment: int) -> tuple[Entry, ...]:
-        """The tensors with their places in the file: in the order of the header, each at the next aligned byte."""
+        """The tensors with their offsets in the file, as the header lists them."""
         start = -(-self._position // alignment) * alignment
         expected, names = 0, {entry.name for entry in tensors}
         if len(names) != len(tensors):

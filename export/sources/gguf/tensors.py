@@ -1,8 +1,8 @@
 """A GGUF file's tensors as the decoder's: other names, other orders of rows, and types that must be unpacked.
 
-F32, F16 and BF16 are taken where they lie. The other types are blocks of codes with scales. Q8_0 and Q4_0 stay codes
-and scales, where the decoder multiplies with them. All others become float16, the nearest to what llama.cpp takes them
-for in float32 (a relative difference of at most 2^-11). Vectors stay float32.
+F32, F16 and BF16 are used in place. The other types are blocks of codes with scales. Matrices in Q8_0 and Q4_0 keep
+their codes and scales. All others become float16, at most 2^-11 (relative) from llama.cpp's float32 values. Vectors
+stay float32.
 """
 
 import re
@@ -24,9 +24,9 @@ from llmc.strict import open_regular
 
 Bytes = NDArray[np.uint8]
 
-# Types that need no unpacking, as numpy reads them.
+# Types that need no unpacking, and their numpy types.
 STORED = ("F32", "F16", "BF16")
-# Weights that are unpacked at a time: 16 MiB as float32.
+# Number of weights that are unpacked at a time: 16 MiB as float32.
 PIECE = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MODULES = {
@@ -59,9 +59,9 @@ _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_lon
 
 
 def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tuple[dict[str, Weight], bool]:
-    """Every tensor by the name of its parameter, and whether the files hold matrices as they are needed.
+    """All tensors by parameter name, and whether the export links the files.
 
-    If they do, all that is needed as it is stays where it lies. For the sake of a few vectors the files would be large.
+    It does so only if some matrix is used in place: a few vectors are not worth the files' size.
     """
     found: dict[str, Weight] = {}
     entries = [(header.path, entry) for header in headers for entry in header.tensors if entry.name not in _CONSUMED]
@@ -76,7 +76,7 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tup
 
 
 def parameter(name: str, family: str) -> str:
-    """Hugging Face's name of a parameter; an unknown one stays, and is refused as unused."""
+    """Hugging Face's name of a tensor; an unknown name is kept, and refused later as unused."""
     match, modules = _NAME.fullmatch(name), _MODULES | _OTHER_MODULES.get(family, {})
     if match is None or match["module"] not in modules:
         return name
@@ -93,7 +93,7 @@ def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
 def _count_turned_rows(entry: Entry, config: Mapping[str, Any]) -> int:
     """Rows of a head whose order must be undone, 0 for none.
 
-    llama.cpp turns neighbouring values of a head by one angle in these models, Hugging Face those half a head apart.
+    In these models llama.cpp rotates neighbouring values of a head together, Hugging Face values half a head apart.
     """
     match = _NAME.fullmatch(entry.name)
     turned = config["model_type"] == "llama" and match is not None and match["module"] in ("attn_q", "attn_k")
@@ -136,12 +136,12 @@ def _nibbles(blocks: Bytes) -> Bytes:
     return pack_codes((levels.astype(np.int8) - np.int8(8)).reshape(blocks.shape[0], -1))
 
 
-# Types whose codes are kept: their type in an export, and what makes them of blocks without their scales.
+# Types whose codes are kept: their type in an export, and the function that reads them from blocks.
 CODES: dict[str, tuple[str, Callable[[Bytes], NDArray[Any]]]] = {"Q8_0": ("I8", _bytes), "Q4_0": ("I4", _nibbles)}
 
 
 def _rows(path: Path, entry: Entry, turned: int, read: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    """Runs of the rows of a tensor, as ``read`` makes them of bytes, whole heads where their order is undone."""
+    """Chunks of a tensor's rows, decoded by ``read``; whole heads if their order must be undone."""
     width = int(np.prod(entry.shape[1:], dtype=np.int64))
     run = max(1, PIECE // width // max(turned, 1)) * max(turned, 1)
     with open_regular(path) as file:
@@ -173,7 +173,7 @@ def unpack_rows(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any
 
 
 def _halves(values: NDArray[Any], rows: int) -> NDArray[Any]:
-    """Rows of whole heads from the order of pairs to that of halves: 0 2 4 ... 1 3 5 ..."""
+    """Reorder rows of whole heads from pairs to halves: 0 2 4 ... 1 3 5 ..."""
     heads = values.shape[0] // rows
     halves: NDArray[Any] = values.reshape(heads, rows // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     return halves

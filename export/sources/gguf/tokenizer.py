@@ -1,8 +1,8 @@
 """A GGUF file's tokenizer as ``tokenizer.json`` and ``tokenizer_config.json``.
 
-Two kinds are known. ``gpt2`` is byte-pair encoding of bytes that a pre-tokenizer has cut into words. ``llama`` is
-SentencePiece's: any two neighbours that make a token merge, the token with the highest score first, and what no token
-spells falls back to bytes; ``tokenizer.json`` has a merge for each pair instead, in the order of the scores.
+Two kinds are known. ``gpt2`` is byte-pair encoding of the bytes of words that a pre-tokenizer splits. ``llama`` is
+SentencePiece's: any two neighbours that form a token merge, the token with the highest score first, and characters
+without a token become bytes. ``tokenizer.json`` lists a merge for each such pair instead, in the order of the scores.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from llmc.export.sources.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 # Types of a token.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-# Bounds of a vocabulary whose pairs are looked for: characters of a token, and of all of them. The largest in use has
-# 262,144 tokens of six characters.
+# Most characters of a token, and of all tokens together, for which merges are searched. The largest vocabulary in use
+# has 262,144 tokens of six characters.
 LONGEST_TOKEN = 1024
 MOST_CHARACTERS = 1 << 23
-# Pairs that merge. The most in use are 580,604, all pairs that make one of Gemma's 262,144 tokens.
+# Most merges. The largest number in use is 580,604: all pairs that form one of Gemma's 262,144 tokens.
 MOST_MERGES = 1 << 20
 # SentencePiece's sign for a space.
 _SPACE = "▁"
@@ -28,20 +28,20 @@ _SPACE = "▁"
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 # Names of special tokens in a file and in tokenizer_config.json.
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-# Texts of control tokens after which a model has said all, as llama.cpp knows them.
+# Texts of control tokens that end an answer, as in llama.cpp.
 # fmt: off
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>",
     "<｜end▁of▁sentence｜>",
 })
 # fmt: on
-# Special tokens after which Phi-3's tokenizer leaves spaces alone; after its others it drops them.
+# Special tokens after which Phi-3's tokenizer keeps spaces; after its others it drops them.
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Contents of the two files, and the ids that begin and end a text."""
+    """Contents of the two files, and the ids of the tokens that begin and end a text."""
 
     json: dict[str, Any]
     config: dict[str, Any]
@@ -230,7 +230,7 @@ class _Reader:
         return [{"name": name, "template": str(text)} for name, text in templates.items()]
 
     def _ends(self) -> tuple[int, ...]:
-        """Ids after which a model has said all: those that the file names, then those that are known by their text."""
+        """Ids that end an answer: those that the file names, then those with a known text."""
         stated = [index for name in ("eos", "eot", "eom") if (index := self._ids[name]) is not None]
         known = [self._vocab[text] for text in sorted(_ENDS & self._vocab.keys())]
         return tuple(dict.fromkeys([*stated, *(index for index in known if self._types[index] == _CONTROL)]))
