@@ -47,7 +47,7 @@ CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Invariance:
-    """Which calls of a graph compute the same bits for a token whatever else is in the call; measured.
+    """The calls of a graph that compute the same bits for a token whatever else is in the call; measured.
 
     Each number is 1 if calls of any size do, 2 if those of an even size do, 0 if none is known to.
 

@@ -173,7 +173,7 @@ class DenseConfig:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """What follows an encoder's layers; see :class:`llmc.inventory.Encoder` for what is not listed here.
+    """The part after an encoder's layers; see :class:`llmc.inventory.Encoder` for what is not listed here.
 
     Attributes:
         dense: layers between pooling and the result, of embeddings.

@@ -18,7 +18,7 @@ TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn
 
 @dataclass(frozen=True)
 class RopeRules:
-    """How a family's config describes ropes.
+    """The form in which a family's config describes ropes.
 
     Attributes:
         theta: default base.

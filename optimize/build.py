@@ -126,7 +126,7 @@ def _check_memory(order: Order, memory: int | None) -> None:
 
 
 def _check_support(order: Order) -> None:
-    """Refuse what cannot be built before hours of calibration."""
+    """Refuse unsupported requests before hours of calibration."""
     check_patterns(order.recipe, [linear.name for linear in order.export.geometry.linears])
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
         check_head_sizes(order.export.geometry)
@@ -137,7 +137,7 @@ def _fill(order: Order, folder: Path) -> Manifest:
     weights, used = calibrate_weights(order.source, order.export, order.recipe, order.calibration, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs, engine = build_graphs(order, folder, weights)
-    check_unchanged(order.source, order.export)  # the weights have been read now
+    check_unchanged(order.source, order.export)  # the weights are not needed any more
     order.progress("hashing")
     manifest = _manifest(order, graphs, engine, folder)
     judge = judge_encoder if order.export.geometry.encoder else judge_decoder
@@ -145,7 +145,7 @@ def _fill(order: Order, folder: Path) -> Manifest:
 
 
 def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | None, folder: Path) -> Manifest:
-    """The manifest before the bundle has run: no quality and no self-test."""
+    """The manifest before the bundle has run, without quality and self-test."""
     export, target, recipe = order.export, order.target, order.recipe
     installed = order.engine.version if order.engine else import_onnxruntime(order.minimum).__version__
     tokenizer = (folder / TOKENIZER_FILE).stat().st_size
@@ -177,7 +177,7 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
 
 
 def _notes(order: Order) -> list[str]:
-    """A sentence about a checkpoint's own integers that are not kept."""
+    """A note if a checkpoint's own integers are not kept."""
     coded = order.export.geometry.coded
     if not coded or order.recipe.precision == "source":
         return []

@@ -1,4 +1,4 @@
-"""The graphs of a bundle, lowered and written beside their weights, and the engine that is compiled of them."""
+"""Lowers a bundle's graphs, writes them beside their weights, and compiles the engine from them."""
 
 import platform
 from contextlib import closing
@@ -58,7 +58,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
 
 
 def _declare_opsets(model: ir.Model, order: Order) -> None:
-    """The lowered graph uses no operator newer than the target's opset, so that older engines load it too."""
+    """Declare the target's opset, so that older engines load the graph; it has no newer operators."""
     model.functions.clear()
     model.opset_imports.clear()
     model.opset_imports[""], model.ir_version = NATIVE if order.target.makes_engine else OLD
@@ -67,7 +67,8 @@ def _declare_opsets(model: ir.Model, order: Order) -> None:
 
 
 def _describe_graph(graph: ir.Graph, name: str, stored: QuantConfigs, order: Order, phase: str) -> Graph:
-    """Bytes of weights in memory and per token (embedding rows stay on disk until read), and what the CPU must have."""
+    """Bytes of weights in memory and per token (embedding rows stay on disk until read), and the CPU features
+    needed."""
     sizes = {
         name: value.const_value.nbytes
         for name, value in graph.initializers.items()

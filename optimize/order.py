@@ -1,4 +1,4 @@
-"""An order to build, resolved once: all that a step needs to know."""
+"""A resolved request to build: all that its steps need to know."""
 
 import os
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class Order:
 
     @property
     def overwritten(self) -> int:
-        """Positions behind a step's token that its folded heads write over."""
+        """Positions behind a step's token that folded heads overwrite."""
         return folded_heads.count_overwritten(self.export.geometry.attentions) if self.ragged_rows else 0
 
     @property
@@ -60,7 +60,7 @@ class Order:
         return max(cache, self.target.ragged_rows, key=version) if self.ragged_rows else cache
 
     def with_engine(self, asked: EngineRequest | None) -> "Order":
-        """The order with what its engine will be, where the target makes one."""
+        """The order with its engine's properties, if the target has an engine."""
         if not self.target.makes_engine:
             return self
         from llmc.optimize.tensorrt.spec import list_own_bits, resolve_engine
@@ -82,7 +82,7 @@ def take_order(
     judged: bool,
     progress: Progress,
 ) -> tuple[Order, EngineRequest | None]:
-    """Resolve what is asked for, over what the recipe says; the order, and the wishes for its engine."""
+    """Resolve a request: options override the recipe. Returns the order, and the wishes for its engine."""
     refuse_bytes(source)
     export = read_export(source)
     check_unchanged(source, export)
@@ -102,14 +102,14 @@ def take_order(
 
 
 def check_places(source: Path, output: Path) -> None:
-    """Raise UsageError where the bundle would be written over what is read."""
-    place = Path(os.path.realpath(output))  # unlike resolve, at a loss for no loop of links
+    """Raise UsageError if the bundle would overwrite its source."""
+    place = Path(os.path.realpath(output))  # unlike resolve, accepts loops of links
     if place == Path(os.path.realpath(source)):
         raise UsageError(f"{output} is the export itself; choose another output folder")
 
 
 def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:
-    """True if there is an engine, and a GPU that it has code for and that its library lists."""
+    """True if there is an engine and a GPU that it and its library support."""
     if spec is None or spec.gpu is None or not plan.fits_gpu(spec.gpu.compute_capability):
         return False
     return lists_gpu(spec.library, spec.gpu.compute_capability)

@@ -40,7 +40,7 @@ MOST_MODULES = 16
 
 @dataclass(frozen=True)
 class Ending:
-    """What follows an encoder's layers, its longest text in tokens (0 if unknown), and the folders of dense layers."""
+    """The part after an encoder's layers, its longest text in tokens (0: unknown), and the folders of dense layers."""
 
     encoder: EncoderConfig
     longest: int
@@ -48,7 +48,7 @@ class Ending:
 
 
 def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
-    """Read what follows the encoder's layers; None for a model that generates. ``config`` is that of
+    """Read the part after the encoder's layers; None for a model that generates. ``config`` is that of
     ``config.json``."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""

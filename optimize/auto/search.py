@@ -27,20 +27,20 @@ from llmc.runtime.bench.benchmark import benchmark
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import available_memory, cpu_model, usable_threads
 
-# What a candidate is timed with: a prompt of a page, and an answer of a paragraph.
+# Tokens of the timed prompt (a page) and answer (a paragraph).
 PROMPT_TOKENS = 512
 NEW_TOKENS = 128
-# Timed in full, the new tokens would take most of the search; a quarter of them has the same median.
+# New tokens that are timed: all would take most of the search, and a quarter has the same median.
 TIMED_TOKENS = 32
 REPEATS = 3
-# Candidates as fast as the best within this share count as equal: timing does not tell them apart.
+# Candidates within this share of the best time count as equally fast: timing is not more precise.
 SAME_SPEED = 0.02
 KEPT_BYTES = 20_000_000_000
-# Where a candidate lies in its entry of the cache.
+# A candidate's folder in its cache entry.
 BUILT = Path("built") / "bundle"
 
 
-# From the smallest to the safest. A scheme that needs calibration drops out where nothing can calibrate.
+# From the smallest to the safest. Schemes that need calibration are skipped where it is not available.
 CANDIDATES: dict[str, Request] = {
     "int4": Request(precision="int4", scheme="rtn"),
     "int4-gptq": Request(precision="int4", scheme="gptq"),
@@ -55,7 +55,7 @@ CANDIDATES: dict[str, Request] = {
     "int8-shared": Request(precision="int8", scheme="rtn", phases="shared"),
     "fp32": Request(precision="fp32"),
 }
-# A quantized checkpoint's own integers, before all of them.
+# Tried first for quantized checkpoints: their own integers.
 OF_CODES: dict[str, Request] = {
     "source": Request(precision="source"),
     "source-shared": Request(precision="source", phases="shared"),
@@ -64,7 +64,7 @@ OF_CODES: dict[str, Request] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate with one number of threads, as measured; ``reason`` says why it is out, empty where it is in."""
+    """Measurement of one candidate with one number of threads; ``reason`` says why it is out, empty if it is not."""
 
     name: str
     threads: int
@@ -85,7 +85,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class AutoReport:
-    """All that was tried, in order, and what was published."""
+    """All trials in order, and the published one."""
 
     output: Path
     chosen: Trial
@@ -98,7 +98,7 @@ class AutoReport:
 
 
 def choose(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest trial that has no reason against it; of equally fast ones the smallest, then the first."""
+    """The fastest trial without a ``reason``; of equally fast ones the smallest, then the first."""
     fit = [trial for trial in trials if not trial.reason]
     if not fit:
         return None
@@ -143,7 +143,7 @@ def automatic(
         raise UsageError("--auto needs a budget: give --max-kl, --min-agreement or --max-perplexity-increase")
 
     def make(candidate: Request, folder: Path) -> None:
-        # A text that the candidate does not look at is left out, for a build refuses what it does not use.
+        # The text is given only to candidates that use it, for a build refuses unused options.
         unused = calibration is not None and needs_calibration(resolved(candidate)) is None
         helped = replace(calibration, text=None, samples=None, length=None) if calibration and unused else calibration
         order = {"target": target, "recipe": candidate, "calibration": helped, "text": text, "judged": True}
@@ -161,7 +161,7 @@ def automatic(
     limit = available_memory() if memory is None else memory
     trials: list[Trial] = []
     folders: dict[str, Path] = {}
-    holds: list[disk_cache.Hold] = []  # a search takes longer than what was asked for counts as used
+    holds: list[disk_cache.Hold] = []  # a search may outlast the age at which cache entries are removed
     key = [export.source.fingerprint, str(weights_identity(source)), target, _identity(text), _identity(calibration)]
     open_request, coded = replace(asked, budget=None), bool(export.geometry.coded)
     for name, candidate in _candidates(open_request, calibration is not None, resolved, coded).items():
@@ -187,7 +187,7 @@ def _identity(what: Path | CalibrationRequest | None) -> str:
 def _candidates(
     request: Request, calibrates: bool, resolved: Callable[[Request], Recipe], coded: bool = False
 ) -> dict[str, Request]:
-    """Candidates with the request's own choices, without repetitions and what these choices contradict."""
+    """Candidates with the request's choices applied, without duplicates and contradictions."""
     found: dict[str, Request] = {}
     refused: UsageError | None = None
     for name, candidate in {**(OF_CODES if coded else {}), **CANDIDATES}.items():
@@ -207,7 +207,7 @@ def _candidates(
 
 
 def _contradicts(request: Request, candidate: Request) -> bool:
-    """True if a candidate's own choice is not the request's: it would not be what its name says."""
+    """True if the request overrides a choice that the candidate is named after."""
     pairs = ((getattr(request, f.name), getattr(candidate, f.name)) for f in fields(Request))
     return any(asked is not None and own is not None and asked != own for asked, own in pairs)
 
@@ -220,26 +220,26 @@ def _key(candidate: Request, rest: list[str]) -> str:
 def _measure(
     name: str, folder: Path, candidate: Request, make: Callable[[Request, Path], None], progress: Progress
 ) -> list[Trial]:
-    """Build the candidate unless it is there, and time it with each number of threads unless that is known."""
+    """Build the candidate unless cached, and time it with each number of threads unless known."""
     target = folder / BUILT
     progress(f"candidate {name}")
     try:
         manifest = read_bundle(target)
     except BundleError:
         disk_cache.remove(target.parent)
-        with disk_cache.publish_entry(target.parent) as room:  # of two searches the first one to finish serves both
+        with disk_cache.publish_entry(target.parent) as room:  # a concurrent search may have finished first
             make(candidate, room / target.name)
         manifest = read_bundle(target)
     rows = candidate.max_batch or 1  # a bundle may serve more rows than are asked for
     most = usable_threads()
-    counts = sorted({most, max(1, most // 2)}, reverse=True)  # more than memory can feed is waste
+    counts = sorted({most, max(1, most // 2)}, reverse=True)  # more threads than memory bandwidth feeds are waste
     return [_time_trial(name, folder, manifest, threads, rows, progress) for threads in counts]
 
 
 def _time_trial(name: str, folder: Path, manifest: Manifest, threads: int, rows: int, progress: Progress) -> Trial:
     machine = sha256(f"{cpu_model()} {manifest.target.engine_version} {threads}".encode()).hexdigest()[:12]
     path = folder / f"trial-{machine}.json"
-    with suppress(OSError, ValueError, BundleError):  # not measured yet, or torn: measure again
+    with suppress(OSError, ValueError, BundleError):  # not measured yet, or half-written: measure again
         known: Trial = decode(Trial, json.loads(path.read_text()))
         return known
     progress(f"timing {name} with {threads} threads")

@@ -1,1 +1,1 @@
-"""Calibration: the text, what it shows of activations, what is decided by that, and the store of the decisions."""
+"""Calibration: its text, statistics of activations, the decisions made from them, and their store."""

@@ -1,7 +1,7 @@
-"""Calibration: choose foldings, zeros, integers and ranges by what activations are, layer by layer.
+"""Calibration: choose foldings, zeros, integers and ranges from activations, layer by layer.
 
-One layer is in memory at a time: its inputs are observed, its weights decided, and the quantized layer makes the inputs
-of the next. Results are written after each layer, so an interrupted calibration goes on and ends the same.
+One layer is in memory at a time: its inputs are observed, its weights quantized, and the quantized layer computes the
+next one's inputs. Results are written after each layer, so an interrupted calibration continues with the same result.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from llmc.runtime.host.machine import usable_threads
 
 # Tokens per forward pass: enough to keep the cores busy, few enough that a layer's activations stay small.
 TOKENS_PER_CALL = 2048
-# Weights of the head that are decided at a time.
+# Number of the head's weights that are quantized at a time.
 HEAD_PIECE = 1 << 24
 STATE = "state"
 
@@ -38,12 +38,12 @@ LayerSource = Any
 
 @dataclass(frozen=True)
 class SmoothingMapping:
-    """Linears that read the same activation, and where the inverse of a factor folded into them goes.
+    """Linears that read the same activation, and the module that takes the inverse of factors folded into them.
 
     Attributes:
         linears: module names within the layer.
         inputs: width K of the activation.
-        producer: the norm or linear whose outputs the activation is made of; empty where nothing can be folded.
+        producer: the norm or linear that computes the activation; empty if nothing can be folded into it.
         repeats: how many channels of the activation stem from one output of ``producer`` (queries per key head).
         run: how many channels follow each other before they repeat (a head).
     """
@@ -56,7 +56,7 @@ class SmoothingMapping:
 
 
 def list_smoothing_mappings(geometry: Geometry, layer: int) -> tuple[SmoothingMapping, ...]:
-    """The activations of a layer that linears read, in the order of the computation."""
+    """One mapping for each activation that linears of a layer read, in the order of computation."""
     found = []
     for group in geometry.readers:
         first, attention = group[0], geometry.attention.get(group[0].reads)
@@ -75,10 +75,10 @@ def _prefix(layer: int) -> str:
 def calibrate(
     source: LayerSource, ids: NDArray[np.int64], recipe: Recipe, configs: QuantConfigs, folder: Path, progress: Progress
 ) -> Store:
-    """Decide all that ``recipe`` leaves to calibration, on ``ids`` [n, length], and return the store that holds it.
+    """Make all decisions that ``recipe`` leaves to calibration, on ``ids`` [n, length], and return their store.
 
-    ``configs`` is of the graph whose weights are decided (decode's, or the only one). What an interrupted run left in
-    ``folder`` is used.
+    ``configs`` are those of the graph whose weights are quantized (decode's, or the only one). Results of an
+    interrupted run in ``folder`` are used.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(folder)
@@ -115,7 +115,7 @@ def _batches(samples: Tensor) -> Iterator[Tensor]:
 
 
 class _Layer:
-    """One layer under calibration: its weights change from float to what the bundle will hold."""
+    """One layer during calibration: its weights change from the float ones to the bundle's."""
 
     def __init__(self, source: LayerSource, index: int, recipe: Recipe, configs: QuantConfigs) -> None:
         self.source = source
@@ -131,9 +131,9 @@ class _Layer:
         self.arrays: dict[str, NDArray[Any]] = {}
 
     def decide(self, hidden: Tensor) -> tuple[dict[str, NDArray[Any]], Tensor]:
-        """Results by their names in the store, and the activations [n, length, hidden] after the quantized layer."""
+        """Results by name, and the activations [n, length, hidden] after the quantized layer."""
         observed = self._observe(hidden)
-        # All foldings come before any integer, for they change linears of earlier mappings too.
+        # Fold before quantizing anything: a folding also changes linears of earlier mappings.
         folded = {mapping: self._fold_linears(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
         for mapping in self.mappings:
             for name in mapping.linears:
@@ -142,7 +142,7 @@ class _Layer:
         return self.arrays, self._advance(hidden)
 
     def _fold_linears(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
-        """Fold what the recipe asks for into the mapping's linears; return the statistics of the scaled activation."""
+        """Apply the recipe's foldings to the mapping's linears; return the statistics of the scaled activation."""
         if not mapping.producer or not self.recipe.smoothing:
             return statistics
         return self._fold(mapping, statistics, self._compute_smoothing(mapping, statistics))
@@ -163,7 +163,7 @@ class _Layer:
         return {mapping: accumulator.finish() for mapping, accumulator in watched.items()}
 
     def _compute_smoothing(self, mapping: SmoothingMapping, statistics: InputStatistics) -> Tensor:
-        """SmoothQuant's scales [K], equal for all channels that stem from the same one."""
+        """SmoothQuant's scales [K], equal for channels that are copies of one channel."""
         weights = torch.cat([self._weight(name) for name in mapping.linears])
         absmax, rows = (
             self._find_shared_maximum(mapping, statistics.absmax),
@@ -173,7 +173,7 @@ class _Layer:
         return found.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
 
     def _find_shared_maximum(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
-        """The largest of the values [K] of each group of channels that stem from one."""
+        """The largest of the values [K] among copies of a channel."""
         return values.view(-1, mapping.repeats, mapping.run).amax(1).flatten()
 
     def _fold(self, mapping: SmoothingMapping, statistics: InputStatistics, scales: Tensor) -> InputStatistics:
@@ -195,12 +195,13 @@ class _Layer:
         parameter, config = self.module.get_parameter(f"{name}.weight"), self.quant[name]
         if isinstance(config, WeightOnly):
             quantized = quantize(parameter, config.grid, self.recipe.scheme, statistics)
-            if self.recipe.scheme != "rtn":  # rounding to nearest again is quicker than reading
+            if self.recipe.scheme != "rtn":  # rounding again is faster than reading
                 self.arrays |= _arrays_of(f"{self.prefix}{name}.weight", quantized)
             parameter.data = torch.from_numpy(quantized.dequantize()).to(self.source.device)
 
     def _advance(self, hidden: Tensor) -> Tensor:
-        """Activations after the layer as it is now, in the place of those before it; keys and values give ranges."""
+        """Replace the layer's inputs by its outputs with the current weights, and record the ranges of keys and
+        values."""
         ranges: dict[str, Tensor] = {}
         for batch in _batches(hidden):
             out, keys, values = self.source.run(self.module, batch.to(self.source.device))
@@ -217,7 +218,7 @@ class _Layer:
 
 
 def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics) -> Quantized:
-    """Weights [N, K] on ``grid`` by ``scheme``, for inputs with these statistics."""
+    """Quantize weights [N, K] to ``grid`` by ``scheme``, for inputs with these statistics."""
     if scheme == "rtn":
         return rtn.quantize(weights.cpu().numpy(), grid)
     moment = statistics.second_moment
@@ -226,7 +227,7 @@ def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatisti
 
 
 def choose_stored_config(recipe: Recipe, configs: QuantConfigs, module: str, inputs: int) -> QuantConfig:
-    """The config that the lowering will ask for: engines take only whole blocks, so theirs may be smaller."""
+    """The config that the lowering will use: engines take only whole blocks, so the block may be smaller."""
     config = configs.of(module)
     if recipe.phases == "single" and isinstance(config, WeightOnly):
         return replace(config, grid=fit_grid(config.grid, inputs, module))
@@ -234,7 +235,7 @@ def choose_stored_config(recipe: Recipe, configs: QuantConfigs, module: str, inp
 
 
 def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, config: QuantConfig) -> dict[str, NDArray[Any]]:
-    """Integers of the head, in pieces of rows: rows do not depend on one another."""
+    """Quantize the head in pieces of rows, which are independent."""
     norm, accumulator = source.norm(), Accumulator(hidden.shape[-1], source.device, recipe.scheme != "rtn")
     for batch in _batches(hidden):
         accumulator.update(norm(batch.to(source.device)))

@@ -1,4 +1,4 @@
-"""A request for calibration: the decision whether a build calibrates, its text, and the cache of its results."""
+"""A build's calibration: whether there is one, its text, and the cache of results."""
 
 import errno
 import hashlib
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from llmc.optimize.calibrate.layers import LayerSource
     from llmc.optimize.calibrate.text import CalibrationSamples
 
-# GPTQ's paper takes 128 windows of 2,048 tokens; on a CPU an eighth of that already gives its second moments.
+# GPTQ's paper uses 128 windows of 2,048 tokens; an eighth of that already estimates the second moments.
 DEFAULT_SAMPLES = 64
 DEFAULT_LENGTH = 512
-# Calibrations that are kept: what an interrupted build left, and what the same request needs again.
+# Number of cached calibrations: finished ones, and those of interrupted builds.
 KEPT_BYTES = 8_000_000_000
 
 
@@ -36,7 +36,7 @@ class CalibrationRequest:
 
     Attributes:
         decoder: opens the unquantized decoder of an export; the command line passes
-            ``llmc.export.streaming.StreamedDecoder``, so that this room need not import that one.
+            ``llmc.export.streaming.StreamedDecoder``, so that nothing here imports it.
         text: plain text, or chats as JSONL; None takes the text that comes with llmc.
         samples: windows of tokens, at most; default :data:`DEFAULT_SAMPLES`.
         length: tokens per window; default :data:`DEFAULT_LENGTH`.
@@ -56,7 +56,7 @@ class CalibrationRequest:
 
     @property
     def asked(self) -> str | None:
-        """The option that was given on purpose, in words, or None."""
+        """The option that the user gave, in words, or None."""
         given = {"a text": self.text, "a number of samples": self.samples, "a length of samples": self.length}
         return next((name for name, value in given.items() if value is not None), None)
 
@@ -64,7 +64,7 @@ class CalibrationRequest:
 def calibrate_weights(
     source: Path, export: ExportManifest, recipe: Recipe, request: CalibrationRequest | None, progress: Progress
 ) -> tuple[Calibrated, Calibration | None]:
-    """The weights that a build lowers, and the text that decided them (None where the recipe asks for none)."""
+    """The weights that a build lowers, and the calibration text (None if the recipe uses none)."""
     wish = needs_calibration(recipe)
     if wish is None:
         if request is not None and request.asked is not None:
@@ -84,7 +84,7 @@ def calibrate_weights(
     folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
     decoder = request.decoder(source, "cuda" if torch.cuda.is_available() else "cpu")
     stored = quant_configs(recipe, geometry)
-    # The integers of weights do not hang on how activations are quantized.
+    # Weights do not depend on how activations are quantized.
     decided = replace(stored.get("decode") or next(iter(stored.values())), w8a8=None)
     try:
         store = calibrate(decoder, samples.ids, recipe, decided, folder, progress)
@@ -108,8 +108,8 @@ def check_windows(request: CalibrationRequest, longest: int) -> None:
 
 
 def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "CalibrationSamples") -> str:
-    """A hash of all that results depend on. Keys are not sorted: of patterns of layers the last one wins."""
-    # Engines have integers of their own; which of the other graphs there are decides nothing.
+    """A hash of all inputs of calibration. Keys are not sorted: the last matching pattern of layers wins."""
+    # Engines have other integers; apart from that, the set of graphs does not matter.
     phases = "single" if recipe.phases == "single" else ""
     settled = {"name": "", "budget": None, "phases": phases, "activations": ""}
     decided = {**asdict(recipe), **settled}

@@ -42,7 +42,7 @@ class Accumulator:
         self._tokens += len(rows)
         self._absmax = torch.maximum(self._absmax, rows.abs().amax(0))
         if self._moment is not None:
-            # A running mean keeps the sum in the range where float32 adds exactly enough.
+            # A running mean keeps the sum small enough for float32.
             share = len(rows) / self._tokens
             self._moment.addmm_(rows.T, rows, beta=1 - share, alpha=share / len(rows))
 

@@ -1,6 +1,6 @@
-"""The text that calibration and evaluation read: the user's own, or the one that comes with llmc.
+"""The text that calibration and evaluation read: the user's, or llmc's own.
 
-That one was written for this project and is under its licence. It holds no special tokens.
+llmc's own text was written for this project, is under its licence, and holds no special tokens.
 """
 
 import codecs
@@ -23,10 +23,11 @@ from llmc.runtime.text.tokenizer import Tokenizer
 Ids = NDArray[np.int64]
 
 DEFAULT_TEXT = Path(__file__).with_name("data") / "calibration.txt"
-# Tokenizing takes about 170 bytes of memory per byte of text. This is half a million tokens; GPTQ's paper takes half.
+# Most bytes that are read. Tokenizing takes about 170 bytes of memory per byte. This is half a million tokens, twice
+# those of GPTQ's paper.
 READ_AT_MOST = 2_000_000
 FEWEST_WINDOWS = 8
-DATE = "01 Jan 2025"  # templates in Llama's manner write today's date unless they are given one
+DATE = "01 Jan 2025"  # templates like Llama's insert today's date unless given one
 
 _REMEDY = "give a file of UTF-8 text, or of chats as .jsonl"
 _EXPECTED = '{"messages": [...]}, a list of messages, or {"text": "..."}'
@@ -92,7 +93,8 @@ def read_samples(
 
 
 def _part(text: str, held_out: bool) -> str:
-    """Every fourth paragraph of the default text is held out: what calibration saw would judge too kindly."""
+    """Paragraphs of the default text: every fourth one is for evaluation only, since text of the calibration
+    flatters."""
     paragraphs = enumerate(text.split("\n\n"))
     return "\n\n".join(paragraph for number, paragraph in paragraphs if (number % 4 == 3) == held_out)
 
@@ -123,14 +125,14 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def _decode(data: bytes, path: Path, cut: bool) -> str:
-    """Decode UTF-8; where the file was cut, the last character may be incomplete and is dropped."""
+    """Decode UTF-8; drop an incomplete last character of a truncated file."""
     try:
         text, _ = codecs.utf_8_decode(data, "strict", not cut)
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
     if "\0" in text:
         raise UsageError(f"{path} is not UTF-8 text (it holds zero bytes); convert it if it is text at all")
-    return text.removeprefix("\ufeff")  # the mark that some editors put first
+    return text.removeprefix("\ufeff")  # the byte order mark
 
 
 # ------------------------------------------------------------------------------------------------------- conversations
@@ -145,11 +147,11 @@ def _conversations(text: str, path: Path, folder: Path, tokenizer: Tokenizer) ->
     for where, entry in _lines(text, path):
         parts += [end] if parts else []
         parts.append(_encode(tokenizer, _text_of(entry, where, template), where))
-    return np.concatenate([end[:0], *parts])  # blank lines may be all that was read
+    return np.concatenate([end[:0], *parts])  # all lines may be blank
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.split("\n"), 1):  # JSON may hold what str.splitlines takes for line ends
+    for number, line in enumerate(text.split("\n"), 1):  # str.splitlines also splits at characters inside of JSON
         if not line.strip():
             continue
         where = f"{path}: line {number}"

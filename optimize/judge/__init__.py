@@ -1,1 +1,1 @@
-"""Judgement of what was built: quality beside the unquantized model's, where it is lost, and invariance of results."""
+"""Judges a finished bundle: quality compared with the unquantized model, loss by layer, and invariance of results."""

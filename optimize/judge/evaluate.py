@@ -28,7 +28,7 @@ MAX_WINDOWS = 6
 def read_windows(
     path: Path | None, model: Model, window: int | None = None, max_windows: int = MAX_WINDOWS
 ) -> CalibrationSamples:
-    """Windows of a text, evenly spread over it where there are more than ``max_windows``.
+    """Windows of a text, at most ``max_windows``, evenly spread over it.
 
     ``window`` is in tokens; default: :data:`WINDOW`, or the whole context where it is shorter. ``path`` is plain text,
     or chats as JSONL; None takes the part of llmc's own text that calibration does not see.

@@ -1,4 +1,4 @@
-"""The verdict on a finished bundle: load it, run it beside the unquantized model, and record what it computed."""
+"""Judges a finished bundle: load it, compare it with the unquantized model, and record its results."""
 
 import logging
 from contextlib import ExitStack
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def least_tolerance(order: Order) -> float:
-    """The smallest distance from the golden results that is allowed on another machine."""
+    """The smallest tolerance of golden results on another machine."""
     if order.export.geometry.encoder:
         return VECTOR_TOLERANCE
     return LOGIT_TOLERANCES[order.recipe.compute] if order.target.has_gpu else LOGIT_TOLERANCE
@@ -46,7 +46,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
     """Run the golden prompts and a text, compare with the unquantized model, write the manifest, and replay it.
 
     Raises:
-        BuildError: the quality is beyond the budget, or a process that loads the bundle computes something else.
+        BuildError: the quality is beyond the budget, or a fresh process that loads the bundle computes other results.
         ResourceError: it cannot be run here, yet a budget is to be kept.
     """
     write_manifest(manifest, folder)
@@ -91,7 +91,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
         engine=manifest.engine and replace(manifest.engine, verified=verified),
     )
     write_manifest(finished, folder)
-    if verified != "float32":  # what stood in for the bundle is gone, and nothing here runs the bundle itself
+    if verified != "float32":  # only a substitute was run and it is gone: the bundle itself cannot run here
         order.progress("replaying the golden prompts as a first load does")
         replay_apart(folder, emulate=verified == "cpu")
     return finished
@@ -126,7 +126,7 @@ def _substitution(manifest: Manifest) -> str:
 def _layer_errors(
     order: Order, folder: Path, manifest: Manifest, weights: Calibrated, ids: NDArray[np.int64]
 ) -> tuple[LayerError, ...]:
-    """Errors of the layers; a graph for a GPU is cut into layers in float32, as that it is compared with."""
+    """Errors of the layers; of a graph for a GPU, computed in float32 like the reference."""
     if not order.target.has_gpu:
         return layer_errors(folder, manifest, Reference(order.source), ids[:WINDOWS], order.progress)
     with TemporaryDirectory(prefix=".float32.", dir=folder) as work:
@@ -155,12 +155,12 @@ def _open_model(
 
 
 def _in_float32(order: Order, folder: Path, manifest: Manifest, weights: Calibrated) -> Path:
-    """The same graph computing in float32: no CPU kernel knows bfloat16."""
+    """The same graph in float32, for no CPU kernel supports bfloat16."""
     recipe = replace(order.recipe, compute="float32", cache="float32")
     graphs = compile_graphs(replace(order, recipe=recipe), folder, weights)
     copy_tokenizer(order.source, folder)
     check_unchanged(order.source, order.export)  # the weights have been read now
-    files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}  # nobody else will see it
+    files = {path.name: FileEntry(path.stat().st_size, "") for path in folder.iterdir()}  # a temporary copy
     stand_in = replace(manifest, recipe=recipe, cache="float32", graphs=graphs, engine=None, files=files)
     write_manifest(stand_in, folder)
     return folder

@@ -7,22 +7,22 @@ from llmc.errors import BuildError
 from llmc.optimize.judge.layers import LayerError
 
 WORST = 3
-# Mean KL of a build in float32, in nats: sums in another order. The families' random tiny models are below 1e-9, and a
-# multiplier of the logits that the lowering had lost showed as 0.8.
+# Largest mean KL, in nats, of a build in float32, which only adds in another order. The families' random tiny models
+# are below 1e-9; a lowering that lost a factor of the logits had 0.8.
 UNROUNDED_KL = 1e-4
-# An unquantized model may be so much in doubt about a token of llmc's own texts, as a share of what chance has, which
-# is the logarithm of the vocabulary: SmolLM2-135M has 0.31 and the model of recipes/tiny, with 3 million weights and
-# made for code, 0.54. Random weights have 1, and tokens of another vocabulary more.
+# Largest cross entropy of an unquantized model on llmc's own texts, as a share of that of chance, the logarithm of the
+# vocabulary: SmolLM2-135M has 0.31 and the model of recipes/tiny, with 3 million weights and trained on code, 0.54.
+# Random weights have 1, a wrong vocabulary more.
 UNTRAINED_SHARE = 0.56
 
 
 def find_broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> dict[str, str]:
-    """The figure found and the one allowed, in words, by the name of each limit that is broken.
+    """For each broken limit, by its name: the figure found and the one allowed, in words.
 
     ``kl`` is in nats, ``agreement`` 0 ... 1, ``increase`` that of the perplexity, 0.02 for 2 %.
     """
     found: dict[str, str] = {}
-    # NaN compares false with everything, so ask for what must hold.
+    # Compare so that NaN fails.
     if budget.max_kl is not None and not kl <= budget.max_kl:
         found["max_kl"] = f"mean KL {kl:.4g}, at most {budget.max_kl:g} is allowed"
     if budget.min_agreement is not None and not agreement >= budget.min_agreement:
@@ -34,7 +34,7 @@ def find_broken_limits(kl: float, agreement: float, increase: float, budget: Bud
 
 
 def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
-    """Every limit of the budget that is broken, in words, and the phase that breaks it."""
+    """Every broken limit of the budget, and the phase that breaks it, in words."""
     found: list[tuple[str, str]] = []
     for phase, path in quality.phases.items():
         kl, same = path.mean_kl, path.top1_agreement
@@ -45,7 +45,7 @@ def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
 
 
 def check(quality: Quality, budget: Budget, explain: Callable[[], Sequence[LayerError]]) -> None:
-    """Let a bundle pass that keeps its budget; ``explain`` measures its layers, only if it does not."""
+    """Raise BuildError for a bundle beyond its budget; only then ``explain`` measures its layers."""
     broken = violations(quality, budget)
     if broken:
         numbers = "; ".join(f"{text} ({phase})" for text, phase in broken)
@@ -57,7 +57,7 @@ def check(quality: Quality, budget: Budget, explain: Callable[[], Sequence[Layer
 
 
 def check_unrounded(quality: Quality, recipe: Recipe) -> None:
-    """Raise BuildError for a build that rounds nothing and yet is another model than the unquantized one."""
+    """Raise BuildError if a build without rounding differs from the unquantized model."""
     rounds = recipe.precisions() != {"fp32"} or recipe.cache != "float32"
     kl = quality.mean_kl
     if not rounds and kl is not None and not kl <= UNROUNDED_KL:
@@ -69,7 +69,7 @@ def check_unrounded(quality: Quality, recipe: Recipe) -> None:
 
 
 def list_doubts(quality: Quality, vocab_size: int) -> list[str]:
-    """A sentence about an unquantized model that does not know llmc's own text, as none does with a wrong tokenizer."""
+    """A warning about an unquantized model that predicts llmc's own text badly, as with a wrong tokenizer."""
     found = quality.reference_perplexity
     if found is None or found <= vocab_size**UNTRAINED_SHARE:  # NaN is not
         return []

@@ -1,7 +1,7 @@
-"""The golden self-test: what the built bundle answers, and what the unquantized model would have said.
+"""The golden self-test: the bundle's answers and logits, compared with those of the unquantized model.
 
-Logits are recorded by the calls that replaying makes. Calls of other shapes round otherwise; how far they are apart is
-measured, and what another machine may differ by follows from it.
+Logits are recorded by the calls that a replay makes. Calls of other shapes round differently; the tolerance for other
+machines is a multiple of that measured difference.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from llmc.optimize.progress import Progress, silent
 from llmc.runtime import Model
 from llmc.runtime.sessions import Batch, Phase
 
-# Prose, code, another script and figures: enough to notice a wrong weight, short enough to replay in no time.
+# Prose, code, another script and figures: enough to notice a wrong weight, and quick to replay.
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and then",
     "import os\n\n\ndef main(path):\n    for name in os.listdir(path):\n",
@@ -29,13 +29,13 @@ PROMPTS = (
 PROMPT_TOKENS = 24
 NEW_TOKENS = 16
 TOP_LOGITS = 10
-TEXT = "golden prompts"  # what quality was measured on when there is no text
+TEXT = "golden prompts"  # the text's name in a quality report without a text
 
-# The tolerance is so many times what calls were measured to differ by. In SmolLM2-135M with 4-bit weights in one graph
-# that was 0.39, 0.61, 0.53 and 0.51, by prompt: the largest of a few prompts is not the largest there is. Of ten
-# matrices in its 30 layers that were zeroed one by one, each moved some logit by more than that double, 1.22.
+# Tolerance as a multiple of the measured difference between calls. In SmolLM2-135M with 4-bit weights in one graph that
+# was 0.39, 0.61, 0.53 and 0.51, by prompt; other prompts may exceed the largest of these. Each of ten matrices that
+# were zeroed one by one moved some logit by more than its double, 1.22.
 SPREAD_FACTOR = 2.0
-# Tokens of the pieces in which prompts are fed beside the whole: even, as all pieces of the engine's are.
+# Tokens of the pieces in which prompts are also fed: even, like the engine's.
 PIECE = 8
 
 Answered = tuple[list[int], tuple[int, ...]]  # a prompt and the tokens after it
@@ -43,7 +43,7 @@ Answered = tuple[list[int], tuple[int, ...]]  # a prompt and the tokens after it
 
 @dataclass(frozen=True)
 class Golden:
-    """The cases of a self-test, what the bundle is worth on them, and the largest difference between calls."""
+    """The cases of a self-test, the bundle's quality on them, and the largest difference between calls."""
 
     cases: tuple[GoldenPrompt, ...]
     spread: float
@@ -51,7 +51,7 @@ class Golden:
 
 
 def tolerance(least: float, spread: float) -> float:
-    """Largest allowed distance of logits from those recorded, for calls that differ by ``spread`` on one machine."""
+    """Largest difference of logits from the recorded ones, for calls that differ by ``spread`` on one machine."""
     return min(LARGEST_TOLERANCE, max(least, SPREAD_FACTOR * spread))
 
 
@@ -92,14 +92,14 @@ def run_golden_prompts(model: Model, export: Path, progress: Progress = silent) 
 
 
 def greedy_answers(model: Model) -> list[Answered]:
-    """The golden prompts, and the tokens that the bundle chooses after each."""
+    """Token ids of the golden prompts, and of the bundle's greedy answers."""
     new_tokens = max(1, min(NEW_TOKENS, model.runner.max_context - PROMPT_TOKENS))
     options = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     return [(prompt, model.generate(prompt, **options).token_ids) for prompt in prompt_ids(model)]
 
 
 def list_fed(answered: Sequence[Answered]) -> list[list[int]]:
-    """The tokens to feed for the logits of every answer; those after its last token belong to no answer."""
+    """The tokens to feed for the logits of each answer; the last one has no logits to compare."""
     return [[*prompt, *answer[:-1]] for prompt, answer in answered]
 
 
@@ -121,7 +121,7 @@ def path_logits(model: Model, ids: Sequence[int], phase: Phase) -> Float:
 
 
 def prompt_ids(model: Model) -> list[list[int]]:
-    """Token ids of :data:`PROMPTS`; where the tokenizer makes nothing of them, ids spread over the vocabulary."""
+    """Token ids of :data:`PROMPTS`, or ids spread over the vocabulary if the tokenizer has no tokens for them."""
     vocab, length = model.manifest.geometry.vocab_size, min(PROMPT_TOKENS, max(1, model.max_context - 1))
     encoded = [model.tokenizer.encode(text)[:length] for text in PROMPTS]
     usable = [ids for ids in encoded if ids and max(ids) < vocab]
@@ -144,7 +144,7 @@ def _other_calls(model: Model, prompt: list[int], graph: Phase) -> Iterator[Floa
 
 
 def _measure_spread(recorded: dict[Phase, Float], others: dict[Phase, list[Float]], ids: list[int]) -> float:
-    """The largest difference of logits of ``ids`` between what was recorded of a graph and its other calls."""
+    """The largest difference between a graph's recorded logits of ``ids`` and those of other calls."""
     return max(float(np.abs((each - recorded[phase])[ids]).max()) for phase in Phase for each in others[phase])
 
 

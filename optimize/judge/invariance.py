@@ -1,8 +1,8 @@
-"""Invariance of a finished bundle, measured: calls that compute the same bits for a token, whatever is beside it.
+"""Measures which calls of a bundle compute the same bits for a token, whatever else is in the call.
 
-Kernels round otherwise for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs. Its attention works in
-tiles of 64 queries, so calls of 64 k + 1 tokens give other bits for their last token; they are left out, and a runtime
-that wants equal bits never makes them.
+Kernels round differently for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs. Its attention works in
+tiles of 64 queries, so calls of 64 k + 1 tokens give other bits for their last token; they are not measured, and a
+runtime that wants equal bits never makes them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from llmc.bundle import Invariance, Manifest
 from llmc.runtime.sessions import Batch, Phase, Session
 
-# Calls of so many rows, new tokens or logits are compared with the largest: odd and even, within and beyond the 4 rows
-# that MatMulNBits' kernels take at once.
+# Numbers of rows, new tokens or logits of the calls that are compared with the largest one: odd and even, within and
+# beyond the 4 rows that MatMulNBits' kernels take at once.
 SIZES = (1, 2, 3, 4, 5, 6, 8)
-# Pieces of prompts, around one and two tiles of attention, and the piece that they are compared with.
+# Lengths of pieces of prompts, around one and two tiles of attention; compared with the last one.
 LONG_SIZES, LONGEST = (62, 64, 66, 67, 126, 128, 130), 132
 # Cached positions of the first row, and how many more each following row has: all even, and different.
 PREFIX, LONGER = 12, 2
-# Contexts in which prefixes and calls find no room are not measured.
+# Smaller contexts, without room for prefixes and calls, are not measured.
 SMALLEST_CONTEXT = PREFIX + LONGER * max(SIZES) + max(SIZES)
 
 Same = Callable[[int], bool]
@@ -29,9 +29,9 @@ Values = tuple[NDArray[np.float32], NDArray[np.generic]]
 
 
 def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
-    """The manifest with what each graph of the loaded bundle guarantees; the session's cache is overwritten.
+    """The manifest with the measured invariance of each graph; overwrites the session's cache.
 
-    Nothing is guaranteed of a graph that this machine cannot run, nor in contexts below :data:`SMALLEST_CONTEXT`.
+    A graph that this machine cannot run, or with a context below :data:`SMALLEST_CONTEXT`, gets no guarantee.
     """
     if manifest.limits.max_context < SMALLEST_CONTEXT:
         return manifest
@@ -40,7 +40,7 @@ def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     found = {phase.value: probe.invariance(phase) for phase in phases}
     if manifest.graphs[Phase.DECODE.value].overwritten:  # however equal it is after the few tokens of these calls
         found[Phase.DECODE.value] = replace(found[Phase.DECODE.value], single=False)
-    if session.changes_kernels:  # they would be measured as they happen to be now; those of one token stay
+    if session.changes_kernels:  # measuring proves nothing for them; calls of one token are still measured
         found = {Phase.DECODE.value: Invariance(rows=found[Phase.DECODE.value].rows)}
     graphs = {
         name: replace(graph, invariance=found.get(name, graph.invariance)) for name, graph in manifest.graphs.items()
@@ -93,11 +93,11 @@ class _Probe:
         return logits, np.stack(cached)
 
     def _long_pieces(self, phase: Phase) -> int:
-        """Guarantees of calls of 2 or more tokens, by calls as long as pieces of prompts are."""
+        """Guarantees for calls of 2 or more tokens, measured with pieces of prompts."""
         past, ends = len(self._prefixes[0]), np.array(self._long, np.int64) - 1
 
         def run(tokens: int) -> list[NDArray[np.generic]]:
-            # Logits where any call ends, as many in each call; of those beyond this one its own end, again.
+            # Logits at the ends of all calls, equally many in each call; positions beyond its end are clipped to it.
             call = Batch(
                 phase, self._text[None, :tokens], np.array([past], np.int64), np.minimum(ends, tokens - 1)[None]
             )
@@ -113,7 +113,7 @@ class _Probe:
         return _multiple(self._long, same)
 
     def _piece(self, phase: Phase, tokens: int, outputs: int) -> Values:
-        """The same of ``tokens`` new tokens of row 0, logits of the first ``outputs``, the last one repeated."""
+        """Run ``tokens`` new tokens of row 0 for the logits of the first ``outputs``, the last one repeated."""
         past, indices = len(self._prefixes[0]), np.minimum(np.arange(outputs), tokens - 1)[None]
         call = Batch(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
         return self._session.run(call)[0].copy(), self._fill_cache(past, tokens)
@@ -128,12 +128,12 @@ def _same(found: Values, wanted: Values, count: int) -> bool:
 
 
 def _reference(sizes: Sequence[int]) -> int:
-    """The largest even size, which all others are compared with; 1 if there is none."""
+    """The largest even size, to which all others are compared; 1 if there is none."""
     return max((size for size in sizes if size % 2 == 0), default=1)
 
 
 def _multiple(sizes: Iterable[int], same: Same) -> int:
-    """1 if calls of all sizes are the same, 2 if those of even ones are, else 0."""
+    """1 if calls of all sizes agree, 2 if only those of even sizes do, else 0."""
     agree = {size: same(size) for size in sizes}
     if all(agree.values()):
         return 1
@@ -141,5 +141,5 @@ def _multiple(sizes: Iterable[int], same: Same) -> int:
 
 
 def _both(one: int, other: int) -> int:
-    """The guarantees that both give."""
+    """The weaker of two guarantees."""
     return max(one, other) if one and other else 0

@@ -1,6 +1,6 @@
-"""The loss of quality by layers: the error of each on its own.
+"""The loss of quality by layer: each layer's own error.
 
-The bundle's graphs are cut at their ``hidden.{i}`` values, and each part is fed what the unquantized model's is fed.
+The bundle's graphs are cut at their ``hidden.{i}`` values, and each part gets the unquantized model's inputs.
 The decode path runs token by token. One layer is in memory at a time.
 """
 
@@ -23,9 +23,9 @@ from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.runtime.sessions import Phase
 from llmc.runtime.sessions.onnxruntime.cpu import translate_errors, usable_graphs
 
-# The decode path takes one call per token and layer, and one window is enough to tell layers apart.
+# Windows: the decode path takes one call per token and layer, and one window suffices to compare layers.
 WINDOWS = 1
-SMALLEST = 1e-20  # of noise to signal, 200 dB: float32 is at about 1e-14
+SMALLEST = 1e-20  # least noise to signal, 200 dB: float32 has about 1e-14
 UNFUSED = {fused: norm for norm, fused in KERNELS.values()}
 
 
@@ -36,8 +36,8 @@ class LayerError:
     Attributes:
         name: model.embed_tokens, model.layers.{i} or lm_head.
         phase: prefill or decode.
-        noise_to_signal: power of the error over the power of what the part itself adds to the hidden state; of the
-            head, over the power of its logits without their mean, which softmax does not see.
+        noise_to_signal: power of the error over the power of the part's own addition to the hidden state; for the head,
+            over the power of its logits without their mean, which softmax ignores.
     """
 
     name: str
@@ -76,13 +76,13 @@ def layer_errors(
 
 
 def _error(name: str, phase: Phase, got: Float, wanted: Float, added: Float) -> LayerError:
-    """Compare hidden states [n, S, H], of which the part itself ``added`` some."""
+    """Error of hidden states [n, S, H] relative to what the part ``added``."""
     noise, signal = (float(np.square(values, dtype=np.float64).sum()) for values in (got - wanted, added))
     return LayerError(name, phase.value, noise / max(signal, SMALLEST))
 
 
 def _head_error(graph: "_Graph", phase: Phase, reference: Reference, hidden: Float, windows: Ids) -> LayerError:
-    """The head's error on hidden states [n, S, H], a window at a time, for logits are large."""
+    """The head's error on hidden states [n, S, H], one window at a time, since logits are large."""
     noise = signal = 0.0
     for row, ids in zip(hidden, windows, strict=True):
         wanted = reference.project(reference.last_norm(row[None])[0])
@@ -97,7 +97,7 @@ def _power(logits: Float) -> float:
 
 
 class _Graph:
-    """One of the bundle's graphs, ready to be cut."""
+    """One of the bundle's graphs, to be cut into parts."""
 
     def __init__(self, folder: Path, file: str, manifest: Manifest) -> None:
         self.folder = folder
@@ -105,8 +105,8 @@ class _Graph:
         self._geometry = manifest.geometry
         self._cache_type = manifest.cache
         self._model = ir.load(self._path)
-        # A graph that was made for TensorRT asks which positions of the cache it may look at, one that packs rows how
-        # many new tokens count.
+        # Graphs for TensorRT take the cache positions that they may read; graphs that pack rows take the number of
+        # valid new tokens.
         self._asked = {"cache_slots", "new_lengths"} & {value.name or "" for value in self._model.graph.inputs}
         self._spare = manifest.overwritten
         _split_skip_norms(self._model.graph)
@@ -118,12 +118,12 @@ class _Graph:
         return run({"input_ids": ids, **starts})[0]  # type: ignore[no-any-return]
 
     def layer(self, layer: int, hidden: Float, ids: Ids, phase: Phase) -> Float:
-        """Hidden states after one layer, from those before it [n, S, H]."""
+        """Hidden states [n, S, H] after one layer, from those before it."""
         caches, dtype = self._geometry.caches_of(layer), self._cache_type
         presents = {
             present: past for cache in caches for past, present in zip(cache.inputs, cache.outputs, strict=True)
         }
-        # All layers may ask the first cache how many positions there are.
+        # Any layer may read the number of positions from the first cache's shape.
         positions = ids.shape[1] + self._spare
         empty = empty_caches([self._geometry.caches[0], *caches], 1, positions, dtype)
         outputs = [f"hidden.{layer + 1}", *presents]
@@ -152,12 +152,12 @@ class _Graph:
         return np.concatenate(parts)
 
     def _answers(self, span: slice, positions: int) -> dict[str, NDArray[np.int64]]:
-        """Inputs beside the usual, for a call of one row's tokens over a cache of so many positions."""
+        """Additional inputs of a call of one row over a cache of this many positions."""
         answers = {"cache_slots": np.arange(positions), "new_lengths": np.array([span.stop - span.start], np.int64)}
         return {name: answers[name] for name in self._asked}
 
     def _part(self, inputs: Sequence[str], outputs: Sequence[str]) -> Callable[[dict[str, Any]], list[Any]]:
-        """A function that runs the part of the graph between values. ``input_ids`` may be read for their shape."""
+        """A function that runs the part of the graph between these values. It may read the shape of ``input_ids``."""
         try:
             graph = ir.convenience.extract(self._model.graph, ["input_ids", *inputs], list(outputs))
         except ValueError as error:
@@ -165,7 +165,7 @@ class _Graph:
                 f"{self._path} cannot be cut into layers ({error}); build the bundle again with this llmc"
             ) from error
         for value in (*graph.inputs, *graph.outputs):
-            value.type = value.type or ir.TensorType(ir.DataType.FLOAT)  # passes give none to values between nodes
+            value.type = value.type or ir.TensorType(ir.DataType.FLOAT)  # passes give intermediate values no type
         session = open_part(ir.Model(graph, ir_version=self._model.ir_version), self.folder)
 
         def run(feeds: dict[str, Any]) -> list[Any]:
@@ -182,7 +182,7 @@ def _calls(length: int, phase: Phase) -> Iterator[slice]:
 
 
 def _split_skip_norms(graph: ir.Graph) -> None:
-    """A norm fused with the addition before it would read what lies before the cut: let it read the sum instead."""
+    """Split norms that are fused with the addition before them: the cut is between the two."""
     for node in [node for node in graph if node.op_type in UNFUSED]:
         total = node.outputs[3] if len(node.outputs) > 3 else None
         if total is None or not (total.name or "").startswith("hidden."):

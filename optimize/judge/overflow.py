@@ -1,4 +1,4 @@
-"""The test whether float16 suffices: every value of the lowered graph, on the golden prompts.
+"""Tests on the golden prompts that every value of the lowered graph fits float16.
 
 ONNX Runtime's CPU kernels compute float16 operators in float32, so running the graph alone does not show an overflow.
 """
@@ -41,7 +41,8 @@ def check_range(folder: Path, manifest: Manifest, prompts: Sequence[Sequence[int
 
 
 def _expose(graph: ir.Graph) -> list[str]:
-    """Make every value an output that may be float16, but the cache and what follows from weights; their names."""
+    """Make every value that may be float16 an output, except caches and values computed from weights; return their
+    names."""
     names = []
     fed: set[ir.Value | None] = set(graph.inputs)
     for node in graph:
@@ -57,7 +58,7 @@ def _expose(graph: ir.Graph) -> list[str]:
 
 
 def _feeds(manifest: Manifest, graph: ir.Graph, prompt: Sequence[int]) -> dict[str, Any]:
-    """Inputs of one call with all of ``prompt``, into an empty cache of as many positions."""
+    """Inputs of one call with the whole ``prompt`` and an empty cache of as many positions."""
     count = len(prompt)
     feeds: dict[str, Any] = {
         "input_ids": np.array([prompt], np.int64),

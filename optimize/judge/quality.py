@@ -1,4 +1,4 @@
-"""The distance of a bundle from the unquantized model: divergence of its distributions, agreement, perplexity."""
+"""Quality of a bundle against the unquantized model: KL divergence, agreement, perplexity."""
 
 import math
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from llmc.bundle import PhaseQuality
 Float = NDArray[np.float32]
 Double = NDArray[np.float64]
 
-# Rows that are compared at a time: in float64 each row of a large vocabulary takes a megabyte, several times over.
+# Rows that are compared at a time: in float64 each row of a large vocabulary takes several megabytes.
 ROWS = 16
-# exp of more would leave float64; a model that is this wrong need not be told apart from one that is worse.
+# exp of more overflows float64, and more than this is useless anyway.
 LARGEST_EXPONENT = 700.0
 
 
@@ -27,12 +27,12 @@ class Tally:
         self._same: list[NDArray[np.bool_]] = []
 
     def predict(self, logits: Float, targets: NDArray[np.int64]) -> None:
-        """Count how likely logits [n, V] hold the tokens [n]."""
+        """Add the log likelihoods of tokens [n] under logits [n, V]."""
         self._nll += negative_log_likelihood(logits, targets)
         self._predicted += len(targets)
 
     def compare(self, reference: Float, candidate: Float) -> None:
-        """Count how far logits [n, V] are from the reference's."""
+        """Add the comparison of logits [n, V] with the reference's."""
         kl, same = compare(reference, candidate)
         self._kl.append(kl)
         self._same.append(same)
@@ -49,7 +49,7 @@ class Tally:
 
     @property
     def quality(self) -> PhaseQuality:
-        """The figures of a path; KL and agreement only where something was compared."""
+        """The figures of a path; KL and agreement only if something was compared."""
         if not self._kl:
             return PhaseQuality(self.perplexity, None, None, None)
         kl, same = self.kl, np.concatenate(self._same)
@@ -57,7 +57,8 @@ class Tally:
 
 
 def compare(reference: Float, candidate: Float) -> tuple[Double, NDArray[np.bool_]]:
-    """KL(reference || candidate) in nats of logits [n, V], and where both have the same most likely token: [n] each."""
+    """KL(reference || candidate) in nats of logits [n, V], and whether both have the same most likely token: [n]
+    each."""
     assert reference.shape == candidate.shape
     found = [_divergence(reference[rows], candidate[rows]) for rows in _spans(len(reference))]
     return np.concatenate(found), reference.argmax(axis=1) == candidate.argmax(axis=1)

@@ -27,18 +27,18 @@ from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translate_errors
 from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY, inference_session
 
-ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 as the standard means them
+ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 by the standard
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 # Activations of one call: 1,024 tokens keep matrix products busy, and take 60 MB at an inner size of 14,336.
 TOKENS_PER_CALL = 1024
-# Weights of the head that are read and multiplied at a time, 16 MB: pieces of 1 MB take four times as long.
+# Number of the head's weights that are read and multiplied at a time, 16 MB: pieces of 1 MB take four times as long.
 HEAD_PIECE = 1 << 22
 Float = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 
 class Reference:
-    """An export's decoder, ready to be run layer by layer."""
+    """An export's decoder, run layer by layer."""
 
     def __init__(self, export: Path) -> None:
         self.folder = export
@@ -56,7 +56,7 @@ class Reference:
         return [self.project(rows) for rows in self.compute_normed(sequences, progress)]
 
     def compute_normed(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
-        """Inputs of the head after every token of each sequence: float32 [len(sequence), H] each, for :meth:`project`.
+        """Inputs of the head for every token of each sequence: float32 [len(sequence), H] each, for :meth:`project`.
 
         One pass over the weights.
         """
@@ -84,7 +84,7 @@ class Reference:
         return [self._run(known, geometry.encoder.result).reshape(-1) for known in ends]
 
     def states(self, groups: Sequence[Ids]) -> Iterator[list[Float]]:
-        """The hidden states [B, S, H] of each group of tokens [B, S]: the embeddings, then those after each layer."""
+        """For each group of tokens [B, S] its hidden states [B, S, H]: the embeddings, then those after each layer."""
         hidden = [self._embed(ids) for ids in groups]
         yield hidden
         for layer in range(self.manifest.geometry.layers):
@@ -115,7 +115,7 @@ class Reference:
         return self._run({f"hidden.{self.manifest.geometry.layers}": hidden, "logit_indices": indices}, source.name)
 
     def _after(self, layer: int, hidden: Float) -> Float:
-        """Hidden states [B, S, H] after a layer, from those before it."""
+        """Hidden states [B, S, H] after one layer, from those before it."""
         known, output = {f"hidden.{layer}": hidden}, f"hidden.{layer + 1}"
         batch, sequence, _ = hidden.shape
         if self.manifest.geometry.encoder:
@@ -135,21 +135,21 @@ class Reference:
         return vectors
 
     def _factor(self, name: str, default: float = 1.0) -> float:
-        """Number that a module of this name multiplies with, ``default`` where the decoder has none."""
+        """Factor of the module of this name, ``default`` if the decoder has none."""
         factor = next((node.inputs[1] for node in self._model.graph if node.name == f"{name}.mul"), None)
         value = ir.convenience.get_const_tensor(factor) if factor is not None else None
         return default if value is None else float(value.numpy())
 
     def _run(self, feeds: dict[str, Any], output: str) -> Float:
-        """One value of the graph, from others."""
+        """Compute one value of the graph from others."""
         session = self._session((*feeds, output))
         with translate_errors(f"{self.folder}: running the reference"):
             return session.run([output], feeds)[0]  # type: ignore[no-any-return]
 
     def _session(self, names: tuple[str, ...]) -> Any:
-        """The part of the graph between the values ``names`` and the last of them; only the part used last is kept."""
+        """The session of the part of the graph between these values; only the last used one is kept."""
         if self._opened is None or self._opened[0] != names:
-            self._opened = None  # its weights go before others come
+            self._opened = None  # free its weights before loading others
             graph = ir.convenience.extract(self._model.graph, names[:-1], names[-1:])
             part = ir.Model(graph, ir_version=self._model.ir_version, functions=list(self._model.functions.values()))
             self._opened = (names, open_part(part, self.folder))
@@ -157,7 +157,7 @@ class Reference:
 
 
 def empty_caches(caches: Iterable[Cache], rows: int, positions: int, dtype: str) -> dict[str, NDArray[Any]]:
-    """Inputs of a graph that hold nothing yet, with room for ``positions`` in each of ``rows``."""
+    """Empty caches of a graph, with room for ``positions`` in each of ``rows``."""
     made: dict[str, NDArray[Any]] = {}
     for cache in caches:
         heads, width = cache.shape
@@ -201,13 +201,13 @@ def keep_states(
 ) -> NDArray[np.float32]:
     """:meth:`Reference.compute_normed` of windows [n, W] as [n, W, H], read from ``folder`` or stored there."""
     path = folder / f"states-{_key(reference, windows)}.npy" if folder is not None else None
-    # Missing or torn states are computed; numpy leaves a broken file open that it opened itself.
+    # Missing or half-written states are computed. The file is opened here because numpy leaves a broken one open.
     with suppress(OSError, ValueError, EOFError, BadZipFile):
         if path is not None:
             with path.open("rb") as file:
                 return cast("Float", np.load(file, allow_pickle=False))
     found: Float = np.stack(reference.compute_normed(windows.tolist(), progress))
-    with suppress(OSError):  # where the cache cannot be written they are computed again the next time
+    with suppress(OSError):  # if the cache cannot be written, the next run computes them again
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with disk_cache.write_entry(path) as staging:
@@ -216,7 +216,7 @@ def keep_states(
 
 
 def _key(reference: Reference, windows: Ids) -> str:
-    """A hash of the model, its files' times (a fingerprint sees no new weights of the old shape) and the tokens."""
+    """A hash of the model, its files' times (the fingerprint alone may miss changed weights) and the tokens."""
     values = reference._model.graph.initializers.values()
     tensors = {value.const_value.path for value in values if isinstance(value.const_value, ir.ExternalTensor)}
     times = [os.stat(path).st_mtime_ns for path in sorted(map(str, tensors))]

@@ -12,8 +12,8 @@ from llmc.errors import BuildError, BundleError, ResourceError
 
 log = logging.getLogger(__name__)
 
-# The process sees the modules that this one sees, and no others: not those of the folder that it was started in. It
-# imports what a user's process imports. Its last line is JSON: the name of an error's class, or nothing, and a message.
+# The process has this one's module path, without the folder that it starts in, and imports what a user's process
+# imports. Its last line is JSON: the name of an error's class, or nothing, and a message.
 CODE = """
 import json, sys
 path, folder, emulate = map(json.loads, sys.argv[1:])
@@ -32,7 +32,7 @@ KILLED = -9
 
 
 def replay_apart(folder: Path, *, emulate: bool = False) -> None:
-    """Load a bundle in a process of its own and replay its golden prompts there, with ``emulate`` on the CPU."""
+    """Load a bundle in a fresh process and replay its golden prompts there; with ``emulate``, on the CPU."""
     kind, message = _answer(folder, emulate)
     log.debug("%s: %s", folder, message)
     if kind == BundleError.__name__:

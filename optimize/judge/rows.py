@@ -1,4 +1,4 @@
-"""Rows of a batch beside each row alone: an engine may compute right for one request and wrong for several.
+"""Compares rows of a batch with each row alone: an engine may be right for one request and wrong for several.
 
 Golden prompts run one by one, so they do not see it (TensorRT issue 4853).
 """
@@ -15,7 +15,7 @@ PREFIX, LONGER = 5, 3
 
 
 def check_rows(session: Session, manifest: Manifest) -> None:
-    """Raise BuildError if a row's logits depend on what is beside it; the session's cache is overwritten."""
+    """Raise BuildError if a row's logits depend on other rows; overwrites the session's cache."""
     rows, limits = min(manifest.limits.max_batch, MOST_ROWS), manifest.limits
     longest = PREFIX + LONGER * rows + 1
     if rows < 2 or limits.max_context < longest:

@@ -1,4 +1,5 @@
-"""The golden self-test of a model that embeds or ranks: each text alone, and how far a call of all is from that."""
+"""The golden self-test of a model that embeds or ranks: each text alone, and the difference to a call with all
+texts."""
 
 from pathlib import Path
 
