@@ -266,6 +266,30 @@ class Geometry:
             found[linear.reads] = (*found.get(linear.reads, ()), linear)
         return list(found.values())
 
+    @cached_property
+    def writers(self) -> frozenset[str]:
+        """Names of the linears whose outputs are added to the residual stream."""
+        names = [f"{item.name}.o_proj" for item in self.attentions] + [f"{item.name}.down_proj" for item in self.mlps]
+        return frozenset(names)
+
+    @cached_property
+    def read_norms(self) -> frozenset[str]:
+        """Names of the norms that linears read."""
+        return frozenset({norm.name for norm in self.norms} & {linear.producer for linear in self.linears})
+
+    @property
+    def rotates(self) -> bool:
+        """True if an orthogonal matrix can be folded into the weights around the residual stream.
+
+        It is read by norms by the root mean square alone then, and all that is added to it comes from a linear.
+        """
+        inner = {f"{item.name}.{part}_norm" for item in self.attentions for part in "qk"}
+        return (
+            self.encoder is None
+            and all(norm.kind == "rms" and norm.name in self.read_norms | inner for norm in self.norms)
+            and all(linear.producer or linear.name in self.writers for linear in self.linears)
+        )
+
     def caches_of(self, layer: int) -> list[Cache]:
         names = {attention.cache for attention in self.attentions if attention.layer == layer}
         return [cache for cache in self.caches if cache.name in names]

@@ -273,6 +273,14 @@ class Recipe:
         """Precisions of the stored linears."""
         return {self.precision, self.head, *self.layers.values()}
 
+    def rotates(self, geometry: Geometry) -> bool:
+        """True if the graph for prompts has its residual stream rotated: its activations are quantized per token, and
+        the checkpoint has no integers of that form, which would be lost."""
+        kept = self.precision == "source" and any(
+            c.bits == 8 and c.block == lin.inputs for lin in geometry.coded if (c := lin.codes)
+        )
+        return self.phases == "split" and self.activations == "per-token" and geometry.rotates and not kept
+
     def cache_type(self) -> str:
         """The type of the KV cache's values: float32, float16, bfloat16 or int8."""
         return self.cache.partition("-")[0]

@@ -24,6 +24,7 @@ from llmc.optimize.lower.onnxruntime import (
     linears,
     norms,
     packed_rows,
+    rotation,
     self_attention,
 )
 from llmc.optimize.lower.rewrite import remove_dead
@@ -89,6 +90,8 @@ PASSES: dict[str, tuple[Step, ...]] = {
         # before a norm by the root mean square, and ten times before a layer norm (128 rows, onnxruntime 1.31, 1.32).
         LOWER_NORMS,
         FUSE_SILU,
+        # After the norms, whose weights the linears take, and before the linears.
+        Step("rotate residual stream", rotation.rotate_stream),
         # After all fusions: a quantized activation is shared by the linears that read it.
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         # After the linears: it moves scales that only per-token activations have.

@@ -20,6 +20,7 @@ from llmc.inventory import EMBEDDING, HEAD
 from llmc.optimize.judge.reference import Float, Ids, Reference, empty_caches, open_part
 from llmc.optimize.lower.onnxruntime.norms import KERNELS
 from llmc.optimize.progress import Progress, make_counter, silent
+from llmc.optimize.quantize.rotation import rotation
 from llmc.runtime.sessions import Phase
 from llmc.runtime.sessions.onnxruntime.cpu import translate_errors, usable_graphs
 
@@ -109,6 +110,8 @@ class _Graph:
         # valid new tokens.
         self._asked = {"cache_slots", "new_lengths"} & {value.name or "" for value in self._model.graph.inputs}
         self._spare = manifest.overwritten
+        rotated = file == manifest.graphs[Phase.PREFILL].file and manifest.recipe.rotates(manifest.geometry)
+        self._basis = rotation(manifest.geometry.hidden_size) if rotated else None
         _split_skip_norms(self._model.graph)
 
     def embed(self, ids: Ids) -> Float:
@@ -124,7 +127,7 @@ class _Graph:
             present: past for cache in caches for past, present in zip(cache.inputs, cache.outputs, strict=True)
         }
         # Any layer may read the number of positions from the first cache's shape.
-        positions = ids.shape[1] + self._spare
+        hidden, positions = self._enter(hidden, layer), ids.shape[1] + self._spare
         empty = empty_caches([self._geometry.caches[0], *caches], 1, positions, dtype)
         outputs = [f"hidden.{layer + 1}", *presents]
         run = self._part([f"hidden.{layer}", "past_lengths", *self._asked, *empty], outputs)
@@ -136,11 +139,15 @@ class _Graph:
                 feeds |= {"past_lengths": np.array([span.start], np.int64), **self._answers(span, positions), **held}
                 result[row, span], *updated = run(feeds)
                 held |= dict(zip(presents.values(), updated, strict=True))
-        return result
+        return result if self._basis is None else np.asarray(result @ self._basis.T)
+
+    def _enter(self, hidden: Float, layer: int) -> Float:
+        """Hidden states before a layer as the graph has them: rotated, but for what the embedding gives."""
+        return hidden if self._basis is None or layer == 0 else np.asarray(hidden @ self._basis)
 
     def head(self, hidden: Float, ids: Ids, phase: Phase) -> Float:
         """Logits [S, V] of one row of last hidden states [1, S, H]."""
-        last = f"hidden.{self._geometry.layers}"
+        hidden, last = self._enter(hidden, self._geometry.layers), f"hidden.{self._geometry.layers}"
         lengths = self._asked & {"new_lengths"}
         run = self._part([last, "logit_indices", *lengths], ["logits"])
         parts = []

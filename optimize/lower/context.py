@@ -1,7 +1,7 @@
 """The order for a lowering: the model's shapes, its limits, and the storage of each weight."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import ml_dtypes
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from llmc.bundle import Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
 from llmc.inventory import HEAD, SCORE, Attention, Linear
-from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.quantize.grid import Float, Grid
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
 from llmc.optimize.weights.tensors import CodedTensor
@@ -109,6 +109,8 @@ class LoweringContext:
         ragged_rows: whether the engine's attention takes several tokens in each of several rows, of any lengths; where
             it does, the cache is float32.
         overwritten: positions behind a step's token that its folded heads write over, 0 where heads are not folded.
+        rotated: whether the residual stream is in another basis, see :mod:`llmc.optimize.lower.onnxruntime.rotation`.
+        gains: weights of the norms of a rotated stream, by their names, once these are lowered.
     """
 
     phase: str
@@ -122,6 +124,8 @@ class LoweringContext:
     linear_done: Callable[[], None] = lambda: None
     ragged_rows: bool = False
     overwritten: int = 0
+    rotated: bool = False
+    gains: dict[str, Float] = field(default_factory=dict)
 
     @property
     def table_rows(self) -> int:

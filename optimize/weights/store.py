@@ -94,6 +94,11 @@ def keep_codes(tensor: CodedTensor, grid: Grid) -> Quantized:
     return Quantized(codes, scales, grid, None if zeros is None else zeros[:, of_block])
 
 
+def quantize_matrix(matrix: Float, grid: Grid) -> Quantized:
+    """The integers nearest to a matrix [N, K], on all cores."""
+    return stack(list(in_parallel(lambda span: rtn.quantize(matrix[slice(*span)], grid), pieces(matrix.shape))))
+
+
 class Calibrated:
     """Float weights and integers of a checkpoint. Without a store, all weights are as the checkpoint has them."""
 

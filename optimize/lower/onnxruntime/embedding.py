@@ -7,7 +7,7 @@ import onnx_ir as ir
 from llmc.inventory import EMBEDDING, POSITIONS
 from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_gather
-from llmc.optimize.lower.onnxruntime.linears import float_weight, pack_linear
+from llmc.optimize.lower.onnxruntime.linears import float_table, pack_linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, emit_conversion, initializer, vector
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights.tensors import Weight, sizes
@@ -22,7 +22,7 @@ def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
     """The same for a table of learned positions, which is small: rows in the compute type."""
 
     def rows(emit: Emitter, table: Weight) -> ir.Value:
-        stored = float_weight(table.name or "", (table,), context.compute, context)
+        stored = float_table(table, context.compute, context)
         return emit("Gather", initializer(graph, stored), emit.anchor.inputs[1], axis=0)
 
     return replace_gather(graph, POSITIONS, rows)
@@ -31,7 +31,7 @@ def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
 def _rows(emit: Emitter, table: Weight, context: LoweringContext) -> ir.Value:
     if isinstance(config := context.embedding, WeightOnly):
         return _dequantize_blocked_rows(emit, (table,), config.grid, context)
-    stored = float_weight(table.name or "", (table,), "float16" if config == Float16() else "float32", context)
+    stored = float_table(table, "float16" if config == Float16() else "float32", context)
     rows = emit("Gather", initializer(emit.graph, stored), emit.anchor.inputs[1], axis=0)
     return emit_conversion(emit, rows, stored.dtype, context.type)
 

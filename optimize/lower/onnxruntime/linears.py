@@ -1,15 +1,19 @@
 """Linears that both providers of ONNX Runtime have: float products, biases, integers in blocks; and CUDA's choice."""
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
+from llmc.inventory import HEAD
 from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
+from llmc.optimize.lower.onnxruntime.rotation import read_bias, read_weights
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, emit_conversion, initializer
-from llmc.optimize.quantize.grid import Grid, pack_blocks, pack_zero_points
+from llmc.optimize.quantize.grid import Float, Grid, pack_blocks, pack_zero_points
 from llmc.optimize.weights.store import grid_name
 from llmc.optimize.weights.tensors import Weight
 
@@ -42,7 +46,7 @@ def float_linear(linear: Linear, dtype: str, context: LoweringContext) -> ir.Val
 
     Of float16 weights in a float32 graph the engine makes float32 when it loads them: half the file, no less memory.
     """
-    emit, stored = Emitter(linear.node), float_weight(linear.tensor, linear.weights, dtype, context)
+    emit, stored = Emitter(linear.node), _float_matrix(linear, dtype, context)
     x, activations = linear.node.inputs[0], context.type
     assert x is not None
     arithmetic = stored.dtype if stored.dtype == activations else ir.DataType.FLOAT
@@ -63,7 +67,7 @@ def bias_of(
     graph: ir.Graph, linear: Linear, context: LoweringContext, dtype: ir.DataType = ir.DataType.FLOAT
 ) -> ir.Value:
     kind = dtype.numpy()
-    return constant(graph, f"{linear.name}.bias.{kind.name}", context.calibrated.matrix(linear.biases).astype(kind))
+    return constant(graph, f"{linear.name}.bias.{kind.name}", read_bias(linear, context).astype(kind))
 
 
 def emit_blocked_linear(
@@ -104,16 +108,22 @@ def pack_linear(weights: tuple[Weight, ...], grid: Grid, context: LoweringContex
     return context.weights.add(names, make)
 
 
-def float_weight(name: str, weights: tuple[Weight, ...], dtype: str, context: LoweringContext) -> ir.ExternalTensor:
-    """Stacked matrices [N, K] as float32 or float16; a weight beyond float16's range raises BuildError."""
+def _float_matrix(linear: Linear, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
+    """The matrix [N, K] of a linear; that of a rotated stream is no other graph's."""
+    name = f"{linear.tensor}.rotated" if context.rotated and linear.module != HEAD else linear.tensor
+    return _store_floats(name, lambda: read_weights(linear, context), dtype, context)
 
+
+def float_table(table: Weight, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
+    """A table [N, K] as float32 or float16; a weight beyond float16's range raises BuildError."""
+    return _store_floats(table.name or "", lambda: context.calibrated.rows(table), dtype, context)
+
+
+def _store_floats(name: str, read: Callable[[], Float], dtype: str, context: LoweringContext) -> ir.ExternalTensor:
     def make() -> list[NDArray[np.generic]]:
-        values = context.calibrated.matrix(weights)
+        values = read()
         if dtype == "float16" and float(np.abs(values).max()) > float(np.finfo(np.float16).max):
-            beyond = (w.name for w in weights if np.abs(context.calibrated.rows(w)).max() > np.finfo(np.float16).max)
-            raise BuildError(
-                f"{next(beyond, name)} holds weights beyond float16's 65504; keep it in fp32 with a layers pattern"
-            )
+            raise BuildError(f"{name} holds weights beyond float16's 65504; keep it in fp32 with a layers pattern")
         return [values.astype(dtype, copy=False)]
 
     (weight,) = context.weights.add([f"{name}.{dtype}"], make)

@@ -1,10 +1,12 @@
 """Norms and activation functions, fused as ONNX Runtime's kernels have them."""
 
+import numpy as np
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import find_weight, norm_nodes
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, nodes_of, replace, sole_consumer
+from llmc.optimize.weights.tensors import Weight
 
 # By the operator of the portable graph: the kernel, and the one that adds first.
 KERNELS = {
@@ -19,13 +21,25 @@ def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
     norms = norm_nodes(graph)
     for norm in norms:
         kernel, _ = KERNELS[norm.op_type]
-        weights = [
-            constant(graph, f"{tensor.name}.{context.compute}", context.calibrated.rows(tensor).astype(context.compute))
-            for tensor in map(find_weight, norm.inputs[1:])
-        ]
+        tensors = [find_weight(value) for value in norm.inputs[1:]]
+        weights = [_fold_gain(norm, tensor, context) or _keep(graph, tensor, context) for tensor in tensors]
         epsilon = norm.attributes["epsilon"].as_float()
         replace(norm, Emitter(norm, main=kernel)(kernel, norm.inputs[0], *weights, axis=-1, epsilon=epsilon))
     return len(norms)
+
+
+def _keep(graph: ir.Graph, tensor: Weight, context: LoweringContext) -> ir.Value:
+    values = context.calibrated.rows(tensor).astype(context.compute)
+    return constant(graph, f"{tensor.name}.{context.compute}", values)
+
+
+def _fold_gain(norm: ir.Node, tensor: Weight, context: LoweringContext) -> ir.Value | None:
+    """Ones in the place of the weight of a norm that reads a rotated stream; the linears behind it take the weight."""
+    if not context.rotated or norm.name not in context.geometry.read_norms:
+        return None
+    assert norm.graph is not None
+    context.gains[norm.name or ""] = gain = context.calibrated.rows(tensor)
+    return constant(norm.graph, f"ones.{len(gain)}", np.ones_like(gain))
 
 
 def fuse_skip_norms(graph: ir.Graph, _: LoweringContext) -> int:

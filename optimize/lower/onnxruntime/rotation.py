@@ -1,0 +1,64 @@
+"""The residual stream of the graph for prompts in another basis, where no few channels are far larger than the rest.
+
+Behind the embedding the stream is multiplied by an orthogonal Q. A norm by the root mean square commutes with Q once
+its weight is folded into the linears that read it: these multiply by W diag(weight) Q, and those that write to the
+stream by Q^T W. Before the head Q^T and the last norm's weight lead back. Keys, values and logits stay as they are, and
+so does the graph of decode, whose weights are the checkpoint's.
+"""
+
+import numpy as np
+import onnx_ir as ir
+
+from llmc.inventory import HEAD
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.raising import Linear
+from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, initializer, nodes_of
+from llmc.optimize.quantize.grid import Float
+from llmc.optimize.quantize.rotation import rotation
+
+
+def rotate_stream(graph: ir.Graph, context: LoweringContext) -> int:
+    """Multiply what goes into the first layer by Q, and what the head reads by Q^T; returns the products made.
+
+    Norms are lowered before, and have left their weights in ``context.gains``; linears are lowered after.
+    """
+    if not context.rotated:
+        return 0
+    geometry = context.geometry
+    (tensor,) = context.weights.add([f"rotation.{geometry.hidden_size}"], lambda: [rotation(geometry.hidden_size)])
+    matrix = initializer(graph, tensor)
+    embedded = next(value for node in graph for value in node.outputs if value.name == "hidden.0")
+    readers = list(embedded.uses())
+    first = next(node for node in graph if embedded in node.inputs)
+    rotated = Emitter(first, "hidden.0")("MatMul", embedded, matrix)
+    for node, index in readers:
+        node.replace_input_with(index, rotated)
+    head = next(node for node in nodes_of(graph, "Linear", LLMC) if node.name == HEAD)
+    emit = Emitter(head, f"{HEAD}.input")
+    back = emit("FusedMatMul", head.inputs[0], matrix, domain=MICROSOFT, transB=1)
+    gain = constant(graph, f"{HEAD}.input.gain", context.gains[geometry.linear[HEAD].producer])
+    head.replace_input_with(0, emit("Mul", back, gain))
+    return 2
+
+
+def read_weights(linear: Linear, context: LoweringContext) -> Float:
+    """The matrix of a linear, float32 [N, K], in the basis of the graph."""
+    matrix: Float = context.calibrated.matrix(linear.weights)
+    if (gain := _find_gain(linear, context)) is not None:
+        matrix = np.matmul(matrix * gain, rotation(linear.inputs))
+    return np.matmul(rotation(linear.outputs).T, matrix) if _writes_stream(linear, context) else matrix
+
+
+def read_bias(linear: Linear, context: LoweringContext) -> Float:
+    """The bias of a linear, float32 [N], in the basis of the graph."""
+    bias = context.calibrated.matrix(linear.biases)
+    return bias @ rotation(linear.outputs) if _writes_stream(linear, context) else bias
+
+
+def _find_gain(linear: Linear, context: LoweringContext) -> Float | None:
+    """The weight of the norm of the stream that a linear of a layer reads, None if it reads something else."""
+    return None if linear.module == HEAD else context.gains.get(context.geometry.linear[linear.module].producer)
+
+
+def _writes_stream(linear: Linear, context: LoweringContext) -> bool:
+    return context.rotated and linear.module in context.geometry.writers
