@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,14 +128,17 @@ def lowering(tmp_path: Path) -> Iterator[Callable[..., CpuLowering]]:
         layers: dict[str, QuantConfig] | None = None,
         calibrated: Calibrated | None = None,
         cache: str = "float32",
+        rotated: bool | None = None,
     ) -> CpuLowering:
         body = body or Float32()
         folder = tmp_path / f"lowering-{len(started)}"
         folder.mkdir()
         head = head or (WeightOnly(Grid(8, 32)) if isinstance(body, PerToken | Static) else body)
         forms = QuantConfigs(body, head, tuple((layers or {}).items()))
-        started.append(CpuLowering(export, folder, forms, calibrated or Calibrated(), cache))
-        return started[-1]
+        started.append(begun := CpuLowering(export, folder, forms, calibrated or Calibrated(), cache))
+        asked = isinstance(body, PerToken) if rotated is None else rotated
+        begun.context = replace(begun.context, rotated=asked and begun.geometry.rotates)
+        return begun
 
     yield start
     for each in started:
