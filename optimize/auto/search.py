@@ -180,7 +180,7 @@ def automatic(
 def _identity(what: Path | CalibrationRequest | None) -> str:
     """The part of a text, or of a calibration, that changes a candidate."""
     if isinstance(what, CalibrationRequest):
-        return f"{_identity(what.text)} {what.windows}"
+        return f"{_identity(what.text)} {what.samples} {what.length}"
     return bundle.sha256_file(what) if what is not None else ""
 
 
