@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 # Of those that add a learned vector to each position's embedding.
 POSITIONS = "model.embed_positions"
+# What recipes call :attr:`Geometry.sensitive`.
+SENSITIVE = "sensitive"
 # What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
 DENSE, SCORE = "dense", "score"
 
@@ -257,6 +259,15 @@ class Geometry:
     def coded(self) -> tuple[Linear, ...]:
         """The linears whose weights the checkpoint stores as integers."""
         return tuple(linear for linear in self.linears if linear.codes is not None)
+
+    @property
+    def sensitive(self) -> tuple[str, ...]:
+        """Names of the linears that lose most in 4 bits: values and the MLP's last product, in the first and last
+        eighth of the layers and every third one between. Source: llama.cpp's Q4_K_M."""
+        eighth, last = self.layers // 8, 7 * self.layers // 8
+        chosen = {i for i in range(self.layers) if i < eighth or i >= last or (i - eighth) % 3 == 2}
+        ends = (".v_proj", ".down_proj")
+        return tuple(linear.name for linear in self.linears if linear.layer in chosen and linear.name.endswith(ends))
 
     @property
     def readers(self) -> list[tuple[Linear, ...]]:

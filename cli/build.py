@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # What --rebuild looks at.
 REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 ENGINE = ("compute_capabilities", "deferred")
+CALIBRATION = ("calibration", "samples", "length", "no_calibration")
 
 
 @click.command("build")
@@ -45,8 +46,13 @@ ENGINE = ("compute_capabilities", "deferred")
 @click.option("--max-context", type=int, help="Longest sequence.  [default: the model's, at most 32768; TensorRT 4096]")
 @click.option("--max-batch", type=int, help="Sequences at a time.  [default: 8]")
 @click.option("--recipe", help="TOML file that says how weights are compiled, or the name of one that comes with llmc.")
-@click.option("--calibration", type=EXISTING_FILE, help="Text, or JSONL of chats, that decides roundings.")
-@click.option("--samples", type=int, help="Windows of the calibration text.  [default: 64]")
+@click.option(
+    "--calibration",
+    type=EXISTING_FILE,
+    help="Text, or JSONL of chats, that decides how 4-bit weights are rounded.  [default: a short one of llmc's]",
+)
+@click.option("--no-calibration", is_flag=True, help="Round weights without a text, in seconds.")
+@click.option("--samples", type=int, help="Windows of the calibration text.  [default: 16]")
 @click.option("--length", type=int, help="Tokens in each of them.  [default: 512]")
 @click.option("--text", type=EXISTING_FILE, help="Text that quality is judged on.  [default: a short one of llmc's]")
 @click.option("--max-kl", type=float, help="Fail if the mean KL divergence from the unquantized model is larger.")
@@ -83,7 +89,7 @@ def build_command(
     limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
     precision = take_precision(choices)
     engine = EngineRequest(**{name: choices.pop(name) for name in ENGINE})
-    calibration = calibration_request(choices.pop("calibration"), choices.pop("samples"), choices.pop("length"))
+    calibration = calibration_request(**{name: choices.pop(name) for name in CALIBRATION})
     refuse_to_overwrite(output, force)
     with cleanly_stopped(), show.progress() as progress, open_export(source, output, progress) as export:
         order = choices | {
@@ -134,7 +140,9 @@ def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool
         print_report(report)
 
 
-def calibration_request(text: Path | None, samples: int | None, length: int | None) -> CalibrationRequest:
+def calibration_request(
+    calibration: Path | None, samples: int | None, length: int | None, no_calibration: bool
+) -> CalibrationRequest | None:
     from llmc.optimize.calibrate.request import CalibrationRequest
 
     def decoder(export: Path, device: str) -> Any:
@@ -142,7 +150,10 @@ def calibration_request(text: Path | None, samples: int | None, length: int | No
 
         return StreamedDecoder(export, device)
 
-    return CalibrationRequest(decoder, text, samples, length)
+    request = CalibrationRequest(decoder, calibration, samples, length)
+    if no_calibration and request.asked:
+        raise click.UsageError(f"--no-calibration and {request.asked} to calibrate on contradict each other")
+    return None if no_calibration else request
 
 
 @contextmanager

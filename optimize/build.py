@@ -111,14 +111,13 @@ def build(
 
 def _check_memory(order: Order, memory: int | None) -> None:
     calibration, geometry = order.calibration, order.export.geometry
-    if calibration is not None and calibration.asked is not None:
-        check_windows(calibration, geometry.max_positions)
+    windows = check_windows(calibration, geometry.max_positions) if calibration is not None else (0, 0)
     plan = plan_build(
         geometry,
         order.recipe,
         order.limits,
         (order.source / TOKENIZER_FILE).stat().st_size,
-        *(calibration.windows if calibration is not None else (0, 0)),
+        *windows,
         judged=order.judged,
         device=device_plan(geometry, order.limits, order.recipe) if order.target.has_gpu else None,
     )

@@ -94,8 +94,10 @@ def take_order(
         if judged or text is not None or (calibration is not None and calibration.asked is not None):
             raise UsageError("a text judges and calibrates models that generate, and this one does not; leave it out")
     name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
-    with_text = calibration is not None and calibration.text is not None
-    chosen, limits = recipes.resolve(asked, abilities, geometry.max_positions, name, with_text, bool(geometry.coded))
+    able = calibration is not None and calibration.is_possible and not geometry.encoder
+    chosen, limits = recipes.resolve(
+        asked, abilities, geometry.max_positions, name, able, bool(geometry.coded), geometry.rotates
+    )
     judged = judged or text is not None or bool(chosen.budget)
     order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress)
     return order, asked.engine

@@ -155,8 +155,8 @@ def automatic(
 
     def resolved(candidate: Request) -> Recipe:
         with_text = calibration is not None and calibration.text is not None
-        positions = export.geometry.max_positions
-        return resolve(candidate, capabilities(target), positions, "auto", with_text, bool(export.geometry.coded))[0]
+        positions, coded, rotates = export.geometry.max_positions, bool(export.geometry.coded), export.geometry.rotates
+        return resolve(candidate, capabilities(target), positions, "auto", with_text, coded, rotates)[0]
 
     limit = available_memory() if memory is None else memory
     trials: list[Trial] = []
@@ -180,7 +180,7 @@ def automatic(
 def _identity(what: Path | CalibrationRequest | None) -> str:
     """The part of a text, or of a calibration, that changes a candidate."""
     if isinstance(what, CalibrationRequest):
-        return f"{_identity(what.text)} {what.windows}"
+        return f"{_identity(what.text)} {what.samples} {what.length}"
     return bundle.sha256_file(what) if what is not None else ""
 
 

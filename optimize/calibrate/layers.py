@@ -6,6 +6,7 @@ next one's inputs. Results are written after each layer, so an interrupted calib
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,13 @@ class _Layer:
         # Fold before quantizing anything: a folding also changes linears of earlier mappings.
         folded = {mapping: self._fold_linears(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
         for mapping in self.mappings:
+            statistics, by_grid = folded.pop(mapping), dict[Grid, list[str]]()
             for name in mapping.linears:
-                self.arrays[f"input:{self.prefix}{name}"] = folded[mapping].absmax.cpu().numpy()
-                self._decide_linear(name, folded[mapping])
+                self.arrays[f"input:{self.prefix}{name}"] = statistics.absmax.cpu().numpy()
+                if isinstance(config := self.quant[name], WeightOnly):
+                    by_grid.setdefault(config.grid, []).append(name)
+            for grid, names in by_grid.items():
+                self._decide_linears(names, grid, statistics)
         return self.arrays, self._advance(hidden)
 
     def _fold_linears(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
@@ -191,13 +196,16 @@ class _Layer:
         key = f"{axis}:{self.prefix}{parameter}"
         self.arrays[key] = self.arrays.get(key, np.float32(1)) * factors.cpu().numpy()
 
-    def _decide_linear(self, name: str, statistics: InputStatistics) -> None:
-        parameter, config = self.module.get_parameter(f"{name}.weight"), self.quant[name]
-        if isinstance(config, WeightOnly):
-            quantized = quantize(parameter, config.grid, self.recipe.scheme, statistics)
+    def _decide_linears(self, names: list[str], grid: Grid, statistics: InputStatistics) -> None:
+        """Quantize linears that read the same to one grid, all rows at once."""
+        parameters = [self.module.get_parameter(f"{name}.weight") for name in names]
+        quantized = quantize(torch.cat(parameters), grid, self.recipe.scheme, statistics)
+        rows = list(accumulate((len(parameter) for parameter in parameters), initial=0))
+        for name, parameter, (start, stop) in zip(names, parameters, pairwise(rows), strict=True):
+            part = quantized.rows(start, stop)
             if self.recipe.scheme != "rtn":  # rounding again is faster than reading
-                self.arrays |= _arrays_of(f"{self.prefix}{name}.weight", quantized)
-            parameter.data = torch.from_numpy(quantized.dequantize()).to(self.source.device)
+                self.arrays |= _arrays_of(f"{self.prefix}{name}.weight", part)
+            parameter.data = torch.from_numpy(part.dequantize()).to(self.source.device)
 
     def _advance(self, hidden: Tensor) -> Tensor:
         """Replace the layer's inputs by its outputs with the current weights, and record the ranges of keys and
@@ -221,9 +229,7 @@ def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatisti
     """Quantize weights [N, K] to ``grid`` by ``scheme``, for inputs with these statistics."""
     if scheme == "rtn":
         return rtn.quantize(weights.cpu().numpy(), grid)
-    moment = statistics.second_moment
-    assert moment is not None, f"calibration collects second moments for {scheme}"
-    return gptq.quantize(weights, moment, grid)
+    return gptq.quantize(weights, statistics.inputs, grid)
 
 
 def choose_stored_config(recipe: Recipe, configs: QuantConfigs, module: str, inputs: int) -> QuantConfig:

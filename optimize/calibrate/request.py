@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from llmc.optimize.calibrate.layers import LayerSource
     from llmc.optimize.calibrate.text import CalibrationSamples
 
-# GPTQ's paper uses 128 windows of 2,048 tokens; an eighth of that already estimates the second moments.
-DEFAULT_SAMPLES = 64
+# GPTQ's paper uses 128 windows of 2,048 tokens; a thirtieth of that already estimates the second moments, in minutes.
+DEFAULT_SAMPLES = 16
 DEFAULT_LENGTH = 512
 # Number of cached calibrations: finished ones, and those of interrupted builds.
 KEPT_BYTES = 8_000_000_000
@@ -39,7 +40,7 @@ class CalibrationRequest:
             ``llmc.export.streaming.StreamedDecoder``, so that nothing here imports it.
         text: plain text, or chats as JSONL; None takes the text that comes with llmc.
         samples: windows of tokens, at most; default :data:`DEFAULT_SAMPLES`.
-        length: tokens per window; default :data:`DEFAULT_LENGTH`.
+        length: tokens per window; default :data:`DEFAULT_LENGTH`, or the model's context where that is shorter.
     """
 
     decoder: "Callable[[Path, str], LayerSource]"
@@ -47,12 +48,17 @@ class CalibrationRequest:
     samples: int | None = None
     length: int | None = None
 
-    @property
-    def windows(self) -> tuple[int, int]:
+    def windows(self, longest: int) -> tuple[int, int]:
+        """Number and length of the windows; ``longest`` is the model's context."""
         return (
             DEFAULT_SAMPLES if self.samples is None else self.samples,
-            DEFAULT_LENGTH if self.length is None else self.length,
+            min(DEFAULT_LENGTH, longest) if self.length is None else self.length,
         )
+
+    @property
+    def is_possible(self) -> bool:
+        """False if torch is not installed, and the user asked for nothing that takes it."""
+        return self.asked is not None or find_spec("torch") is not None
 
     @property
     def asked(self) -> str | None:
@@ -71,14 +77,17 @@ def calibrate_weights(
             raise UsageError(f"{request.asked} is given for calibration, but the recipe asks for none; leave it out")
         return Calibrated(), None
     if request is None:
-        raise UsageError(f"{wish} needs calibration; give build(..., calibration=CalibrationRequest(...))")
+        raise UsageError(
+            f"{wish} needs calibration; leave --no-calibration out, or give build(..., "
+            "calibration=CalibrationRequest(...))"
+        )
     torch = require("torch", "export")
     from llmc.optimize.calibrate.layers import calibrate
     from llmc.optimize.calibrate.text import read_samples
     from llmc.runtime.host import disk_cache
 
-    geometry, (count, length) = export.geometry, request.windows
-    check_windows(request, geometry.max_positions)
+    geometry = export.geometry
+    count, length = check_windows(request, geometry.max_positions)
     samples = read_samples(request.text, source, samples=count, length=length, vocab_size=geometry.vocab_size)
     used = Calibration(samples.name, samples.sha256, samples.default, len(samples.ids), samples.ids.shape[1])
     folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
@@ -99,12 +108,17 @@ def calibrate_weights(
     return Calibrated(store), used
 
 
-def check_windows(request: CalibrationRequest, longest: int) -> None:
-    """Raise UsageError for numbers of samples or tokens out of range; ``longest`` is the model's context."""
-    samples, length = request.windows
+def check_windows(request: CalibrationRequest, longest: int) -> tuple[int, int]:
+    """Number and length of the windows of a model whose context is ``longest``.
+
+    Raises:
+        UsageError: one of them is out of range.
+    """
+    samples, length = request.windows(longest)
     for name, value, highest in (("samples", samples, 100_000), ("length", length, longest)):
         if not 2 <= value <= highest:
             raise UsageError(f"calibration {name} is {value}, expected 2 ... {highest}")
+    return samples, length
 
 
 def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "CalibrationSamples") -> str:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from llmc.bundle import Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
-from llmc.inventory import HEAD, SCORE, Attention, Linear
+from llmc.inventory import HEAD, SCORE, SENSITIVE, Attention, Linear
 from llmc.optimize.quantize.grid import Float, Grid
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
@@ -168,16 +168,16 @@ def choose_embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
         return Computed()
     if tied or not isinstance(head, WeightOnly):
         return head
-    return WeightOnly(Grid(8, 128 if head.grid.block else 0))
+    return WeightOnly(Grid(8, head.grid.block))
 
 
-def quant_configs(recipe: Recipe, geometry: Geometry | None = None) -> dict[str, QuantConfigs]:
-    """The graphs to make, by phase, and how each stores its weights; ``geometry`` lists the codes of ``source``."""
+def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]:
+    """The graphs to make, by phase, and how each stores its weights."""
     single, static = recipe.phases == "single", recipe.activations == "static"
     weights: dict[str, QuantConfig] = {
         "fp32": Float32(),
         "fp16": Float16(),
-        "int8": WeightOnly(Grid(8, recipe.block_size, recipe.symmetric)),
+        "int8": WeightOnly(Grid(8, recipe.block_size)),  # a zero point gains nothing at 8 bits
         "int4": WeightOnly(Grid(4, recipe.block_size, recipe.symmetric)),
     }
     # What the checkpoint does not store as integers.
@@ -190,9 +190,12 @@ def quant_configs(recipe: Recipe, geometry: Geometry | None = None) -> dict[str,
             "fp8": Float8(static),
         }
     head = Float8() if recipe.head == "fp8" else weights[recipe.head]
-    layers = tuple((pattern, weights[precision]) for pattern, precision in recipe.layers.items())
+    layers = tuple(
+        (name, weights[precision])
+        for pattern, precision in recipe.layers.items()
+        for name in (geometry.sensitive if pattern == SENSITIVE else (pattern,))
+    )
     if recipe.precision == "source":
-        assert geometry is not None, "codes are listed by the geometry"
         layers = (*((linear.name, _find_own_grid(linear, single)) for linear in geometry.coded), *layers)
     stored = QuantConfigs(weights[recipe.precision], head, layers)
     if single:
@@ -223,7 +226,7 @@ def _find_own_grid(linear: Linear, single: bool) -> WeightOnly:
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:
     """Raise UsageError for patterns of the recipe that match no linear, with some names."""
     for pattern in recipe.layers:
-        if not any(fnmatchcase(module, pattern) for module in modules):
+        if pattern != SENSITIVE and not any(fnmatchcase(module, pattern) for module in modules):
             raise UsageError(
                 f"layers: {pattern!r} matches no linear of this model; expected a pattern of names like {modules[0]}, "
                 f"{modules[-2]} or {modules[-1]}"

@@ -39,7 +39,9 @@ def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unifi
     abilities = capabilities(target)
     if geometry.encoder:
         asked = for_encoder(asked, abilities, geometry.max_positions)
-    chosen, limits = resolve(asked, abilities, geometry.max_positions, "plan", coded=bool(geometry.coded))
+    chosen, limits = resolve(
+        asked, abilities, geometry.max_positions, "plan", coded=bool(geometry.coded), rotates=geometry.rotates
+    )
     tokenizer, calibrated, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
     if not abilities.has_gpu:

@@ -18,6 +18,8 @@ from llmc.optimize.quantize.rtn import CLIP_RATIOS
 
 # Added to a block's diagonal, as a share of H's mean: where inputs were never seen, weights count as in plain rounding.
 FLOOR = 1e-6
+# Weights that are searched at a time: their arrays stay in the second-level cache.
+PIECE = 1 << 17
 
 
 def search(weights: Tensor, second_moment: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,28 +36,37 @@ def search(weights: Tensor, second_moment: Tensor, grid: Grid) -> tuple[Tensor, 
     """
     if not torch.isfinite(second_moment).all():
         raise BuildError("the second moment of a layer's inputs is not finite; calibrate with another text")
-    width = grid.width(weights.shape[1])
-    starts = range(0, weights.shape[1], width)
-    floor = FLOOR * second_moment.diagonal().mean()
-    found = []
-    for start in starts:
-        span = slice(start, start + width)
-        block = second_moment[span, span].clone()
+    rows, inputs = weights.shape
+    width, groups = grid.width(inputs), grid.groups(inputs)
+    blocks = _blocks_of(second_moment, width)
+    grouped = torch.nn.functional.pad(weights, (0, groups * width - inputs)).view(rows, groups, width).transpose(0, 1)
+    step = max(1, PIECE // (groups * width))
+    found = [_search(grouped[:, start : start + step], blocks, grid) for start in range(0, rows, step)]
+    steps, scales, zeros = (torch.cat(parts, 1).transpose(0, 1) for parts in zip(*found, strict=True))
+    return steps.reshape(rows, -1)[:, :inputs], scales[..., 0], zeros[..., 0]
+
+
+def _blocks_of(moment: Tensor, width: int) -> Tensor:
+    """The moments of groups [G, W, W]; where inputs were never seen, or are none, weights count alike."""
+    floor = FLOOR * moment.diagonal().mean()
+    blocks = []
+    for start in range(0, len(moment), width):
+        block = moment[start : start + width, start : start + width].clone()
         block.diagonal().add_(floor if floor > 0 else 1)
-        found.append(_search_group(weights[:, span], block, grid))
-    steps, scales, zeros = zip(*found, strict=True)
-    return torch.cat(steps, 1), torch.cat(scales, 1), torch.cat(zeros, 1)
+        short = width - len(block)
+        blocks.append(torch.nn.functional.pad(block, (0, short, 0, short)))
+    return torch.stack(blocks)
 
 
-def _search_group(weights: Tensor, block: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """The best steps [N, W], scale [N, 1] and zero point [N, 1] of each row of a group [N, W]."""
+def _search(weights: Tensor, blocks: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """The best steps [G, n, W], scales [G, n, 1] and zero points [G, n, 1] of groups of weights [G, n, W]."""
     unclipped, zeros = whole_range(weights, grid)
     best_gain = torch.full_like(unclipped, -1)
     best_scale, best_steps = torch.zeros_like(unclipped), torch.zeros_like(weights)
     for ratio in CLIP_RATIOS[grid.bits]:
         steps = nearest(weights, unclipped * ratio, zeros, grid)
-        weighted = steps @ block
-        projection, norm = ((side * weighted).sum(1, keepdim=True) for side in (weights, steps))
+        weighted = steps @ blocks
+        projection, norm = ((side * weighted).sum(-1, keepdim=True) for side in (weights, steps))
         scale = torch.where(norm > 0, projection / norm, 0)
         if grid.positive:
             scale.clamp_(min=SMALLEST_SCALE)
@@ -67,14 +78,14 @@ def _search_group(weights: Tensor, block: Tensor, grid: Grid) -> tuple[Tensor, T
 
 
 def whole_range(weights: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Scales [N, 1] that clip no weight of a group [N, W], 0 where all are 0, and their zero points [N, 1]."""
+    """Scales [..., 1] that clip no weight of groups [..., W], 0 where all are 0, and their zero points [..., 1]."""
+    lowest, highest = weights.amin(-1, keepdim=True), weights.amax(-1, keepdim=True)
     if grid.positive:
-        reached = torch.maximum(weights.amax(1, keepdim=True) / grid.high, weights.amin(1, keepdim=True) / grid.low)
+        reached = torch.maximum(highest / grid.high, lowest / grid.low)
         return reached, torch.zeros_like(reached)
     if grid.symmetric:
-        extreme = weights.gather(1, weights.abs().argmax(1, keepdim=True))
-        return extreme / grid.low, torch.zeros_like(extreme)
-    lowest, highest = weights.amin(1, keepdim=True).clamp(max=0), weights.amax(1, keepdim=True).clamp(min=0)
+        return torch.where(highest > -lowest, highest, lowest) / grid.low, torch.zeros_like(lowest)
+    lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
     scales = (highest - lowest) / (grid.high - grid.low)
     zeros = (grid.low - lowest / scales).round().clamp(grid.low, grid.high)
     return scales, torch.where(scales > 0, zeros, 0)

@@ -1,17 +1,19 @@
 """GPTQ: round one input channel at a time, and let the channels to come make up for the error.
 
-For weights W [N, K] and inputs with second moment H = X^T X / tokens [K, K], the output error of a change D of W is
-tr(D H D^T). Channels i are rounded in turn; what rounding w_i changed, e = w_i - q_i, is spread over the channels that
-are still free, with U the upper Cholesky factor of (H + damping)^-1 = U^T U:
+For weights W [N, K] and inputs with second moment H = X^T X / tokens [K, K], the output error of integers that stand
+for V is tr(E H E^T) with E = W - V. With H + damping = F D F^T, where F is upper triangular with ones on its diagonal
+and D is diagonal, that is the sum of D_k |E_k + sum over j < k of E_j F[j, k]|^2, so each channel in turn is rounded as
 
-    W[:, j] -= e * U[i, j] / U[i, i]        j > i
+    V_k = nearest(W_k + sum over j < k of E_j F[j, k])
 
-which is the least-squares answer. Updates beyond a block of channels are applied once per block. Source: Frantar et al.
-2022, arXiv:2210.17323, algorithm 1. Channels of large inputs come first (activation order), and the scale of each group
-is taken from the weights as they were, so that groups stay runs of consecutive inputs and an engine needs no index;
-that is `static groups` of the authors' implementation. Scales come from the search of :mod:`.clip`, and at last from
-least squares over all groups of a row for the integers chosen.
+Source: Frantar et al. 2022, arXiv:2210.17323, algorithm 1, in the form of Chee et al. 2023, arXiv:2307.13304, theorem
+6, which needs no inverse of H. Channels of large inputs come first (activation order), and the scale of each group is
+taken from the weights as they were, so that groups stay runs of consecutive inputs and an engine needs no index; that
+is `static groups` of the authors' implementation. Scales come from the search of :mod:`.clip`.
 """
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,65 +22,75 @@ from llmc.errors import BuildError
 from llmc.optimize.quantize import clip
 from llmc.optimize.quantize.grid import Grid, Quantized
 
-# Channels whose updates to later ones are gathered into one matrix product.
-LAZY_BLOCK = 128
+# Channels that errors of earlier ones reach in one matrix product.
+LAZY_BLOCK = 64
 # Added to the diagonal, as a share of its mean.
 DAMPING = 0.01
 # Where the factorization fails, damping grows tenfold up to this share of the mean diagonal.
 SMALLEST_DAMPING, LARGEST_DAMPING = 1e-4, 1.0
 
 
-def quantize(weights: Tensor, second_moment: Tensor, grid: Grid) -> Quantized:
-    """Quantize weights [N, K] for inputs with ``second_moment`` X^T X / tokens, float32 [K, K].
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What GPTQ knows of the inputs of linears that read the same: ``moment`` X^T X / tokens, float32 [K, K]."""
 
-    Channels that were never seen are rounded to nearest.
+    moment: Tensor
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Channels in the order of rounding."""
+        return self.moment.diagonal().argsort(descending=True, stable=True)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        return feedback_factor(self.moment, self.order)
+
+
+def quantize(weights: Tensor, inputs: Inputs, grid: Grid) -> Quantized:
+    """Quantize weights [N, K] for ``inputs``. Channels that were never seen are rounded to nearest.
 
     Raises:
         BuildError: the second moment is not finite or cannot be factorized.
     """
-    weights, moment = weights.float(), second_moment.float()
-    _, scales, zeros = clip.search(weights, moment, grid)
-    order = moment.diagonal().argsort(descending=True, stable=True)
-    factor = inverse_factor(moment[order][:, order])
-    steps = torch.empty_like(weights)
-    steps[:, order] = _round_in_turn(weights[:, order], scales, zeros, grid, order, factor)
-    return clip.make_quantized(steps, scales, zeros, grid)
+    weights = weights.float()
+    _, scales, zeros = clip.search(weights, inputs.moment, grid)
+    return clip.make_quantized(_round_in_turn(weights, scales, zeros, grid, inputs), scales, zeros, grid)
 
 
-def _round_in_turn(weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, order: Tensor, factor: Tensor) -> Tensor:
-    """Steps q - z [N, K] of weights whose channels are in the order of rounding."""
-    left = weights.T.contiguous()  # (K, N): a channel is contiguous, and becomes its steps
-    groups = (order // grid.width(len(left))).tolist()
-    for start in range(0, len(left), LAZY_BLOCK):
-        stop, errors = min(start + LAZY_BLOCK, len(left)), []
-        for i in range(start, stop):
-            scale, zero = scales[:, groups[i]], zeros[:, groups[i]]
-            steps = clip.nearest(left[i], scale, zero, grid)
-            errors.append((left[i] - steps * scale) / factor[i, i])
-            left[i + 1 : stop].addr_(factor[i, i + 1 : stop], errors[-1], alpha=-1)
-            left[i] = steps
-        left[stop:].addmm_(factor[start:stop, stop:].T, torch.stack(errors), alpha=-1)
-    return left.T
+def _round_in_turn(weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, inputs: Inputs) -> Tensor:
+    """Steps q - z [N, K]."""
+    order, factor = inputs.order.tolist(), inputs.factor
+    errors = weights.T[inputs.order]  # (K, N): a channel is contiguous, and becomes its error
+    scales, zeros = scales.T.contiguous(), zeros.T.contiguous()
+    inverses, low, high = torch.where(scales == 0, 0, 1 / scales), grid.low - zeros, grid.high - zeros
+    steps = torch.empty_like(errors)
+    for start in range(0, len(order), LAZY_BLOCK):
+        wanted = errors[start : start + LAZY_BLOCK].clone()
+        wanted.addmm_(factor[:start, start : start + LAZY_BLOCK].T, errors[:start])
+        for i, channel in enumerate(order[start : start + LAZY_BLOCK]):
+            group = channel // grid.width(len(order))
+            found = torch.mul(wanted[i], inverses[group], out=steps[channel]).round_().clamp_(low[group], high[group])
+            error = errors[start + i].addcmul_(found, scales[group], value=-1)
+            wanted[i + 1 :].addr_(factor[start + i, start + i + 1 : start + LAZY_BLOCK], error)
+    return steps.T
 
 
-def inverse_factor(moment: Tensor, damping: float = DAMPING) -> Tensor:
-    """The upper Cholesky factor U of (H + damping * mean diagonal)^-1 = U^T U, float32 [K, K].
+def feedback_factor(moment: Tensor, order: Tensor, damping: float = DAMPING) -> Tensor:
+    """F of H + damping * mean diagonal = F D F^T, for H's channels in ``order``: upper, ones on its diagonal, [K, K].
 
-    If H reversed is L L^T, then H = R R^T with R = L reversed, which is upper, and U = R^-1; so the inverse of H, the
-    part that float32 would suffer from, is never formed.
+    If H reversed is L L^T, then H = R R^T with R = L reversed, which is upper, and F is R over its diagonal.
     """
-    reversed_moment = moment.flip(0, 1)
-    diagonal = reversed_moment.diagonal()
+    backward = order.flip(0)
+    turned = moment[backward[:, None], backward]
+    diagonal = turned.diagonal()
     diagonal[diagonal == 0] = 1  # channels never seen
     mean = diagonal.mean()
     added = 0.0
     while damping <= LARGEST_DAMPING:
         diagonal += (damping - added) * mean
-        lower, failed = torch.linalg.cholesky_ex(reversed_moment)
+        lower, failed = torch.linalg.cholesky_ex(turned)
         if not failed:
-            eye = torch.eye(len(lower), device=lower.device)
-            factor: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
-            return factor
+            return lower.div_(lower.diagonal().clone()).flip(0, 1)
         added, damping = damping, max(10 * damping, SMALLEST_DAMPING)
     raise BuildError(
         f"the second moment of a layer's inputs is not positive definite, even with damping {added:g}; "

@@ -9,7 +9,7 @@ Groups run along K, so each dot product meets one scale per ``block`` products. 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -79,6 +79,12 @@ class Quantized:
         if self.zero_points is None:
             return self.values * scales
         return np.subtract(self.values, self._per_input(self.zero_points), dtype=np.int16) * scales
+
+    def rows(self, start: int, stop: int) -> "Quantized":
+        span, zeros = slice(start, stop), self.zero_points
+        return replace(
+            self, values=self.values[span], scales=self.scales[span], zero_points=None if zeros is None else zeros[span]
+        )
 
     def _per_input(self, per_group: NDArray[T]) -> NDArray[T]:
         """[N, groups] -> [N, K]."""

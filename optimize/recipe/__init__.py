@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import llmc
 from llmc.bundle import Budget, Limits, Recipe
 from llmc.errors import UsageError, format_value
+from llmc.inventory import SENSITIVE
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH
@@ -21,9 +22,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Blocks of 128 read a quarter fewer scale bytes than 32 and decode 1.5 times as fast; quality is measured, not assumed.
-DEFAULT_BLOCK = 32
+# Mean KL on SmolLM2-135M: int8 in blocks of 32 as llama.cpp's Q8_0, of 128 three times that, for 7 % of a step's time.
+# 4 bits that were only rounded need blocks of 32; GPTQ's are better than those in blocks of 64, which read a sixth less.
+PLAIN_BLOCK, GPTQ_BLOCK = 32, 64
+# TensorRT's kernels for 4 bits were only measured with these.
+ENGINE_BLOCK = 128
 BLOCKS = (32, 64, 128, 256)
+# Of 0.5 to 0.7 the KL of prompts is the same, of 0.85 half as much again (SmolLM2-135M, unrotated).
+DEFAULT_SMOOTHING = 0.6
 # Positions of a rotary table are the only cost of a long context before it is used.
 DEFAULT_CONTEXT = 32768
 # TensorRT's cache is allocated whole: 32,768 positions of 8 rows would be many gigabytes that nobody asked for.
@@ -65,20 +71,23 @@ class Request:
         description: one sentence for people.
         precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4; on GPUs also bf16 and fp8.
             source, the default of quantized checkpoints, keeps their integers; what those leave in floats becomes int8.
-        scheme: rtn (round to nearest with clip search) or gptq; default: gptq when there is a calibration text and
-            integers to choose, else rtn.
-        block_size: inputs that share a weight scale: 32, 64, 128 (default) or 256; TensorRT's int8 has one per output.
-        symmetric: true (default), or false for a zero point per block.
-        head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``.
+        scheme: rtn (round to nearest with clip search) or gptq; default: gptq for 4 bits where the build can calibrate,
+            else rtn.
+        block_size: inputs that share a weight scale: 32 (default), 64 (default of 4 bits by gptq), 128 (default for
+            TensorRT) or 256; TensorRT's int8 has one per output.
+        symmetric: of 4 bits: false (default) for a zero point per block, true for none, as TensorRT wants it.
+        head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``, int8 for int4.
         phases: split (a W8A8 graph for prefill beside the weight-only one, default on CPUs), shared (one graph, less
             memory) or single (one engine; TensorRT knows nothing else).
         activations: of the W8A8 graph: per-token (default) or static, one calibrated scale per tensor. For TensorRT
             none (default) or static, with int8 and fp8.
-        smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off.
+        smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off, but 0.6 for per-token activations of a model whose
+            residual stream cannot be rotated, where the build can calibrate.
         cache: KV cache in float32 (default), int8 (a scale per tensor) or int8-channel (a scale per channel); on GPUs
             in the type of ``compute``.
         compute: type of activations on GPUs: float16 (default), bfloat16 or float32; follows fp32, fp16 and bf16.
         layers: precision by pattern of module names (``*.mlp.down_proj``, ``model.layers.0.*``); the last match wins.
+            ``sensitive`` stands for the inventory's list of what loses most; default: that in int8 for 4 bits by rtn.
         max_context: longest sequence; default: the checkpoint's, at most 32,768.
         max_batch: requests that may run at once; default 8. Rows take memory when they are used.
         prefill_chunk: prompt tokens per call; default 256.
@@ -179,11 +188,18 @@ def _read_value(hint: Any, value: Any, where: str) -> Any:
 
 
 def resolve(
-    request: Request, target: Capabilities, max_positions: int, name: str, calibrated: bool = False, coded: bool = False
+    request: Request,
+    target: Capabilities,
+    max_positions: int,
+    name: str,
+    calibrated: bool = False,
+    coded: bool = False,
+    rotates: bool = True,
 ) -> tuple[Recipe, Limits]:
     """Fill in the defaults and refuse what the target or the model cannot do.
 
-    ``calibrated`` tells that there is a calibration text, ``coded`` that the checkpoint stores integers.
+    ``calibrated`` tells that the build can calibrate, ``coded`` that the checkpoint stores integers, ``rotates`` that
+    the model's residual stream can be rotated.
 
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.
@@ -195,12 +211,18 @@ def resolve(
         _one_of("precision", precision, (*target.precisions, "source"))
     # What a quantized checkpoint leaves in floats is rounded to 8 bits.
     rest = "int8" if precision == "source" else precision
-    head = _one_of("head", either(request.head, rest), target.precisions)
+    head = _one_of("head", either(request.head, "int8" if rest == "int4" else rest), target.precisions)
     layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
     stored = {rest, head, *layers.values()}
     _refuse_integer_keys(request, precision, stored)
+    can_choose = calibrated and "int4" in stored and precision != "source"
+    scheme = _one_of("scheme", either(request.scheme, "gptq" if can_choose else "rtn"), SCHEMES)
+    if request.layers is None and precision == "int4" and scheme == "rtn" and not target.makes_engine:
+        layers = {SENSITIVE: "int8"}
     phases = _phases(request.phases, target, integers=rest in QUANTIZED)
     compute = _compute(request.compute, precision, target)
+    activations = _activations(request.activations, phases, stored, target)
+    smooths = calibrated and not rotates and activations == "per-token" and precision != "source"
     if request.engine is not None and _collect_values(request.engine) and not target.makes_engine:
         raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
     longest = min(max_positions, ENGINE_CONTEXT if target.makes_engine else DEFAULT_CONTEXT)
@@ -213,21 +235,18 @@ def resolve(
             context, check_between("prefill_chunk", either(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)
         ),
     )
-    kept = precision == "source"
     recipe = Recipe(
         name=name,
         precision=precision,
-        scheme=_one_of(
-            "scheme",
-            either(request.scheme, "gptq" if calibrated and not kept and not stored.isdisjoint(BITS) else "rtn"),
-            SCHEMES,
-        ),
-        block_size=_block_size(request.block_size, stored, target),
-        symmetric=_symmetric(request.symmetric, target),
+        scheme=scheme,
+        block_size=_block_size(request.block_size, stored, scheme, target),
+        symmetric=_symmetric(request.symmetric, stored, target),
         head=head,
         phases=phases,
-        activations=_activations(request.activations, phases, stored, target),
-        smoothing=check_between("smoothing", either(request.smoothing, 0.0), 0.0, 1.0),
+        activations=activations,
+        smoothing=check_between(
+            "smoothing", either(request.smoothing, DEFAULT_SMOOTHING if smooths else 0.0), 0.0, 1.0
+        ),
         cache=_cache(request.cache, compute, target),
         layers=layers,
         threads=None,
@@ -304,20 +323,22 @@ def _cache(asked: str | None, compute: str, target: Capabilities) -> str:
     return str(_one_of("cache", either(asked, compute), allowed))
 
 
-def _block_size(asked: int | None, stored: set[str], target: Capabilities) -> int:
+def _block_size(asked: int | None, stored: set[str], scheme: str, target: Capabilities) -> int:
     """The block of integer weights, 0 where there is none: TensorRT's int8 has a scale per output."""
     blocked = {"int4"} if target.makes_engine else BITS.keys()
     if blocked.isdisjoint(stored):
         if asked is not None:
             raise UsageError(f"block_size is {asked}, but nothing here is stored in blocks; leave it out")
         return 0
-    return int(_one_of("block_size", either(asked, DEFAULT_BLOCK), BLOCKS))
+    usual = GPTQ_BLOCK if "int4" in stored and scheme == "gptq" else PLAIN_BLOCK
+    return int(_one_of("block_size", either(asked, ENGINE_BLOCK if target.makes_engine else usual), BLOCKS))
 
 
-def _symmetric(asked: bool | None, target: Capabilities) -> bool:
+def _symmetric(asked: bool | None, stored: set[str], target: Capabilities) -> bool:
+    """Whether 4 bits have no zero points. They cost no time: kernels multiply a sum per block anyway."""
     if asked is False and not target.asymmetric:
         raise UsageError(f"symmetric is false, but {target.engine} has no zero points; leave it out")
-    return either(asked, True)
+    return either(asked, "int4" not in stored or not target.asymmetric)
 
 
 def needs_calibration(recipe: Recipe) -> str | None:
@@ -333,12 +354,14 @@ def needs_calibration(recipe: Recipe) -> str | None:
 
 def _refuse_integer_keys(request: Request, precision: str, stored: set[str]) -> None:
     """Keys that say how integers are chosen mean nothing where there are none."""
-    meaningless: tuple[str, ...] = () if not stored.isdisjoint(BITS) else ("block_size", "scheme", "symmetric")
+    meaningless: tuple[str, ...] = () if not stored.isdisjoint(BITS) else ("block_size", "scheme")
     if stored.isdisjoint(QUANTIZED):
         meaningless += ("activations", "smoothing")
     for key in meaningless:
         if getattr(request, key) is not None:
             raise UsageError(f"{key} is for int8 and int4, the precision is {precision}; leave it out")
+    if request.symmetric is not None and "int4" not in stored:
+        raise UsageError(f"symmetric is for int4, the precision is {precision}; leave it out")
 
 
 def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities) -> str:

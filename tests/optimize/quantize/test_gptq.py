@@ -15,7 +15,7 @@ ERROR_TOLERANCE = 0.005
 SAME_INTEGERS = 0.995
 # Output error over that of rounding to nearest with clip, on correlated inputs; measured 0.2 ... 0.45.
 GAIN_TOLERANCE = 0.6
-# U^T U against the inverse in float64, over the largest entry of the inverse.
+# Off-diagonal entries of F^-1 H F^-T in float64, over the smallest on its diagonal.
 FACTOR_TOLERANCE = 1e-4
 
 GRIDS = [Grid(4, 32), Grid(4, 64), Grid(4), Grid(4, 32, False), Grid(8, 32), Grid(8), Grid(8, 64, False)]
@@ -56,17 +56,17 @@ def agrees(layer, found: Quantized, wanted: Quantized) -> bool:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_it_is_the_papers_algorithm_in_activation_order(layer, grid):
-    found = gptq.quantize(layer.weights, layer.moment, grid)
+    found = gptq.quantize(layer.weights, layer.statistics.inputs, grid)
     assert agrees(layer, found, transcribed(layer, grid, 0.01, activation_order(layer)))
 
 
 def test_another_order_or_damping_exceeds_the_tolerances(layer):
-    found, order = gptq.quantize(layer.weights, layer.moment, Grid(4, 32)), activation_order(layer)
+    found, order = gptq.quantize(layer.weights, layer.statistics.inputs, Grid(4, 32)), activation_order(layer)
     assert not agrees(layer, found, transcribed(layer, Grid(4, 32), 0.01, list(range(96))))
     assert not agrees(layer, found, transcribed(layer, Grid(4, 32), 0.1, order))
 
 
-def test_the_factor_is_that_of_the_inverse(layer):
+def test_the_factor_is_that_of_the_moment(layer):
     assert factor_error(layer, 0.01) < FACTOR_TOLERANCE
     assert factor_error(layer, 0.011) > FACTOR_TOLERANCE
 
@@ -74,10 +74,13 @@ def test_the_factor_is_that_of_the_inverse(layer):
 def factor_error(layer, damping: float) -> float:
     moment = layer.moment.double()
     moment[40, 40] = 1
-    wanted = torch.linalg.inv(moment + 0.01 * moment.diagonal().mean() * torch.eye(96))
-    factor = gptq.inverse_factor(layer.moment.clone(), damping).double()
-    assert not factor.tril(-1).any()
-    return float((factor.T @ factor - wanted).abs().max() / wanted.abs().max())
+    wanted = (moment + 0.01 * moment.diagonal().mean() * torch.eye(96))[:, layer.statistics.inputs.order]
+    wanted = wanted[layer.statistics.inputs.order]
+    factor = gptq.feedback_factor(layer.moment, layer.statistics.inputs.order, damping).double()
+    assert not factor.tril(-1).any() and (factor.diagonal() == 1).all()
+    inverse = torch.linalg.inv(factor)
+    rest = inverse @ wanted @ inverse.T  # D, if the factor is that of ``wanted``
+    return float((rest - rest.diagonal().diag()).abs().max() / rest.diagonal().min())
 
 
 # ------------------------------------------------------------------------------------------------------ what it is for
@@ -85,7 +88,7 @@ def factor_error(layer, damping: float) -> float:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_it_beats_rounding_to_nearest(layer, grid):
-    found = gptq.quantize(layer.weights, layer.moment, grid)
+    found = gptq.quantize(layer.weights, layer.statistics.inputs, grid)
     assert layer.error(found) < GAIN_TOLERANCE * layer.error(rtn.quantize(layer.weights.numpy(), grid))
 
 
@@ -94,18 +97,21 @@ def test_it_beats_rounding_to_nearest(layer, grid):
 
 def test_inputs_that_are_all_zero_are_taken(layer):
     weights = layer.weights.numpy()
-    found, nearest = gptq.quantize(layer.weights, torch.zeros(96, 96), Grid(4, 32)), rtn.quantize(weights, Grid(4, 32))
+    found, nearest = (
+        gptq.quantize(layer.weights, gptq.Inputs(torch.zeros(96, 96)), Grid(4, 32)),
+        rtn.quantize(weights, Grid(4, 32)),
+    )
     assert np.square(found.dequantize() - weights).sum() <= np.square(nearest.dequantize() - weights).sum()
 
 
 def test_damping_grows_until_the_moment_can_be_factorized():
-    moment = torch.eye(8)
+    moment, order = torch.eye(8), torch.arange(8)
     moment[0, 1] = moment[1, 0] = 1.05  # not positive definite until more than 0.05 is added
-    assert torch.equal(gptq.inverse_factor(moment.clone(), 0.01), gptq.inverse_factor(moment.clone(), 0.1))
+    assert torch.equal(gptq.feedback_factor(moment, order, 0.01), gptq.feedback_factor(moment, order, 0.1))
 
 
 def test_a_moment_that_is_not_finite_is_refused(layer):
     moment = layer.moment.clone()
     moment[3, 4] = float("nan")
     with pytest.raises(BuildError, match="not finite"):
-        gptq.quantize(layer.weights, moment, Grid(4, 32))
+        gptq.quantize(layer.weights, gptq.Inputs(moment), Grid(4, 32))
