@@ -8,7 +8,7 @@ from typing import Annotated
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
 from llmc.inventory import Geometry, Positions
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 GRAPH_CONTRACT_VERSION = 4
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"

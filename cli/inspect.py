@@ -108,11 +108,21 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
         *(engine_rows(manifest.engine) if manifest.engine else []),
         *([] if manifest.device else [("CPU features", ", ".join(features) or "none in particular")]),
         ("recipe", show.recipe(manifest.recipe)),
+        *prompt_rows(manifest),
         *show.calibration_rows(manifest.recipe),
         ("limits", limits_of(manifest)),
         *show.quality_rows(manifest.quality),
         *show.similarity_rows(manifest.similarity),
     ]
+
+
+def prompt_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """How outliers are kept out of the way where activations of prompts are rounded token by token."""
+    recipe = manifest.recipe
+    if recipe.activations != "per-token":
+        return []
+    found = f"smoothed by {recipe.smoothing:g}" if recipe.smoothing else "neither rotated nor smoothed"
+    return [("prompts", f"8-bit activations, {'rotated' if recipe.rotates(manifest.geometry) else found}")]
 
 
 def limits_of(manifest: Manifest) -> str:

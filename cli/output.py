@@ -122,7 +122,6 @@ def recipe(recipe: Recipe) -> str:
         f"head {recipe.head}": recipe.head != recipe.precision,
         f"{recipe.phases} phases": True,
         "static activations": recipe.activations == "static",
-        f"smoothed by {recipe.smoothing:g}": recipe.smoothing > 0,
         f"cache {recipe.cache}": recipe.cache != "float32",
         f"layers {', '.join(f'{pattern} {precision}' for pattern, precision in recipe.layers.items())}": bool(
             recipe.layers

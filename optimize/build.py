@@ -176,11 +176,16 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
 
 
 def _notes(order: Order) -> list[str]:
-    """A note if a checkpoint's own integers are not kept."""
-    coded = order.export.geometry.coded
-    if not coded or order.recipe.precision == "source":
-        return []
-    return [
-        f"the checkpoint stores the weights of {len(coded)} linears as integers, from which those of "
-        f"{order.recipe.precision} were made: what both roundings lost adds up"
-    ]
+    """Notes on what makes this bundle worse than it might be."""
+    recipe, geometry, found = order.recipe, order.export.geometry, []
+    if geometry.coded and recipe.precision != "source":
+        found.append(
+            f"the checkpoint stores the weights of {len(geometry.coded)} linears as integers, from which those of "
+            f"{recipe.precision} were made: what both roundings lost adds up"
+        )
+    if recipe.activations == "per-token" and not (recipe.smoothing or recipe.rotates(geometry) or geometry.coded):
+        found.append(
+            "activations of prompts are rounded as they are, since this family's norms do not let them be rotated: "
+            "build where torch is installed and without --no-calibration, and they are smoothed"
+        )
+    return found

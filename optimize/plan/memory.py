@@ -46,6 +46,8 @@ TORCH = 260 * MB
 GPTQ_MATRICES = 5
 # Quantizing the largest matrix holds its integers (1 byte) in pieces, joined, and unpacked and packed again.
 QUANTIZING = 4
+# Rotating the largest matrix of a layer holds it in float32 before and after, and its integers.
+ROTATING = 2 * 4 + 2
 # The allocator gives back only part of that; what remains stays resident beside the finished bundle.
 RETAINED = 1
 # A layer of the reference as the engine runs it: float32 weights folded from the stored type, and packed for kernels.
@@ -123,7 +125,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     return MemoryPlan(
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
-        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
+        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) + _rotation_bytes(geometry, recipe),
         embedding=sum(
             linear_bytes(table, form) for form in {choose_embedding_config(each, tied) for each in graphs.values()}
         ),
@@ -135,6 +137,11 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         window_positions=max((cache.count_held(chunk) for cache in geometry.caches), default=0),
         logits=LOGITS_COPIES * 4 * results,
     )
+
+
+def _rotation_bytes(geometry: Geometry, recipe: Recipe) -> int:
+    """The matrix that rotates the residual stream, packed for each of its two products."""
+    return 2 * 4 * geometry.hidden_size**2 if recipe.rotates(geometry) else 0
 
 
 def plan_build(
@@ -160,10 +167,10 @@ def plan_build(
         one_memory: whether the GPU that an engine is built on has no memory of its own.
     """
     if device is not None:
-        steps = [_estimate_quantizing(geometry), _engine(device, recipe, one_memory)]
+        steps = [_estimate_quantizing(geometry, recipe), _engine(device, recipe, one_memory)]
     else:
         judging = _estimate_judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
-        steps = [_estimate_quantizing(geometry), judging]
+        steps = [_estimate_quantizing(geometry, recipe), judging]
     if needs_calibration(recipe):
         steps.append(_estimate_calibrating(geometry, recipe, samples, length))
     parts = max(steps, key=lambda step: sum(step.values()))
@@ -180,8 +187,10 @@ def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> MemoryEstimate
     return replace(plan, stage="rebuild")
 
 
-def _estimate_quantizing(geometry: Geometry) -> dict[str, int]:
-    return {"engine": INTERPRETER + BUILDER, "largest matrix": QUANTIZING * _largest(geometry)}
+def _estimate_quantizing(geometry: Geometry, recipe: Recipe) -> dict[str, int]:
+    inner = max(linear.size for linear in geometry.linears if linear.layer is not None)
+    rotating = ROTATING * inner if recipe.rotates(geometry) else 0
+    return {"engine": INTERPRETER + BUILDER, "largest matrix": max(QUANTIZING * _largest(geometry), rotating)}
 
 
 def _engine(device: DeviceMemory, recipe: Recipe, one_memory: bool) -> dict[str, int]:
