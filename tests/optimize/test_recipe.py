@@ -122,6 +122,24 @@ def resolved(calibrated: bool = False, **request: Any) -> Recipe:
     return resolve(Request(**request), CPU, 2048, "x", calibrated)[0]
 
 
+@pytest.mark.parametrize(
+    ("request_", "calibrated", "rotates", "smoothing"),
+    [
+        ({}, True, False, 0.6),
+        ({"precision": "int4"}, True, False, 0.6),
+        ({}, True, True, 0.0),
+        ({}, False, False, 0.0),  # it takes a text
+        ({"smoothing": 0.0}, True, False, 0.0),
+        ({"activations": "static"}, True, False, 0.0),
+        ({"phases": "shared"}, True, False, 0.0),
+        ({"precision": "fp32"}, True, False, 0.0),
+    ],
+)
+def test_activations_are_smoothed_where_the_stream_cannot_be_rotated(request_, calibrated, rotates, smoothing):
+    found, _ = resolve(Request(**request_), CPU, 2048, "x", calibrated, rotates=rotates)
+    assert found.smoothing == smoothing
+
+
 def test_a_recipe_is_a_file_that_ends(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "long").write_bytes(b" " * (MOST_RECIPE + 1))
@@ -132,13 +150,13 @@ def test_a_recipe_is_a_file_that_ends(tmp_path):
         read_recipe(tmp_path / "long")
 
 
-def test_defaults_are_int8_in_blocks_of_128_with_a_graph_for_each_phase():
+def test_defaults_are_int8_in_blocks_of_32_with_a_graph_for_each_phase():
     recipe, limits = resolve(Request(), CPU, 2048, "default")
     assert recipe == Recipe(
         name="default",
         precision="int8",
         scheme="rtn",
-        block_size=128,
+        block_size=32,
         symmetric=True,
         head="int8",
         phases="split",
