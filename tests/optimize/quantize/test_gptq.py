@@ -97,7 +97,10 @@ def test_it_beats_rounding_to_nearest(layer, grid):
 
 def test_inputs_that_are_all_zero_are_taken(layer):
     weights = layer.weights.numpy()
-    found, nearest = gptq.quantize(layer.weights, gptq.Inputs(torch.zeros(96, 96)), Grid(4, 32)), rtn.quantize(weights, Grid(4, 32))
+    found, nearest = (
+        gptq.quantize(layer.weights, gptq.Inputs(torch.zeros(96, 96)), Grid(4, 32)),
+        rtn.quantize(weights, Grid(4, 32)),
+    )
     assert np.square(found.dequantize() - weights).sum() <= np.square(nearest.dequantize() - weights).sum()
 
 
