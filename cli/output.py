@@ -142,7 +142,7 @@ def calibration_rows(recipe: Recipe) -> list[tuple[str, str]]:
 
 # SmolLM2-135M at 1.03 writes no sense, and at 0.36 whole sentences.
 FAR_KL = 0.5
-FAR_ADVICE = "its texts may make no sense; build with --int8, --recipe int4-balanced, or a recipe with block_size = 32"
+FAR_ADVICE = "its texts may make no sense; build with --recipe int4-quality, or with --int8"
 
 
 def quality_rows(quality: Quality | None) -> list[tuple[str, str]]:

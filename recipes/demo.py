@@ -15,7 +15,9 @@ from pathlib import Path
 
 from llmc.cli import output as show
 from llmc.export import export
+from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
+from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.judge.evaluate import evaluate, read_windows
 from llmc.runtime import Model, load
 from llmc.runtime.bench.benchmark import benchmark
@@ -24,7 +26,7 @@ from llmc.runtime.host.machine import usable_threads
 RECIPES = Path(__file__).resolve().parent
 sys.path.insert(0, str(RECIPES))  # also where another script runs this one
 
-from smollm2.fetch import FetchError, fetch  # noqa: E402
+from smollm2 import FetchError, fetch  # noqa: E402
 
 FOLDER = Path("build/demo")
 QUESTION = "What is gravity? Answer in one sentence."
@@ -101,10 +103,9 @@ def step(name: str, command: str) -> None:
 def bundle_row(demo: Demo, precision: str, started: float) -> tuple[str, ...]:
     """Build one bundle, stream an answer from it, and measure it."""
     folder = FOLDER / precision
-    recipe = RECIPES / "smollm2" / "int4.toml" if precision == "int4" else None
-    how = f"--recipe {os.path.relpath(recipe)}" if recipe else f"--{precision}"
-    step("build", f"llmc build {FOLDER}/export -o {folder} {how}")
-    report = build(FOLDER / "export", folder, precision=precision, recipe=recipe, force=True)
+    step("build", f"llmc build {FOLDER}/export -o {folder} --{precision}")
+    calibration = CalibrationRequest(StreamedDecoder)
+    report = build(FOLDER / "export", folder, precision=precision, calibration=calibration, force=True)
     print(f"{show.size(report.size)} in {report.seconds:.1f} s")
     step("run", f"llmc run {folder} {demo.command}")
     with load(folder) as model:

@@ -14,6 +14,7 @@ from pathlib import Path
 from llmc import __version__, bundle
 from llmc.bundle import Budget, Manifest, Recipe, decode, read_bundle, verify_files
 from llmc.errors import BuildError, BundleError, UsageError
+from llmc.inventory import SENSITIVE
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.judge.gate import find_broken_limits
@@ -42,17 +43,13 @@ BUILT = Path("built") / "bundle"
 
 # From the smallest to the safest. Schemes that need calibration are skipped where it is not available.
 CANDIDATES: dict[str, Request] = {
-    "int4": Request(precision="int4", scheme="rtn"),
-    "int4-gptq": Request(precision="int4", scheme="gptq"),
-    "int4-gptq-head8": Request(precision="int4", scheme="gptq", head="int8"),
-    "int4-gptq-block32-head8": Request(precision="int4", scheme="gptq", block_size=32, head="int8"),
-    "int4-shared-head8": Request(precision="int4", scheme="gptq", head="int8", phases="shared"),
-    "int4-down8-head8": Request(
-        precision="int4", scheme="gptq", head="int8", layers={"*.mlp.down_proj": "int8", "*.self_attn.v_proj": "int8"}
-    ),
-    "int8": Request(precision="int8", scheme="rtn"),
-    "int8-gptq-block32-shared": Request(precision="int8", scheme="gptq", block_size=32, phases="shared"),
-    "int8-shared": Request(precision="int8", scheme="rtn", phases="shared"),
+    "int4-small": Request(precision="int4", scheme="gptq", block_size=128, phases="shared"),
+    "int4": Request(precision="int4", scheme="gptq", block_size=64),
+    "int4-sensitive8": Request(precision="int4", scheme="gptq", block_size=64, layers={SENSITIVE: "int8"}),
+    "int4-quality": Request(precision="int4", scheme="gptq", block_size=32, layers={SENSITIVE: "int8"}),
+    "int4-uncalibrated": Request(precision="int4", scheme="rtn"),
+    "int8": Request(precision="int8"),
+    "quality-first": Request(precision="int8", phases="shared"),
     "fp32": Request(precision="fp32"),
 }
 # Tried first for quantized checkpoints: their own integers.
@@ -154,17 +151,17 @@ def automatic(
         raise UsageError("--auto times prompts and answers, and this model gives none; build it with a precision")
 
     def resolved(candidate: Request) -> Recipe:
-        with_text = calibration is not None and calibration.text is not None
         positions, coded, rotates = export.geometry.max_positions, bool(export.geometry.coded), export.geometry.rotates
-        return resolve(candidate, capabilities(target), positions, "auto", with_text, coded, rotates)[0]
+        return resolve(candidate, capabilities(target), positions, "auto", calibrates, coded, rotates)[0]
 
+    calibrates = calibration is not None and calibration.is_possible
     limit = available_memory() if memory is None else memory
     trials: list[Trial] = []
     folders: dict[str, Path] = {}
     holds: list[disk_cache.Hold] = []  # a search may outlast the age at which cache entries are removed
     key = [export.source.fingerprint, str(weights_identity(source)), target, _identity(text), _identity(calibration)]
     open_request, coded = replace(asked, budget=None), bool(export.geometry.coded)
-    for name, candidate in _candidates(open_request, calibration is not None, resolved, coded).items():
+    for name, candidate in _candidates(open_request, calibrates, resolved, coded).items():
         folders[name] = disk_cache.entry("auto", _key(candidate, key))
         folders[name].mkdir(parents=True, exist_ok=True)
         holds.append(disk_cache.Hold(folders[name]))

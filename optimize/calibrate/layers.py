@@ -227,7 +227,7 @@ class _Layer:
 
 def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics) -> Quantized:
     """Quantize weights [N, K] to ``grid`` by ``scheme``, for inputs with these statistics."""
-    if scheme == "rtn":
+    if scheme == "rtn" or grid.bits == 8:  # GPTQ gains nothing at 8 bits
         return rtn.quantize(weights.cpu().numpy(), grid)
     return gptq.quantize(weights, statistics.inputs, grid)
 

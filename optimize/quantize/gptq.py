@@ -90,7 +90,8 @@ def feedback_factor(moment: Tensor, order: Tensor, damping: float = DAMPING) -> 
         diagonal += (damping - added) * mean
         lower, failed = torch.linalg.cholesky_ex(turned)
         if not failed:
-            return lower.div_(lower.diagonal().clone()).flip(0, 1)
+            factor: Tensor = lower.div_(lower.diagonal().clone()).flip(0, 1)
+            return factor
         added, damping = damping, max(10 * damping, SMALLEST_DAMPING)
     raise BuildError(
         f"the second moment of a layer's inputs is not positive definite, even with damping {added:g}; "

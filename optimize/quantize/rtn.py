@@ -19,7 +19,7 @@ import numpy as np
 from llmc.optimize.quantize.grid import SMALLEST_SCALE, Float, Grid, Quantized
 
 # A wide grid gains nothing from hard clipping, a narrow one does.
-CLIP_RATIOS = {4: tuple(np.linspace(1.0, 0.62, 16)), 8: (1.0, 0.97, 0.94, 0.9)}
+CLIP_RATIOS = {4: tuple(np.linspace(1.0, 0.68, 9)), 8: (1.0, 0.97, 0.94, 0.9)}
 
 # Beyond 2^40 either way, products of weights and integers could leave float32; a power of two changes no rounding.
 LARGEST_EXPONENT = 40

@@ -23,7 +23,7 @@ else:
     import tomli as tomllib
 
 # Mean KL on SmolLM2-135M: int8 in blocks of 32 as llama.cpp's Q8_0, of 128 three times that, for 7 % of a step's time.
-# 4 bits that were only rounded need blocks of 32; GPTQ's are better than those in blocks of 64, which read a sixth less.
+# 4 bits that were only rounded need blocks of 32; GPTQ's are better than those in blocks of 64, and read a sixth less.
 PLAIN_BLOCK, GPTQ_BLOCK = 32, 64
 # TensorRT's kernels for 4 bits were only measured with these.
 ENGINE_BLOCK = 128
@@ -360,8 +360,9 @@ def _refuse_integer_keys(request: Request, precision: str, stored: set[str]) -> 
     for key in meaningless:
         if getattr(request, key) is not None:
             raise UsageError(f"{key} is for int8 and int4, the precision is {precision}; leave it out")
-    if request.symmetric is not None and "int4" not in stored:
-        raise UsageError(f"symmetric is for int4, the precision is {precision}; leave it out")
+    for key, asked in (("symmetric", request.symmetric is not None), ("scheme = 'gptq'", request.scheme == "gptq")):
+        if asked and "int4" not in stored:
+            raise UsageError(f"{key} is for int4, the precision is {precision}; leave it out")
 
 
 def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities) -> str:

@@ -11,7 +11,6 @@ import llmc as llmc_package
 from llmc import bundle
 from llmc.optimize.auto.search import AutoReport, Trial
 from llmc.optimize.build import BuildReport
-from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES
 from llmc.optimize.recipe.engine import EngineRequest
 
 TRIAL = Trial("int4", 2, 1000.0, 50.5, 400_000_000, 300_000_000, 0.0123, 0.961, 0.012)
@@ -92,7 +91,7 @@ def test_defaults_are_the_librarys(llmc, library: FakeLibrary, export_folder: Pa
     [built] = library.built
     calibration = built.pop("calibration")
     assert (calibration.text, calibration.samples, calibration.length) == (None, None, None)
-    assert calibration.windows == (DEFAULT_SAMPLES, DEFAULT_LENGTH)
+    assert [calibration.windows(longest) for longest in (4096, 100)] == [(16, 512), (16, 100)]
     assert built == {"source": export_folder, "output": tmp_path / "out", "there": True, **DEFAULTS}
     assert (library.exported, library.searched) == ([], [])
 

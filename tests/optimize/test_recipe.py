@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.geometries import uniform
 
 from llmc.bundle import Budget, Recipe
 from llmc.errors import UsageError
+from llmc.inventory import SENSITIVE
 from llmc.optimize.lower.context import (
     Float16,
     Float32,
@@ -151,7 +153,7 @@ def test_a_recipe_is_a_file_that_ends(tmp_path):
 
 
 def test_defaults_are_int8_in_blocks_of_32_with_a_graph_for_each_phase():
-    recipe, limits = resolve(Request(), CPU, 2048, "default")
+    recipe, limits = resolve(Request(), CPU, 2048, "default", calibrated=True)
     assert recipe == Recipe(
         name="default",
         precision="int8",
@@ -184,9 +186,25 @@ def test_a_budget_is_taken_limit_by_limit():
     assert Request().over(Request(budget=written)).budget == written
 
 
-def test_a_text_to_calibrate_with_chooses_gptq_for_integers_only():
-    assert resolved(calibrated=True, precision="int4").scheme == "gptq"
-    assert resolved(calibrated=True, precision="int4", scheme="rtn").scheme == "rtn"
+@pytest.mark.parametrize(
+    ("target", "calibrated", "expected"),
+    [
+        ("cpu", True, ("gptq", 64, False, {})),
+        ("cpu", False, ("rtn", 32, False, {SENSITIVE: "int8"})),
+        ("cuda", False, ("rtn", 32, False, {SENSITIVE: "int8"})),
+        ("tensorrt", True, ("gptq", 128, True, {})),
+        ("tensorrt-rtx", False, ("rtn", 128, True, {})),
+    ],
+)
+def test_four_bits_take_what_the_target_and_calibration_allow(target, calibrated, expected):
+    found, _ = resolve(Request(precision="int4"), capabilities(target), 2048, "x", calibrated)
+    assert (found.scheme, found.block_size, found.symmetric, found.layers) == expected
+    assert found.head == "int8"
+
+
+def test_what_is_asked_for_beats_the_defaults_of_four_bits():
+    found = resolved(True, precision="int4", scheme="rtn", layers={}, head="int4", symmetric=True, block_size=128)
+    assert (found.scheme, found.layers, found.head, found.symmetric, found.block_size) == ("rtn", {}, "int4", True, 128)
     assert resolved(calibrated=True, precision="fp32").scheme == "rtn"
 
 
@@ -204,7 +222,9 @@ def test_a_text_to_calibrate_with_chooses_gptq_for_integers_only():
         ({"activations": "none"}, "activations is 'none', expected one of per-token, static"),
         ({"activations": "static", "phases": "shared"}, "activations is 'static', but only the prefill graph of split"),
         ({"precision": "fp32", "activations": "per-token"}, "activations is for int8 and int4, the precision is fp32"),
-        ({"precision": "fp16", "symmetric": True}, "symmetric is for int8 and int4, the precision is fp16"),
+        ({"precision": "fp16", "block_size": 32}, "block_size is for int8 and int4, the precision is fp16"),
+        ({"symmetric": True}, "symmetric is for int4, the precision is int8"),
+        ({"scheme": "gptq"}, "scheme = 'gptq' is for int4, the precision is int8"),
         ({"smoothing": 1.01}, "smoothing is 1.01, expected 0.0 ... 1.0"),
         ({"smoothing": float("nan")}, "smoothing is nan, expected 0.0 ... 1.0"),
         ({"budget": Budget(min_agreement=98.0)}, "budget: min_agreement is 98.0, expected 0.0 ... 1.0"),
@@ -227,7 +247,7 @@ def test_what_the_target_or_the_model_cannot_do_is_refused(request_, sentence):
     [
         ({}, None),
         ({"precision": "fp32"}, None),
-        ({"scheme": "gptq"}, "scheme = 'gptq'"),
+        ({"precision": "int4", "scheme": "gptq"}, "scheme = 'gptq'"),
         ({"smoothing": 0.5}, "smoothing = 0.5"),
         ({"cache": "int8-channel"}, "cache = 'int8-channel'"),
         ({"activations": "static"}, "activations = 'static'"),
@@ -242,24 +262,35 @@ def test_a_recipe_tells_what_in_it_needs_calibration(request_, wish):
 
 NAMES = [f"model.layers.{layer}.{name}_proj" for layer in (0, 1) for name in ("self_attn.q", "mlp.up", "mlp.down")]
 NAMES.append("lm_head")
-BLOCKS = {"int8": WeightOnly(Grid(8, 128)), "int4": WeightOnly(Grid(4, 128)), "fp32": Float32(), "fp16": Float16()}
+GEOMETRY = uniform("llama", 16, 64, 128, 4, 2, 16, 320, 512, True, (0,) * 16)
+FOUR, EIGHT = WeightOnly(Grid(4, 32, symmetric=False)), WeightOnly(Grid(8, 32))
+BLOCKS = {"int8": EIGHT, "int4": FOUR, "fp32": Float32(), "fp16": Float16()}
 
 
 def precisions(layers: dict[str, str], phase: str = "decode", **request: Any) -> dict[str, str]:
     """The precision of each linear, by the last words of its name."""
-    stored = quant_configs(resolved(precision="int4", layers=layers, **request))[phase]
+    stored = quant_configs(resolved(precision="int4", layers=layers, **request), GEOMETRY)[phase]
     names = {form: name for name, form in BLOCKS.items()} | {PerToken(): "w8a8", Static(): "static"}
     return {name: names[stored.of(name)] for name in NAMES}
 
 
-@pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4)])
-def test_a_split_recipe_makes_w8a8_prefill_and_weight_only_decode(precision, bits):
-    made = quant_configs(resolved(precision=precision, block_size=64))
-    assert made["decode"] == QuantConfigs(WeightOnly(Grid(bits, 64)), WeightOnly(Grid(bits, 64)))
+@pytest.mark.parametrize(("precision", "body"), [("int8", EIGHT), ("int4", FOUR)])
+def test_a_split_recipe_makes_w8a8_prefill_and_weight_only_decode(precision, body):
+    made = quant_configs(resolved(precision=precision, layers={}), GEOMETRY)
+    assert made["decode"] == QuantConfigs(body, EIGHT)
     # The phases share the head, and with it a tied embedding.
     assert made["prefill"] == replace(made["decode"], w8a8=PerToken())
     assert made["prefill"].of(NAMES[0]) == PerToken()
-    assert made["prefill"].of("lm_head") == made["decode"].of("lm_head") == WeightOnly(Grid(bits, 64))
+    assert made["prefill"].of("lm_head") == made["decode"].of("lm_head") == EIGHT
+
+
+def test_half_of_the_layers_have_sensitive_linears_first_last_and_every_third_between():
+    stored = quant_configs(resolved(precision="int4"), GEOMETRY)["decode"]
+    chosen = {
+        linear.name for linear in GEOMETRY.linears if linear.layer is not None and stored.of(linear.name) == EIGHT
+    }
+    ends, layers = ("self_attn.v_proj", "mlp.down_proj"), (0, 1, 4, 7, 10, 13, 14, 15)
+    assert chosen == {f"model.layers.{layer}.{end}" for layer in layers for end in ends}
 
 
 def test_the_last_pattern_that_matches_wins():
@@ -276,11 +307,11 @@ def test_prefill_multiplies_integers_except_where_the_layer_is_float(activations
     found = precisions(layers, "prefill", activations=activations)
     assert found["model.layers.1.mlp.down_proj"] == "fp16"
     assert found["model.layers.1.mlp.up_proj"] == found["model.layers.1.self_attn.q_proj"] == form
-    assert found["lm_head"] == "int4"
+    assert found["lm_head"] == "int8"
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_some_names():
-    recipe = resolved(layers={"*.mlp.down_proj": "int8", "*.mlp.donw_proj": "int8"})
+    recipe = resolved(layers={SENSITIVE: "int8", "*.mlp.down_proj": "int8", "*.mlp.donw_proj": "int8"})
     with pytest.raises(UsageError) as refused:
         check_patterns(recipe, NAMES)
     assert "layers: '*.mlp.donw_proj' matches no linear of this model; expected a pattern of names like " in str(

@@ -39,7 +39,7 @@ def test_demo_streams_from_every_bundle_and_compares_them(
 
 def test_only_the_known_file_is_kept_and_it_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(RECIPES))
-    from smollm2 import fetch as smollm2
+    import smollm2
 
     failed = smollm2.subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: no such host\n")
     monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)

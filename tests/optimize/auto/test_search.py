@@ -185,7 +185,7 @@ def candidates(
 
 
 def test_without_calibration_only_plain_rounding_is_tried():
-    assert list(candidates(Request(), calibrates=False)) == ["int4", "int8", "int8-shared", "fp32"]
+    assert list(candidates(Request(), calibrates=False)) == ["int4-uncalibrated", "int8", "quality-first", "fp32"]
     assert list(candidates(Request())) == list(auto.CANDIDATES)
 
 
@@ -196,7 +196,7 @@ def test_a_quantized_checkpoints_own_integers_come_first():
 def test_candidates_that_contradict_the_request_drop_out():
     found = candidates(Request(precision="fp32"))
     assert "fp32" in found
-    assert "int4-gptq" not in found
+    assert "int4" not in found
     assert {candidate.precision for candidate in found.values()} == {"fp32"}
 
 

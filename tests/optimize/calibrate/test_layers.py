@@ -229,8 +229,12 @@ def test_at_most_two_layers_are_in_memory(exported, tmp_path):
 @pytest.mark.parametrize(("inputs", "block"), [(256, 128), (576, 64), (160, 32)])
 def test_integers_for_engines_are_chosen_on_the_block_that_fits(manifest, inputs, block):
     recipe = replace(manifest.recipe, precision="int4", head="int4", phases="single", activations="none")
-    form = choose_stored_config(recipe, quant_configs(recipe)["single"], "model.layers.0.mlp.down_proj", inputs)
+    form = choose_stored_config(
+        recipe, quant_configs(recipe, manifest.geometry)["single"], "model.layers.0.mlp.down_proj", inputs
+    )
     assert form == WeightOnly(Grid(4, block, positive=True))
     shared = replace(recipe, phases="shared")
-    kept = choose_stored_config(shared, quant_configs(shared)["shared"], "model.layers.0.mlp.down_proj", inputs)
+    kept = choose_stored_config(
+        shared, quant_configs(shared, manifest.geometry)["shared"], "model.layers.0.mlp.down_proj", inputs
+    )
     assert kept == WeightOnly(Grid(4, 128)), "ONNX Runtime pads the last block"

@@ -81,7 +81,7 @@ def test_a_text_that_nothing_looks_at_is_refused(start, calls, text):
 @pytest.mark.parametrize(
     ("recipe", "wish"),
     [
-        ({"scheme": "gptq"}, "scheme = 'gptq' needs calibration"),
+        ({"precision": "int4", "scheme": "gptq"}, "scheme = 'gptq' needs calibration; leave --no-calibration out"),
         ({"cache": "int8"}, "cache = 'int8' needs calibration"),
     ],
     ids=str,
@@ -94,7 +94,7 @@ def test_without_a_decoder_the_wish_is_named(start, recipe, wish):
 def test_without_torch_the_extra_is_named(start, calls, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'onnx>="):
-        start(CalibrationRequest(decoder), scheme="gptq")
+        start(CalibrationRequest(decoder), **BASE)
     assert calls.folders == []
 
 
@@ -111,7 +111,7 @@ def test_without_torch_the_extra_is_named(start, calls, monkeypatch):
 )
 def test_windows_out_of_range_are_refused(start, calls, request_, sentence):
     with pytest.raises(UsageError) as refused:
-        start(CalibrationRequest(decoder, **request_), scheme="gptq")
+        start(CalibrationRequest(decoder, **request_), **BASE)
     assert sentence in str(refused.value)
     assert calls.folders == []
 
@@ -121,10 +121,10 @@ def test_windows_out_of_range_are_refused(start, calls, request_, sentence):
 BASE: dict[str, Any] = {"precision": "int4", "scheme": "gptq"}
 OTHERS = {
     "scheme": {"scheme": "rtn", "smoothing": 0.5},
-    "precision": {"precision": "int8"},
+    "precision": {"precision": "int8", "layers": {"*.mlp.*": "int4"}},
     "block size": {"block_size": 32},
-    "zero points": {"symmetric": False},
-    "head": {"head": "int8"},
+    "zero points": {"symmetric": True},
+    "head": {"head": "int4"},
     "layers": {"layers": {"*.mlp.down_proj": "int8"}},
     "order of layers": {"layers": {"*.mlp.*": "int8", "*.mlp.down_proj": "int4"}},
     "the other order": {"layers": {"*.mlp.down_proj": "int4", "*.mlp.*": "int8"}},

@@ -76,7 +76,7 @@ def test_a_bundles_plan_follows_the_formula():
     assert found.cache_per_token == 24576
     assert found.workspace == 256 * (6 * 4864 + 8 * 896) * 4
     assert found.workspace_per_token == 4 * (14 * 256 + 2 * 64)
-    assert found.embedding == 151936 * 7 * (64 + 4)  # both graphs map the same bytes
+    assert found.embedding == 151936 * 28 * (32 + 4)  # both graphs map the same bytes
     assert found.logits == 3 * 4 * 151936
     assert found.tokenizer == 13_000_000
     assert found.weights == sum(weight_bytes(Q05, recipe(precision="int4"), BLOCK_COPIES).values())

@@ -74,9 +74,9 @@ def test_weights_so_small_that_float16_holds_their_scale_only_roughly_are_rounde
 
 @pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx", "cpu", "cuda"])
 @pytest.mark.parametrize("request_", [{}, {"precision": "int4"}, {"precision": "int4", "head": "int8"}], ids=str)
-def test_recipes_for_tensorrt_and_no_others_ask_for_scales_above_zero(target, request_):
+def test_recipes_for_tensorrt_and_no_others_ask_for_scales_above_zero(manifest, target, request_):
     recipe, _ = resolve(Request(**request_), capabilities(target), 1024, "mine")
-    for stored in quant_configs(recipe).values():
+    for stored in quant_configs(recipe, manifest.geometry).values():
         for form in (stored.body, stored.head):
             assert isinstance(form, WeightOnly) and form.grid.positive == target.startswith("tensorrt")
 
