@@ -89,7 +89,7 @@ MODEL = ("-m", "--model", "--model-path", "--hf-repo", "-hf", "--from-pretrained
 
 
 def other_name(given: str, ctx: click.Context) -> str | None:
-    """A sentence about a flag that another program has; None where this command has nothing of the kind."""
+    """A sentence on the flag of another program that means the same; None if this command has no such option."""
     from llmc.runtime.sampling.neighbours import neighbour
 
     known = {option.name: option.opts[0] for option in ctx.command.params if isinstance(option, click.Option)}

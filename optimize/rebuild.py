@@ -140,8 +140,8 @@ def _replay(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> 
 
 
 def _for_same_gpus(spec: EngineSpec, old: EngineConfig) -> EngineSpec:
-    """The GPUs that were named when the bundle was built, where the library builds for named ones; but for the GPU
-    here if that is another on which its engines run."""
+    """Name the same GPUs as the first build if the library builds for named ones, or the GPU here if its engines run
+    there."""
     named, possible = old.compute_capabilities, nameable_gpus(spec.library)
     here = spec.gpu and spec.gpu.compute_capability
     if not named or not set(named) <= set(possible) or (here and here not in named and lists_gpu(spec.library, here)):

@@ -173,7 +173,7 @@ def _differs(model: Any, what: str) -> BundleError:
 
 
 def _first_logits(model: Any, case: GoldenPrompt, graph: Phase) -> float:
-    """Largest difference of a graph's top logits after the prompt from those recorded of it."""
+    """Largest difference between a graph's top logits after the prompt and the recorded ones."""
     recorded = np.array(case.top_logits if graph is Phase.PREFILL else case.decode_logits, np.float32)
     tolerance = model.manifest.golden_tolerance
     # As views that the next call overwrites, so look at one after the other.
@@ -197,7 +197,7 @@ def _ways(model: Any, case: GoldenPrompt, graph: Phase) -> Iterator[NDArray[np.f
 
 
 def _same_tokens(model: Any, case: GoldenPrompt, tokens: tuple[int, ...]) -> int:
-    """Greedy tokens equal to the recorded ones, up to the first near tie that fell the other way."""
+    """Count the greedy tokens that equal the recorded ones, up to a near tie that was decided differently."""
     answer = model.generate(case.prompt, max_tokens=len(tokens), temperature=0, ignore_eos=True).token_ids
     for i, (here, there, margin) in enumerate(zip(answer, tokens, case.margins, strict=False)):
         if here != there and margin > 2 * model.manifest.golden_tolerance:

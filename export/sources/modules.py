@@ -53,7 +53,7 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifies = architecture.endswith("ForSequenceClassification")
-    modules = _modules(folder)
+    modules = _read_modules(folder)
     if modules is None and classifies:
         modules = {"Transformer": [""]}
     if modules is None:
@@ -149,7 +149,7 @@ def _make_copy(path: Path, tensor: StoredTensor) -> MadeTensor:
     return MadeTensor(tensor.dtype, tensor.shape, pieces)
 
 
-def _modules(folder: Path) -> dict[str, list[str]] | None:
+def _read_modules(folder: Path) -> dict[str, list[str]] | None:
     """The folders of the modules by kind, in order; None without ``modules.json``."""
     listed = _read(folder, MODULES_FILE)
     if listed is None:

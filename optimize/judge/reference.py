@@ -88,7 +88,7 @@ class Reference:
         hidden = [self._embed(ids) for ids in groups]
         yield hidden
         for layer in range(self.manifest.geometry.layers):
-            hidden = [self._after(layer, group) for group in hidden]
+            hidden = [self._run_layer(layer, group) for group in hidden]
             yield hidden
 
     def project(self, normed: Float) -> Float:
@@ -114,8 +114,8 @@ class Reference:
         indices = np.tile(np.arange(sequence), (batch, 1))
         return self._run({f"hidden.{self.manifest.geometry.layers}": hidden, "logit_indices": indices}, source.name)
 
-    def _after(self, layer: int, hidden: Float) -> Float:
-        """Hidden states [B, S, H] after one layer, from those before it."""
+    def _run_layer(self, layer: int, hidden: Float) -> Float:
+        """Run one layer on hidden states [B, S, H]."""
         known, output = {f"hidden.{layer}": hidden}, f"hidden.{layer + 1}"
         batch, sequence, _ = hidden.shape
         if self.manifest.geometry.encoder:

@@ -93,7 +93,7 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
 
 
 def _serialize(work: _Work, config: Any, path: Path) -> bool:
-    """Write the engine to ``path``; whether there was one."""
+    """Write the engine to ``path``; False if the build gave none."""
     writer = Writer(path)
     try:
         native = writer.native(work.spec.library)

@@ -161,7 +161,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """True once the request ended, in whichever way."""
+        """True once the request has ended, for whatever reason."""
         return self._collector.ended
 
     def cancel(self) -> bool:

@@ -227,7 +227,7 @@ class Bodies:
         return self.of_words(max(1, round((tokens - self.template) / self.per_word)), answer, draw)
 
     def of_words(self, count: int, max_tokens: int, draw: np.random.Generator) -> bytes:
-        """The JSON of a request with so many drawn words."""
+        """Write the JSON of a request with so many random words."""
         messages = [{"role": "user", "content": " ".join(draw.choice(WORDS, count))}]
         fields = {**self._fields, "max_tokens": max_tokens, "messages": messages}
         return json.dumps({**fields, **self._settings.extra_body}).encode()

@@ -30,7 +30,7 @@ LARGEST_BATCH = 1024  # that a build can be asked for
 
 @dataclass(frozen=True)
 class Stage:
-    """A plan and its verdict, None where nobody knows what there is."""
+    """A plan and its verdict; None if the available memory is unknown."""
 
     plan: MemoryEstimate
     verdict: Verdict | None

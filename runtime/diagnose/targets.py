@@ -254,11 +254,11 @@ F = TypeVar("F", bound=Facts)
 
 @dataclass(frozen=True)
 class Subject:
-    """A thing that is looked at, of whose checks only the first that holds is told.
+    """Something to check; only the first of its checks that applies is reported.
 
     Attributes:
-        blocks: what cannot be done where a check holds; nothing for notes.
-        unless: told only where nothing before it blocks this, and so explains it.
+        blocks: what cannot be done if a check applies; nothing for notes.
+        unless: report it only if nothing before it blocks this, which would explain it.
     """
 
     name: str

@@ -83,10 +83,10 @@ class InputProcessor:
         grammar = self._grammars.compile_grammar(params, request.deadline_s) if guided else None
         state = RequestState(request, params, prompt, collector, metrics.timeline(len(prompt)))
         state.truncated_tokens = cut
-        state.group = self._group(state, grammar)
+        state.group = self._make_group(state, grammar)
         return state
 
-    def _group(self, state: RequestState, grammar: CompiledGrammar | None) -> SampleGroup | SearchGroup:
+    def _make_group(self, state: RequestState, grammar: CompiledGrammar | None) -> SampleGroup | SearchGroup:
         params = state.params
         context = SamplingContext(
             params,

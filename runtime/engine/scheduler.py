@@ -36,7 +36,7 @@ class Queue:
         return place
 
     def again(self, place: tuple[int, int], unit: Any) -> None:
-        """Let ``unit`` wait in a place that was given out: a further sample of a request that had its turn."""
+        """Queue a further sample of a request in the place that the request had."""
         heapq.heappush(self._heap, (place, next(self._entries), unit))
 
     def peek(self) -> Any | None:
@@ -67,7 +67,7 @@ class ChunkedPrefill:
 
     @property
     def due(self) -> bool:
-        """True if a further chunk goes before the first one of a new prompt."""
+        """True if a further chunk of a begun prompt runs before the first chunk of a new one."""
         return self._steps >= max(1, self._spacing) and self._owed <= 0
 
     def allows(self, first_chunk: bool, decoding: bool) -> bool:
@@ -233,7 +233,7 @@ class Scheduler:
                 yield sequence
 
     def next_decode(self) -> list[Sequence]:
-        """Those who decode in this step, with drafts to verify, and room in the cache for all."""
+        """Choose the sequences that decode in this step, with drafts to verify, and make room for them in the cache."""
         decoding = self._list_decoding()
         full = [item for item in decoding if len(item.context) > self.max_context]
         for sequence in full:

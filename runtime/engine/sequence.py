@@ -72,8 +72,7 @@ class Sequence(Slot, ABC):
 
     @abstractmethod
     def sample(self, logits: Logits) -> "SamplerOutput[Any]":
-        """Take what it needs of logits [1 + drafts, V], which the next call overwrites; an error becomes part of the
-        output."""
+        """Sample from logits [1 + drafts, V] now, because the next call overwrites them; errors go into the output."""
 
     def close(self) -> None:
         self.drafts = []

@@ -117,45 +117,45 @@ class Driver:
 
     def memory_info(self) -> tuple[int, int]:
         """Bytes of the GPU's memory: free, and all."""
-        free, total = self._do("asking for free memory", "cuMemGetInfo")
+        free, total = self._call_bound("asking for free memory", "cuMemGetInfo")
         return int(free), int(total)
 
     def alloc(self, size: int) -> int:
         """Device memory, aligned to 256 bytes at least; its contents are undefined."""
-        return int(self._do(f"allocating {size} bytes of GPU memory", "cuMemAlloc", size))
+        return int(self._call_bound(f"allocating {size} bytes of GPU memory", "cuMemAlloc", size))
 
     def free(self, address: int) -> None:
-        self._do("freeing GPU memory", "cuMemFree", address)
+        self._call_bound("freeing GPU memory", "cuMemFree", address)
 
     def alloc_host(self, size: int) -> int:
         """Pinned host memory; on an integrated GPU the device reads and writes it in place."""
         flags = int(self._api.CU_MEMHOSTALLOC_PORTABLE)
         if self._info.integrated:
             flags |= int(self._api.CU_MEMHOSTALLOC_DEVICEMAP)
-        return int(self._do(f"allocating {size} bytes of pinned memory", "cuMemHostAlloc", size, flags))
+        return int(self._call_bound(f"allocating {size} bytes of pinned memory", "cuMemHostAlloc", size, flags))
 
     def free_host(self, address: int) -> None:
-        self._do("freeing pinned memory", "cuMemFreeHost", address)
+        self._call_bound("freeing pinned memory", "cuMemFreeHost", address)
 
     def device_address(self, host: int) -> int:
         """The device's address of pinned host memory; integrated GPUs only."""
-        return int(self._do("mapping pinned memory", "cuMemHostGetDevicePointer", host, 0))
+        return int(self._call_bound("mapping pinned memory", "cuMemHostGetDevicePointer", host, 0))
 
     def stream(self) -> int:
         """A new stream, which does not wait for the default one."""
         flags = int(self._api.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        return int(self._do("making a stream", "cuStreamCreate", flags))
+        return int(self._call_bound("making a stream", "cuStreamCreate", flags))
 
     def destroy_stream(self, stream: int) -> None:
-        self._do("freeing a stream", "cuStreamDestroy", stream)
+        self._call_bound("freeing a stream", "cuStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
         """Wait until all work of the stream is done; errors of that work are raised here."""
-        self._do("waiting for the GPU", "cuStreamSynchronize", stream)
+        self._call_bound("waiting for the GPU", "cuStreamSynchronize", stream)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         """Copy bytes in any direction, in the order of the stream: host and device share one space of addresses."""
-        self._do("copying", "cuMemcpyAsync", target, source, size, stream)
+        self._call_bound("copying", "cuMemcpyAsync", target, source, size, stream)
 
     def copy_2d(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
@@ -166,30 +166,30 @@ class Driver:
         order.srcDevice, order.srcPitch = source, source_pitch
         order.dstDevice, order.dstPitch = target, target_pitch
         order.WidthInBytes, order.Height = width, height
-        self._do("copying", "cuMemcpy2DAsync", order, stream)
+        self._call_bound("copying", "cuMemcpy2DAsync", order, stream)
 
     def fill(self, address: int, size: int, stream: int) -> None:
-        self._do("clearing memory", "cuMemsetD8Async", address, 0, size, stream)
+        self._call_bound("clearing memory", "cuMemsetD8Async", address, 0, size, stream)
 
     def begin_capture(self, stream: int) -> None:
         """Record this thread's work on the stream; other threads may go on allocating."""
         mode = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        self._do("recording a CUDA graph", "cuStreamBeginCapture", stream, mode)
+        self._call_bound("recording a CUDA graph", "cuStreamBeginCapture", stream, mode)
 
     def end_capture(self, stream: int) -> int:
         """End the recording, and make it ready to launch."""
-        graph = self._do("recording a CUDA graph", "cuStreamEndCapture", stream)
+        graph = self._call_bound("recording a CUDA graph", "cuStreamEndCapture", stream)
         try:
-            return int(self._do("preparing a CUDA graph", "cuGraphInstantiate", graph, 0))
+            return int(self._call_bound("preparing a CUDA graph", "cuGraphInstantiate", graph, 0))
         finally:
-            self._do("freeing a CUDA graph", "cuGraphDestroy", graph)
+            self._call_bound("freeing a CUDA graph", "cuGraphDestroy", graph)
 
     def launch(self, graph: int, stream: int) -> None:
         """Do recorded work, in the order of the stream."""
-        self._do("launching a CUDA graph", "cuGraphLaunch", graph, stream)
+        self._call_bound("launching a CUDA graph", "cuGraphLaunch", graph, stream)
 
     def destroy_graph(self, graph: int) -> None:
-        self._do("freeing a CUDA graph", "cuGraphExecDestroy", graph)
+        self._call_bound("freeing a CUDA graph", "cuGraphExecDestroy", graph)
 
     def close(self) -> None:
         """Let go of the primary context; twice is harmless."""
@@ -199,8 +199,8 @@ class Driver:
             with suppress(LlmcError):  # a lost context cannot be released, and nothing can be done about it
                 self._call("closing the GPU", "cuDevicePrimaryCtxRelease", self._device)
 
-    def _do(self, doing: str, function: str, *arguments: Any) -> Any:
-        """Call the driver from a thread that may not have used the GPU before."""
+    def _call_bound(self, doing: str, function: str, *arguments: Any) -> Any:
+        """Call the driver with the context made current: this thread may not have used the GPU before."""
         if self._lost is not None:
             raise GpuError(self._lost, lost=True)
         if self._context is None:

@@ -42,14 +42,14 @@ def check_files(folder: Path, manifest: Manifest, wanted: bool | None) -> None:
 
     def check() -> None:
         log.info("checking the files of %s%s", folder, "" if wanted else " on this machine, once")
-        for _ in verify_files(folder, manifest) if wanted else verify_samples(folder, manifest, _places(hashes)):
+        for _ in verify_files(folder, manifest) if wanted else verify_samples(folder, manifest, _seed_places(hashes)):
             pass
 
     check_once(hashes, [folder / name for name in manifest.files], check, always=bool(wanted))
 
 
-def _places(bundle: str) -> random.Random:
-    """Chance that is this machine's own."""
+def _seed_places(bundle: str) -> random.Random:
+    """Random places to sample, the same at each load on this machine and unknown elsewhere."""
     try:
         machine = MACHINE_FILE.read_text()
     except OSError:

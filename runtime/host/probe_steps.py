@@ -133,7 +133,7 @@ def _device(call: Calls, index: int) -> Device:
 
 
 def _free_memory(call: Calls) -> int:
-    """Of the first device; asking takes a context, which takes memory and time itself."""
+    """Free memory of the first device; the query needs a context, which takes memory and time itself."""
     context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
     device = call.number("cuDeviceGet", 0)
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)

@@ -210,9 +210,9 @@ class KVCache(ABC):
     def note_computed(self, first_row: int, ends: Sequence[int]) -> None:
         """Note that a call wrote rows up to the positions ``ends``."""
         for row, end in enumerate(ends, first_row):
-            self._wrote(row, end)
+            self._note_written(row, end)
 
-    def _wrote(self, row: int, end: int) -> None:
+    def _note_written(self, row: int, end: int) -> None:
         self._written[row] = max(self._written[row], end) if self.can_rewind else end
 
     def can_resume(self, row: int, position: int) -> bool:
@@ -232,7 +232,7 @@ class KVCache(ABC):
     # ------------------------------------------------------------------------------------------------- windows
 
     def whole_from(self, row: int) -> int:
-        """The first position of a row from which on every layer has something."""
+        """The first position of a row that all layers still hold."""
         return max(0, self._settled[row] - BACK)
 
     def is_overdue(self, row: int, end: int) -> bool:
@@ -247,7 +247,7 @@ class KVCache(ABC):
             self._discard(row, self._written[row])
 
     def _renew(self, row: int) -> None:
-        """A row begins anew: what it held is of no use."""
+        """Start a row anew and drop what it held."""
         if self._settled[row]:
             self._discard(row, 0)
             self._settled[row] = self._written[row] = 0
@@ -272,7 +272,7 @@ class KVCache(ABC):
         with self._guard("copying in the cache"):
             self._copy(source, target, start, end)
         self._settled[target] = max(self._settled[source], self._settled[target])
-        self._wrote(target, end)
+        self._note_written(target, end)
 
     def swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
         """Exchange two rows, of each of which so many positions count."""
@@ -320,7 +320,7 @@ class KVCache(ABC):
             self._renew(row)
         with self._guard("writing the cache"):
             self._write(row, start, end, values)
-        self._wrote(row, end)
+        self._note_written(row, end)
 
     @abstractmethod
     def _copy(self, source: int, target: int, start: int, end: int) -> None:

@@ -9,7 +9,7 @@ from llmc.runtime.kv.cache import KVCache
 
 
 class TornError(Exception):
-    """Positions could not be moved between rows, for the reason that is its cause: nobody knows what the rows hold."""
+    """Positions could not be moved between rows, whose contents are unknown now; ``__cause__`` says why."""
 
 
 @dataclass(eq=False)

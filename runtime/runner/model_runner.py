@@ -63,12 +63,12 @@ class Policy:
             invariance = graphs["decode"].invariance
             return cls(row_by_row=True, even=not invariance.single or invariance.tokens == 2)
         split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file and not session.substitutes
-        graph_from = PREFILL_GRAPH_FROM.get(_precision(manifest), NEVER) if split else NEVER
+        graph_from = PREFILL_GRAPH_FROM.get(_find_precision(manifest), NEVER) if split else NEVER
         return cls(graph_from, shares_prefill=session.packs_rows)
 
 
-def _precision(manifest: Manifest) -> str:
-    """Of the body's linears; of a checkpoint's own integers that of the narrowest."""
+def _find_precision(manifest: Manifest) -> str:
+    """Precision of the body; if the checkpoint was quantized already, its smallest width."""
     if manifest.recipe.precision != "source":
         return manifest.recipe.precision
     return f"int{min((linear.codes.bits for linear in manifest.geometry.linears if linear.codes), default=8)}"

@@ -127,9 +127,9 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen at once, and say ready when what is loaded at the start is; at the end close all models."""
-        self._task(self._warm())
-        self._task(self._watch())
-        self._task(self._reload_when_asked())
+        self._start_task(self._warm())
+        self._start_task(self._watch())
+        self._start_task(self._reload_when_asked())
         try:
             await super().serve(sockets)
         finally:
@@ -188,7 +188,7 @@ class Server(uvicorn.Server):
         self.failure = error
         self.should_exit = True
 
-    def _task(self, work: Any) -> None:
+    def _start_task(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -219,7 +219,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing more, and let running requests finish; those that take too long are told so."""
         notify("STOPPING=1")
-        self._task(self._end_requests())
+        self._start_task(self._end_requests())
         for server in self.servers:
             server.close()
         until = time.monotonic() + self._settings.drain_s + FAREWELL_S

@@ -162,7 +162,7 @@ class DraftLength:
         return (length, stake) if gain > bar else (0, 0.0)
 
     def _best(self, had: int, rows: int, acceptance: float) -> tuple[int, float, float]:
-        """The best length up to ``had``, how many times faster than without drafts it is, and what it could lose.
+        """Find the best length up to ``had``, its speed-up over no drafts, and what it could lose.
 
         A length that was verified once, or not for long, counts as no dearer than the settled one before it, or what is
         assumed of unknown ones: the first call of a shape may have been slow, and would be believed for ever.

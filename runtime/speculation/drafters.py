@@ -110,7 +110,7 @@ class _Index:
 
 
 def _common_end(tokens: Sequence[int], place: int) -> int:
-    """Number of tokens before ``place``, at least the largest of :data:`SIZES`, that are those at the end."""
+    """Count the tokens before ``place`` that equal those at the end, up to the largest of :data:`SIZES` at least."""
     length, most, end = SIZES[0], min(place, LONGEST), len(tokens)
     while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
         length += 1

@@ -110,7 +110,7 @@ class ModelDrafter:
 
 
 class _Sequence(Slot):
-    """A sequence of the target's in a row of the draft model's cache, and after it drafts of which nobody knows yet."""
+    """A sequence of the target in a row of the draft model's cache, followed by drafts that are not verified yet."""
 
     def agree(self, tokens: Sequence[int]) -> None:
         """Keep the drafts that came true, and at least one token to read, for its logits are needed."""

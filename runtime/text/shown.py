@@ -101,7 +101,7 @@ def _spell_calls(message: Any, write: Write) -> Any:
 
 
 def _without_strict(tool: Any) -> Any:
-    """A tool as models see it: how strictly its calls are held to the schema is no business of theirs."""
+    """A tool as models see it, without ``strict``, which concerns only the grammar of calls."""
     if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
         return tool
     return {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}

@@ -129,9 +129,9 @@ class Tokenizer:
     def encode_within(
         self, text: str, most: int, encode: Callable[[str], list[int]], from_end: bool = False
     ) -> tuple[list[int], int]:
-        """Tokens of ``text``, or where these are more than ``most``, of enough of it to have a few more.
+        """Encode ``text``, or if it has more than ``most`` tokens, enough of it for a few more than that.
 
-        The work follows from ``most``, and not from the text.
+        The work depends on ``most``, not on the length of the text.
 
         Args:
             text: any text.
@@ -140,8 +140,8 @@ class Tokenizer:
             from_end: keep the end of the text, not its beginning.
 
         Returns:
-            The tokens, and how many characters they are of. If not all, the last (or first) :data:`CUT_TOKENS` tokens
-            may differ from those of the whole text.
+            The tokens, and the number of characters that were encoded. If not all were, the last (or first)
+            :data:`CUT_TOKENS` tokens may differ from those of the whole text.
         """
         read = PLAIN_CHARACTERS * (most + CUT_TOKENS)
         while read < len(text):

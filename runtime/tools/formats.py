@@ -22,7 +22,7 @@ class CallFormat(Protocol):
 
     @property
     def bare_starts(self) -> tuple[str, ...]:
-        """Texts that an answer which is a call, without an opening mark, begins with."""
+        """Texts with which a call begins that has no opening mark."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ class CallFormat(Protocol):
         """
 
     def bare_grammar(self) -> str:
-        """A regular expression of what only calls without an opening mark begin with."""
+        """A regular expression for the beginning of a call without an opening mark; no other answer begins so."""
 
     def may_be_bare(self, text: str) -> bool:
         """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""

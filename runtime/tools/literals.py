@@ -25,7 +25,7 @@ class Literals:
     escapes: bool
 
     def stream(self, source: Source, depth: int = 0) -> Reading[bool]:
-        """Hand on the value that begins here; False where it has no end, or is none."""
+        """Pass on the value that begins here; False if it has no end or is no value."""
         for quote in self.quotes:
             if (yield from source.take(quote)):
                 return (yield from self._stream_string(source, quote))

@@ -121,7 +121,7 @@ class ChatParser:
             self._source.at += 1
 
     def _until(self, marks: Sequence[str]) -> Reading[tuple[str, bool]]:
-        """Some more of the text that is certainly before any of ``marks``; True where one of them comes next."""
+        """Read text that certainly stands before any of ``marks``; True if one of them comes next."""
         source = self._source
         while True:
             rest = source.rest

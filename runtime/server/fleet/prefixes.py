@@ -63,7 +63,7 @@ def _text(request: dict[str, Any], members: tuple[str, ...]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value without what says the same in other words: parts of text are their texts, however they are marked.
+    """Reduce a value to its meaning: parts of text become their texts, however they are marked.
 
     Clients move the marks of caches from turn to turn, and send answers back with names and states.
     """

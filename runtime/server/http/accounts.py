@@ -84,13 +84,13 @@ class Account:
             self.requests.spend(more)
 
     def reserve(self, tokens: int) -> None:
-        """Take out what a request may use at most; more than a minute's where the bucket is full.
+        """Take out what a request may use at most; more than a minute's if any are left, and others wait meanwhile.
 
         Raises:
             ApiError: as :meth:`admit`.
         """
         if self.tokens is not None:
-            self._check("tokens", self.tokens, min(tokens, self.tokens.size), tokens)
+            self._check("tokens", self.tokens, tokens if tokens <= self.tokens.size else 1, tokens)
             self.tokens.spend(tokens)
 
     def give_back(self, tokens: int) -> None:

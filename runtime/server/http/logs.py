@@ -90,16 +90,16 @@ def watch(handle: Handle) -> None:
 
 
 def route_noted(app: ASGIApp) -> ASGIApp:
-    """The application with the pattern of the route that it found noted; guards around it copy the scope."""
+    """Note the pattern of the route that the application found, which guards around it do not see."""
 
-    async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)
         finally:
             if (path := getattr(scope.get("route"), "path", None)) is not None:
                 note(route=path)
 
-    return noted
+    return call
 
 
 class RequestLog:
@@ -139,7 +139,7 @@ class RequestLog:
         scope[PIECES] = send
         try:
             with continue_trace(scope["headers"]):
-                await self._app(scope, receive, _status_noted(record, send))
+                await self._app(scope, receive, _note_status(record, send))
         except Exception as error:  # noqa: BLE001 - written here with the request's id; the framework has answered
             record.fields.setdefault("status", 500)
             self._log_failure(scope, error)
@@ -149,7 +149,7 @@ class RequestLog:
             _write(scope, record, time.perf_counter() - start)
 
     def _record_bytes(self, record: Record, receive: Receive, send: Send) -> tuple[Receive, Send]:
-        """Both with their bytes written down, where they are asked for."""
+        """Wrap both so that the record gets their bytes, if bodies are logged."""
         if not self._bodies:
             return receive, send
 
@@ -158,16 +158,16 @@ class RequestLog:
             before = record.fields.get(name, "")
             record.fields[name] = (before + data.decode("utf-8", "replace"))[:LOGGED_BYTES]
 
-        async def heard() -> Message:
+        async def receive_logged() -> Message:
             message = await receive()
             write_down("body", message)
             return message
 
-        async def said(message: Message) -> None:
+        async def send_logged(message: Message) -> None:
             write_down("answer", message)
             await send(message)
 
-        return heard, said
+        return receive_logged, send_logged
 
     def _log_failure(self, scope: Scope, error: Exception) -> None:
         said = str(error) if self._bodies else None
@@ -176,15 +176,15 @@ class RequestLog:
         event(log, "request failed", level=logging.ERROR, **_drop_missing(fields), traceback=place)
 
 
-def _status_noted(record: Record, send: Send) -> Send:
-    async def noted(message: Message) -> None:
+def _note_status(record: Record, send: Send) -> Send:
+    async def send_noted(message: Message) -> None:
         if message["type"] in ("http.response.start", "websocket.http.response.start"):
             record.fields["status"] = message["status"]
         elif message["type"] == "websocket.accept":
             record.fields["status"] = 101
         await send(message)
 
-    return noted
+    return send_noted
 
 
 def _write(scope: Scope, record: Record, seconds: float) -> None:

@@ -80,8 +80,9 @@ class Chunks:
         return f"{self._head},{encode_json(rest)[1:]}"
 
     def of_texts(self, rest: Callable[[str], Mapping[str, Any]]) -> Callable[[str], str]:
-        """A maker of chunks that differ in one text alone, which is what nearly all of a stream's do: all but the text
-        is encoded once.
+        """Make a function that writes chunks which differ in one text only, as nearly all of a stream do.
+
+        All but that text is encoded once.
 
         Args:
             rest: the members after the head, with this text among their values once.

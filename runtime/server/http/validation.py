@@ -146,13 +146,13 @@ def _trace_place(parts: Place, at: Any) -> tuple[Place, bool]:
 
 
 async def no_query(connection: HTTPConnection) -> None:
-    """Refuse parameters in the address of what has a body for them; and in any other, those that its route lacks.
+    """Refuse query parameters on routes with a body; on others, those that the route does not have.
 
     Raises:
         ApiError: there is one.
     """
     if connection.scope.get("method") == "GET" and not connection.url.path.startswith("/v1/responses/"):
-        return  # questions, of which each can be asked with more than is heard
+        return  # reading: what is not known there is ignored
     route = connection.scope.get("route")
     known = {parameter.name for parameter in route.dependant.query_params} if isinstance(route, APIRoute) else set()
     allowed = {*known, *_ALLOWED.get(connection.scope["path"], ())}

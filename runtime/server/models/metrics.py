@@ -35,15 +35,15 @@ class HttpMetrics:
         self._running = Gauge("llmc_http_requests_running", "Requests being answered.", registry=self._registry)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """The application with its requests counted."""
+        """Count the application's requests."""
 
-        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        async def count_requests(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
                 await app(scope, receive, send)
                 return
             status, start = 500, time.perf_counter()
 
-            async def noted(message: Message) -> None:
+            async def note_status(message: Message) -> None:
                 nonlocal status
                 if message["type"] == "http.response.start":
                     status = message["status"]
@@ -51,11 +51,11 @@ class HttpMetrics:
 
             with self._running.track_inprogress():
                 try:
-                    await app(scope, receive, noted)
+                    await app(scope, receive, note_status)
                 finally:
                     self._count(scope, status, time.perf_counter() - start)
 
-        return counted
+        return count_requests
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         # By the route's pattern: a label for every path that somebody tries would grow without end.

@@ -249,14 +249,14 @@ class ModelPool:
         loaded.users -= 1
         loaded.used = next(self._clock)
         if loaded in place.former and loaded.users == 0:
-            self._task(self._dispose(place, loaded))
+            self._start_task(self._dispose(place, loaded))
         self._notify()
 
     # ------------------------------------------------------------------------------------------ loading
 
     def _load(self, place: _Place, folder: Path, patience_s: float) -> asyncio.Task[None]:
         """Begin to load a bundle; the one task that all requests for it wait for."""
-        place.loading = self._task(self._serve(place, folder, patience_s))
+        place.loading = self._start_task(self._serve(place, folder, patience_s))
         return place.loading
 
     async def _serve(self, place: _Place, folder: Path, patience_s: float) -> None:
@@ -353,7 +353,7 @@ class ModelPool:
         place.former.append(loaded)
         event(log, "model unloaded", model=place.name, memory=loaded.memory)
         if loaded.users == 0:
-            self._task(self._dispose(place, loaded))
+            self._start_task(self._dispose(place, loaded))
 
     async def _dispose(self, place: _Place, loaded: _Loaded) -> None:
         try:
@@ -459,7 +459,7 @@ class ModelPool:
         if self._closing:
             raise EngineClosedError("the service is stopping and takes no requests; try another one, or later")
 
-    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that lives as long as it runs; its error is also its own, for who waits for it may have gone."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)

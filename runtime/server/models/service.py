@@ -227,5 +227,5 @@ def new_id(prefix: str) -> str:
 
 
 def plain_id(call: str) -> str:
-    """The id of a call without the prefix that a dialect gave it: some templates take nine letters and digits alone."""
+    """Strip the prefix that a dialect gave a call's id: some templates take only nine letters and digits."""
     return _PREFIXED.sub("", call)

@@ -41,13 +41,13 @@ class DeviceSession(Session):
         self._stream = 0  # none yet
         self._lost: str | None = None
         self._resources = ExitStack()
-        self._later(driver.close)
+        self._close_later(driver.close)
 
     # ------------------------------------------------------------------------------------------------- loading
 
     @contextmanager
     def _free_on_error(self) -> Iterator[None]:
-        """Everything is freed where loading fails."""
+        """Free everything if loading fails."""
         try:
             with self._guard_context("loading"):
                 yield
@@ -60,7 +60,7 @@ class DeviceSession(Session):
         self._device_memory = check_memory(self._folder, self._driver, self._manifest.device, positions)
         self._driver.activate()
         self._stream = self._driver.stream()
-        self._later(self._driver.destroy_stream, self._stream)
+        self._close_later(self._driver.destroy_stream, self._stream)
 
     def _make_cache(self) -> None:
         self.cache = DeviceCache(
@@ -71,24 +71,24 @@ class DeviceSession(Session):
             forget=self._forget_addresses,
             guard=self._guard_context,
         )
-        self._later(self.cache.close)
+        self._close_later(self.cache.close)
 
     def _block(self, size: int) -> Block:
         block = Block(self._driver, size)
-        self._later(block.close)
+        self._close_later(block.close)
         return block
 
     def _outputs_of(self, rows: int, outputs: int, candidates: int = 0) -> dict[str, Part]:
         return outputs_of(rows, outputs, self._geometry.vocab_size, candidates)
 
-    def _later(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _close_later(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` when the session closes, the last one first; on a lost GPU nothing can be freed."""
 
-        def quietly() -> None:
+        def close_quietly() -> None:
             with suppress(LlmcError):
                 function(*arguments)
 
-        self._resources.callback(quietly)
+        self._resources.callback(close_quietly)
 
     def close(self) -> None:
         """Free the engine, the cache and the GPU; twice is harmless."""

@@ -196,9 +196,9 @@ def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str]
 def _open_sessions(
     runtime: Any, paths: dict[str, Path], files: Collection[str], threads: int, level: Any, *config: tuple[str, str]
 ) -> dict[str, Any]:
-    """Opened side by side: most of the time goes into packing weights."""
+    """Open the graphs in parallel, since most of the time goes into packing weights."""
 
-    def opened(path: Path) -> Any:
+    def open_one(path: Path) -> Any:
         check_weights(path, files)
         options = session_options(runtime, threads)
         options.graph_optimization_level = level
@@ -208,7 +208,7 @@ def _open_sessions(
             return inference_session(runtime, str(path), options)
 
     with ThreadPoolExecutor(len(paths)) as pool:
-        return dict(zip(paths, pool.map(opened, paths.values()), strict=True))
+        return dict(zip(paths, pool.map(open_one, paths.values()), strict=True))
 
 
 def import_onnxruntime(minimum: str) -> Any:

@@ -96,7 +96,7 @@ class CudaSession(DeviceSession):
         self._graph = open_graph(self._runtime, graph, self._stream, self.cache.dtype.name)
         self._bound: OrderedDict[_Call, Binding] = OrderedDict()
         self._recordings = 0
-        self._later(self._forget_graph)  # before the memory that it is bound to, and its stream
+        self._close_later(self._forget_graph)  # before the memory that it is bound to, and its stream
 
     def _make_blocks(self) -> None:
         """Room for the inputs and outputs of short calls, and for those of a chunk that wants as few logits."""

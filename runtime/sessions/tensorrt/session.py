@@ -80,7 +80,7 @@ class TensorRTSession(DeviceSession):
     def _load_engine(self, manifest: Manifest, file: str) -> Engine:
         path = self._folder / file
         engine = Engine(self._library, path, self._folder)
-        self._later(engine.close)
+        self._close_later(engine.close)
         if compiles_kernels(self._library):
             built = manifest.files[file].sha256 if file in manifest.files else str(path)
             engine.keep_kernels(kernels_file(self.engine_version, self._driver.device.name, built))
@@ -103,7 +103,7 @@ class TensorRTSession(DeviceSession):
         size = max(each.memory() for each in (engine, select) if each is not None)
         memory = self._driver.alloc(size) if size else 0
         if memory:
-            self._later(self._driver.free, memory)
+            self._close_later(self._driver.free, memory)
 
         def context(engine: Engine, profile: int, records: bool = False) -> Context:
             return Context(engine, profile, self._stream, memory, size, records=records)
@@ -115,15 +115,15 @@ class TensorRTSession(DeviceSession):
         decoders = []
         for profile in (DECODE, PREFILL):
             decoders.append(context(engine, profile))
-            self._later(decoders[-1].close)
+            self._close_later(decoders[-1].close)
         selecting = context(select, 0) if select is not None else None
         if selecting is not None:
-            self._later(selecting.close)
+            self._close_later(selecting.close)
         shared = [Pair(decoder, selecting) for decoder in decoders]
         self._most_selected = select.largest("logits", 0)[0] if select is not None else 0
         self.changes_kernels = engine.records_itself
         self._steps = Steps(self._driver, self._stream, shared, recorder if engine.records_itself else None)
-        self._later(self._steps.clear)
+        self._close_later(self._steps.clear)
 
     def _bucket(self, positions: int) -> int:
         return next(bucket for bucket in self._config.buckets if bucket >= positions)

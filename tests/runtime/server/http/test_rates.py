@@ -183,10 +183,11 @@ class TestTokens:
     def test_that_others_hold_are_not_there(self, clock: Clock):
         account = Account(None, Bucket(100, clock))
         first, second = (Tab(account) for _ in range(2))
-        first.take(Bill(reserved=101))  # more than there ever is, of a bucket that is full
+        first.take(Bill(reserved=9))
+        first.take(Bill(reserved=110))  # more than there ever is, while some are left
         with pytest.raises(ApiError, match="100 tokens per minute has no room for the 20 of prompt and max_tokens"):
             second.take(Bill(reserved=20))
-        first.take(Bill(reserved=101, used=60))
+        first.take(Bill(reserved=110, used=60))
         first.close()
         second.take(Bill(reserved=20))
         assert account.tokens is not None and account.tokens.level == 20
