@@ -20,8 +20,9 @@ TOKENIZER: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Bytes of a block, and where in it the scales in float16 lie, of the types that gguf can only unpack.
-_K_BLOCKS = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
+# Where in a block the scales in float16 lie, of the types that gguf can only unpack.
+PLACES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
+PLACES |= {"IQ4_XS": (0,), "MXFP4": ()}
 
 
 def write_gguf(
@@ -158,17 +159,19 @@ def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> np.ndarra
 
 
 def _packed(array: np.ndarray, kind: str) -> tuple[np.ndarray, None, Kind]:
-    if kind in _K_BLOCKS:
+    if kind in PLACES:
         return random_blocks(array.shape, kind), None, Kind[kind]
     return gguf.quantize(array.astype(np.float32), Kind[kind]), None, Kind[kind]
 
 
 def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     """Any codes, with scales that make weights of about 0.1."""
-    size, scales = _K_BLOCKS[kind]
+    weights, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
     random = np.random.default_rng(len(kind) + size)
-    blocks = random.integers(0, 256, (shape[0], shape[1] // 256, size), np.uint8)
-    for place in scales:
+    blocks = random.integers(0, 256, (shape[0], shape[1] // weights, size), np.uint8)
+    for place in PLACES[kind]:
         scale = random.uniform(1e-4, 3e-4, blocks.shape[:2]).astype(np.float16)
         blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = random.integers(120, 124, blocks.shape[:2])
     return blocks.reshape(shape[0], -1)

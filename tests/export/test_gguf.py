@@ -3,16 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
-from doubles.ggufs import Kind, write_gguf
+from doubles.ggufs import PLACES, Kind, random_blocks, write_gguf
 
 from llmc.bundle import MADE_FILE, read_export
 from llmc.export import export
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.codes import QuantizedTensor
-from llmc.export.sources.gguf import tensors as gguf_tensors
-from llmc.export.sources.gguf.header import read_header
+from llmc.export.sources.gguf.blocks import LAYOUTS
+from llmc.export.sources.gguf.header import BLOCKS
 from llmc.export.sources.made import MadeTensor, array_type
 
 # Cases of the converter's every turn: rows of rotated heads, biases, factors of the rope, a tied head, wide heads.
@@ -28,9 +29,9 @@ CONVERTED: dict[str, dict[str, Any]] = {
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 MIXED = {
-    "token_embd.weight": "Q5_0",
+    "token_embd.weight": "Q8_0",
     "blk.0.attn_q.weight": "Q4_0",
-    "blk.0.attn_k.weight": "Q8_0",
+    "blk.0.attn_k.weight": "Q5_0",
     "blk.0.attn_v.weight": "Q4_1",
     "blk.0.attn_output.weight": "Q5_1",
     "blk.0.ffn_gate.weight": "Q4_K",
@@ -50,7 +51,8 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
         scales = np.repeat(tensor.scales(), tensor.block, axis=1)
         stored = np.concatenate(list(tensor.codes.pieces()))
         codes = stored if tensor.dtype == "I8" else (stored[..., None] << np.uint8([4, 0])).view(np.int8) >> 4
-        return codes.reshape(tensor.shape) * scales
+        offsets = np.repeat(tensor.offsets(), tensor.block, axis=1) if tensor.offsets else np.float32(0)
+        return codes.reshape(tensor.shape) * scales + offsets
     if isinstance(tensor, MadeTensor):
         return np.concatenate(list(tensor.pieces()))
     data = (checkpoint.folder / tensor.file).read_bytes()[tensor.offset : tensor.offset + tensor.length]
@@ -108,18 +110,35 @@ def unpacked(mixed) -> Any:
     return model
 
 
-def test_blocks_are_kept_or_unpacked_to_the_nearest_float16(mixed, unpacked):
-    found, kept = read_checkpoint(mixed), []
+def test_linears_keep_their_codes_and_an_embedding_apart_is_unpacked_to_the_nearest_float16(mixed, unpacked):
+    found, kept = read_checkpoint(mixed), 0
     for name, weight in unpacked.state_dict().items():
         tensor = found.tensors[name]
-        kept += [tensor.dtype] if isinstance(tensor, QuantizedTensor) else []
+        kept += isinstance(tensor, QuantizedTensor)
         dtype = np.float32 if isinstance(tensor, QuantizedTensor) else array_type(tensor.dtype)
         np.testing.assert_array_equal(values(found, name), weight.numpy().astype(dtype))
-    assert sorted(kept) == ["I4", "I8"]
-    assert found.notes == (
-        "model.gguf: 1 Q4_1, 1 Q5_0, 1 Q5_1, 1 Q4_K, 1 Q5_K, 1 Q6_K tensors were unpacked to float16, rounded to the "
-        "nearest",
-    )
+    assert kept == 7
+    assert found.notes == ("model.gguf: 1 Q8_0 tensors were unpacked to float16, rounded to the nearest",)
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("Q6_K", True), ("Q5_K", False)])
+def test_a_tied_table_keeps_its_codes_where_they_have_no_minima(kind, kept, random_checkpoint, tmp_path):
+    folder = random_checkpoint("llama-llama3-rope-tied", **WIDE)
+    found = read_checkpoint(write_gguf(folder, tmp_path / "model.gguf", kind))
+    assert isinstance(found.tensors["model.embed_tokens.weight"], QuantizedTensor) == kept
+    assert len(found.notes) == (not kept)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_codes_scales_and_offsets_of_every_type_stand_for_what_gguf_unpacks(kind):
+    weights, size = BLOCKS[kind]
+    plain = np.random.default_rng(0).normal(size=(4, 2 * weights)).astype(np.float32)
+    raw = random_blocks(plain.shape, kind) if kind in PLACES else gguf.quantize(plain, Kind[kind])
+    layout, blocks = LAYOUTS[kind], raw.reshape(4, 2, size)
+    codes, scales = layout.codes(blocks), np.repeat(layout.scales(blocks), layout.block, axis=-1)
+    offsets = np.repeat(layout.offsets(blocks), layout.block, axis=-1) if layout.offsets else np.float32(0)
+    assert codes.dtype == np.int8 and np.abs(codes.astype(int)).max() <= 1 << (layout.bits - 1)
+    np.testing.assert_array_equal((codes * scales + offsets).reshape(4, -1), gguf.dequantize(raw, Kind[kind]))
 
 
 def test_an_export_of_blocks_computes_what_transformers_computes_with_them(mixed, unpacked, onnxruntime_run, tmp_path):
@@ -140,17 +159,3 @@ def test_an_export_of_blocks_computes_what_transformers_computes_with_them(mixed
     with torch.no_grad():
         expected = unpacked(torch.from_numpy(ids)).logits.numpy()
     assert np.abs(logits - expected).max() <= LOGIT_TOLERANCE
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
-def test_transformers_own_unpacking_agrees(mixed, kind):
-    """It is another implementation than that of the gguf package; it lacks Q5_0 and Q5_1."""
-    import torch
-    from transformers.integrations.gguf.dequant import dequantize
-
-    (entry,) = [entry for entry in read_header(mixed).tensors if entry.kind == kind]
-    data = mixed.read_bytes()[entry.offset : entry.offset + entry.length]
-    expected = dequantize(torch.frombuffer(bytearray(data), dtype=torch.uint8), Kind[kind]).numpy()
-    raw = np.frombuffer(data, np.uint8).reshape(entry.shape[0], -1)
-    found = gguf_tensors.unpack_rows(mixed, entry, "F32", raw)
-    np.testing.assert_array_equal(found, expected.reshape(entry.shape))
