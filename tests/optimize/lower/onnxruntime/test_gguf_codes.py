@@ -18,11 +18,10 @@ from llmc.optimize.lower.context import quant_configs
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 
-# Largest difference of a weight whose offset is rounded to 8 bits, in steps of these: the best scale clips a few, beyond
+# Largest difference of a weight whose offset is rounded to 8 bits, in steps of these: the best scale clips a few beyond
 # half a step. The offset of another block is off by up to 250 steps.
 OFFSET_STEPS = 1.0
-# Largest difference of logits (up to 9) from the dequantized weights, by the rounding of offsets alone; means instead of
-# sums of blocks cost 30 times as much.
+# Largest difference of logits (up to 9) from those of dequantized weights: offsets are rounded.
 LOGIT_TOLERANCE = 0.05
 
 
