@@ -1,5 +1,6 @@
 """GGUF files: what was a Hugging Face checkpoint computes what it computed before, or what its rounded weights do."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,27 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "qwen3-tied-sharded": {},
     "phi3-packed-window-fp16": {},
     "gemma3-two-ropes": {"query_pre_attn_scalar": 32},  # the width of a head: the file does not say
+    "gemma-bf16": {"dtype": "float32"},
+    "gemma2-softcaps": {"query_pre_attn_scalar": 16},
+    "phi-head-bias-fp16": {},
+    "granite-multipliers": {},
+    "granitemoehybrid-dense": {},
+    "mistral-window-wide-heads": {"sliding_window": None},
+    "olmo2-norms-behind": {},
+    "olmo3-yarn-in-full-layers": {},
+    "smollm3-every-second-layer-rotated": {"no_rope_layer_interval": 4, "use_sliding_window": False},
+    "seed_oss-output-bias": {},
+    "ernie4_5-interleaved-rope-biases": {},
+    "glm4-sandwich": {},
+    "exaone4-window-rotated": {},
+    "hunyuan-norm-after-rope": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+    "cohere-parallel": {},
+    "cohere2-window-rotated": {"layer_types": ["sliding_attention"] * 2},
+    "starcoder2-window-fp16": {"sliding_window": None},
+    "stablelm-parallel-bf16": {"dtype": "float32"},
+    "gpt_neox-two-norms": {},
+    "gpt2-scale-by-layer": {"scale_attn_by_inverse_layer_idx": False},
+    "ministral3-growing-queries": {},
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 MIXED = {
@@ -54,16 +76,18 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
         offsets = np.repeat(tensor.offsets(), tensor.block, axis=1) if tensor.offsets else np.float32(0)
         return codes.reshape(tensor.shape) * scales + offsets
     if isinstance(tensor, MadeTensor):
-        return np.concatenate(list(tensor.pieces()))
+        return np.concatenate(list(tensor.pieces())).reshape(tensor.shape)
     data = (checkpoint.folder / tensor.file).read_bytes()[tensor.offset : tensor.offset + tensor.length]
     return np.frombuffer(data, array_type(tensor.dtype)).reshape(tensor.shape)
 
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_converted_checkpoint_comes_back(name, random_checkpoint, tmp_path):
-    folder = random_checkpoint(name, **CONVERTED[name])
+    folder = random_checkpoint.__wrapped__(name, **CONVERTED[name])  # not cached: values are lists and tables
     before, found = read_checkpoint(folder), read_checkpoint(write_gguf(folder, tmp_path / "model.gguf"))
-    assert found.config == before.config
+    # What is called by the name of another family computes the same.
+    kept = {"model_type": before.config.model_type, "packed": before.config.packed, "renamed": before.config.renamed}
+    assert replace(found.config, **kept) == before.config
     assert found.tensors.keys() == before.tensors.keys()
     for tensor in before.tensors:
         np.testing.assert_array_equal(values(found, tensor), values(before, tensor))

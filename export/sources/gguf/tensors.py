@@ -30,6 +30,7 @@ PIECE = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MODULES = {
     "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
     "output_norm": "model.norm",
     "output": "lm_head",
     "attn_norm": "input_layernorm",
@@ -44,14 +45,25 @@ _MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _OTHER_MODULES = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "gemma3_text": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
+    **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), _SANDWICH),
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
     },
+    "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
+    "gpt2": {"attn_qkv": "self_attn.c_attn"},
 }
+# Families whose heads llama.cpp rotates by neighbouring values, Hugging Face by values half a head apart.
+_TURNED = ("llama", "mistral", "ministral3", "granite", "smollm3")
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>[a-z_]+)\.(?P<kind>weight|bias)")
 # What the config says, too.
 _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -89,12 +101,9 @@ def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
 
 
 def _count_turned_rows(entry: Entry, config: Mapping[str, Any]) -> int:
-    """Rows of a head whose order must be undone, 0 for none.
-
-    In these models llama.cpp rotates neighbouring values of a head together, Hugging Face values half a head apart.
-    """
+    """Rows of a head whose order must be undone, 0 for none."""
     match = _NAME.fullmatch(entry.name)
-    turned = config["model_type"] == "llama" and match is not None and match["module"] in ("attn_q", "attn_k")
+    turned = config["model_type"] in _TURNED and match is not None and match["module"] in ("attn_q", "attn_k")
     return head_dim(config) if turned else 0
 
 
@@ -102,7 +111,7 @@ def _is_kept(name: str, entry: Entry, config: Mapping[str, Any]) -> bool:
     """A table that rows are read from has no place for minima, nor for integers that no product shares."""
     if entry.kind not in LAYOUTS or name == EMBEDDING:
         return entry.kind in LAYOUTS and config["tie_word_embeddings"] and LAYOUTS[entry.kind].offsets is None
-    return name.endswith("_proj.weight") or name == HEAD
+    return name.endswith(("_proj.weight", "query_key_value.weight", "c_attn.weight")) or name == HEAD
 
 
 def _tensor(path: Path, entry: Entry, turned: int, link: bool, codes: bool) -> Weight:
@@ -112,12 +121,12 @@ def _tensor(path: Path, entry: Entry, turned: int, link: bool, codes: bool) -> W
             return StoredTensor(path.name, entry.offset, entry.length, entry.kind, entry.shape)
         return MadeTensor(entry.kind, entry.shape, lambda: rows(partial(_plain, entry)))
     if codes:
-        return _codes(entry, rows)
+        return _codes(path, entry, rows)
     dtype = "F16" if len(entry.shape) > 1 else "F32"
     return MadeTensor(dtype, entry.shape, lambda: rows(partial(unpack_rows, path, entry, dtype)))
 
 
-def _codes(entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]) -> QuantizedTensor:
+def _codes(path: Path, entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]) -> QuantizedTensor:
     """Codes, scales and offsets as they are; see :mod:`llmc.export.sources.gguf.blocks`."""
     (_, size), layout = BLOCKS[entry.kind], LAYOUTS[entry.kind]
 
@@ -128,7 +137,7 @@ def _codes(entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]
         return (pack_codes(piece) if layout.bits == 4 else piece for piece in read(layout.codes))
 
     def whole(part: Callable[[Bytes], NDArray[np.float32]]) -> NDArray[np.float32]:
-        return np.concatenate(list(read(part)))
+        return _check_numbers(path, entry, np.concatenate(list(read(part))))
 
     return QuantizedTensor(
         MadeTensor(f"I{layout.bits}", entry.shape, codes),
@@ -162,12 +171,16 @@ def unpack_rows(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any
     quants, kinds = require("gguf.quants", "export"), require("gguf", "export").GGMLQuantizationType
     with np.errstate(over="ignore", invalid="ignore"):
         values: NDArray[Any] = quants.dequantize(raw, kinds[entry.kind]).astype(array_type(dtype))
+    return _check_numbers(path, entry, values).reshape(raw.shape[0], *entry.shape[1:])
+
+
+def _check_numbers(path: Path, entry: Entry, values: NDArray[Any]) -> NDArray[Any]:
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"{path}: {entry.name} holds weights that are no numbers, or too large for float16; the file is broken, "
             "download it again"
         )
-    return values.reshape(raw.shape[0], *entry.shape[1:])
+    return values
 
 
 def _halves(values: NDArray[Any], rows: int) -> NDArray[Any]:
