@@ -60,6 +60,10 @@ class Grid:
         return -(-inputs // self.width(inputs))
 
 
+# What offsets are stored on.
+OFFSETS = Grid(8, 16)
+
+
 @dataclass(frozen=True)
 class Quantized:
     """A quantized matrix.

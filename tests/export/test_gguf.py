@@ -16,6 +16,7 @@ from llmc.export.sources.codes import QuantizedTensor
 from llmc.export.sources.gguf.blocks import LAYOUTS
 from llmc.export.sources.gguf.header import BLOCKS
 from llmc.export.sources.made import MadeTensor, array_type
+from llmc.export.streaming import StreamedDecoder
 
 # Cases of the converter's every turn: rows of rotated heads, biases, factors of the rope, a tied head, wide heads.
 CONVERTED: dict[str, dict[str, Any]] = {
@@ -178,6 +179,9 @@ def test_an_export_of_blocks_computes_what_transformers_computes_with_them(mixed
                 (1, cache.shape[0], 20, cache.shape[1]), np.float32
             )
     logits = onnxruntime_run(report.output)(feeds)[0]
+    streamed = StreamedDecoder(report.output)
+    for name in found.tensors:
+        np.testing.assert_array_equal(streamed.rows(name).numpy(), values(found, name).astype(np.float32))
     rounded = {name: torch.from_numpy(values(found, name).astype(np.float32)) for name in unpacked.state_dict()}
     unpacked.load_state_dict(rounded)
     with torch.no_grad():

@@ -14,9 +14,7 @@ from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, vector
 from llmc.optimize.quantize import rtn
-from llmc.optimize.quantize.grid import Float, Grid, pack_blocks
-
-OFFSETS = Grid(8, 16)
+from llmc.optimize.quantize.grid import OFFSETS, Float, Grid, pack_blocks
 
 
 def pack_offsets(offsets: Float, context: LoweringContext) -> list[NDArray[np.generic]]:

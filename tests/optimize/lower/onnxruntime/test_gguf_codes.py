@@ -21,8 +21,8 @@ from llmc.optimize.targets import capabilities
 # Largest difference of a weight whose offset is rounded to 8 bits, in steps of these: the best scale clips a few beyond
 # half a step. The offset of another block is off by up to 250 steps.
 OFFSET_STEPS = 1.0
-# Largest difference of logits (up to 9) from those of dequantized weights: offsets are rounded.
-LOGIT_TOLERANCE = 0.05
+# Largest difference of logits from those of dequantized weights, of the largest: offsets are rounded.
+LOGIT_TOLERANCE = 0.01
 
 
 def weights(node) -> np.ndarray:
@@ -81,14 +81,15 @@ def test_matrices_are_the_files_to_the_last_bit(kind, one_layer, lowering, tmp_p
 
 
 def test_one_sum_of_blocks_serves_all_that_read_the_same(one_layer, lowering, decoder, ids, tmp_path):
-    path = write_gguf(one_layer, tmp_path / "tiny.gguf", defaultdict(lambda: "Q4_K", {"token_embd.weight": "Q8_0"}))
+    path = write_gguf(one_layer, tmp_path / "tiny.gguf", defaultdict(lambda: "Q4_K", {"token_embd.weight": "Q6_K"}))
     folder = export(path, tmp_path / "export").output
     plain, lowered = lowering(folder).finish(), as_source(lowering(folder))
     sums = lowered.nodes("ReduceSum")
     assert len(sums) == 4  # q, k and v, then o, gate and up, down
     lowered.exact()
     expected = decoder(plain.write(), plain.geometry)(ids)
-    assert difference(decoder(lowered.write(), lowered.geometry)(ids), expected) <= LOGIT_TOLERANCE
+    allowed = LOGIT_TOLERANCE * np.abs(expected).max()
+    assert difference(decoder(lowered.write(), lowered.geometry)(ids), expected) <= allowed
     for node in sums:
         node.op_type = "ReduceMean"
-    assert difference(decoder(lowered.write(), lowered.geometry)(ids), expected) > LOGIT_TOLERANCE
+    assert difference(decoder(lowered.write(), lowered.geometry)(ids), expected) > allowed
