@@ -79,11 +79,34 @@ class RequestIds:
         return await self.app(scope, receive, sending)
 
 
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's faster HTTP, which takes headers and trailers of any length, with ``most`` bytes for them.
+
+    They may be longer by what one read of the socket brings.
+    """
+
+    most: int
+    _waiting = 0  # bytes received since the last piece of a body, or the last request
+
+    def data_received(self, data: bytes) -> None:
+        self._waiting += len(data)
+        super().data_received(data)
+        if self._waiting > self.most and not self.transport.is_closing():
+            self.send_400_response(f"The headers have more than {self.most} bytes; send fewer.")
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._waiting = 0
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._waiting = 0
+
+
 def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     """Arguments of ``uvicorn.Config`` that hold connections within the limits."""
     return {
-        "http": "h11",  # httptools bounds no headers
-        "h11_max_incomplete_event_size": config.max_header_bytes,
+        "http": type("Bounded", (BoundedProtocol,), {"most": config.max_header_bytes}),
         "limit_concurrency": config.max_connections,
         "ws_max_size": config.max_body_bytes,
         "ws_per_message_deflate": False,  # what is compressed may be a thousand times as large as what was sent

@@ -5,6 +5,7 @@ import json
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -64,6 +65,13 @@ class TestHeaders:
     def test_that_go_on_beyond_the_limit_are_refused(self, sent: bytes):
         with served(max_header_bytes=1024) as address, connected(address, sent) as client:
             assert everything(client).startswith(b"HTTP/1.1 400")
+
+    def test_after_a_body_may_not_go_on_either(self):
+        begun = b"POST /0 HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+        with served(max_header_bytes=1024) as address, connected(address, begun) as client:
+            time.sleep(0.1)  # so that the trailers are not in one read with the body
+            client.sendall(b"X: " + b"a" * 2000)
+            assert b"HTTP/1.1 400" in everything(client)
 
     @pytest.mark.parametrize("sent", [b"\x16\x03\x01", b"HELO localhost\r\n\r\n"])
     def test_that_are_no_http_are_refused(self, sent: bytes):
