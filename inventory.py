@@ -45,11 +45,13 @@ class Codes:
         bits: of each.
         block: inputs that share a scale.
         zero_points: whether each block has one.
+        offsets: whether each block has a float that is added to what its integers stand for.
     """
 
     bits: Annotated[int, range(1, 9)]
     block: Width
     zero_points: bool
+    offsets: bool = False
 
 
 @dataclass(frozen=True)

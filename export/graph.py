@@ -4,7 +4,8 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
 
 * an initializer is named like its checkpoint tensor, ``P.weight``; of a quantized one those are its codes, which a
   DequantizeLinear ``P.weight.dequantizelinear`` reads with ``P.weight.scales`` and, if it has them,
-  ``P.weight.zero_points``, and a Gather ``P.weight.gather`` puts columns that are sorted by groups into the order of
+  ``P.weight.zero_points``; an Add ``P.weight.add`` between two Reshapes adds ``P.weight.offsets`` [N, K / block, 1] by
+  blocks, if it has them, and a Gather ``P.weight.gather`` puts columns that are sorted by groups into the order of
   the inputs, ``P.weight.order``; the only computed ones are frequencies: those of the
   decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and zeros for an attention that encodes no
   positions, or reads what ``P.q_rope`` and ``P.k_rope`` turned already, ``P.rotary_emb.inv_freq`` (an ONNX function
@@ -214,12 +215,19 @@ def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
         parts = [_declare_initializer(graph, f"{name}.{part}", tensors) for part in ("scales", "zero_points")]
         node = ir.node("DequantizeLinear", [codes, *filter(None, parts)], {"axis": 1, "block_size": block})
         made = [node]
+        if (offsets := _declare_initializer(graph, f"{name}.offsets", tensors)) is not None:
+            blocks, rows = (_shape_initializer(graph, shape) for shape in ([0, -1, block], [0, stored.shape[1]]))
+            made.append(ir.node("Reshape", [made[-1].outputs[0], blocks]))
+            made.append(ir.node("Add", [made[-1].outputs[0], offsets]))
+            made.append(ir.node("Reshape", [made[-1].outputs[0], rows]))
         if (order := _declare_initializer(graph, f"{name}.order", tensors)) is not None:
-            made.append(ir.node("Gather", [node.outputs[0], order], {"axis": 1}))
-        for step in made:
-            step.name = f"{name}.{step.op_type.lower()}"
+            made.append(ir.node("Gather", [made[-1].outputs[0], order], {"axis": 1}))
+        for number, step in enumerate(made):
+            again = any(step.op_type == other.op_type for other in made[:number])
+            step.name = f"{name}.{step.op_type.lower()}{'_1' if again else ''}"
             step.outputs[0].name = f"{step.name}.out"
-            step.outputs[0].shape, step.outputs[0].type = ir.Shape(stored.shape), ir.TensorType(ir.DataType.FLOAT)
+            step.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+        made[-1].outputs[0].shape = ir.Shape(stored.shape)
         codes.replace_all_uses_with(made[-1].outputs[0])
         node.replace_input_with(0, codes)
         codes.type = ir.TensorType(IR_TYPES[stored.dtype])

@@ -100,6 +100,8 @@ class StreamedDecoder:
         if (zeros := f"{name}.zero_points") in self._stored:  # rows of 4-bit codes may begin within a byte: read all
             steps -= self._values(zeros)[start:stop].float().repeat_interleave(block, 1)
         steps *= scales.repeat_interleave(block, 1)
+        if (offsets := f"{name}.offsets") in self._stored:
+            steps += self.rows(offsets, start, stop)[..., 0].repeat_interleave(block, 1)
         order = f"{name}.order"
         return steps[:, self._values(order).long()] if order in self._stored else steps
 

@@ -95,7 +95,8 @@ def _read_gguf(path: Path) -> Checkpoint:
     keys = Keys(found.config, str(path))
     config = read_config(keys)
     generation, left_out = _generation(Keys(found.generation, str(path)), found.generation, config)
-    tensors = _match(path, config, decoder_tensors(path, config, found.tensors, offset=False))
+    plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
+    tensors = _match(path, config, decoder_tensors(path, plain, found.tensors))  # the converter did all that
     source = _source(path.stem, found.texts[CONFIG_FILE].encode(), found.files, tensors)
     notes = (*keys.notes, *left_out, *found.notes)
     files = found.files if found.linked else ()

@@ -1,6 +1,6 @@
 """Matrices of integers with a scale per block, as quantized checkpoints store them, in ONNX's format.
 
-    W[n, k] = (codes[n, k] - zero_points[n, k // block]) * scales[n, k // block]
+    W[n, k] = (codes[n, k] - zero_points[n, k // block]) * scales[n, k // block] + offsets[n, k // block]
 
 Codes are signed: from unsigned ones, and from their zero points, 8 or 128 is subtracted. Two 4-bit codes share a byte,
 the first in its low half, as ONNX packs them.
@@ -30,6 +30,7 @@ class QuantizedTensor:
         block: columns that share a scale; a divisor of K.
         scales: makes them, float32 [N, K / block].
         zero_points: makes them, int8 [N, K / block]; None where all are zero.
+        offsets: makes them, float32 [N, K / block]; None where all are zero.
         order: int32 [K] if columns are permuted: column k of W is column order[k] of ``codes``; else None.
     """
 
@@ -37,6 +38,7 @@ class QuantizedTensor:
     block: int
     scales: Callable[[], NDArray[np.float32]]
     zero_points: Callable[[], NDArray[np.int8]] | None = None
+    offsets: Callable[[], NDArray[np.float32]] | None = None
     order: NDArray[np.int32] | None = None
 
     @property
@@ -50,7 +52,7 @@ class QuantizedTensor:
     @property
     def kind(self) -> Codes:
         """The grid, as the inventory lists it."""
-        return Codes(CODE_TYPES[self.dtype], self.block, self.zero_points is not None)
+        return Codes(CODE_TYPES[self.dtype], self.block, self.zero_points is not None, self.offsets is not None)
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
         """The stored tensors, by the suffix of the matrix's name."""
@@ -59,6 +61,8 @@ class QuantizedTensor:
         found[".scales"] = MadeTensor("F32", groups, lambda: iter([scales()]))
         if (zeros := self.zero_points) is not None:
             found[".zero_points"] = MadeTensor(self.dtype, groups, lambda: iter([_store_codes(zeros(), self.dtype)]))
+        if (offsets := self.offsets) is not None:
+            found[".offsets"] = MadeTensor("F32", (*groups, 1), lambda: iter([offsets()[..., None]]))
         if (order := self.order) is not None:
             found[".order"] = MadeTensor("I32", order.shape, lambda: iter([order]))
         return found
@@ -99,12 +103,13 @@ def rows_of(tensor: Weight, start: int, stop: int) -> Weight:
 
 
 def _slice_quantized(tensor: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
-    zeros = tensor.zero_points
+    zeros, offsets = tensor.zero_points, tensor.offsets
     return replace(
         tensor,
         codes=rows_of(tensor.codes, start, stop),
         scales=lambda: tensor.scales()[start:stop],
         zero_points=None if zeros is None else lambda: zeros()[start:stop],
+        offsets=None if offsets is None else lambda: offsets()[start:stop],
     )
 
 

@@ -26,10 +26,10 @@ Array = NDArray[Any]
 PIECE = 1 << 20
 
 
-def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight], offset: bool = True) -> Tensors:
+def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]) -> Tensors:
     """All tensors by parameter name, unknown ones by their own name.
 
-    Quantized weights are always stored [outputs, inputs]. ``offset``: the family stores norm weights minus one.
+    Quantized weights are always stored [outputs, inputs].
     """
     found = _canonical(folder, config, stored)
     shapes, parameters = parameter_shapes(config), Tensors(found)
@@ -40,7 +40,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
             parameters |= dict(
                 zip(names, _unpack_parameters(folder, config, packed, found[packed], parts), strict=True)
             )
-    for name in _list_offset_norms(config) & found.keys() if offset else ():
+    for name in _list_offset_norms(config) & found.keys():
         parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
     plain = {name for name, tensor in found.items() if not isinstance(tensor, QuantizedTensor)}
     for name in _list_transposed(config) & plain:

@@ -214,13 +214,14 @@ def _find_own_grid(linear: Linear, single: bool) -> WeightOnly:
         return WeightOnly(Grid(8, positive=True))
     blocks = (128, 64, 32) if single else (256, 128, 64, 32, 16)
     block = next((block for block in blocks if codes.block % block == 0), 128 if row and not single else 0)
-    if not block or (single and (codes.bits == 8 or codes.zero_points)):
-        kind = f"{codes.bits} bits in blocks of {codes.block}{' with zero points' if codes.zero_points else ''}"
+    if not block or (single and (codes.bits == 8 or codes.zero_points or codes.offsets)):
+        terms = " with zero points" if codes.zero_points else " with minima" if codes.offsets else ""
+        kind = f"{codes.bits} bits in blocks of {codes.block}{terms}"
         raise UsageError(
             f"precision is 'source', but this target takes no integers like those of {linear.name} ({kind}); build "
             f"with --int{codes.bits}, which chooses them anew"
         )
-    return WeightOnly(Grid(codes.bits, block, not codes.zero_points, single))
+    return WeightOnly(Grid(codes.bits, block, not codes.zero_points, single, codes.offsets))
 
 
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:

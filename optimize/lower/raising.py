@@ -15,6 +15,8 @@ from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, repla
 from llmc.optimize.weights.tensors import CodedTensor, Weight, order_of, sizes
 
 NORMS = ("RMSNormalization", "LayerNormalization")
+# Nodes behind the DequantizeLinear of a weight, and what their second inputs are.
+_TERMS = {"Gather": "order", "Add": "offsets", "Reshape": ""}
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,15 @@ def find_weight(value: ir.Value | None) -> Weight:
         node = value.producer() if value is not None else None
     if node is None:
         return find_vector(value)
-    order = find_vector(node.inputs[1]) if node.op_type == "Gather" else None
-    made = node.inputs[0].producer() if order is not None and node.inputs[0] is not None else node
-    if made is None or made.op_type != "DequantizeLinear":
+    others: dict[str, ir.ExternalTensor] = {}
+    while node is not None and node.op_type in _TERMS:
+        if node.op_type != "Reshape":
+            others[_TERMS[node.op_type]] = find_vector(node.inputs[1])
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if node is None or node.op_type != "DequantizeLinear":
         raise _no_weight(value)
-    codes, scales, *zeros = map(find_vector, made.inputs)
-    return CodedTensor(codes, scales, zeros[0] if zeros else None, order)
+    codes, scales, *zeros = map(find_vector, node.inputs)
+    return CodedTensor(codes, scales, zeros[0] if zeros else None, others.get("offsets"), others.get("order"))
 
 
 def find_vector(value: ir.Value | None) -> ir.ExternalTensor:

@@ -20,6 +20,7 @@ from llmc.optimize.lower.context import (
     choose_embedding_config,
     quant_configs,
 )
+from llmc.optimize.quantize.grid import OFFSETS
 from llmc.optimize.recipe import needs_calibration
 from llmc.runtime.kv.budget import MemoryEstimate
 
@@ -81,7 +82,9 @@ def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, comput
             blocks = grid.groups(linear.inputs)
             inputs = linear.inputs if compute else blocks * grid.width(linear.inputs)
             zeros = 0 if grid.symmetric else -(-blocks * grid.bits // 8)
-            return linear.outputs * (inputs * grid.bits // 8 + scale * blocks * copies + zeros)
+            sums = replace(linear, inputs=blocks)
+            offsets = linear_bytes(sums, WeightOnly(OFFSETS), copies=copies, compute=compute) if grid.shifted else 0
+            return linear.outputs * (inputs * grid.bits // 8 + scale * blocks * copies + zeros) + offsets
         case PerToken() | Static() | Float8():  # a byte each, and a scale for each output
             return linear.size + scale * linear.outputs
         case Computed():

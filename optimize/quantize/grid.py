@@ -5,6 +5,8 @@ integer zero points z with
 
     W[n, k] ~ (q[n, k] - z[n, k // block]) * s[n, k // block]        q, z in [-2^(bits-1), 2^(bits-1) - 1]
 
+A shifted grid, which only checkpoints come on, adds a float offset per group.
+
 Groups run along K, so each dot product meets one scale per ``block`` products. As z is an integer, zero stays zero.
 """
 
@@ -34,9 +36,10 @@ class Grid:
     block: int = 0
     symmetric: bool = True
     positive: bool = False
+    shifted: bool = False
 
     def __post_init__(self) -> None:
-        assert self.symmetric or not self.positive, "only a symmetric grid can be positive"
+        assert self.symmetric or not (self.positive or self.shifted), "only a symmetric grid can be positive or shifted"
 
     @property
     def low(self) -> int:
@@ -57,6 +60,10 @@ class Grid:
         return -(-inputs // self.width(inputs))
 
 
+# What offsets are stored on.
+OFFSETS = Grid(8, 16)
+
+
 @dataclass(frozen=True)
 class Quantized:
     """A quantized matrix.
@@ -66,16 +73,20 @@ class Quantized:
         scales: float32 [N, groups]; on a symmetric grid a scale may be negative, unless the grid is positive.
         grid: what the integers are on.
         zero_points: int8 [N, groups]; None on a symmetric grid.
+        offsets: float32 [N, groups]; None unless the grid is shifted.
     """
 
     values: NDArray[np.int8]
     scales: Float
     grid: Grid
     zero_points: NDArray[np.int8] | None = None
+    offsets: Float | None = None
 
     def dequantize(self) -> Float:
         """The matrix that the integers stand for, float32 [N, K]."""
         scales = self._per_input(self.scales)
+        if self.offsets is not None:
+            return self.values * scales + self._per_input(self.offsets)
         if self.zero_points is None:
             return self.values * scales
         return np.subtract(self.values, self._per_input(self.zero_points), dtype=np.int16) * scales
@@ -95,11 +106,13 @@ class Quantized:
 def stack(parts: Sequence[Quantized]) -> Quantized:
     """Rows of several matrices [N_i, K] on one grid as one."""
     zeros = [part.zero_points for part in parts if part.zero_points is not None]
+    offsets = [part.offsets for part in parts if part.offsets is not None]
     return Quantized(
         np.concatenate([part.values for part in parts]),
         np.concatenate([part.scales for part in parts]),
         parts[0].grid,
         np.concatenate(zeros) if zeros else None,
+        np.concatenate(offsets) if offsets else None,
     )
 
 

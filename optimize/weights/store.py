@@ -24,8 +24,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def grid_name(grid: Grid) -> str:
-    """A grid in a few letters: int4x128, int8, int4x32z (with zero points), int4x128p (with scales above zero)."""
-    kind = "p" if grid.positive else "" if grid.symmetric else "z"
+    """A grid in a few letters: int4x128, int8, int4x32z (with zero points), int4x128p (with scales above zero),
+    int4x32s (shifted)."""
+    kind = "p" if grid.positive else "s" if grid.shifted else "" if grid.symmetric else "z"
     return f"int{grid.bits}{f'x{grid.block}' if grid.block else ''}{kind}"
 
 
@@ -81,7 +82,7 @@ def _load(folder: Path, part: str) -> Arrays:
 
 def keep_codes(tensor: CodedTensor, grid: Grid) -> Quantized:
     """A matrix's own integers on a grid whose blocks lie within theirs, which have their scales and zero points."""
-    codes, scales, zeros = codes_of(tensor)
+    codes, scales, zeros, offsets = codes_of(tensor)
     inputs = codes.shape[1]
     of_block = np.arange(grid.groups(inputs)) * grid.width(inputs) // tensor.block
     scales = scales[:, of_block]
@@ -91,7 +92,13 @@ def keep_codes(tensor: CodedTensor, grid: Grid) -> Quantized:
             "its integers chosen anew"
         )
     scales = np.maximum(scales, np.float32(SMALLEST_SCALE)) if grid.positive else scales
-    return Quantized(codes, scales, grid, None if zeros is None else zeros[:, of_block])
+    return Quantized(
+        codes,
+        scales,
+        grid,
+        None if zeros is None else zeros[:, of_block],
+        None if offsets is None else offsets[:, of_block],
+    )
 
 
 def quantize_matrix(matrix: Float, grid: Grid) -> Quantized:
@@ -130,9 +137,9 @@ class Calibrated:
         arrays, (_, inputs) = self._arrays(tensor.name), sizes(tensor)
         changed = any(f"{kind}:{tensor.name}" in arrays for kind in ("rows", "columns"))
         fits = tensor.block == inputs or (grid.block > 0 and tensor.block % grid.block == 0)
-        zeros = tensor.zero_points is not None
+        kind = (tensor.bits, tensor.zero_points is None, tensor.offsets is not None)
         chosen = f"values:{grid_name(grid)}:{tensor.name}" in arrays
-        return not changed and not chosen and fits and tensor.bits == grid.bits and zeros == (not grid.symmetric)
+        return not changed and not chosen and fits and kind == (grid.bits, grid.symmetric, grid.shifted)
 
     def quantize_stacked(self, tensors: Sequence[Weight], grid: Grid) -> Quantized:
         """Stacked matrices on ``grid``: the checkpoint's own integers where they are on it, columns as they are stored;

@@ -29,18 +29,21 @@ def weights_identity(export: Path) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class CodedTensor:
-    """A matrix W [N, K] that an export holds as integers: W = (codes - zero_points) * scales, by blocks of columns.
+    """A matrix W [N, K] that an export holds as integers, by blocks of columns:
+    W = (codes - zero_points) * scales + offsets.
 
     Attributes:
         codes: int4 or int8 [N, K].
         scales: float32 [N, K / block].
         zero_points: as the codes, [N, K / block], or None.
+        offsets: float32 [N, K / block, 1], or None.
         order: int32 [K], or None: column k of W is column order[k] of the codes.
     """
 
     codes: ir.ExternalTensor
     scales: ir.ExternalTensor
     zero_points: ir.ExternalTensor | None = None
+    offsets: ir.ExternalTensor | None = None
     order: ir.ExternalTensor | None = None
 
     @property
@@ -67,11 +70,13 @@ Weight = ir.ExternalTensor | CodedTensor
 def rows_of(tensor: Weight, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
     """Rows ``start`` to ``stop`` of a checkpoint matrix (or vector) [N, ...] as float32, read from its file."""
     if isinstance(tensor, CodedTensor):
-        codes, scales, zeros = codes_of(tensor, start, stop)
+        codes, scales, zeros, offsets = codes_of(tensor, start, stop)
         steps = codes.astype(np.float32)
         if zeros is not None:
             steps -= np.repeat(zeros, tensor.block, axis=1)
         steps *= np.repeat(scales, tensor.block, axis=1)
+        if offsets is not None:
+            steps += np.repeat(offsets, tensor.block, axis=1)
         return steps if tensor.order is None else steps[:, order_of(tensor.order)]
     shape = sizes(tensor)
     stop = shape[0] if stop is None else min(stop, shape[0])
@@ -86,10 +91,11 @@ def rows_of(tensor: Weight, start: int = 0, stop: int | None = None) -> NDArray[
 
 def codes_of(
     tensor: CodedTensor, start: int = 0, stop: int | None = None
-) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int8] | None]:
-    """Codes [n, K], scales [n, groups] and zero points of rows of a matrix, its columns as they are stored."""
+) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int8] | None, NDArray[np.float32] | None]:
+    """Codes [n, K], scales [n, groups], zero points and offsets of a matrix's rows, its columns as they are stored."""
     zeros = None if tensor.zero_points is None else _integers(tensor.zero_points)[start:stop]
-    return _integers(tensor.codes, start, stop), rows_of(tensor.scales, start, stop), zeros
+    offsets = None if tensor.offsets is None else rows_of(tensor.offsets, start, stop)[..., 0]
+    return _integers(tensor.codes, start, stop), rows_of(tensor.scales, start, stop), zeros, offsets
 
 
 def order_of(order: ir.ExternalTensor) -> NDArray[np.int32]:

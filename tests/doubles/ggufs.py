@@ -20,8 +20,24 @@ TOKENIZER: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Bytes of a block, and where in it the scales in float16 lie, of the types that gguf can only unpack.
-_K_BLOCKS = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
+# llama.cpp's names, where they are others than Hugging Face's.
+ARCHITECTURES = {
+    "mistral": "llama",
+    "ministral3": "mistral3",
+    "gemma3_text": "gemma3",
+    "phi": "phi2",
+    "granitemoehybrid": "granite",
+    "olmo3": "olmo2",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "cohere": "command-r",
+    "gpt_neox": "gptneox",
+}
+TURNED = ("llama", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3")
+# Families whose converter does not write these.
+NO_KV, NO_BASE = ("gpt2", "gpt_neox"), ("gpt2", "gpt_neox", "phi", "stablelm", "gemma")
+# Where in a block the scales in float16 lie, of the types that gguf can only unpack.
+PLACES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
+PLACES |= {"IQ4_XS": (0,), "MXFP4": ()}
 
 
 def write_gguf(
@@ -40,7 +56,7 @@ def write_gguf(
         parts: files to write.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    architecture = config["model_type"].removesuffix("_text")
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     options = {"split_max_tensors": -(-len(load(checkpoint)) // parts)} if parts > 1 else {}
     writer = gguf.GGUFWriter(path, architecture, **options)
     for key, value in ({**_geometry(config), **(metadata or {})}).items():
@@ -49,18 +65,27 @@ def write_gguf(
     for key, value in tokenizer.items():
         _add(writer, key if "." in key else f"tokenizer.ggml.{key}", value)
     names = gguf.get_tensor_name_map(
-        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config["num_hidden_layers"]
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), _any(config, *LAYERS)
     )
     for name, array in (load(checkpoint) | _factors(config)).items():
-        new = name if name.startswith("rope_") else names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert new is not None, name
-        kind = (kinds if isinstance(kinds, str) else kinds[new]) if array.ndim == 2 else "F32"
-        writer.add_tensor(new, *_packed(_arranged(config, name, array), kind))
+        for part, arranged in _arranged(config, name, array).items():
+            new = part if part.startswith("rope_") else names.get_name(part, try_suffixes=(".weight", ".bias"))
+            assert new is not None, part
+            kind = (kinds if isinstance(kinds, str) else kinds[new]) if array.ndim == 2 else "F32"
+            writer.add_tensor(new, *_packed(arranged, kind))
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05d}.gguf")
+
+
+LAYERS, HEADS, HIDDEN = ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"), ("hidden_size", "n_embd")
+
+
+def _any(config: dict[str, Any], *names: str) -> Any:
+    """The value of the first of these keys that the config has."""
+    return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 def load(checkpoint: Path) -> dict[str, np.ndarray]:
@@ -81,29 +106,46 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _geometry(config: dict[str, Any]) -> dict[str, Any]:
-    rope = _rope(config)
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope, family = _rope(config), config["model_type"]
+    heads, hidden = _any(config, *HEADS), _any(config, *HIDDEN)
+    head_dim = config.get("head_dim") or hidden // heads
+    inner = _any(config, "shared_intermediate_size", "n_inner", "intermediate_size")
+    theta = rope.get("rope_theta", 10_000.0) * rope.get("alpha", 1) ** (head_dim / (head_dim - 2))
     return {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
+        "block_count": _any(config, *LAYERS),
+        "context_length": _any(config, "max_position_embeddings", "n_positions"),
+        "embedding_length": hidden,
+        "feed_forward_length": inner,
         "attention.head_count": heads,
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
-        "rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
+        "attention.head_count_kv": None if family in NO_KV else config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": _any(config, "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
+        "attention.key_length": config.get("head_dim"),
+        "attention.value_length": config.get("head_dim"),
+        "rope.dimension_count": None if family == "gpt2" else int(head_dim * rope.get("partial_rotary_factor", 1)),
+        "rope.freq_base": None if family in NO_BASE else float(theta),
         "vocab_size": config["vocab_size"],
+        "use_parallel_residual": config.get("use_parallel_residual"),
+        "attention.scale": config.get("attention_multiplier"),
+        "embedding_scale": config.get("embedding_multiplier"),
+        "residual_scale": config.get("residual_multiplier"),
+        "logit_scale": _any(config, "logit_scale", "logits_scaling"),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
         **_scaling(rope),
         **_windows(config),
     }
 
 
 def _windows(config: dict[str, Any]) -> dict[str, Any]:
-    if config["model_type"] not in ("phi3", "gemma3_text"):
+    family = config["model_type"]
+    if family in ("gemma2", "cohere2"):
+        return {"attention.sliding_window": config["sliding_window"]}
+    if family in ("olmo3", "exaone4"):
+        pattern = [kind == "sliding_attention" for kind in config["layer_types"]]
+        return {"attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": pattern}
+    if family not in ("phi3", "gemma3_text"):
         return {}
     found = {"attention.sliding_window": config.get("sliding_window") or 0}
     if config["model_type"] == "phi3":
@@ -120,6 +162,8 @@ def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
     if rope["rope_type"] == "yarn":
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         found["rope.scaling.yarn_beta_fast"] = rope["beta_fast"]
+        if rope.get("mscale_all_dim"):
+            found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
     return found
 
 
@@ -146,29 +190,46 @@ def _factors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     return {"rope_freqs.weight": np.array(factors, np.float32)}
 
 
-def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> np.ndarray:
-    """Rows of rotated heads in pairs, as llama.cpp's llama models have them, and Gemma's norms with one added."""
-    if config["model_type"] == "gemma3_text" and name.endswith("norm.weight"):
-        return array + 1
-    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-    if config["model_type"] != "llama" or heads is None:
-        return array
-    shape = (config[heads], 2, array.shape[0] // config[heads] // 2, *array.shape[1:])
-    return np.ascontiguousarray(array.reshape(shape).swapaxes(1, 2).reshape(array.shape))
+def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """The converter's tensors of one: rows of rotated heads in pairs as llama.cpp's llama models have them, Gemma's
+    norms with one added, weights of GPT-2 turned, those of GPT-NeoX's heads apart, Granite's gate and up apart."""
+    family, module, heads = config["model_type"], name.split(".")[-2], _any(config, *HEADS)
+    if family.startswith("gemma") and name.endswith("norm.weight"):
+        return {name: array + 1}
+    if family == "gpt2" and array.ndim == 2 and module.startswith("c_"):
+        return {name: np.ascontiguousarray(array.T)}
+    if family == "gpt_neox" and module == "query_key_value":
+        parts = array.reshape(heads, 3, -1, *array.shape[1:])
+        return {name: np.ascontiguousarray(parts.swapaxes(0, 1).reshape(array.shape))}
+    if module == "input_linear":
+        halves = np.split(array, 2)
+        return {
+            name.replace("shared_mlp.input_linear", f"mlp.{it}_proj"): half
+            for it, half in zip(("gate", "up"), halves, strict=True)
+        }
+    if module == "output_linear":
+        return {name.replace("shared_mlp.output_linear", "mlp.down_proj"): array}
+    turned = {"q_proj": heads, "k_proj": config.get("num_key_value_heads")}.get(module)
+    if family not in TURNED or turned is None:
+        return {name: array}
+    shape = (turned, 2, array.shape[0] // turned // 2, *array.shape[1:])
+    return {name: np.ascontiguousarray(array.reshape(shape).swapaxes(1, 2).reshape(array.shape))}
 
 
 def _packed(array: np.ndarray, kind: str) -> tuple[np.ndarray, None, Kind]:
-    if kind in _K_BLOCKS:
+    if kind in PLACES:
         return random_blocks(array.shape, kind), None, Kind[kind]
     return gguf.quantize(array.astype(np.float32), Kind[kind]), None, Kind[kind]
 
 
 def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     """Any codes, with scales that make weights of about 0.1."""
-    size, scales = _K_BLOCKS[kind]
+    weights, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
     random = np.random.default_rng(len(kind) + size)
-    blocks = random.integers(0, 256, (shape[0], shape[1] // 256, size), np.uint8)
-    for place in scales:
+    blocks = random.integers(0, 256, (shape[0], shape[1] // weights, size), np.uint8)
+    for place in PLACES[kind]:
         scale = random.uniform(1e-4, 3e-4, blocks.shape[:2]).astype(np.float16)
         blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = random.integers(120, 124, blocks.shape[:2])
     return blocks.reshape(shape[0], -1)

@@ -65,7 +65,10 @@ CASES: dict[str, tuple[bytes, str]] = {
     "a size without end": (header(tensor(shape=(1 << 50,)), tensors=1), "expected sizes above 0"),
     "more bytes than the file has": (header(tensor(shape=(1 << 20, 1 << 20)), tensors=1), "is truncated: a ends at"),
     "half a block": (header(tensor(shape=(4, 33), kind=2), tensors=1), "rows of whole Q4_0 blocks"),
-    "a type that is not read": (header(tensor(kind=23), tensors=1), "tensor a is of type IQ4_XS, expected one of F32,"),
+    "a type that is not read": (
+        header(tensor(kind=18), tensors=1),
+        "tensor a is of type IQ3_XXS, expected one of F32,",
+    ),
     "a type that nobody knows": (header(tensor(kind=99), tensors=1), "tensor a is of type number 99"),
     "a tensor twice": (header(tensor(), tensor(offset=32), tensors=2), "two of its tensors have one name"),
     "tensors over one another": (header(tensor(), tensor("b"), tensors=2), "b lies at 0 of the data, expected 32"),
@@ -159,7 +162,7 @@ def test_blocks_of_no_numbers_are_named(random_checkpoint, tmp_path):
     path.write_bytes(data)
     tensors: Any = read_checkpoint(path).tensors
     with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight holds weights that are no numbers"):
-        list(tensors["model.layers.1.mlp.up_proj.weight"].pieces())
+        tensors["model.layers.1.mlp.up_proj.weight"].scales()
 
 
 # ----------------------------------------------------------------------------------------------- several files

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from llmc.bundle import CONFIG_FILE, TOKENIZER_FILE
 from llmc.errors import CheckpointError
 from llmc.export.sources.codes import Weight
-from llmc.export.sources.gguf.config import Metadata, read_config
+from llmc.export.sources.gguf.architectures import read_config
+from llmc.export.sources.gguf.config import Metadata
 from llmc.export.sources.gguf.header import SUFFIX, Header, read_header
 from llmc.export.sources.gguf.tensors import count_unpacked_types, decoder_tensors, read_small
 from llmc.export.sources.gguf.tokenizer import read_tokenizer

@@ -1,8 +1,4 @@
-"""Rebuilds from a GGUF file's metadata the keys of ``config.json`` that a decoder needs.
-
-llama.cpp names a model by its architecture, which covers several of Hugging Face's families: ``llama`` is also
-Mistral, SmolLM and Yi. Its tensors tell whether there are biases and an untied head.
-"""
+"""Rebuilds from a GGUF file's metadata what all architectures share of ``config.json``."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,6 +58,22 @@ class Metadata:
             raise self.error(key, f"a list of {len(value)} values", "the same for all layers")
         return value[0].item() if isinstance(value, np.ndarray) else value[0]
 
+    def each(self, key: str) -> list[Any] | None:
+        """The values under a key for each layer, None if there are none; one number is a period, whose last differs."""
+        self._read.add(key)
+        value = self.values.get(f"{self.architecture}.{key}")
+        layers = self.get("block_count")
+        if type(value) is int and value > 0 and type(layers) is int:
+            return [(i + 1) % value != 0 for i in range(layers)]
+        return None if value is None else list(value)
+
+    def has(self, tensor: str) -> bool:
+        """Whether the first layer has this tensor."""
+        return f"blk.0.{tensor}" in self.shapes
+
+    def skip(self, *keys: str) -> None:
+        self._read.update(keys)
+
     def finish(self) -> None:
         for name, value in self.values.items():
             key = name.removeprefix(f"{self.architecture}.")
@@ -81,29 +93,17 @@ class Metadata:
         )
 
 
-def read_config(data: Metadata) -> dict[str, Any]:
-    if data.architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{data.where}: general.architecture={data.architecture!r:.80} is unsupported in GGUF files; expected one "
-            f"of {', '.join(ARCHITECTURES)}; export the checkpoint that the file was converted from"
-        )
-    config = {"model_type": data.architecture, "hidden_act": "silu", **_common(data)}
-    config |= ARCHITECTURES[data.architecture](data, config)
-    data.finish()
-    return config
-
-
-def _common(data: Metadata) -> dict[str, Any]:
+def read_common(data: Metadata) -> dict[str, Any]:
     config = {name: value for key, name in _COMMON.items() if (value := data.get(key)) is not None}
     config["vocab_size"] = data.shapes.get("token_embd.weight", (0,))[0]
     config["tie_word_embeddings"] = "output.weight" not in data.shapes
     if data.get("vocab_size", config["vocab_size"]) != config["vocab_size"]:
         raise data.error("vocab_size", str(data.get("vocab_size")), f"the {config['vocab_size']} rows of the embedding")
-    _check_width(data, config, "attention.value_length")
+    check_width(data, config, "attention.value_length")
     return config
 
 
-def _check_width(data: Metadata, config: Mapping[str, Any], key: str) -> None:
+def check_width(data: Metadata, config: Mapping[str, Any], key: str) -> None:
     width = head_dim(config)
     if width and data.get(key, width) != width:
         raise data.error(key, str(data.get(key)), f"the width of a head, {width}")
@@ -117,9 +117,14 @@ def head_dim(config: Mapping[str, Any]) -> int:
     return hidden // heads if type(heads) is type(hidden) is int and heads > 0 else 0
 
 
-def _rope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A rope of whole heads: llama3's if the file has its factors, else as the metadata say."""
-    _check_width(data, config, "rope.dimension_count")
+def read_rope(data: Metadata, config: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
+    """A rope: llama3's if the file has its factors, else as the metadata say. It turns whole heads, unless ``partial``
+    says that the file tells how much of them."""
+    base = {"rope_theta": config.get("rope_theta", 10_000.0)}
+    if partial:
+        base["partial_rotary_factor"] = turned_values(data, config) / head_dim(config)
+    else:
+        check_width(data, config, "rope.dimension_count")
     kind, factor = data.get("rope.scaling.type", "none"), data.get("rope.scaling.factor", data.get("rope.scale_linear"))
     if kind not in ("none", "linear", "yarn"):
         raise data.error("rope.scaling.type", repr(kind), "none, linear or yarn")
@@ -128,13 +133,22 @@ def _rope(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         if data.get(key, 1.0) != 1:
             raise data.error(key, str(data.get(key)), "1")
     if "rope_freqs.weight" in data.shapes:
-        return {"rope_scaling": _llama3(data, config)}
+        return {**base, "rope_scaling": _llama3(data, config)}
     if kind == "yarn":
         betas = {name: data.get(f"rope.scaling.yarn_{name}") for name in ("beta_slow", "beta_fast")}
         betas = {name: value for name, value in betas.items() if value is not None}
         scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
-        return {"rope_scaling": {**scaling, **betas}}
-    return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor not in (None, 1) else {}
+        return {**base, "rope_scaling": {**scaling, **betas}}
+    return {**base, "rope_scaling": {"rope_type": "linear", "factor": factor}} if factor not in (None, 1) else base
+
+
+def turned_values(data: Metadata, config: Mapping[str, Any]) -> int:
+    """Values of each head that are rotated."""
+    width = head_dim(config)
+    turned = data.get("rope.dimension_count", width)
+    if type(turned) is not int or not 0 < turned <= width:
+        raise data.error("rope.dimension_count", str(turned), f"at most the width of a head, {width}")
+    return turned
 
 
 # The factors are float32, but the numbers they were computed from are round.
@@ -151,7 +165,7 @@ def _llama3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     name = "rope_freqs.weight"
     if type(theta) is not float or not theta > 1:
         raise data.error("rope.freq_base", repr(theta), "a number above 1")
-    factors = np.array(_rope_factors(data, name, width // 2))
+    factors = np.array(read_factors(data, name, width // 2))
     turns = theta ** -(np.arange(0, width, 2) / width) / (2 * np.pi)  # per position: 1 / wavelength
     largest = factors.max()
     between = (factors > 1) & (factors < largest)
@@ -184,69 +198,7 @@ def llama3_factors(scaling: Mapping[str, Any], turns: NDArray[np.float64]) -> ND
     return np.asarray(1 / ((1 - smooth) / scaling["factor"] + smooth))
 
 
-def _llama(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_rope(data, config),
-        "attention_bias": "blk.0.attn_q.bias" in data.shapes,
-        "mlp_bias": "blk.0.ffn_gate.bias" in data.shapes,
-    }
-
-
-def _qwen2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_rope(data, config), "use_sliding_window": False}
-
-
-def _qwen3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_qwen2(data, config), "attention_bias": "blk.0.attn_q.bias" in data.shapes}
-
-
-def _phi3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of each head is rotated. Factors of long contexts are in tensors."""
-    width, window = head_dim(config), data.get("attention.sliding_window", 0)
-    turned = data.get("rope.dimension_count", width)
-    if type(turned) is not int or not 0 < turned <= width:
-        raise data.error("rope.dimension_count", str(turned), f"at most the width of a head, {width}")
-    original = data.get("rope.scaling.original_context_length", config.get("max_position_embeddings"))
-    found = {
-        "partial_rotary_factor": turned / width,
-        "sliding_window": window or None,
-        "original_max_position_embeddings": original,
-    }
-    magnitude = data.get("rope.scaling.attn_factor")
-    kinds = [kind for kind in ("short", "long") if f"rope_factors_{kind}.weight" in data.shapes]
-    if kinds:
-        factors = {f"{kind}_factor": _rope_factors(data, f"rope_factors_{kind}.weight", turned // 2) for kind in kinds}
-        stated = {} if magnitude is None else {"attention_factor": magnitude}
-        found["rope_scaling"] = {"rope_type": "longrope", **factors, **stated}
-    return found
-
-
-def _rope_factors(data: Metadata, name: str, pairs: int) -> list[float]:
+def read_factors(data: Metadata, name: str, pairs: int) -> list[float]:
     if data.shapes[name] != (pairs,):
         raise CheckpointError(f"{data.where}: {name} has shape {list(data.shapes[name])}, expected [{pairs}]")
     return [float(str(factor)) for factor in data.tensor(name)]
-
-
-# Layers of the one size that scales queries by hidden_size / heads instead of the head's width.
-_GEMMA3_27B_LAYERS = 62
-
-
-def _gemma3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Two ropes; every sixth layer has full attention, and only its rope is scaled."""
-    filled = config.get("num_hidden_layers") == _GEMMA3_27B_LAYERS
-    scale = head_dim({**config, "head_dim": None} if filled else config)
-    return {
-        **_rope(data, config),
-        "model_type": "gemma3_text",
-        "hidden_act": None,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rope_theta": config.get("rope_theta", 1_000_000.0),
-        "rope_local_base_freq": data.get("rope.freq_base_swa", 10_000.0),
-        "sliding_window": data.get("attention.sliding_window"),
-        "sliding_window_pattern": data.get("attention.sliding_window_pattern", 6),
-        "query_pre_attn_scalar": scale,
-        "final_logit_softcapping": data.get("final_logit_softcapping"),
-    }
-
-
-ARCHITECTURES = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "phi3": _phi3, "gemma3": _gemma3}

@@ -1,8 +1,8 @@
 """A GGUF file's tensors as the decoder's: other names, other orders of rows, and types that must be unpacked.
 
-F32, F16 and BF16 are used in place. The other types are blocks of codes with scales. Matrices in Q8_0 and Q4_0 keep
-their codes and scales. All others become float16, at most 2^-11 (relative) from llama.cpp's float32 values. Vectors
-stay float32.
+F32, F16 and BF16 are used in place. The other types are blocks of codes with scales, which matrices keep. Tables that
+multiply nothing, or have minima, become float16, at most 2^-11 (relative) from llama.cpp's float32 values. Vectors stay
+float32.
 """
 
 import re
@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError, require
 from llmc.export.sources.codes import QuantizedTensor, Weight, pack_codes
+from llmc.export.sources.gguf.blocks import LAYOUTS, Bytes
 from llmc.export.sources.gguf.config import head_dim
 from llmc.export.sources.gguf.header import BLOCKS, Entry, Header
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
 from llmc.strict import open_regular
-
-Bytes = NDArray[np.uint8]
 
 # Types that need no unpacking, and their numpy types.
 STORED = ("F32", "F16", "BF16")
@@ -31,6 +30,7 @@ PIECE = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MODULES = {
     "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
     "output_norm": "model.norm",
     "output": "lm_head",
     "attn_norm": "input_layernorm",
@@ -45,14 +45,25 @@ _MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _OTHER_MODULES = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "gemma3_text": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
+    **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), _SANDWICH),
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
     },
+    "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
+    "gpt2": {"attn_qkv": "self_attn.c_attn"},
 }
+# Families whose heads llama.cpp rotates by neighbouring values, Hugging Face by values half a head apart.
+_TURNED = ("llama", "mistral", "ministral3", "granite", "smollm3")
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>[a-z_]+)\.(?P<kind>weight|bias)")
 # What the config says, too.
 _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -70,8 +81,7 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tup
         name = parameter(entry.name, config["model_type"])
         if name in found:
             raise CheckpointError(f"{path}: {entry.name} is in another file, too; download the files again")
-        multiplied = name.endswith("_proj.weight") or name == (EMBEDDING if config["tie_word_embeddings"] else HEAD)
-        found[name] = _tensor(path, entry, _count_turned_rows(entry, config), link, multiplied)
+        found[name] = _tensor(path, entry, _count_turned_rows(entry, config), link, _is_kept(name, entry, config))
     return found, link
 
 
@@ -91,13 +101,17 @@ def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
 
 
 def _count_turned_rows(entry: Entry, config: Mapping[str, Any]) -> int:
-    """Rows of a head whose order must be undone, 0 for none.
-
-    In these models llama.cpp rotates neighbouring values of a head together, Hugging Face values half a head apart.
-    """
+    """Rows of a head whose order must be undone, 0 for none."""
     match = _NAME.fullmatch(entry.name)
-    turned = config["model_type"] == "llama" and match is not None and match["module"] in ("attn_q", "attn_k")
+    turned = config["model_type"] in _TURNED and match is not None and match["module"] in ("attn_q", "attn_k")
     return head_dim(config) if turned else 0
+
+
+def _is_kept(name: str, entry: Entry, config: Mapping[str, Any]) -> bool:
+    """A table that rows are read from has no place for minima, nor for integers that no product shares."""
+    if entry.kind not in LAYOUTS or name == EMBEDDING:
+        return entry.kind in LAYOUTS and config["tie_word_embeddings"] and LAYOUTS[entry.kind].offsets is None
+    return name.endswith(("_proj.weight", "query_key_value.weight", "c_attn.weight")) or name == HEAD
 
 
 def _tensor(path: Path, entry: Entry, turned: int, link: bool, codes: bool) -> Weight:
@@ -106,38 +120,31 @@ def _tensor(path: Path, entry: Entry, turned: int, link: bool, codes: bool) -> W
         if link and not turned:
             return StoredTensor(path.name, entry.offset, entry.length, entry.kind, entry.shape)
         return MadeTensor(entry.kind, entry.shape, lambda: rows(partial(_plain, entry)))
-    if codes and entry.kind in CODES:
-        return _codes(entry, rows)
+    if codes:
+        return _codes(path, entry, rows)
     dtype = "F16" if len(entry.shape) > 1 else "F32"
     return MadeTensor(dtype, entry.shape, lambda: rows(partial(unpack_rows, path, entry, dtype)))
 
 
-def _codes(entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]) -> QuantizedTensor:
-    """Codes and scales as they are. A block of these types is a scale in float16, then 32 codes."""
-    (weights, size), (dtype, codes_of) = BLOCKS[entry.kind], CODES[entry.kind]
+def _codes(path: Path, entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]) -> QuantizedTensor:
+    """Codes, scales and offsets as they are; see :mod:`llmc.export.sources.gguf.blocks`."""
+    (_, size), layout = BLOCKS[entry.kind], LAYOUTS[entry.kind]
 
-    def blocks(raw: Bytes) -> Bytes:
-        return raw.reshape(raw.shape[0], -1, size)
+    def read(part: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
+        return rows(lambda raw: part(raw.reshape(len(raw), -1, size)).reshape(len(raw), -1))
 
-    def scales(raw: Bytes) -> NDArray[np.float32]:
-        return np.ascontiguousarray(blocks(raw)[..., :2]).view(np.float16)[..., 0].astype(np.float32)
+    def codes() -> Iterator[NDArray[Any]]:
+        return (pack_codes(piece) if layout.bits == 4 else piece for piece in read(layout.codes))
 
-    made = MadeTensor(dtype, entry.shape, lambda: rows(lambda raw: codes_of(blocks(raw)[..., 2:])))
-    return QuantizedTensor(made, weights, lambda: np.concatenate(list(rows(scales))))
+    def whole(part: Callable[[Bytes], NDArray[np.float32]]) -> NDArray[np.float32]:
+        return _check_numbers(path, entry, np.concatenate(list(read(part))))
 
-
-def _bytes(blocks: Bytes) -> NDArray[np.int8]:
-    return np.ascontiguousarray(blocks).view(np.int8).reshape(blocks.shape[0], -1)
-
-
-def _nibbles(blocks: Bytes) -> Bytes:
-    """Codes of Q4_0 [R, B, 16], the first half of a block in the low halves of its bytes -> packed [R, K / 2]."""
-    levels = np.concatenate([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1)
-    return pack_codes((levels.astype(np.int8) - np.int8(8)).reshape(blocks.shape[0], -1))
-
-
-# Types whose codes are kept: their type in an export, and the function that reads them from blocks.
-CODES: dict[str, tuple[str, Callable[[Bytes], NDArray[Any]]]] = {"Q8_0": ("I8", _bytes), "Q4_0": ("I4", _nibbles)}
+    return QuantizedTensor(
+        MadeTensor(f"I{layout.bits}", entry.shape, codes),
+        layout.block,
+        partial(whole, layout.scales),
+        offsets=None if layout.offsets is None else partial(whole, layout.offsets),
+    )
 
 
 def _rows(path: Path, entry: Entry, turned: int, read: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
@@ -164,12 +171,16 @@ def unpack_rows(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any
     quants, kinds = require("gguf.quants", "export"), require("gguf", "export").GGMLQuantizationType
     with np.errstate(over="ignore", invalid="ignore"):
         values: NDArray[Any] = quants.dequantize(raw, kinds[entry.kind]).astype(array_type(dtype))
+    return _check_numbers(path, entry, values).reshape(raw.shape[0], *entry.shape[1:])
+
+
+def _check_numbers(path: Path, entry: Entry, values: NDArray[Any]) -> NDArray[Any]:
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"{path}: {entry.name} holds weights that are no numbers, or too large for float16; the file is broken, "
             "download it again"
         )
-    return values.reshape(raw.shape[0], *entry.shape[1:])
+    return values
 
 
 def _halves(values: NDArray[Any], rows: int) -> NDArray[Any]:

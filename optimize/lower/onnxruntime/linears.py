@@ -10,6 +10,7 @@ from llmc.errors import BuildError
 from llmc.inventory import HEAD
 from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
+from llmc.optimize.lower.onnxruntime.offsets import add_offsets, pack_offsets
 from llmc.optimize.lower.onnxruntime.rotation import read_bias, read_weights
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, emit_conversion, initializer
@@ -75,11 +76,11 @@ def emit_blocked_linear(
 ) -> ir.Value:
     """MatMulNBits with scales in the type of the activations; ``bias`` is added inside of it."""
     emit = Emitter(linear.node, main="MatMulNBits")
-    weight, scales, *zeros = [initializer(emit.graph, tensor) for tensor in pack_linear(linear.weights, grid, context)]
-    optional: list[ir.Value | None] = [zeros[0] if zeros else None, None, bias]
+    weight, scales, *terms = [initializer(emit.graph, tensor) for tensor in pack_linear(linear.weights, grid, context)]
+    optional: list[ir.Value | None] = [None if grid.symmetric else terms[0], None, bias]
     while optional and optional[-1] is None:
         optional.pop()
-    return emit(
+    product = emit(
         "MatMulNBits",
         *(linear.node.inputs[0], weight, scales, *optional),
         domain=MICROSOFT,
@@ -89,13 +90,16 @@ def emit_blocked_linear(
         block_size=grid.block,
         **attributes,
     )
+    return add_offsets(product, linear, grid, terms, **attributes) if grid.shifted else product
 
 
 def pack_linear(weights: tuple[Weight, ...], grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
-    """Packed weights uint8 [N, groups, bytes], scales [N, groups] and, on an asymmetric grid, packed zero points."""
+    """Packed weights uint8 [N, groups, bytes], scales [N, groups] and, on an asymmetric grid, packed zero points; on a
+    shifted one packed offsets and their scales."""
     name = f"{'+'.join(weight.name or '' for weight in weights)}.{grid_name(grid)}"
     scales = f"{name}.scales" if context.compute == "float32" else f"{name}.scales.{context.compute}"
     names = [name, scales, *([] if grid.symmetric else [f"{name}.zeros"])]
+    names += [f"{name}.offsets", f"{name}.offsets.scales.{context.compute}"] if grid.shifted else []
 
     def make() -> list[NDArray[np.generic]]:
         quantized = context.calibrated.quantize_stacked(weights, grid)
@@ -103,6 +107,8 @@ def pack_linear(weights: tuple[Weight, ...], grid: Grid, context: LoweringContex
         arrays: list[NDArray[np.generic]] = [pack_blocks(quantized.values, grid), scales]
         if quantized.zero_points is not None:
             arrays.append(pack_zero_points(quantized.zero_points, grid))
+        if quantized.offsets is not None:
+            arrays += pack_offsets(quantized.offsets, context)
         return arrays
 
     return context.weights.add(names, make)

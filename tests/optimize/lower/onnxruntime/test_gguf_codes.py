@@ -1,6 +1,7 @@
-"""The codes of a GGUF file's Q4_0 and Q8_0 tensors are those of the decode graph."""
+"""The codes, scales and minima of a GGUF file's tensors are those of the decode graph."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import gguf
@@ -8,23 +9,43 @@ import numpy as np
 import pytest
 from doubles.ggufs import load, write_gguf
 from doubles.invented import TINY
+from doubles.lowerings import difference
 from safetensors.numpy import save_file
 
 from llmc.export import export
+from llmc.export.sources.gguf.tensors import parameter
 from llmc.optimize.lower.context import quant_configs
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
+
+# Largest difference of a weight whose offset is rounded to 8 bits, in steps of these: the best scale clips a few beyond
+# half a step. The offset of another block is off by up to 250 steps.
+OFFSET_STEPS = 1.0
+# Largest difference of logits from those of dequantized weights, of the largest: offsets are rounded.
+LOGIT_TOLERANCE = 0.01
 
 
 def weights(node) -> np.ndarray:
     """What a MatMulNBits multiplies with, float32 [N, K]."""
     bits, block, columns = (node.attributes[name].as_int() for name in ("bits", "block_size", "K"))
-    packed, scales = (value.const_value for value in node.inputs[1:3])
-    data = np.fromfile(packed.path, np.uint8, packed.length, offset=packed.offset).reshape(packed.shape.numpy()[0], -1)
+    data = read(node.inputs[1], np.uint8)
     codes = np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1) if bits == 4 else data
     levels = codes[:, :columns].astype(np.float32) - (1 << (bits - 1))
-    scales = np.fromfile(scales.path, np.float32, scales.length // 4, offset=scales.offset)
-    return levels * np.repeat(scales.reshape(len(data), -1), block, axis=1)
+    return levels * np.repeat(read(node.inputs[2], np.float32), block, axis=1)[:, :columns]
+
+
+def read(value, dtype) -> np.ndarray:
+    """A stored matrix, a row for each of the first axis."""
+    stored = value.const_value
+    data = np.memmap(stored.path, np.uint8, "r", stored.offset, (stored.length,)).view(dtype)
+    return data.reshape(stored.shape.numpy()[0], -1)
+
+
+def as_source(lowered):
+    """The lowering with the storage that a build has by default."""
+    recipe = resolve(Request(phases="shared"), capabilities("cpu"), 128, "x", coded=True)[0]
+    object.__setattr__(lowered.context, "quant", quant_configs(recipe, lowered.geometry)["shared"])
+    return lowered.finish()
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +60,36 @@ def one_layer(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q3_K", "Q6_K", "Q2_K", "Q5_K"])
 def test_matrices_are_the_files_to_the_last_bit(kind, one_layer, lowering, tmp_path):
-    """All linears and the tied head, which share names with none but themselves."""
+    """All linears and the tied head, which share names with none but themselves; minima are rounded to 8 bits,
+    and so is a tied table that has them."""
     path = write_gguf(one_layer, tmp_path / "tiny.gguf", kind)
-    lowered = lowering(export(path, tmp_path / "export").output)
-    recipe = resolve(Request(phases="shared"), capabilities("cpu"), 128, "x", coded=True)[0]
-    object.__setattr__(lowered.context, "quant", quant_configs(recipe, lowered.geometry)["shared"])
-    lowered = lowered.finish()
-    stored = {item.name: gguf.dequantize(item.data, item.tensor_type) for item in gguf.GGUFReader(path).tensors}
-    layer = {"qkv_proj": ("attn_q", "attn_k", "attn_v"), "o_proj": ("attn_output",), "down_proj": ("ffn_down",)}
-    layer |= {"gate_proj": ("ffn_gate",), "up_proj": ("ffn_up",), "gate_up_proj": ("ffn_gate", "ffn_up")}
-    nodes = {node.name: node for node in lowered.nodes("MatMulNBits")}
-    assert len(nodes) == len(lowered.nodes("MatMulNBits")) > 4
-    for name, node in nodes.items():
-        module = next((part for part in layer if f".{part}" in name), None)
-        parts = [f"blk.{name.split('.')[2]}.{part}" for part in layer[module]] if module else ["token_embd"]
-        np.testing.assert_array_equal(weights(node), np.concatenate([stored[f"{part}.weight"] for part in parts]))
+    lowered = as_source(lowering(export(path, tmp_path / "export").output))
+    stored = {parameter(it.name, "x"): gguf.dequantize(it.data, it.tensor_type) for it in gguf.GGUFReader(path).tensors}
+    products = {node.inputs[1].name: node for node in lowered.nodes("MatMulNBits")}
+    minima = {name.removesuffix(".offsets"): products.pop(name) for name in list(products) if ".offsets" in name}
+    for name, node in products.items():
+        expected = np.concatenate([stored[part] for part in name.rpartition(".")[0].split("+")])
+        if not minima:
+            np.testing.assert_array_equal(weights(node), expected)
+        elif name in minima:
+            block, step = node.attributes["block_size"].as_int(), np.abs(read(minima[name].inputs[2], np.float32)).max()
+            found = weights(node) + np.repeat(weights(minima[name]), block, axis=1)
+            assert np.abs(found - expected).max() <= step * OFFSET_STEPS
+    assert len(minima) == (len(products) - 1 if kind in ("Q2_K", "Q5_K") else 0)
+
+
+def test_one_sum_of_blocks_serves_all_that_read_the_same(one_layer, lowering, decoder, ids, tmp_path):
+    path = write_gguf(one_layer, tmp_path / "tiny.gguf", defaultdict(lambda: "Q4_K", {"token_embd.weight": "Q6_K"}))
+    folder = export(path, tmp_path / "export").output
+    plain, lowered = lowering(folder).finish(), as_source(lowering(folder))
+    sums = lowered.nodes("ReduceSum")
+    assert len(sums) == 4  # q, k and v, then o, gate and up, down
+    lowered.exact()
+    expected = decoder(plain.write(), plain.geometry)(ids)
+    allowed = LOGIT_TOLERANCE * np.abs(expected).max()
+    assert difference(decoder(lowered.write(), lowered.geometry)(ids), expected) <= allowed
+    for node in sums:
+        node.op_type = "ReduceMean"
+    assert difference(decoder(lowered.write(), lowered.geometry)(ids), expected) > allowed

@@ -110,6 +110,7 @@ def test_linears_of_different_orders_stay_apart(lowering, decoder, ids, tmp_path
         (Codes(4, 1024, False), 2048, Grid(4, 256)),
         (Codes(8, 96, False), 192, Grid(8, 32)),
         (Codes(8, 100, True), 100, Grid(8, 128, False)),  # a whole row: its last block may be short
+        (Codes(4, 32, False, True), 896, Grid(4, 32, shifted=True)),
         (Codes(4, 24, False), 48, None),
     ],
     ids=str,

@@ -1,0 +1,245 @@
+"""llama.cpp's architectures in the words of ``config.json``.
+
+llama.cpp names a model by its architecture, which covers several of Hugging Face's families: ``llama`` is also
+Mistral, SmolLM and Yi, ``granite`` Granite 4 without recurrent layers, ``olmo2`` OLMo 3. Its tensors tell whether there
+are biases and an untied head. Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and src/models
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmc.errors import CheckpointError
+from llmc.export.sources.gguf.config import Metadata, head_dim, read_common, read_factors, read_rope, turned_values
+
+GELU = "gelu_pytorch_tanh"
+
+
+def read_config(data: Metadata) -> dict[str, Any]:
+    if data.architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{data.where}: general.architecture={data.architecture!r:.80} is unsupported in GGUF files; expected one "
+            f"of {', '.join(ARCHITECTURES)}; export the checkpoint that the file was converted from"
+        )
+    config = {"model_type": data.architecture, "hidden_act": "silu", **read_common(data)}
+    config |= ARCHITECTURES[data.architecture](data, config)
+    data.finish()
+    return config
+
+
+def _llama(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**read_rope(data, config), "attention_bias": data.has("attn_q.bias"), "mlp_bias": data.has("ffn_gate.bias")}
+
+
+def _qwen2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**read_rope(data, config), "use_sliding_window": False}
+
+
+def _qwen3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_qwen2(data, config), "attention_bias": data.has("attn_q.bias")}
+
+
+def _phi3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of each head is rotated. Factors of long contexts are in tensors."""
+    window, turned = data.get("attention.sliding_window", 0), turned_values(data, config)
+    original = data.get("rope.scaling.original_context_length", config.get("max_position_embeddings"))
+    found = {
+        "partial_rotary_factor": turned / head_dim(config),
+        "sliding_window": window or None,
+        "original_max_position_embeddings": original,
+    }
+    magnitude = data.get("rope.scaling.attn_factor")
+    kinds = [kind for kind in ("short", "long") if f"rope_factors_{kind}.weight" in data.shapes]
+    if kinds:
+        factors = {f"{kind}_factor": read_factors(data, f"rope_factors_{kind}.weight", turned // 2) for kind in kinds}
+        stated = {} if magnitude is None else {"attention_factor": magnitude}
+        found["rope_scaling"] = {"rope_type": "longrope", **factors, **stated}
+    return found
+
+
+def _gemma_scalar(config: Mapping[str, Any], layers: int) -> int:
+    """What queries are scaled by: the head's width, or hidden_size / heads in the size of so many layers, 27B."""
+    return head_dim({**config, "head_dim": None} if config.get("num_hidden_layers") == layers else config)
+
+
+def _gemma3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Two ropes; every sixth layer has full attention, and only its rope is scaled."""
+    return {
+        **read_rope(data, config),
+        "model_type": "gemma3_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": config.get("rope_theta", 1_000_000.0),
+        "rope_local_base_freq": data.get("rope.freq_base_swa", 10_000.0),
+        "sliding_window": data.get("attention.sliding_window"),
+        "sliding_window_pattern": data.get("attention.sliding_window_pattern", 6),
+        "query_pre_attn_scalar": _gemma_scalar(config, 62),
+        "final_logit_softcapping": data.get("final_logit_softcapping"),
+    }
+
+
+def _gemma(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**read_rope(data, config), "hidden_act": GELU}
+
+
+def _gemma2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **read_rope(data, config),
+        "hidden_act": None,
+        "hidden_activation": GELU,
+        "sliding_window": data.get("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": _gemma_scalar(config, 46),
+        "attn_logit_softcapping": data.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": data.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _layer_norm(data: Metadata, key: str = "layer_norm_eps") -> dict[str, Any]:
+    return {key: data.get("attention.layer_norm_epsilon")}
+
+
+def _phi2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**read_rope(data, config, partial=True), **_layer_norm(data), "model_type": "phi", "hidden_act": "gelu_new"}
+
+
+def _granite(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Converted Granite 4 keeps sizes of recurrent layers that it does not have."""
+    data.skip(*(f"ssm.{size}" for size in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")))
+    data.skip("expert_shared_feed_forward_length")
+    if not data.get("rope.scaling.finetuned", True):
+        raise data.error("rope.scaling.finetuned", "False", "True, for layers without positions are not read")
+    return {
+        **_llama(data, config),
+        "attention_multiplier": data.get("attention.scale", head_dim(config) ** -0.5),
+        "embedding_multiplier": data.get("embedding_scale"),
+        "residual_multiplier": data.get("residual_scale"),
+        "logits_scaling": data.get("logit_scale"),
+    }
+
+
+def _olmo2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """With windows it is OLMo 3, which scales the rope of full layers only; both ropes have one base."""
+    found = {**read_rope(data, config), "attention_bias": data.has("attn_q.bias")}
+    local = data.get("rope.freq_base_swa", found["rope_theta"])
+    if local != found["rope_theta"]:
+        raise data.error("rope.freq_base_swa", str(local), f"that of other layers, {found['rope_theta']}")
+    windows = _windows(data)
+    return {**found, **windows, "model_type": "olmo3"} if windows else found
+
+
+def _windows(data: Metadata) -> dict[str, Any]:
+    """Windows in the layers that the file names, or in three of four; none where it has none."""
+    window, sliding = data.get("attention.sliding_window"), data.each("attention.sliding_window_pattern")
+    if not window:
+        return {}
+    kinds = None if sliding is None else ["sliding_attention" if its else "full_attention" for its in sliding]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
+def _smollm3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_llama(data, config), "no_rope_layer_interval": 4}
+
+
+def _seed_oss(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_llama(data, config), "attention_out_bias": data.has("attn_output.bias")}
+
+
+def _ernie4_5(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**read_rope(data, config), "use_bias": data.has("attn_q.bias")}
+
+
+def _glm4(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**read_rope(data, config, partial=True), "attention_bias": data.has("attn_q.bias")}
+
+
+def _exaone4(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": None, **read_rope(data, config), **_windows(data)}
+
+
+def _hunyuan(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The base of the rope is stored as alpha enlarged it."""
+    found = {**read_rope(data, config), "attention_bias": data.has("attn_q.bias")}
+    return {**found, "model_type": "hunyuan_v1_dense"}
+
+
+def _cohere(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **read_rope(data, config),
+        **_layer_norm(data),
+        "model_type": "cohere",
+        "logit_scale": data.get("logit_scale"),
+        "attention_bias": data.has("attn_q.bias"),
+        "use_qk_norm": data.has("attn_q_norm.weight"),
+    }
+
+
+def _cohere2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_cohere(data, config), "model_type": "cohere2", "use_qk_norm": None, **_windows(data)}
+
+
+def _starcoder2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A window is not converted: llama.cpp attends to all positions."""
+    bias = data.has("attn_q.bias")
+    return {**read_rope(data, config), **_layer_norm(data, "norm_epsilon"), "hidden_act": GELU, "use_bias": bias}
+
+
+def _stablelm(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **read_rope(data, config, partial=True),
+        **_layer_norm(data),
+        "use_parallel_residual": data.get("use_parallel_residual", not data.has("ffn_norm.weight")),
+        "use_qkv_bias": data.has("attn_q.bias"),
+        "qk_layernorm": data.has("attn_q_norm.weight"),
+    }
+
+
+def _gptneox(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **read_rope(data, config, partial=True),
+        **_layer_norm(data),
+        "model_type": "gpt_neox",
+        "hidden_act": "gelu",
+        "use_parallel_residual": data.get("use_parallel_residual", True),
+        "attention_bias": data.has("attn_qkv.bias"),
+    }
+
+
+def _gpt2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_layer_norm(data, "layer_norm_epsilon"), "hidden_act": "gelu_new"}
+
+
+def _mistral3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Queries that grow with the position are Ministral's; without them it is a Mistral."""
+    growth = data.get("attention.temperature_scale")
+    scale = data.get("rope.scaling.yarn_log_multiplier", 0.0)
+    found = read_rope(data, config)
+    if not growth:
+        return {**found, "model_type": "mistral", "sliding_window": None}
+    rope = {**found.pop("rope_scaling", {}), "mscale": 1.0, "mscale_all_dim": scale, "llama_4_scaling_beta": growth}
+    return {"model_type": "ministral3", "rope_theta": None, "rope_parameters": rope | found}
+
+
+ARCHITECTURES = {
+    "llama": _llama,
+    "mistral3": _mistral3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi2": _phi2,
+    "phi3": _phi3,
+    "granite": _granite,
+    "olmo2": _olmo2,
+    "smollm3": _smollm3,
+    "seed_oss": _seed_oss,
+    "ernie4_5": _ernie4_5,
+    "glm4": _glm4,
+    "exaone4": _exaone4,
+    "hunyuan-dense": _hunyuan,
+    "command-r": _cohere,
+    "cohere2": _cohere2,
+    "starcoder2": _starcoder2,
+    "stablelm": _stablelm,
+    "gptneox": _gptneox,
+    "gpt2": _gpt2,
+}
