@@ -63,7 +63,7 @@ class Row:
     rounds: list[Figures] = field(default_factory=list)
 
     def as_good_as(self, other: "Row") -> bool:
-        """True if its KL is no higher in either phase."""
+        """True if its KL is no higher in both phases."""
         return all(self.quality[p]["mean_kl"] <= SAME_KL * other.quality[p]["mean_kl"] for p in PHASES)
 
     def cells(self, reference: "Row | None", columns: Sequence[str]) -> Iterator[str]:
@@ -200,7 +200,7 @@ def find_reference(row: Row, rows: Sequence[Row]) -> Row | None:
 
 def lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     columns = list(next((row.rounds[0] for row in rows if row.rounds), {}))
-    yield "system", "bits per weight", "KL, prefill", "KL, decode", *columns, "(llmc's as good / this)"
+    yield "system", "bits per weight", "KL, prefill", "KL, decode", *columns, "compared with"
     for row in rows:
         yield row.entry.name, *row.cells(find_reference(row, rows), columns)
 

@@ -52,9 +52,8 @@ class Task:
         with torch.inference_mode():
             for row, tokens in zip(self._reference, self.windows, strict=True):
                 row[:] = model(input_ids=torch.from_numpy(tokens[None]), use_cache=False).logits[0].numpy()
-        self._weights = sum(
-            parameter.numel() for parameter in model.parameters() if parameter.ndim > 1
-        )  # a tied head once
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]  # a tied head once
+        self._weights = sum(matrix.numel() for matrix in matrices)
 
     def measure(self, run: Callable[..., str]) -> dict[str, Figures]:
         """Bits per weight, KL in nats and so on by phase, of a system that ``run`` lets write its logits.
