@@ -1,12 +1,13 @@
-"""Run llmc and its peers on the same checkpoint in one run, interleaved, and print how they compare.
+"""Compare llmc with its peers at equal quality: bits and KL on a real model, speed, memory and disk, in one table.
 
     python peers.py systems.toml                      # one request: prefill and decode, sizes, memory
     python peers.py systems.toml --together 1 4 8 16  # requests at once: new tokens of all per second
     python peers.py systems.toml --first              # seconds to the first token, files out of the page cache
 
-Every round runs each system once, in a process and an interpreter of its own. What to run is said by a TOML file (see
-systems.example.toml); paths in it are relative to it. A system without interpreter or model is not run, and the table
-says so. All use as many threads as this process may use CPUs (``taskset`` limits them).
+What to run is said by a TOML file (see systems.example.toml); paths in it are relative to it. KL comes first: a system
+without it is not timed. Then every round runs each system once, in a process and an interpreter of its own. A system
+without interpreter or model is not run, and the table says so. All use as many threads as this process may use CPUs
+(``taskset`` limits them).
 """
 
 import argparse
@@ -18,13 +19,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from machine import QUIET_CPUS, Disturbance, positive, publish, ratio, table
-from runners import RUNNERS, lengths
+from quality import Figures, Quality, Task
+from runners import PHASES, RUNNERS, lengths
 
-from llmc.errors import BundleError
+from llmc.errors import BundleError, LlmcError
 from llmc.runtime.host.machine import usable_threads
 from llmc.strict import decode
 
@@ -36,43 +39,53 @@ else:
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
 NOT_RUN = "not run"
-Figures = dict[str, float]  # by column of the table
+# KL that is higher by less is no worse: of one text of a few thousand tokens, a tenth is noise.
+SAME_KL = 1.1
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One system of the TOML file; ``group`` names the table it appears in (compare like with like)."""
+    """One system of the TOML file: what is timed, and what the same system makes of the real model."""
 
     name: str
-    group: str
     runner: str
     model: str
+    quality: str
 
 
 @dataclass
 class Row:
-    """A system with all its rounds; ``trouble`` says why there are none, or fewer than asked for."""
+    """A system with its quality by phase and all its rounds; ``trouble`` says what is missing."""
 
     entry: Entry
     trouble: str
+    quality: dict[str, Figures] = field(default_factory=dict)
     rounds: list[Figures] = field(default_factory=list)
 
-    def cells(self, reference: "Row", columns: Sequence[str]) -> Iterator[str]:
-        """Medians over rounds, and in brackets the reference's figure over that of the same round."""
+    def as_good_as(self, other: "Row") -> bool:
+        """True if its KL is no higher in both phases."""
+        return all(self.quality[p]["mean_kl"] <= SAME_KL * other.quality[p]["mean_kl"] for p in PHASES)
+
+    def cells(self, reference: "Row | None", columns: Sequence[str]) -> Iterator[str]:
+        """Bits in decode, KL, and medians over rounds, in brackets the reference's figure over that of the same
+        round."""
+        yield f"{self.quality['decode']['bits']:.2f}" if self.quality else ""
+        for phase in PHASES:
+            yield f"{self.quality[phase]['mean_kl']:.2g}" if self.quality else ""
         for column in columns:
             own = [figures[column] for figures in self.rounds]
-            if not own:
-                yield self.trouble or NOT_RUN
-                continue
-            median = f"{statistics.median(own):.4g}"
-            theirs = [figures[column] for figures in reference.rounds]
-            yield median if reference is self or not theirs else f"{median} ({ratio(theirs, own)})"
+            theirs = [figures[column] for figures in reference.rounds] if reference else []
+            compared = f" ({ratio(theirs, own)})" if own and theirs else ""
+            yield f"{statistics.median(own):.4g}{compared}" if own else ""
+        yield self.trouble or (reference.entry.name if reference else "")
 
 
-def read_systems(path: Path) -> tuple[dict[str, Path], tuple[Entry, ...]]:
-    """Read the TOML file: the interpreter of each runner, llmc's by default the present one; the systems."""
+def read_systems(path: Path) -> tuple[Quality, dict[str, Path], tuple[Entry, ...]]:
+    """Read the TOML file: the reference, the interpreter of each runner (llmc's by default the present one), the
+    systems."""
     document = tomllib.loads(path.read_text(encoding="utf-8"))
     try:
+        quality = decode(Quality, document.pop("quality", {}), "quality")
         pythons = decode(dict[str, str], document.pop("python", {}), "python")
         entries = decode(dict[str, tuple[Entry, ...]], document).get("system", ())
     except BundleError as error:
@@ -81,13 +94,14 @@ def read_systems(path: Path) -> tuple[dict[str, Path], tuple[Entry, ...]]:
     if unknown or not entries:
         problem = f"unknown runners {sorted(unknown)}, expected {', '.join(RUNNERS)}" if unknown else "no [[system]]"
         raise ValueError(f"{path}: {problem}; see systems.example.toml")
-    return {"llmc": Path(sys.executable), **{name: path.parent / python for name, python in pythons.items()}}, entries
+    found = {name: path.parent / python for name, python in pythons.items()}
+    return quality, {"llmc": Path(sys.executable), **found}, entries
 
 
-def find_missing(python: Path | None, model: Path) -> str:
+def find_missing(python: Path | None, *models: Path) -> str:
     if python is None:
         return f"{NOT_RUN}: its runner has no interpreter"
-    absent = [str(path) for path in (python, model) if not path.exists()]
+    absent = [str(path) for path in (python, *models) if not path.exists()]
     return f"{NOT_RUN}: {', '.join(absent)} not found" if absent else ""
 
 
@@ -109,6 +123,29 @@ def run_script(
         last = (error.stderr.strip() or "no message").splitlines()[-1]
         raise RuntimeError(f"{script} failed with exit code {error.returncode}: {last}") from error
     return (done.stdout.splitlines() or [""])[-1]
+
+
+def judge_all(args: argparse.Namespace, quality: Quality, pythons: dict[str, Path], rows: Sequence[Row]) -> None:
+    """Measure the quality of each system that can run, or take it from the JSON file of an earlier run."""
+    able = [row for row in rows if not row.trouble]
+    if args.quality:
+        earlier = {row["entry"]["name"]: row for row in json.loads(args.quality.read_text(encoding="utf-8"))["rows"]}
+        for row in able:
+            known = earlier.get(row.entry.name, {})
+            row.quality = known["quality"] if known.get("entry", {}).get("quality") == row.entry.quality else {}
+            row.trouble = "" if row.quality else f"{NOT_RUN}: {args.quality} has no KL of it"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task(quality, args, Path(folder))
+        for row in able:
+            model = args.systems.parent / row.entry.quality
+            given = (pythons[row.entry.runner], "runners.py", row.entry.runner, model, "--threads", usable_threads())
+            try:
+                row.quality = task.measure(partial(run_script, *given, timeout_s=args.timeout))
+            except RuntimeError as error:
+                row.trouble = str(error)
+            said = row.trouble or {phase: f"KL {row.quality[phase]['mean_kl']:.5f}" for phase in PHASES}
+            print(f"quality: {row.entry.name}: {said}", file=sys.stderr)
 
 
 def run_round(args: argparse.Namespace, python: Path, entry: Entry) -> Figures:
@@ -138,10 +175,8 @@ def drop(model: Path) -> None:
         os.close(descriptor)
 
 
-def run_all(args: argparse.Namespace, pythons: dict[str, Path], entries: Sequence[Entry]) -> list[Row]:
+def time_all(args: argparse.Namespace, pythons: dict[str, Path], rows: Sequence[Row]) -> None:
     """Run all systems in turn, several times; one that fails is not tried again."""
-    folder = args.systems.parent
-    rows = [Row(entry, find_missing(pythons.get(entry.runner), folder / entry.model)) for entry in entries]
     for number in range(1, args.rounds + 1):
         for row in (row for row in rows if not row.trouble):
             disturbance = Disturbance()
@@ -153,40 +188,46 @@ def run_all(args: argparse.Namespace, pythons: dict[str, Path], entries: Sequenc
             noise = f" (disturbed: {busy} CPUs busy with something else)" if busy > QUIET_CPUS else ""
             said = row.trouble or ", ".join(f"{name} {figure:g}" for name, figure in row.rounds[-1].items())
             print(f"round {number}/{args.rounds}: {row.entry.name}: {said}{noise}", file=sys.stderr)
-    return rows
 
 
-def tables(rows: Sequence[Row]) -> Iterator[str]:
-    """One Markdown table per group; ratios are those of the group's first llmc system."""
-    for group in dict.fromkeys(row.entry.group for row in rows):
-        own = [row for row in rows if row.entry.group == group]
-        reference = next((row for row in own if row.entry.runner == "llmc" and row.rounds), own[0])
-        columns = list(next((row.rounds[0] for row in own if row.rounds), {"figures": 0.0}))
-        yield table((group, *columns), *((row.entry.name, *row.cells(reference, columns)) for row in own))
+def find_reference(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The llmc system of fewest bits in decode that is as good as this peer."""
+    if row.entry.runner == "llmc" or not row.rounds:
+        return None
+    ours = [own for own in rows if own.entry.runner == "llmc" and own.rounds and own.as_good_as(row)]
+    return min(ours, key=lambda own: own.quality["decode"]["bits"], default=None)
+
+
+def lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    columns = list(next((row.rounds[0] for row in rows if row.rounds), {}))
+    yield "system", "bits per weight", "KL, prefill", "KL, decode", *columns, "compared with"
+    for row in rows:
+        yield row.entry.name, *row.cells(find_reference(row, rows), columns)
 
 
 def main() -> int:
-    """Measure, write the JSON file and print the tables; 1 if a system failed, or none could run."""
+    """Measure, write the JSON file and print the table; 1 if a system failed, or none could run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", type=Path, help="TOML file that lists the systems")
     lengths(parser)
     parser.add_argument("--first", action="store_true", help="the time until the first token, opening included")
     parser.add_argument("--rounds", type=positive, default=3, help="times that each system runs")
-    parser.add_argument("--group", action="append", help="run only this group; may be repeated")
+    parser.add_argument("--windows", type=positive, default=24, help="windows of text that quality is measured on")
+    parser.add_argument("--length", type=positive, default=256, help="tokens of a window")
+    parser.add_argument("--quality", type=Path, help="JSON file of an earlier run, whose KL is taken over")
     parser.add_argument("--timeout", type=float, default=1800, help="limit of one process, in seconds")
     parser.add_argument("--json", type=Path, default=Path("peers.json"), help="where every round goes")
     args = parser.parse_args()
-    try:
-        pythons, entries = read_systems(args.systems)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    chosen = [entry for entry in entries if not args.group or entry.group in args.group]
     disturbance = Disturbance()
-    rows = run_all(args, pythons, chosen)
-    publish(args.json, disturbance.cpus(), list(tables(rows)), rows=[asdict(row) for row in rows])
-    for row in rows:
-        if row.trouble:
-            print(f"{row.entry.name}: {row.trouble}")
+    try:
+        quality, pythons, entries = read_systems(args.systems)
+        models = [[args.systems.parent / model for model in (entry.model, entry.quality)] for entry in entries]
+        rows = [Row(e, find_missing(pythons.get(e.runner), *paths)) for e, paths in zip(entries, models, strict=True)]
+        judge_all(args, quality, pythons, rows)
+    except (LlmcError, OSError, ValueError) as error:
+        parser.error(str(error))
+    time_all(args, pythons, rows)
+    publish(args.json, disturbance.cpus(), [table(*lines(rows))], rows=[asdict(row) for row in rows])
     failed = any(row.trouble and not row.trouble.startswith(NOT_RUN) for row in rows)
     return int(failed or not any(row.rounds for row in rows))
 

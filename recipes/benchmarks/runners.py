@@ -3,16 +3,17 @@
     python runners.py SYSTEM MODEL --threads N
     python runners.py SYSTEM MODEL --threads N --together 1 8 --prompts 128     # requests at once instead
     python runners.py SYSTEM MODEL --threads N --first --prompts 32             # opening it and one token instead
+    python runners.py SYSTEM MODEL --threads N --logits FOLDER                  # logits and bytes of weights instead
 
 Runs in the interpreter that has the system and need not have llmc, so what a system needs is imported where it is used.
 """
 
 import argparse
+import ctypes
 import importlib
 import json
-import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ Generate = Callable[[list[int], int], tuple[float, float]]
 # Answers all prompts at once with so many new tokens each, greedily and whatever the end token says. Gives the seconds
 # from the first prompt handed in to the last token.
 Together = Callable[[list[list[int]], int], float]
+
+# Logits [n, V] of a window, fed so many tokens at a time from an empty cache, as they come; each array is overwritten
+# by the next.
+Logits = Callable[[list[int], int], Iterable[Any]]
+PHASES = ("prefill", "decode")
+# Readers of values that are no matrix: norm weights and rotary tables are not quantized by anyone.
+VECTOR_READERS = ("Normalization", "LayerNorm", "Attention", "RotaryEmbedding")
 
 
 def time_steps(prefill: Callable[[], None], step: Callable[[], None], new_tokens: int) -> tuple[float, float]:
@@ -74,6 +82,32 @@ def llmc_together(args: argparse.Namespace) -> Together:
     return generate
 
 
+def llmc_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
+    """A bundle: the logits of its two graphs. A machine that cannot run one runs the other for both."""
+    from llmc.runtime import load
+    from llmc.runtime.sessions import Phase
+
+    model = load(args.model, threads=args.threads)
+    own = {phase: "decode" if model.runner.session.substitutes else phase for phase in PHASES}
+    sizes = {phase: graph_bytes(args.model / model.manifest.graphs[graph].file) for phase, graph in own.items()}
+    return lambda tokens, step: [model.runner.logits(tokens, Phase(PHASES[step == 1]))], sizes
+
+
+def graph_bytes(graph: Path) -> int:
+    """Bytes of an ONNX graph's matrices, scales included. What two nodes share counts once."""
+    import onnx_ir as ir
+
+    sizes: dict[Any, int] = {}
+    for value in ir.load(graph).graph.initializers.values():
+        readers = [node.op_type for node, _ in value.uses()]
+        if value.const_value is None or all(reader.endswith(VECTOR_READERS) for reader in readers):
+            continue
+        tensor = value.const_value
+        place = (tensor.location, tensor.offset) if isinstance(tensor, ir.ExternalTensor) else value.name
+        sizes[place] = max(sizes.get(place, 0), tensor.nbytes)
+    return sum(sizes.values())
+
+
 class LlamaCpp:
     """A GGUF file by the C interface directly, for ``most`` sequences: prompts in batches, then a token of each a call.
 
@@ -82,18 +116,27 @@ class LlamaCpp:
 
     def __init__(self, args: argparse.Namespace, most: int) -> None:
         import llama_cpp
-        from llamacpp_logits import open_context
 
         self._api, positions = llama_cpp, most * (max(args.prompts) + args.new_tokens)
         self._size = max(llama_cpp.llama_context_default_params().n_batch, most)
-        self._context, self._vocabulary = open_context(
-            args.model, args.threads, n_ctx=positions, n_batch=self._size, n_ubatch=MICRO_BATCH, n_seq_max=most
-        )
+        self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # ctypes does not hold it
+        llama_cpp.llama_backend_init()
+        llama_cpp.llama_log_set(self._silent, ctypes.c_void_p(0))
+        model = llama_cpp.llama_model_load_from_file(str(args.model).encode(), llama_cpp.llama_model_default_params())
+        if not model:
+            raise SystemExit(f"{args.model}: llama.cpp cannot load it; write it with convert_gguf.py")
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = positions, self._size, MICRO_BATCH
+        parameters.n_seq_max, parameters.n_threads, parameters.n_threads_batch = most, args.threads, args.threads
+        self._context = llama_cpp.llama_init_from_model(model, parameters)
+        if not self._context:
+            raise SystemExit(f"{args.model}: llama.cpp cannot make a context of {positions} tokens")
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._batch = llama_cpp.llama_batch_init(self._size, 0, 1)
         self._latest: dict[int, tuple[int, int]] = {}  # by sequence, the next token and its position
 
     def prefill(self, prompts: list[list[int]]) -> None:
-        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        self.clear()
         entries = [(t, i, s, i + 1 == len(p)) for s, p in enumerate(prompts) for i, t in enumerate(p)]
         for start in range(0, len(entries), self._size):
             self._feed(entries[start : start + self._size])
@@ -101,8 +144,22 @@ class LlamaCpp:
     def step(self) -> None:
         self._feed([(token, position, s, True) for s, (token, position) in self._latest.items()])
 
+    def logits(self, tokens: list[int], step: int) -> Iterable[Any]:
+        self.clear()
+        for start in range(0, len(tokens), step):
+            yield self._call([(t, i, 0, True) for i, t in enumerate(tokens[start : start + step], start)])
+
+    def clear(self) -> None:
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+
     def _feed(self, entries: list[tuple[int, int, int, bool]]) -> None:
         """Feed (token, position, sequence, last) in one call; what follows each last one is kept."""
+        lasts = [(sequence, position) for _, position, sequence, last in entries if last]
+        for (sequence, position), logits in zip(lasts, self._call(entries), strict=True):
+            self._latest[sequence] = int(logits.argmax()), position + 1
+
+    def _call(self, entries: list[tuple[int, int, int, bool]]) -> Any:
+        """Logits [lasts, V] of (token, position, sequence, last) fed in one call."""
         import numpy as np
 
         batch = self._batch
@@ -112,11 +169,8 @@ class LlamaCpp:
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
         if self._api.llama_decode(self._context, batch) != 0:
             raise SystemExit(f"llama_decode failed on {len(entries)} tokens")
-        for i, (_, position, sequence, last) in enumerate(entries):
-            if last:
-                logits = self._api.llama_get_logits_ith(self._context, i)
-                best = np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax()
-                self._latest[sequence] = int(best), position + 1
+        shape = (sum(last for *_, last in entries), self._vocabulary)
+        return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape)
 
 
 def llamacpp(args: argparse.Namespace) -> Generate:
@@ -129,6 +183,14 @@ def llamacpp_together(args: argparse.Namespace) -> Together:
     """llama.cpp, a token of every sequence in each call."""
     system = LlamaCpp(args, max(args.together))
     return lambda prompts, new_tokens: sum(time_steps(lambda: system.prefill(prompts), system.step, new_tokens))
+
+
+def llamacpp_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
+    """llama.cpp, one window as one micro batch."""
+    import gguf
+
+    matrices = [tensor for tensor in gguf.GGUFReader(args.model).tensors if len(tensor.shape) > 1]
+    return LlamaCpp(args, 1).logits, dict.fromkeys(PHASES, sum(int(tensor.n_bytes) for tensor in matrices))
 
 
 def openvino_greedy(new_tokens: int) -> Any:
@@ -184,15 +246,45 @@ def openvino_together(args: argparse.Namespace) -> Together:
     return generate
 
 
-def genai(args: argparse.Namespace) -> Generate:
-    """A folder of onnxruntime-genai's model builder, in the token loop of its examples."""
+def openvino_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
+    """The exported graph in OpenVINO itself, with the plugin's defaults, as the pipeline has them."""
     import numpy as np
+    import openvino
+
+    graph = openvino.Core().read_model(args.model / "openvino_model.xml")
+    constants = [node for node in graph.get_ops() if node.get_type_name() == "Constant"]
+    compiled = openvino.compile_model(graph, "CPU", {"INFERENCE_NUM_THREADS": args.threads})
+    request = compiled.create_infer_request()
+
+    def logits(tokens: list[int], step: int) -> Iterable[Any]:
+        request.reset_state()
+        for start in range(0, len(tokens), step):
+            ids, end = np.array([tokens[start : start + step]], np.int64), min(start + step, len(tokens))
+            inputs = {
+                "input_ids": ids,
+                "attention_mask": np.ones((1, end), np.int64),
+                "beam_idx": np.array([0], np.int32),
+            }
+            yield request.infer({**inputs, "position_ids": np.arange(start, end)[None]})["logits"][0]
+
+    return logits, dict.fromkeys(PHASES, sum(node.get_byte_size() for node in constants))
+
+
+def open_genai(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The library and a folder of its model builder, opened."""
     import onnxruntime_genai
 
     config = onnxruntime_genai.Config(str(args.model))
     # Set, because its default is half the cores.
     config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": args.threads}}}}))
-    model = onnxruntime_genai.Model(config)
+    return onnxruntime_genai, onnxruntime_genai.Model(config)
+
+
+def genai(args: argparse.Namespace) -> Generate:
+    """A folder of onnxruntime-genai's model builder, in the token loop of its examples."""
+    import numpy as np
+
+    onnxruntime_genai, model = open_genai(args)
 
     def generate(prompt: list[int], new_tokens: int) -> tuple[float, float]:
         parameters = onnxruntime_genai.GeneratorParams(model)
@@ -212,6 +304,23 @@ def genai(args: argparse.Namespace) -> Generate:
     return generate
 
 
+def genai_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
+    """The same, fed by hand."""
+    import numpy as np
+
+    onnxruntime_genai, model = open_genai(args)
+
+    def logits(tokens: list[int], step: int) -> Iterable[Any]:
+        parameters = onnxruntime_genai.GeneratorParams(model)
+        parameters.set_search_options(max_length=len(tokens) + 1, do_sample=False)
+        generator = onnxruntime_genai.Generator(model, parameters)
+        for start in range(0, len(tokens), step):
+            generator.append_tokens(np.array(tokens[start : start + step], np.int32))
+            yield generator.get_output("logits")[0]
+
+    return logits, dict.fromkeys(PHASES, graph_bytes(args.model / "model.onnx"))
+
+
 # How each system is opened.
 RUNNERS: dict[str, Callable[[argparse.Namespace], Generate]] = {
     "llmc": llmc,
@@ -222,7 +331,7 @@ RUNNERS: dict[str, Callable[[argparse.Namespace], Generate]] = {
 # What is imported before the time of opening a system begins.
 MODULES = {
     "llmc": ("llmc.runtime", "onnxruntime"),
-    "llamacpp": ("llamacpp_logits",),
+    "llamacpp": ("llama_cpp",),
     "openvino": ("openvino", "openvino_genai"),
     "genai": ("onnxruntime_genai",),
 }
@@ -231,6 +340,13 @@ TOGETHER: dict[str, Callable[[argparse.Namespace], Together]] = {
     "llmc": llmc_together,
     "llamacpp": llamacpp_together,
     "openvino": openvino_together,
+}
+# How each is opened for logits, and the bytes of its matrices in each phase, scales included.
+LOGITS: dict[str, Callable[[argparse.Namespace], tuple[Logits, dict[str, int]]]] = {
+    "llmc": llmc_logits,
+    "llamacpp": llamacpp_logits,
+    "openvino": openvino_logits,
+    "genai": genai_logits,
 }
 
 
@@ -283,10 +399,30 @@ def first_token(open_system: Callable[[argparse.Namespace], Generate], args: arg
     return {"s": seconds, "MB read": int(read) // 10**6}
 
 
+def write_logits(args: argparse.Namespace) -> dict[str, float]:
+    """Write float32 [windows, length, V] to prefill.npy (a window at once) and decode.npy (token by token) beside
+    windows.npy, int64 [windows, length]. Gives the bytes of matrices by phase."""
+    import numpy as np
+
+    windows = np.load(args.logits / "windows.npy").tolist()
+    args.prompts = [length] = [len(windows[0])]
+    feed, sizes = LOGITS[args.system](args)
+    for phase, step in zip(PHASES, (length, 1), strict=True):
+        output = None
+        for number, tokens in enumerate(windows):
+            found = np.concatenate([np.array(part, np.float32) for part in feed(tokens, step)])
+            if output is None:
+                shape = (len(windows), *found.shape)
+                output = np.lib.format.open_memmap(args.logits / f"{phase}.npy", "w+", np.float32, shape)
+            output[number] = found
+    return dict(sizes)
+
+
 def sizes(model: Path) -> dict[str, float]:
     """10^6 bytes: of the model's files, and of the process's resident peak, mapped weights included."""
     files = [model] if model.is_file() else [file for file in model.rglob("*") if file.is_file()]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text(encoding="utf-8")  # ru_maxrss begins with what the parent had
+    peak = 1024 * int(status.split("\nVmHWM:")[1].split()[0])
     return {"MB on disk": sum(file.stat().st_size for file in files) // 10**6, "MB at the peak": peak // 10**6}
 
 
@@ -296,9 +432,12 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="what the system loads: a bundle, an exported folder, a GGUF file")
     parser.add_argument("--threads", type=int, required=True, help="CPUs the process may use")
     parser.add_argument("--first", action="store_true", help="the time until the first token, opening included")
+    parser.add_argument("--logits", type=Path, help="folder with windows.npy, where logits go")
     lengths(parser)
     args = parser.parse_args()
-    if args.first:
+    if args.logits:
+        found = write_logits(args)
+    elif args.first:
         found = first_token(RUNNERS[args.system], args)
     elif args.together:
         found = all_together(TOGETHER[args.system](args), args)

@@ -77,6 +77,24 @@ def test_service_runs_on_the_small_model(run, tiny_bundle: Path):
     assert inside["output_tokens"]["mean"] == outside["output_tokens"]["mean"] == 3
 
 
+@pytest.fixture
+def systems(tiny_bundle: Path, tiny_checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Write a TOML file of systems of these names and runners, all of the small model's bundle."""
+
+    def write(*systems: tuple[str, str]) -> Path:
+        path, text = tmp_path / "systems.toml", tiny_checkpoint.parent / "validation.txt"
+        parts = [
+            f'[quality]\ncheckpoint = "{tiny_checkpoint}"\ntext = "{text}"\n[python]\nllamacpp = "{sys.executable}"'
+        ]
+        for name, runner in systems:
+            models = f'model = "{tiny_bundle}"\nquality = "{tiny_bundle}"'
+            parts.append(f'[[system]]\nname = "{name}"\nrunner = "{runner}"\n{models}')
+        path.write_text("\n".join(parts))
+        return path
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("options", "columns"),
     [
@@ -86,39 +104,51 @@ def test_service_runs_on_the_small_model(run, tiny_bundle: Path):
     ],
     ids=["one", "together", "first"],
 )
-def test_peers_run_on_the_small_model(run, tiny_bundle: Path, tmp_path: Path, options, columns: set[str]):
-    systems = tmp_path / "systems.toml"
-    systems.write_text(
-        f'[[system]]\nname = "ours"\ngroup = "g"\nrunner = "llmc"\nmodel = "{tiny_bundle}"\n'
-        '[[system]]\nname = "other"\ngroup = "g"\nrunner = "openvino"\nmodel = "none"\n'
-    )
-    ours, other = run("peers", systems, "--rounds", 1, "--prompts", 8, "--new-tokens", 4, *options)["rows"]
+def test_peers_run_on_the_small_model(run, systems, options, columns: set[str]):
+    pytest.importorskip("transformers")
+    sizes = ("--rounds", 1, "--prompts", 8, "--new-tokens", 4, "--windows", 2, "--length", 16)
+    ours, other = run("peers", systems(("ours", "llmc"), ("other", "openvino")), *sizes, *options)["rows"]
     assert set(ours["rounds"][0]) == columns
+    decode = ours["quality"]["decode"]
+    assert 8 < decode["bits"] < 10 and 0 < decode["mean_kl"] < 0.002
     assert other["trouble"].startswith("not run")
 
 
-def test_quality_per_bit_compares_and_refuses_another_model(
-    script, run, tiny_bundle: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys
+def test_peers_compare_at_equal_quality_and_time_nothing_without_it(
+    script, run, systems, monkeypatch, tmp_path, capsys
 ):
-    """llama.cpp is played by the reference itself, with a planted error."""
+    """Every system is played by the reference, with planted errors: logits times so much, or one too few."""
     pytest.importorskip("transformers")
-    module, scale, tasks = script("quality_per_bit"), {"f16": 1.0}, []
-    make_task = module.make_task
+    peers, factors = script("peers"), {"close": 0.99, "small": 0.8, "far": 0.9}
+    names = iter(("close", "small", "far", "broken"))
 
-    def llamacpp(python: Path, name: str, *arguments: Any) -> str:
-        if name == "llamacpp_logits.py":
-            np.save(arguments[2], tasks[-1].reference * np.float32(scale.get(arguments[0].stem[6:], 0.9)))
-        return json.dumps({"matrix_weights": tasks[-1].matrix_weights, "bits_per_weight": 4.5})
+    def play(python: Path, *arguments: Any, **options: Any) -> str:
+        if "--logits" not in arguments:
+            return '{"decode": 6.0}'
+        folder, name = arguments[-1], next(names)
+        reference = np.load(folder / "reference.npy")
+        for phase in ("prefill", "decode"):
+            np.save(folder / f"{phase}.npy", reference * factors[name] if name in factors else reference[:, 1:])
+        return json.dumps(dict.fromkeys(("prefill", "decode"), 1000 if name == "small" else 2000))
 
-    monkeypatch.setattr(module, "run_script", llamacpp)
-    monkeypatch.setattr(module, "make_task", lambda *given: tasks.append(make_task(*given)) or tasks[-1])
-    texts = ("--checkpoint", tiny_checkpoint, "--text", tiny_checkpoint.parent / "validation.txt")
-    given = (tiny_bundle, *texts, "--windows", 2, "--length", 16, "--llamacpp-python", "python")
-    kl = {(row[0], row[1]): float(row[3]) for row in run("quality_per_bit", *given)["rows"]}
-    ours = kl[f"llmc {tiny_bundle.name}", "decode"]
-    assert kl["llama.cpp f16", "decode"] == 0 < ours < kl["llama.cpp q4_0", "decode"]
-    scale["f16"] = 0.9
-    assert module.main() == 1 and "computes another model" in capsys.readouterr().err
+    monkeypatch.setattr(peers, "run_script", play)
+    path = systems(("close", "llmc"), ("small", "llmc"), ("far", "llamacpp"), ("broken", "llamacpp"))
+    given, earlier = ("--windows", "2", "--length", "16", "--rounds", "1"), tmp_path / "earlier.json"
+    monkeypatch.setattr(sys, "argv", ["peers", str(path), *given, "--json", str(earlier)])
+    assert peers.main() == 1
+    far, broken = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[4:6])
+    assert far[4:] == ["6 (1.00x; 1.00 to 1.00)", "close |"]  # and not the smaller one, which is worse
+    assert "prefill" in broken[-1] and broken[1:5] == [""] * 4
+    rows = run("peers", path, "--rounds", 1, "--quality", earlier)["rows"]
+    assert [len(row["rounds"]) for row in rows] == [1, 1, 1, 0] and "has no KL" in rows[-1]["trouble"]
+
+
+def test_a_peer_is_compared_with_ours_up_to_noise(script):
+    peers = script("peers")
+    peer, noise, worse = (
+        peers.Row(None, "", {phase: {"mean_kl": kl} for phase in peers.PHASES}) for kl in (1, 1.09, 1.11)
+    )
+    assert noise.as_good_as(peer) and not worse.as_good_as(peer)
 
 
 def test_families_have_about_as_many_weights_as_llama(script):

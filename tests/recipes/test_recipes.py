@@ -1,7 +1,7 @@
 """Recipes: each is understood, builds for every family, and costs on the small model what it says.
 
 The figures are of the first windows of the small model's validation text, after calibrating on its calibration text:
-the same windows that ``recipes/benchmarks/quality_per_bit.py`` compares with llama.cpp.
+the same windows that ``recipes/benchmarks/peers.py`` compares with llama.cpp.
 """
 
 import re
@@ -136,7 +136,7 @@ WINDOWS, WINDOW = 24, 256
 SAME_KL = 0.10
 SAME_AGREEMENT = 0.01
 # In nats per token. On these windows llama.cpp's Q4_K_M has 0.0138 at 5.04 bits, where int4-small has 5.00
-# (recipes/benchmarks/quality_per_bit.py).
+# (recipes/benchmarks/peers.py).
 INT8_KL = 0.0008
 INT4_KL = 0.0138
 
@@ -180,7 +180,7 @@ def as_expected(found: Measured, expected: Expected) -> bool:
 
 @pytest.mark.slow
 def test_the_default_costs_what_its_recipe_says_and_not_what_others_say(measured: Measured):
-    """``recipes/benchmarks/quality_per_bit.py`` measures the others."""
+    """``recipes/benchmarks/peers.py`` measures the others."""
     assert as_expected(measured, EXPECTED["int8"]), measured.quality.phases
     assert rows_of_the_table()["int8"][0] == f"{measured.weight_bytes / 1e6:.1f} MB"
     if not measured.substitutes:  # without the graph for prompts two recipes cost the same
