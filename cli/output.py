@@ -83,6 +83,11 @@ def size(count: int) -> str:
     return f"{value:.{_DIGITS[unit]}f} {unit}"
 
 
+def minutes(seconds: float) -> str:
+    """A rough time for people."""
+    return "less than a minute" if seconds < 60 else f"about {round(seconds / 60)} min"
+
+
 def amount(count: int) -> str:
     """A number of parameters for people: 494032768 -> 494.0 million."""
     if count >= 1_000_000_000:
@@ -132,10 +137,10 @@ def recipe(recipe: Recipe) -> str:
 
 
 def calibration_rows(recipe: Recipe) -> list[tuple[str, str]]:
-    """The text that decided weights, if one did."""
+    """The text that decided weights, if one did; and where it might have, that none did."""
     used = recipe.calibration
     if used is None:
-        return []
+        return [("calibrated on", "nothing: rounded to nearest")] if "int4" in recipe.precisions() else []
     origin = f"{used.text}, which comes with llmc" if used.default else used.text
     return [("calibrated on", f"{origin}: {used.samples} x {used.length} tokens")]
 

@@ -176,6 +176,7 @@ def numbers(stage: Stage) -> dict[str, object]:
         "batch": plan.batch,
         "parts": plan.parts,
         "total": plan.total,
+        **({"seconds": round(plan.seconds)} if plan.seconds else {}),
         **{name: getattr(verdict, name) if verdict else None for name in known},
     }
 
@@ -188,7 +189,10 @@ def print_stages(ahead: Ahead) -> None:
         state = UNKNOWN
         if verdict is not None:
             state = "fits" if verdict.fits else f"{show.size(verdict.missing)} missing"
-        show.print_table((plan.stage + at, ""), [*rows, ("peak", f"{show.size(plan.total)}  {state}")])
+        rows.append(("peak", f"{show.size(plan.total)}  {state}"))
+        if plan.seconds:
+            rows.append(("time", show.minutes(plan.seconds)))
+        show.print_table((plan.stage + at, ""), rows)
         click.echo()
     found = ahead.memories
     shared = ", CPU and GPU together" if found.unified else ""

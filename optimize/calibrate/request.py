@@ -58,13 +58,17 @@ class CalibrationRequest:
     @property
     def is_possible(self) -> bool:
         """False if torch is not installed, and the user asked for nothing that takes it."""
-        return self.asked is not None or find_spec("torch") is not None
+        return self.asked is not None or can_calibrate()
 
     @property
     def asked(self) -> str | None:
         """The option that the user gave, in words, or None."""
         given = {"a text": self.text, "a number of samples": self.samples, "a length of samples": self.length}
         return next((name for name, value in given.items() if value is not None), None)
+
+
+def can_calibrate() -> bool:
+    return find_spec("torch") is not None
 
 
 def calibrate_weights(

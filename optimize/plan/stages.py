@@ -5,12 +5,14 @@ from pathlib import Path
 
 from llmc.bundle import EXPORT_MANIFEST, TOKENIZER_FILE, Geometry
 from llmc.errors import BundleError
-from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES
+from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES, can_calibrate
 from llmc.optimize.plan.device import device_plan, host_plan
 from llmc.optimize.plan.memory import memory_plan, plan_build
+from llmc.optimize.plan.time import estimate_build
 from llmc.optimize.recipe import Request, check_context, find_recipe, for_encoder, read_recipe, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH, export_plan
+from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.kv.budget import MemoryEstimate, plan_device, plan_run
 
 
@@ -39,19 +41,20 @@ def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unifi
     abilities = capabilities(target)
     if geometry.encoder:
         asked = for_encoder(asked, abilities, geometry.max_positions)
-    chosen, limits = resolve(
-        asked, abilities, geometry.max_positions, "plan", coded=bool(geometry.coded), rotates=geometry.rotates
-    )
-    tokenizer, calibrated, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
+    calibrated, coded, rotates = can_calibrate() and not geometry.encoder, bool(geometry.coded), geometry.rotates
+    chosen, limits = resolve(asked, abilities, geometry.max_positions, "plan", calibrated, coded, rotates)
+    tokenizer, windows, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
     if not abilities.has_gpu:
         judged = bool(chosen.budget)
-        build = plan_build(geometry, chosen, limits, tokenizer, *calibrated, judged=judged)
-        return [build, plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)]
+        build = plan_build(geometry, chosen, limits, tokenizer, *windows, judged=judged)
+        seconds = estimate_build(geometry, chosen, DEFAULT_SAMPLES * DEFAULT_LENGTH, usable_threads())
+        run = plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)
+        return [replace(build, seconds=seconds), run]
     device = device_plan(geometry, limits, chosen)
     one_memory = unified and abilities.makes_engine  # the engine's builder runs kernels on the GPU
     return [
-        plan_build(geometry, chosen, limits, tokenizer, *calibrated, device=device, one_memory=one_memory),
+        plan_build(geometry, chosen, limits, tokenizer, *windows, device=device, one_memory=one_memory),
         plan_run(host_plan(geometry, tokenizer), wider, limits.max_context, batch),
         plan_device(device, wider, limits.max_context, batch),
     ]

@@ -105,6 +105,7 @@ class MemoryEstimate:
         context, batch: cached tokens of a row, and rows, that the parts are for.
         limits: the largest of both that the model or the bundle can serve.
         needed: total bytes for another context and batch.
+        seconds: that it takes, roughly; 0 where nobody asks.
     """
 
     stage: str
@@ -113,6 +114,7 @@ class MemoryEstimate:
     batch: int
     limits: Limits
     needed: Callable[[int, int], int] = field(repr=False, compare=False)
+    seconds: float = 0.0
 
     @property
     def total(self) -> int:

@@ -32,7 +32,7 @@ def built(exported, tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("built")
             recipe = folder / "recipe.toml"
-            recipe.write_text(f'phases = "{phases}"\n' if phases else "")
+            recipe.write_text(f'phases = "{phases}"\n[layers]\n' if phases else "")
             made[key] = build(exported(name).export, folder / "bundle", precision=precision, recipe=recipe)
         return made[key]
 
@@ -137,11 +137,12 @@ def plain_bytes(report: BuildReport) -> int:
 def test_a_tied_head_shares_its_bytes_with_the_embedding(tiny_export, tmp_path, precision, phases):
     """The embedding of the small model is a sixth of it: a second copy would show."""
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f'phases = "{phases}"\n' if phases else "")
+    recipe.write_text(f'phases = "{phases}"\n[layers]\n' if phases else "")
     report = build(tiny_export, tmp_path / "bundle", precision=precision, recipe=recipe)
     g = report.manifest.geometry
     assert g.tied_head
-    matrix = {"fp32": 4, "int8": 1 + 4 / 128, "int4": 0.5 + 4 / 128}  # bytes per weight with scales in blocks of 128
+    # Bytes per weight with scales, and zero points of half a byte, in blocks of 32.
+    matrix = {"fp32": 4, "int8": 1 + 4 / 32, "int4": 0.5 + 4.5 / 32}
     # The prefill graph of a split bundle has integers of its own, 8 bits each.
     body = matrices(g) * (matrix[precision] + (report.manifest.recipe.phases == "split"))
     table = g.vocab_size * g.hidden_size * matrix[report.manifest.recipe.head]

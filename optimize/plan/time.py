@@ -1,0 +1,25 @@
+"""How long a build takes, roughly, from the geometry and the recipe alone.
+
+Most of it is calibration: each layer multiplies every token twice, once to be observed and once with its integers, and
+second moments take the square of what its linears read.
+"""
+
+from llmc.bundle import Geometry, Recipe
+from llmc.optimize.recipe import needs_calibration
+
+# Floating point operations of torch on one core of a server with AVX-512; half of that on an older one.
+FLOPS_PER_CORE = 70e9
+# Core-seconds for a weight: read, rounded for each graph, written and judged; and to search and round it by GPTQ.
+ROUNDING, GPTQ = 70e-9, 160e-9
+
+
+def estimate_build(geometry: Geometry, recipe: Recipe, tokens: int, cores: int) -> float:
+    """Seconds that a build takes that calibrates on so many tokens, on cores that do nothing else."""
+    layers = [group for group in geometry.readers if group[0].layer is not None]
+    weights = sum(linear.size for group in layers for linear in group)
+    seconds = ROUNDING * (weights + geometry.table.size)
+    if needs_calibration(recipe):
+        seconds += tokens * 4 * weights / FLOPS_PER_CORE
+    if recipe.scheme == "gptq":
+        seconds += tokens * sum(group[0].inputs ** 2 for group in layers) / FLOPS_PER_CORE + GPTQ * weights
+    return seconds / cores
