@@ -27,8 +27,8 @@ def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool) -
     """Export CHECKPOINT, a local Hugging Face folder or a GGUF file, as a portable ONNX decoder.
 
     The weights stay where they are on disk: the output folder holds links to the checkpoint's files, or copies of
-    them on another file system. Quantized weights of a GGUF file are unpacked to float16. Of a model in several GGUF
-    files give the first.
+    them on another file system. Quantized weights of a GGUF file keep their integers, in a file of the export. Of a
+    model in several GGUF files give the first.
     """
     from llmc.cli.plan import check_export
     from llmc.export import export
