@@ -87,7 +87,7 @@ def main() -> None:
     show.print_table(columns, rows, numbers=True)
     print(
         "\nPerplexity, mean KL to the unquantized model (of a quantized file: to what it stands for) and the share of\n"
-        "equal first choices are of the decode path, KL of prompts is that of prefill, on text that no calibration saw;\n"
+        "equal first choices are of the decode path, KL of prompts of prefill, on text that no calibration saw;\n"
         f"speed is that of {PROMPT_LENGTH} tokens of prompt and {MEASURED_TOKENS} new "
         f"ones on {usable_threads()} threads.\nThe rest is in each manifest."
     )
