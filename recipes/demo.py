@@ -82,17 +82,22 @@ def main() -> None:
     print(f"{show.size(exported.new_bytes)} new on disk in {exported.seconds:.1f} s")
     for note in exported.notes:
         print(f"note: {note}")
-    rows = [bundle_row(demo, precision, started) for precision in ("int8", "int4")]
+    kept = ("source",) if exported.geometry.coded else ()  # the integers of a quantized file as they are
+    rows = [bundle_row(demo, precision, started) for precision in (*kept, "int8", "int4")]
     print()
-    columns = ("", "size", "perplexity", "mean KL", "same choice", "prefill", "decode")
+    columns = ("", "size", "perplexity", "KL", "same choice", "decode", "KL of prompts", "prefill")
     show.print_table(columns, rows, numbers=True)
     print(
-        "\nPerplexity, KL to the unquantized model and the share of equal first choices are of the decode path, on\n"
-        f"text that no calibration saw; speed is that of {PROMPT_LENGTH} tokens of prompt and {MEASURED_TOKENS} new "
+        "\nPerplexity, mean KL to the unquantized model (of a quantized file: to what it stands for) and the share of\n"
+        "equal first choices are of the decode path, KL of prompts of prefill, on text that no calibration saw;\n"
+        f"speed is that of {PROMPT_LENGTH} tokens of prompt and {MEASURED_TOKENS} new "
         f"ones on {usable_threads()} threads.\nThe rest is in each manifest."
     )
     command = os.path.relpath(Path(sys.prefix) / "bin" / "llmc")
-    print(f"Go on with: {command} {'chat' if demo.talks else 'run'} {FOLDER}/int8" + ("" if demo.talks else " -p def"))
+    print(
+        f"Go on with: {command} {'chat' if demo.talks else 'run'} {FOLDER}/{(*kept, 'int8')[0]}"
+        + ("" if demo.talks else " -p def")
+    )
 
 
 def step(name: str, command: str) -> None:
@@ -125,8 +130,9 @@ def bundle_row(demo: Demo, precision: str, started: float) -> tuple[str, ...]:
         f"{decode.perplexity:.2f}",
         f"{decode.mean_kl:.5f}",
         f"{decode.top1_agreement:.1%}",
-        f"{speed.prefill_tokens_per_s:.0f} tok/s",
         f"{speed.decode_tokens_per_s:.0f} tok/s",
+        f"{found.phases['prefill'].mean_kl:.5f}",
+        f"{speed.prefill_tokens_per_s:.0f} tok/s",
     )
 
 

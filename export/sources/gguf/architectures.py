@@ -109,7 +109,7 @@ def _granite(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         raise data.error("rope.scaling.finetuned", "False", "True, for layers without positions are not read")
     return {
         **_llama(data, config),
-        "attention_multiplier": data.get("attention.scale", head_dim(config) ** -0.5),
+        "attention_multiplier": data.get("attention.scale", (head_dim(config) or 1) ** -0.5),
         "embedding_multiplier": data.get("embedding_scale"),
         "residual_multiplier": data.get("residual_scale"),
         "logits_scaling": data.get("logit_scale"),

@@ -39,6 +39,13 @@ class Layout:
     scales: Callable[[Bytes], Array]
     offsets: Callable[[Bytes], Array] | None = None
 
+    def unpack(self, blocks: Bytes) -> Array:
+        """What the blocks stand for, float32 [R, B, weights]."""
+        values: Array = self.codes(blocks) * np.repeat(self.scales(blocks), self.block, -1)
+        if self.offsets is not None:
+            values += np.repeat(self.offsets(blocks), self.block, -1)
+        return values
+
 
 def _fields(data: Bytes, run: int, shifts: Sequence[int], width: int) -> Array:
     """Codes of ``width`` bits from runs of bytes [..., n]: those at the first shift of a run, then at the next."""

@@ -19,6 +19,8 @@ _COMMON = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
+# Layers that a period is spread over; more are refused by everyone.
+MOST_LAYERS = 1 << 12
 # Keys that do not change what is computed; those of experts and of causality are refused at other values than these.
 _IRRELEVANT = ("rope.scaling.finetuned", "tensor_data_layout", "rope.scaling.yarn_ext_factor")
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
@@ -61,11 +63,12 @@ class Metadata:
     def each(self, key: str) -> list[Any] | None:
         """The values under a key for each layer, None if there are none; one number is a period, whose last differs."""
         self._read.add(key)
-        value = self.values.get(f"{self.architecture}.{key}")
-        layers = self.get("block_count")
-        if type(value) is int and value > 0 and type(layers) is int:
-            return [(i + 1) % value != 0 for i in range(layers)]
-        return None if value is None else list(value)
+        value, layers = self.values.get(f"{self.architecture}.{key}"), self.get("block_count")
+        if value is None or isinstance(value, (np.ndarray, list)):
+            return None if value is None else list(value)
+        if type(value) is not int or type(layers) is not int or value < 1 or not 0 < layers <= MOST_LAYERS:
+            raise self.error(key, repr(value), f"a period of the {layers} layers, or a value for each")
+        return [(i + 1) % value != 0 for i in range(layers)]
 
     def has(self, tensor: str) -> bool:
         """Whether the first layer has this tensor."""

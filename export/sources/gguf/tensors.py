@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import CheckpointError, require
+from llmc.errors import CheckpointError
 from llmc.export.sources.codes import QuantizedTensor, Weight, pack_codes
 from llmc.export.sources.gguf.blocks import LAYOUTS, Bytes
 from llmc.export.sources.gguf.config import head_dim
@@ -123,7 +123,7 @@ def _tensor(path: Path, entry: Entry, turned: int, link: bool, codes: bool) -> W
     if codes:
         return _codes(path, entry, rows)
     dtype = "F16" if len(entry.shape) > 1 else "F32"
-    return MadeTensor(dtype, entry.shape, lambda: rows(partial(unpack_rows, path, entry, dtype)))
+    return MadeTensor(dtype, entry.shape, lambda: rows(partial(_unpack_rows, path, entry, dtype)))
 
 
 def _codes(path: Path, entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]) -> QuantizedTensor:
@@ -166,11 +166,11 @@ def _plain(entry: Entry, raw: Bytes) -> NDArray[Any]:
     return raw.view(array_type(entry.kind)).reshape(raw.shape[0], *entry.shape[1:])
 
 
-def unpack_rows(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
+def _unpack_rows(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
     """Bytes of rows in blocks as floats [rows, ...]."""
-    quants, kinds = require("gguf.quants", "export"), require("gguf", "export").GGMLQuantizationType
     with np.errstate(over="ignore", invalid="ignore"):
-        values: NDArray[Any] = quants.dequantize(raw, kinds[entry.kind]).astype(array_type(dtype))
+        blocks = raw.reshape(len(raw), -1, BLOCKS[entry.kind][1])
+        values: NDArray[Any] = LAYOUTS[entry.kind].unpack(blocks).astype(array_type(dtype))
     return _check_numbers(path, entry, values).reshape(raw.shape[0], *entry.shape[1:])
 
 

@@ -182,3 +182,11 @@ def test_tensorrt_gets_the_same_codes_by_inputs(made, name, compute, tmp_path):
     matrix, middle = written.matrices[linear.name], 1 << (scheme.grid.bits - 1)
     np.testing.assert_array_equal(codes.numpy().astype(np.int16) + middle, matrix.levels.T)
     np.testing.assert_array_equal(scales.numpy().reshape(matrix.scales.T.shape), matrix.scales.T.astype(compute))
+
+
+def test_tensorrt_has_no_place_for_minima():
+    geometry = uniform("llama", 1, 64, 64, 2, 2, 16, 96, 128, False, (0,))
+    codes = Codes(4, 32, False, offsets=True)
+    geometry = replace(geometry, linears=tuple(replace(linear, codes=codes) for linear in geometry.linears))
+    with pytest.raises(UsageError, match=r"4 bits in blocks of 32 with minima\); build with --int4"):
+        quant_configs(source_recipe(geometry, "tensorrt"), geometry)
