@@ -400,21 +400,19 @@ def first_token(open_system: Callable[[argparse.Namespace], Generate], args: arg
 
 
 def write_logits(args: argparse.Namespace) -> dict[str, float]:
-    """Write float32 [windows, length, V] to prefill.npy (a window at once) and decode.npy (token by token) beside
-    windows.npy, int64 [windows, length]. Gives the bytes of matrices by phase."""
+    """Write logits to prefill.npy (a window at once) and decode.npy (token by token): float32 [windows, length, V], as
+    reference.npy has them of the windows in windows.npy. Gives the bytes of matrices by phase."""
     import numpy as np
 
     windows = np.load(args.logits / "windows.npy").tolist()
+    shape = np.load(args.logits / "reference.npy", mmap_mode="r").shape
     args.prompts = [length] = [len(windows[0])]
     feed, sizes = LOGITS[args.system](args)
     for phase, step in zip(PHASES, (length, 1), strict=True):
-        output = None
-        for number, tokens in enumerate(windows):
-            found = np.concatenate([np.array(part, np.float32) for part in feed(tokens, step)])
-            if output is None:
-                shape = (len(windows), *found.shape)
-                output = np.lib.format.open_memmap(args.logits / f"{phase}.npy", "w+", np.float32, shape)
-            output[number] = found
+        output = np.lib.format.open_memmap(args.logits / f"{phase}.npy", "w+", np.float32, shape)
+        for row, tokens in zip(output, windows, strict=True):
+            for i, part in enumerate(feed(tokens, step)):
+                row[i * step : i * step + len(part)] = part
     return dict(sizes)
 
 
