@@ -154,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file of a checkpoint or an export, see :func:`llmc.origin.find_own_file`."""
     found = find_own_file(path.parent, path.name)
     if found is None:
-        raise CheckpointError(f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder")
+        raise CheckpointError(f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder or GGUF file")
     try:
         data = strict.read_json(found)
     except (OSError, ValueError) as error:
