@@ -30,7 +30,7 @@ class Quality:
     """
 
     checkpoint: str
-    text: str = ""
+    text: str
 
 
 class Task:
