@@ -34,6 +34,8 @@ OPENED_GRAPH = 11 * MB
 TOKENIZER_FACTOR = 13
 # MatMulNBits packs, beside the scales that stay mapped, a copy of them and the sum of each block, in float32 as well.
 BLOCK_COPIES = 3
+# The matrix that rotates the residual stream is packed for each of its two products.
+ROTATIONS = 2
 # Widest point of a layer: gate, up and their product, and residual, norm and attention's input and output. Twice, for
 # the engine's arena keeps what calls of another length have left.
 WIDE_ARRAYS, NARROW_ARRAYS = 2 * 3, 2 * 4
@@ -96,11 +98,14 @@ def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, comput
 
 
 def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[str, int]:
-    """Bytes of each graph's linears by phase, norms and biases left out: they are a thousandth."""
-    return {
+    """Bytes of each graph's linears and of a rotation by phase, norms and biases left out: they are a thousandth."""
+    found = {
         phase: sum(linear_bytes(linear, stored.of(linear.name), copies=copies) for linear in geometry.linears)
         for phase, stored in quant_configs(recipe, geometry).items()
     }
+    if recipe.rotates(geometry):
+        found["prefill"] += 4 * geometry.hidden_size**2 * min(copies, ROTATIONS)
+    return found
 
 
 def activation_bytes(geometry: Geometry, tokens: int, size: int) -> int:
@@ -128,7 +133,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     return MemoryPlan(
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
-        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) + _rotation_bytes(geometry, recipe),
+        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
         embedding=sum(
             linear_bytes(table, form) for form in {choose_embedding_config(each, tied) for each in graphs.values()}
         ),
@@ -140,11 +145,6 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         window_positions=max((cache.count_held(chunk) for cache in geometry.caches), default=0),
         logits=LOGITS_COPIES * 4 * results,
     )
-
-
-def _rotation_bytes(geometry: Geometry, recipe: Recipe) -> int:
-    """The matrix that rotates the residual stream, packed for each of its two products."""
-    return 2 * 4 * geometry.hidden_size**2 if recipe.rotates(geometry) else 0
 
 
 def plan_build(
