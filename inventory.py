@@ -294,11 +294,16 @@ class Geometry:
     def rotates(self) -> bool:
         """True if an orthogonal matrix can be folded into the weights around the residual stream.
 
-        It is read by norms by the root mean square alone then, and all that is added to it comes from a linear.
+        It is read by norms by the root mean square alone then, and all that is added to it comes from a linear. Of
+        integers of 8 bits with a scale for each row, which checkpoints have for W8A8, nothing would be left.
         """
         inner = {f"{item.name}.{part}_norm" for item in self.attentions for part in "qk"}
         return (
             self.encoder is None
+            and not any(
+                linear.codes and (linear.codes.bits, linear.codes.block) == (8, linear.inputs)
+                for linear in self.linears
+            )
             and all(norm.kind == "rms" and norm.name in self.read_norms | inner for norm in self.norms)
             and all(linear.producer or linear.name in self.writers for linear in self.linears)
         )

@@ -251,6 +251,7 @@ class Recipe:
         threads: with how many a measurement found it fastest, None where none was made.
         budget, calibration: what quality was to be kept; the text that was used, None where none was needed.
         compute: type of activations and of float weights: float32, float16 or bfloat16.
+        rotated: phases whose graph has the residual stream in another basis.
     """
 
     name: str
@@ -268,18 +269,11 @@ class Recipe:
     budget: Budget
     calibration: Calibration | None
     compute: str = "float32"
+    rotated: tuple[str, ...] = ()
 
     def precisions(self) -> set[str]:
         """Precisions of the stored linears."""
         return {self.precision, self.head, *self.layers.values()}
-
-    def rotates(self, geometry: Geometry) -> bool:
-        """True if the graph for prompts has its residual stream rotated: its activations are quantized per token, and
-        the checkpoint has no integers of that form, which would be lost."""
-        kept = self.precision == "source" and any(
-            c.bits == 8 and c.block == lin.inputs for lin in geometry.coded if (c := lin.codes)
-        )
-        return self.phases == "split" and self.activations == "per-token" and geometry.rotates and not kept
 
     def cache_type(self) -> str:
         """The type of the KV cache's values: float32, float16, bfloat16 or int8."""

@@ -117,12 +117,12 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def prompt_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    """How outliers are kept out of the way where activations of prompts are rounded token by token."""
+    """The row that says what keeps outliers away where activations of prompts are rounded token by token."""
     recipe = manifest.recipe
     if recipe.activations != "per-token":
         return []
     found = f"smoothed by {recipe.smoothing:g}" if recipe.smoothing else "neither rotated nor smoothed"
-    return [("prompts", f"8-bit activations, {'rotated' if recipe.rotates(manifest.geometry) else found}")]
+    return [("prompts", f"8-bit activations, {'rotated' if 'prefill' in recipe.rotated else found}")]
 
 
 def limits_of(manifest: Manifest) -> str:

@@ -183,7 +183,7 @@ def _notes(order: Order) -> list[str]:
             f"the checkpoint stores the weights of {len(geometry.coded)} linears as integers, from which those of "
             f"{recipe.precision} were made: what both roundings lost adds up"
         )
-    if recipe.activations == "per-token" and not (recipe.smoothing or recipe.rotates(geometry) or geometry.coded):
+    if recipe.activations == "per-token" and not (recipe.smoothing or recipe.rotated or geometry.coded):
         found.append(
             "activations of prompts are rounded as they are, since this family's norms do not let them be rotated: "
             "build where torch is installed and without --no-calibration, and they are smoothed"

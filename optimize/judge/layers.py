@@ -110,8 +110,8 @@ class _Graph:
         # valid new tokens.
         self._asked = {"cache_slots", "new_lengths"} & {value.name or "" for value in self._model.graph.inputs}
         self._spare = manifest.overwritten
-        rotated = file == manifest.graphs[Phase.PREFILL].file and manifest.recipe.rotates(manifest.geometry)
-        self._basis = rotation(manifest.geometry.hidden_size) if rotated else None
+        rotated = {manifest.graphs[phase].file for phase in manifest.recipe.rotated}
+        self._basis = rotation(manifest.geometry.hidden_size) if file in rotated else None
         _split_skip_norms(self._model.graph)
 
     def embed(self, ids: Ids) -> Float:

@@ -67,6 +67,9 @@ class Static:
     grid: Grid = Grid(8)
 
 
+# Inputs that share a scale in a head of 8 bits beside a body of 8 bits, at most.
+HEAD_BLOCK = 32
+
 QuantConfig = Float32 | Float16 | Computed | Float8 | WeightOnly | PerToken | Static
 W8A8: dict[str, PerToken | Static] = {"per-token": PerToken(), "static": Static()}
 
@@ -190,6 +193,8 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
             "fp8": Float8(static),
         }
     head = Float8() if recipe.head == "fp8" else weights[recipe.head]
+    if recipe.precision == recipe.head == "int8" and not single:  # a large part of what a small model loses
+        head = WeightOnly(Grid(8, min(recipe.block_size, HEAD_BLOCK)))
     layers = tuple(
         (name, weights[precision])
         for pattern, precision in recipe.layers.items()

@@ -99,13 +99,12 @@ def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, comput
 
 def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[str, int]:
     """Bytes of each graph's linears and of a rotation by phase, norms and biases left out: they are a thousandth."""
-    found = {
+    rotation = 4 * geometry.hidden_size**2 * min(copies, ROTATIONS)
+    return {
         phase: sum(linear_bytes(linear, stored.of(linear.name), copies=copies) for linear in geometry.linears)
+        + (rotation if ("decode" if phase == "shared" else phase) in recipe.rotated else 0)
         for phase, stored in quant_configs(recipe, geometry).items()
     }
-    if recipe.rotates(geometry):
-        found["prefill"] += 4 * geometry.hidden_size**2 * min(copies, ROTATIONS)
-    return found
 
 
 def activation_bytes(geometry: Geometry, tokens: int, size: int) -> int:
@@ -192,7 +191,7 @@ def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> MemoryEstimate
 
 def _estimate_quantizing(geometry: Geometry, recipe: Recipe) -> dict[str, int]:
     inner = max(linear.size for linear in geometry.linears if linear.layer is not None)
-    rotating = ROTATING * inner if recipe.rotates(geometry) else 0
+    rotating = ROTATING * inner if recipe.rotated else 0
     return {"engine": INTERPRETER + BUILDER, "largest matrix": max(QUANTIZING * _largest(geometry), rotating)}
 
 

@@ -142,6 +142,22 @@ def test_activations_are_smoothed_where_the_stream_cannot_be_rotated(request_, c
     assert found.smoothing == smoothing
 
 
+@pytest.mark.parametrize(
+    ("request_", "rotated"),
+    [
+        ({}, ("prefill", "decode")),
+        ({"phases": "shared"}, ("prefill", "decode")),
+        ({"activations": "static"}, ("decode",)),
+        ({"precision": "int4"}, ("prefill",)),  # its weights are chosen on a text, in the model's own basis
+        ({"scheme": "gptq"}, ("prefill",)),
+        ({"precision": "fp32"}, ()),
+    ],
+)
+def test_graphs_whose_integers_are_chosen_without_a_text_are_rotated(request_, rotated):
+    assert resolved(True, **request_).rotated == rotated
+    assert resolve(Request(**request_), CPU, 2048, "x", rotates=False)[0].rotated == ()
+
+
 def test_a_recipe_is_a_file_that_ends(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "long").write_bytes(b" " * (MOST_RECIPE + 1))
@@ -152,13 +168,13 @@ def test_a_recipe_is_a_file_that_ends(tmp_path):
         read_recipe(tmp_path / "long")
 
 
-def test_defaults_are_int8_in_blocks_of_32_with_a_graph_for_each_phase():
+def test_defaults_are_int8_in_blocks_of_64_with_a_graph_for_each_phase():
     recipe, limits = resolve(Request(), CPU, 2048, "default", calibrated=True)
     assert recipe == Recipe(
         name="default",
         precision="int8",
         scheme="rtn",
-        block_size=32,
+        block_size=64,
         symmetric=True,
         head="int8",
         phases="split",
@@ -169,6 +185,7 @@ def test_defaults_are_int8_in_blocks_of_32_with_a_graph_for_each_phase():
         threads=None,
         budget=Budget(),
         calibration=None,
+        rotated=("prefill", "decode"),
     )
     assert (limits.max_context, limits.max_batch) == (2048, 8)
     assert limits.prefill_chunk <= 512
@@ -274,7 +291,7 @@ def precisions(layers: dict[str, str], phase: str = "decode", **request: Any) ->
     return {name: names[stored.of(name)] for name in NAMES}
 
 
-@pytest.mark.parametrize(("precision", "body"), [("int8", EIGHT), ("int4", FOUR)])
+@pytest.mark.parametrize(("precision", "body"), [("int8", WeightOnly(Grid(8, 64))), ("int4", FOUR)])
 def test_a_split_recipe_makes_w8a8_prefill_and_weight_only_decode(precision, body):
     made = quant_configs(resolved(precision=precision, layers={}), GEOMETRY)
     assert made["decode"] == QuantConfigs(body, EIGHT)

@@ -11,11 +11,11 @@ from llmc.inventory import HEAD
 from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.onnxruntime.offsets import add_offsets, pack_offsets
-from llmc.optimize.lower.onnxruntime.rotation import read_bias, read_weights
+from llmc.optimize.lower.onnxruntime.rotation import count_mixed, mix, read_bias, read_weights
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, emit_conversion, initializer
-from llmc.optimize.quantize.grid import Float, Grid, pack_blocks, pack_zero_points
-from llmc.optimize.weights.store import grid_name
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, emit_conversion, initializer, vector
+from llmc.optimize.quantize.grid import Float, Grid, Quantized, pack_blocks, pack_zero_points
+from llmc.optimize.weights.store import grid_name, quantize_matrix
 from llmc.optimize.weights.tensors import Weight
 
 
@@ -75,14 +75,23 @@ def emit_blocked_linear(
     linear: Linear, grid: Grid, context: LoweringContext, bias: ir.Value | None = None, **attributes: int
 ) -> ir.Value:
     """MatMulNBits with scales in the type of the activations; ``bias`` is added inside of it."""
-    emit = Emitter(linear.node, main="MatMulNBits")
-    weight, scales, *terms = [initializer(emit.graph, tensor) for tensor in pack_linear(linear.weights, grid, context)]
+    emit, x = Emitter(linear.node, main="MatMulNBits"), linear.node.inputs[0]
+    assert x is not None
+    block = count_mixed(linear) if context.rotated else 0
+    if block:
+        x = emit("Reshape", mix(emit, x, block), vector(emit.graph, [0, 0, -1]))
+    stored = (
+        _pack_rotated(linear, grid, context, block)
+        if context.rotated and linear.module != HEAD
+        else pack_linear(linear.weights, grid, context)
+    )
+    weight, scales, *terms = [initializer(emit.graph, tensor) for tensor in stored]
     optional: list[ir.Value | None] = [None if grid.symmetric else terms[0], None, bias]
     while optional and optional[-1] is None:
         optional.pop()
     product = emit(
         "MatMulNBits",
-        *(linear.node.inputs[0], weight, scales, *optional),
+        *(x, weight, scales, *optional),
         domain=MICROSOFT,
         K=linear.inputs,
         N=linear.outputs,
@@ -93,6 +102,16 @@ def emit_blocked_linear(
     return add_offsets(product, linear, grid, terms, **attributes) if grid.shifted else product
 
 
+def _pack_rotated(linear: Linear, grid: Grid, context: LoweringContext, block: int) -> list[ir.ExternalTensor]:
+    """:func:`pack_linear` of a linear in the basis of the graph, of which ``block`` inputs at a time are mixed."""
+    name = f"{linear.tensor}.rotated.{grid_name(grid)}"
+
+    def make() -> list[NDArray[np.generic]]:
+        return _pack(quantize_matrix(read_weights(linear, context, block), grid), context)
+
+    return context.weights.add([name, f"{name}.scales", *([] if grid.symmetric else [f"{name}.zeros"])], make)
+
+
 def pack_linear(weights: tuple[Weight, ...], grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
     """Packed weights uint8 [N, groups, bytes], scales [N, groups] and, on an asymmetric grid, packed zero points; on a
     shifted one packed offsets and their scales."""
@@ -101,17 +120,20 @@ def pack_linear(weights: tuple[Weight, ...], grid: Grid, context: LoweringContex
     names = [name, scales, *([] if grid.symmetric else [f"{name}.zeros"])]
     names += [f"{name}.offsets", f"{name}.offsets.scales.{context.compute}"] if grid.shifted else []
 
-    def make() -> list[NDArray[np.generic]]:
-        quantized = context.calibrated.quantize_stacked(weights, grid)
-        scales = quantized.scales.astype(context.compute, copy=False)
-        arrays: list[NDArray[np.generic]] = [pack_blocks(quantized.values, grid), scales]
-        if quantized.zero_points is not None:
-            arrays.append(pack_zero_points(quantized.zero_points, grid))
-        if quantized.offsets is not None:
-            arrays += pack_offsets(quantized.offsets, context)
-        return arrays
+    return context.weights.add(names, lambda: _pack(context.calibrated.quantize_stacked(weights, grid), context))
 
-    return context.weights.add(names, make)
+
+def _pack(quantized: Quantized, context: LoweringContext) -> list[NDArray[np.generic]]:
+    """The arrays of a quantized matrix, see :func:`pack_linear`."""
+    arrays: list[NDArray[np.generic]] = [
+        pack_blocks(quantized.values, quantized.grid),
+        quantized.scales.astype(context.compute, copy=False),
+    ]
+    if quantized.zero_points is not None:
+        arrays.append(pack_zero_points(quantized.zero_points, quantized.grid))
+    if quantized.offsets is not None:
+        arrays += pack_offsets(quantized.offsets, context)
+    return arrays
 
 
 def _float_matrix(linear: Linear, dtype: str, context: LoweringContext) -> ir.ExternalTensor:

@@ -1,9 +1,9 @@
-"""The residual stream of the graph for prompts in another basis, where no few channels are far larger than the rest.
+"""The residual stream of a graph in another basis, where no few channels are far larger than the rest.
 
 Behind the embedding the stream is multiplied by an orthogonal Q. A norm by the root mean square commutes with Q once
 its weight is folded into the linears that read it: these multiply by W diag(weight) Q, and those that write to the
-stream by Q^T W. Before the head Q^T and the last norm's weight lead back. Keys, values and logits stay as they are, and
-so does the graph of decode, whose weights are the checkpoint's.
+stream by Q^T W. Before the head Q^T and the last norm's weight lead back. Keys, values and logits stay as they are, so
+that the graphs of prefill and decode need not agree on a basis.
 """
 
 import numpy as np
@@ -12,9 +12,12 @@ import onnx_ir as ir
 from llmc.inventory import HEAD
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, initializer, nodes_of
+from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, initializer, nodes_of, vector
 from llmc.optimize.quantize.grid import Float
-from llmc.optimize.quantize.rotation import rotation
+from llmc.optimize.quantize.rotation import hadamard, rotate_blocks, rotation
+
+# Larger blocks spread outliers no better, and cost more (SmolLM2-135M, blocks of 32 and 64).
+BLOCK = 32
 
 
 def rotate_stream(graph: ir.Graph, context: LoweringContext) -> int:
@@ -41,12 +44,28 @@ def rotate_stream(graph: ir.Graph, context: LoweringContext) -> int:
     return 2
 
 
-def read_weights(linear: Linear, context: LoweringContext) -> Float:
-    """The matrix of a linear, float32 [N, K], in the basis of the graph."""
+def read_weights(linear: Linear, context: LoweringContext, block: int = 0) -> Float:
+    """The matrix of a linear, float32 [N, K], in the graph's basis; of its inputs ``block`` at a time are mixed."""
     matrix: Float = context.calibrated.matrix(linear.weights)
     if (gain := _find_gain(linear, context)) is not None:
         matrix = np.matmul(matrix * gain, rotation(linear.inputs))
+    matrix = rotate_blocks(matrix, block) if block else matrix
     return np.matmul(rotation(linear.outputs).T, matrix) if _writes_stream(linear, context) else matrix
+
+
+def count_mixed(linear: Linear) -> int:
+    """Neighbouring inputs of a linear that are mixed before they are quantized, 0 where each stays as it is.
+
+    The widest values of an MLP have outliers in other channels for each token, so no fixed basis helps there.
+    """
+    block = min(BLOCK, linear.inputs & -linear.inputs)
+    return block if block > 1 and linear.module.endswith(".down_proj") else 0
+
+
+def mix(emit: Emitter, x: ir.Value, block: int) -> ir.Value:
+    """x [B, S, K] -> [B, S, K / block, block], each block times a Hadamard matrix."""
+    blocks = emit("Reshape", x, vector(emit.graph, [0, 0, -1, block]))
+    return emit("MatMul", blocks, constant(emit.graph, f"hadamard.{block}", hadamard(block)))
 
 
 def read_bias(linear: Linear, context: LoweringContext) -> Float:
