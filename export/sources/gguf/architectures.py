@@ -53,7 +53,7 @@ def _phi3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma_scalar(config: Mapping[str, Any], layers: int) -> int:
-    """What queries are scaled by: the head's width, or hidden_size / heads in the size of so many layers, 27B."""
+    """Divisor of queries, squared: the head's width, or hidden_size / heads in the size of so many layers, 27B."""
     return head_dim({**config, "head_dim": None} if config.get("num_hidden_layers") == layers else config)
 
 
