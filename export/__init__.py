@@ -13,7 +13,7 @@ __all__ = ["ExportReport", "export"]
 
 def require_packages() -> None:
     """Raise an error if a package that an export needs is missing."""
-    for module in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "gguf"):
+    for module in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"):
         require(module, "export")
 
 

@@ -81,7 +81,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, output, monk
     assert os.listdir(output.parent) == ["checkpoint"]
 
 
-@pytest.mark.parametrize("module", ["torch", "onnx", "onnx_ir", "onnxscript", "safetensors", "gguf"])
+@pytest.mark.parametrize("module", ["torch", "onnx", "onnx_ir", "onnxscript", "safetensors"])
 def test_a_missing_extra_is_one_sentence(checkpoint, output, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(

@@ -5,7 +5,7 @@ Mistral, SmolLM and Yi, ``granite`` Granite 4 without recurrent layers, ``olmo2`
 are biases and an untied head. Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and src/models
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmc.errors import CheckpointError
@@ -26,16 +26,12 @@ def read_config(data: Metadata) -> dict[str, Any]:
     return config
 
 
+def _biased(data: Metadata, config: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
+    return {**read_rope(data, config, partial=partial), "attention_bias": data.has("attn_q.bias")}
+
+
 def _llama(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**read_rope(data, config), "attention_bias": data.has("attn_q.bias"), "mlp_bias": data.has("ffn_gate.bias")}
-
-
-def _qwen2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**read_rope(data, config), "use_sliding_window": False}
-
-
-def _qwen3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_qwen2(data, config), "attention_bias": data.has("attn_q.bias")}
+    return {**_biased(data, config), "mlp_bias": data.has("ffn_gate.bias")}
 
 
 def _phi3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +53,7 @@ def _phi3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma_scalar(config: Mapping[str, Any], layers: int) -> int:
-    """What queries are scaled by: the head's width, or hidden_size / heads in the size of so many layers, 27B."""
+    """Divisor of queries, squared: the head's width, or hidden_size / heads in the size of so many layers, 27B."""
     return head_dim({**config, "head_dim": None} if config.get("num_hidden_layers") == layers else config)
 
 
@@ -67,7 +63,7 @@ def _gemma3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         **read_rope(data, config),
         "model_type": "gemma3_text",
         "hidden_act": None,
-        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_activation": GELU,
         "rope_theta": config.get("rope_theta", 1_000_000.0),
         "rope_local_base_freq": data.get("rope.freq_base_swa", 10_000.0),
         "sliding_window": data.get("attention.sliding_window"),
@@ -75,10 +71,6 @@ def _gemma3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "query_pre_attn_scalar": _gemma_scalar(config, 62),
         "final_logit_softcapping": data.get("final_logit_softcapping"),
     }
-
-
-def _gemma(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**read_rope(data, config), "hidden_act": GELU}
 
 
 def _gemma2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +89,8 @@ def _layer_norm(data: Metadata, key: str = "layer_norm_eps") -> dict[str, Any]:
     return {key: data.get("attention.layer_norm_epsilon")}
 
 
-def _phi2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**read_rope(data, config, partial=True), **_layer_norm(data), "model_type": "phi", "hidden_act": "gelu_new"}
+def _partial(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**read_rope(data, config, partial=True), **_layer_norm(data)}
 
 
 def _granite(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +110,7 @@ def _granite(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _olmo2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """With windows it is OLMo 3, which scales the rope of full layers only; both ropes have one base."""
-    found = {**read_rope(data, config), "attention_bias": data.has("attn_q.bias")}
+    found = _biased(data, config)
     local = data.get("rope.freq_base_swa", found["rope_theta"])
     if local != found["rope_theta"]:
         raise data.error("rope.freq_base_swa", str(local), f"that of other layers, {found['rope_theta']}")
@@ -135,57 +127,19 @@ def _windows(data: Metadata) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": kinds}
 
 
-def _smollm3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_llama(data, config), "no_rope_layer_interval": 4}
-
-
-def _seed_oss(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_llama(data, config), "attention_out_bias": data.has("attn_output.bias")}
-
-
-def _ernie4_5(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**read_rope(data, config), "use_bias": data.has("attn_q.bias")}
-
-
-def _glm4(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**read_rope(data, config, partial=True), "attention_bias": data.has("attn_q.bias")}
-
-
-def _exaone4(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": None, **read_rope(data, config), **_windows(data)}
-
-
-def _hunyuan(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The base of the rope is stored as alpha enlarged it."""
-    found = {**read_rope(data, config), "attention_bias": data.has("attn_q.bias")}
-    return {**found, "model_type": "hunyuan_v1_dense"}
-
-
 def _cohere(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **read_rope(data, config),
+        **_biased(data, config),
         **_layer_norm(data),
         "model_type": "cohere",
         "logit_scale": data.get("logit_scale"),
-        "attention_bias": data.has("attn_q.bias"),
         "use_qk_norm": data.has("attn_q_norm.weight"),
     }
 
 
-def _cohere2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_cohere(data, config), "model_type": "cohere2", "use_qk_norm": None, **_windows(data)}
-
-
-def _starcoder2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A window is not converted: llama.cpp attends to all positions."""
-    bias = data.has("attn_q.bias")
-    return {**read_rope(data, config), **_layer_norm(data, "norm_epsilon"), "hidden_act": GELU, "use_bias": bias}
-
-
 def _stablelm(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **read_rope(data, config, partial=True),
-        **_layer_norm(data),
+        **_partial(data, config),
         "use_parallel_residual": data.get("use_parallel_residual", not data.has("ffn_norm.weight")),
         "use_qkv_bias": data.has("attn_q.bias"),
         "qk_layernorm": data.has("attn_q_norm.weight"),
@@ -194,17 +148,12 @@ def _stablelm(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gptneox(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **read_rope(data, config, partial=True),
-        **_layer_norm(data),
+        **_partial(data, config),
         "model_type": "gpt_neox",
         "hidden_act": "gelu",
         "use_parallel_residual": data.get("use_parallel_residual", True),
         "attention_bias": data.has("attn_qkv.bias"),
     }
-
-
-def _gpt2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_layer_norm(data, "layer_norm_epsilon"), "hidden_act": "gelu_new"}
 
 
 def _mistral3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,28 +167,41 @@ def _mistral3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": "ministral3", "rope_theta": None, "rope_parameters": rope | found}
 
 
-ARCHITECTURES = {
+Reader = Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
+ARCHITECTURES: dict[str, Reader] = {
     "llama": _llama,
     "mistral3": _mistral3,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma": _gemma,
+    "qwen2": lambda data, config: {**read_rope(data, config), "use_sliding_window": False},
+    "qwen3": lambda data, config: {**_biased(data, config), "use_sliding_window": False},
+    "gemma": lambda data, config: {**read_rope(data, config), "hidden_act": GELU},
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "phi2": _phi2,
+    "phi2": lambda data, config: {**_partial(data, config), "model_type": "phi", "hidden_act": "gelu_new"},
     "phi3": _phi3,
     "granite": _granite,
     "olmo2": _olmo2,
-    "smollm3": _smollm3,
-    "seed_oss": _seed_oss,
-    "ernie4_5": _ernie4_5,
-    "glm4": _glm4,
-    "exaone4": _exaone4,
-    "hunyuan-dense": _hunyuan,
+    "smollm3": lambda data, config: {**_llama(data, config), "no_rope_layer_interval": 4},
+    "seed_oss": lambda data, config: {**_llama(data, config), "attention_out_bias": data.has("attn_output.bias")},
+    "ernie4_5": lambda data, config: {**read_rope(data, config), "use_bias": data.has("attn_q.bias")},
+    "glm4": lambda data, config: _biased(data, config, partial=True),
+    "exaone4": lambda data, config: {"sliding_window": None, **read_rope(data, config), **_windows(data)},
+    # The base of the rope is stored as alpha enlarged it.
+    "hunyuan-dense": lambda data, config: {**_biased(data, config), "model_type": "hunyuan_v1_dense"},
     "command-r": _cohere,
-    "cohere2": _cohere2,
-    "starcoder2": _starcoder2,
+    "cohere2": lambda data, config: {
+        **_cohere(data, config),
+        "model_type": "cohere2",
+        "use_qk_norm": None,
+        **_windows(data),
+    },
+    # A window is not converted: llama.cpp attends to all positions.
+    "starcoder2": lambda data, config: {
+        **read_rope(data, config),
+        **_layer_norm(data, "norm_epsilon"),
+        "hidden_act": GELU,
+        "use_bias": data.has("attn_q.bias"),
+    },
     "stablelm": _stablelm,
     "gptneox": _gptneox,
-    "gpt2": _gpt2,
+    "gpt2": lambda data, config: {**_layer_norm(data, "layer_norm_epsilon"), "hidden_act": "gelu_new"},
 }

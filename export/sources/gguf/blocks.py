@@ -23,7 +23,7 @@ NIBBLES, CRUMBS, BITS = (0, 4), (0, 2, 4, 6), range(8)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a type's weights are kept.
+    """The form in which a type's weights are kept.
 
     Attributes:
         bits: of a code in an export.
@@ -40,7 +40,7 @@ class Layout:
     offsets: Callable[[Bytes], Array] | None = None
 
     def unpack(self, blocks: Bytes) -> Array:
-        """What the blocks stand for, float32 [R, B, weights]."""
+        """The weights that the blocks stand for, float32 [R, B, weights]."""
         values: Array = self.codes(blocks) * np.repeat(self.scales(blocks), self.block, -1)
         if self.offsets is not None:
             values += np.repeat(self.offsets(blocks), self.block, -1)

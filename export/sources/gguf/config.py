@@ -71,7 +71,7 @@ class Metadata:
         return [(i + 1) % value != 0 for i in range(layers)]
 
     def has(self, tensor: str) -> bool:
-        """Whether the first layer has this tensor."""
+        """True if the first layer has this tensor."""
         return f"blk.0.{tensor}" in self.shapes
 
     def skip(self, *keys: str) -> None:
