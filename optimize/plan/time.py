@@ -1,4 +1,4 @@
-"""How long a build takes, roughly, from the geometry and the recipe alone.
+"""Rough time of a build, from the geometry and the recipe alone.
 
 Most of it is calibration: each layer multiplies every token twice, once to be observed and once with its integers, and
 second moments take the square of what its linears read.

@@ -32,7 +32,7 @@ SMALLEST_DAMPING, LARGEST_DAMPING = 1e-4, 1.0
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What GPTQ knows of the inputs of linears that read the same: ``moment`` X^T X / tokens, float32 [K, K]."""
+    """Knowledge of the inputs of linears that read the same: ``moment`` X^T X / tokens, float32 [K, K]."""
 
     moment: Tensor
 

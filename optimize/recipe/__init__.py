@@ -346,7 +346,7 @@ def _block_size(
 
 
 def _symmetric(asked: bool | None, stored: set[str], target: Capabilities) -> bool:
-    """Whether 4 bits have no zero points. They cost no time: kernels multiply a sum per block anyway."""
+    """True if 4 bits have no zero points. These cost no time: kernels multiply a sum per block anyway."""
     if asked is False and not target.asymmetric:
         raise UsageError(f"symmetric is false, but {target.engine} has no zero points; leave it out")
     return either(asked, "int4" not in stored or not target.asymmetric)

@@ -22,7 +22,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Quality:
-    """What quality is measured with.
+    """Model and text that quality is measured with.
 
     Attributes:
         checkpoint: Hugging Face folder that every system's quality model was made from.
