@@ -47,7 +47,6 @@ concurrency_help = "Clients that wait for their answers; one number or several. 
 @click.option("--duration", type=SECONDS, help="Seconds of each test in which requests are sent.")
 @click.option("--warm-up", type=click.IntRange(0), help="Requests before, which do not count.  [default: 2]")
 @click.option("--seed", type=click.IntRange(0), help="Of arrivals and prompts.  [default: 0]")
-@click.option("--slo", help="Goodput: seconds, as ttft=0.5,tpot=0.05,e2e=10.")
 @json_option
 @debug_option
 @prompt_option("--prompt-length", help="Tokens of the prompts, as 128 or 128-512.  [default: 128]")
@@ -123,8 +122,6 @@ def notes(point: Mapping[str, Any]) -> Iterator[str]:
         sizes = [point[key]["mean"] if point[key] else 0 for key in ("prompt_tokens", "output_tokens")]
         speeds = f"{point['requests_per_s']:.2f} answers/s, {point['output_tokens_per_s']:.1f} tok/s"
         yield f"{speeds}; in the mean {sizes[0]:.1f} tokens of prompt and {sizes[1]:.1f} of output"
-    if (good := point["goodput"]) is not None:
-        yield f"{good['requests_per_s']:.2f} answers/s met every objective ({good['share']:.0%})"
     for kind, each in point["errors"].items():
         yield f"{each['count']} x {kind}: {each['first']}"
     if point["behind"]:

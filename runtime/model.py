@@ -16,15 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from llmc.bundle import (
-    Manifest,
-    list_unlisted_files,
-    publication,
-    read_bundle,
-    read_same,
-    read_undisturbed,
-    verify_files,
-)
+from llmc.bundle import Manifest, publication, read_bundle, read_same, read_undisturbed, verify_files
 from llmc.errors import EngineClosedError, GrammarError, UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
@@ -165,7 +157,7 @@ def verify(
         for name in verify_files(place, manifest):
             progress(f"hashed {name}")
         with load(place, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
-            return replace(replay(model, progress), unlisted=list_unlisted_files(place, manifest))
+            return replay(model, progress)
 
     return read_undisturbed(folder, verified)
 
@@ -283,7 +275,7 @@ class Model:
         if isinstance(self._runner, TextEncoder):
             return plan.total(self._runner.max_context)
         cache, engine = self._runner.session.cache, self._engine
-        prefixes = 0 if engine is None or engine.prefixes is None else engine.prefixes.counters.bytes
+        prefixes = 0 if engine is None or engine.prefixes is None else engine.prefixes.bytes
         return plan.total(cache.capacity, max(1, cache.rows)) + prefixes
 
     def embed(

@@ -47,9 +47,6 @@ class EngineOptions:
         draft: ``"lookup"`` guesses tokens from what was said before, a path names a bundle with the same tokenizer that
             guesses; ``"auto"`` is ``"lookup"`` where it changes no bit of an answer; None and ``"none"`` speculate not.
         default_max_tokens: new tokens of a request that names no number, or what the context has room for.
-        sampling_threads: threads that choose tokens. One is as fast as two where our own code chooses (an operation on
-            152k logits takes about as long as passing Python's lock on); more help functions and grammars of requests
-            that take milliseconds without the lock.
 
     Raises:
         UsageError: a value is out of its range.
@@ -64,7 +61,6 @@ class EngineOptions:
     prefix_cache_disk_bytes: int = 4 << 30
     draft: str | Path | None = None
     default_max_tokens: int = 256
-    sampling_threads: int = 1
 
     def __post_init__(self) -> None:
         one_of(*(level.value for level in Determinism)).check("determinism", self.determinism)
@@ -96,7 +92,6 @@ _RANGES = {
     "prefix_cache_disk_bytes": integer(0, 1 << 50),
     "draft": _PATH,
     "default_max_tokens": integer(1, 1 << 31),
-    "sampling_threads": integer(1, 1024),
 }
 
 

@@ -30,7 +30,6 @@ from llmc.runtime.bench.serve_report import Exchange, figures
 from llmc.runtime.host.machine import cpu_model, usable_threads
 
 OWN = ("model", "messages", "stream")  # fields of the body that the test itself decides
-OBJECTIVES = ("ttft", "tpot", "e2e")
 MAX_REQUESTS, MAX_CONCURRENCY = 1_000_000, 1024  # the latter also limits the requests under way at a rate
 REQUESTS = 64  # where neither a number nor a duration is given
 PROBES = (64, 128)  # words of the prompts that show how a server counts
@@ -72,7 +71,6 @@ class LoadSettings:
     ignore_eos: bool = False
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 600.0
-    slo: str | None = None
 
     def check(self) -> None:
         if self.rate and self.concurrency:
@@ -97,18 +95,6 @@ def read_length(text: str, name: str) -> tuple[int, int]:
         found = 0, 0
     if not 1 <= found[0] <= found[1]:
         raise UsageError(f"{name} is {text!r}, expected tokens from 1, as 128, or a range of them, as 128-512")
-    return found
-
-
-def read_slo(text: str | None) -> dict[str, float]:
-    """Read objectives such as ``ttft=0.5,tpot=0.05``, in seconds."""
-    pairs = [part.partition("=")[::2] for part in text.split(",")] if text else []
-    try:
-        found = {name.strip(): float(value) for name, value in pairs}
-    except ValueError:
-        found = {"": 0.0}
-    if not set(found) <= set(OBJECTIVES) or not all(0 < value < float("inf") for value in found.values()):
-        raise UsageError(f"slo is {text!r}, expected seconds of {', '.join(OBJECTIVES)}, as ttft=0.5,tpot=0.05")
     return found
 
 
@@ -255,7 +241,6 @@ def serve_load(
         LlmcError: the server does not answer the requests that come before the tests.
     """
     settings.check()
-    slo = read_slo(settings.slo)
     clients = () if settings.rate else settings.concurrency or (1,)
     tests = [*((rate, None) for rate in settings.rate), *((None, number) for number in clients)]
     points = []
@@ -264,7 +249,7 @@ def serve_load(
         bodies = prepare_bodies(settings, client, model, progress)
         for rate, concurrency in tests:
             exchanges, busy = one_test(settings, client, bodies, rate, concurrency, progress)
-            points.append({"rate": rate, "concurrency": concurrency, **figures(exchanges, busy, slo)})
+            points.append({"rate": rate, "concurrency": concurrency, **figures(exchanges, busy)})
     machine = {"cpu": cpu_model(), "threads": usable_threads(), "system": platform.platform()}
     return {
         "schema": 2,

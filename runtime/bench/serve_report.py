@@ -1,7 +1,7 @@
 """Figures of a load test over HTTP, all computed from the moments that its clients noted."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +97,7 @@ def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
     return {"count": len(known), "mean": float(np.mean(known)), **quantiles, "max": float(max(known))}
 
 
-def figures(exchanges: Sequence[Exchange], client_cpu: float, slo: Mapping[str, float]) -> dict[str, Any]:
+def figures(exchanges: Sequence[Exchange], client_cpu: float) -> dict[str, Any]:
     """Compute the figures of one test from at least one exchange; times are in seconds.
 
     The page of the service, runtime/server/README.md, defines each figure. A latency is None where nothing was
@@ -106,7 +106,6 @@ def figures(exchanges: Sequence[Exchange], client_cpu: float, slo: Mapping[str, 
     Args:
         exchanges: all requests, failed ones included.
         client_cpu: share of one CPU that the client took.
-        slo: objectives in seconds by latency; without one, ``goodput`` is None.
     """
     done = [each for each in exchanges if each.failure is None]
     seconds = max(each.ended for each in exchanges) - min(each.due for each in exchanges)
@@ -130,7 +129,6 @@ def figures(exchanges: Sequence[Exchange], client_cpu: float, slo: Mapping[str, 
         "client_delay": late,
         "client_cpu": client_cpu,
         "behind": client_cpu > BUSY or (late is not None and late["p99"] > BEHIND_S),
-        "goodput": compute_goodput(latencies, len(exchanges), slo, seconds) if slo else None,
     }
 
 
@@ -140,18 +138,3 @@ def count_errors(exchanges: Sequence[Exchange]) -> dict[str, dict[str, Any]]:
     for kind, message in (each.failure for each in exchanges if each.failure is not None):
         found.setdefault(kind, {"count": 0, "first": message})["count"] += 1
     return found
-
-
-def compute_goodput(
-    latencies: Iterable[Mapping[str, float]], sent: int, slo: Mapping[str, float], seconds: float
-) -> dict[str, float]:
-    """The rate and the share of the requests sent that met every objective; failed ones met none.
-
-    TTFT and E2E count from when a request was due, so a client that is late makes no server look good.
-    """
-
-    def meets(own: Mapping[str, float]) -> bool:
-        return all(own.get(f"{name}_from_due", own.get(name, 0.0)) <= limit for name, limit in slo.items())
-
-    good = sum(map(meets, latencies))
-    return {"requests_per_s": good / seconds, "share": good / sent}

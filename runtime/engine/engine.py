@@ -13,15 +13,7 @@ from functools import partial
 from typing import Any, TypeVar, overload
 
 from llmc.bundle import Manifest
-from llmc.errors import (
-    CancelledError,
-    DeadlineError,
-    EngineClosedError,
-    GpuError,
-    LlmcError,
-    QueueFullError,
-    UsageError,
-)
+from llmc.errors import CancelledError, DeadlineError, EngineClosedError, GpuError, LlmcError, QueueFullError
 from llmc.runtime.api.handle import Handle, OutputCollector, is_serving, mark_serving
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
@@ -113,9 +105,7 @@ class Engine:
         )
         speculate = None if drafter is None else make_speculators(drafter, self._runner)
         self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, speculate)
-        self._outputs = OutputProcessor(
-            self._scheduler, manifest.source.name, options.sampling_threads, self._guard, self._forget
-        )
+        self._outputs = OutputProcessor(self._scheduler, manifest.source.name, self._guard, self._forget)
         self._closeable = [part for part in (store, drafter) if part is not None]
         self._requests: dict[int, RequestState] = {}  # that did not end yet, in the order in which they came
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -165,8 +155,6 @@ class Engine:
         """
         if threading.current_thread() is self._thread:  # a client's function, which would wait for itself
             return function()
-        if is_serving():
-            raise UsageError("a function that came with a request asks the engine to wait for itself; do it elsewhere")
         self._refuse_forked()
         done: Future[_T] = Future()
 
@@ -212,7 +200,6 @@ class Engine:
         self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
 
     def _free(self) -> None:
-        self._outputs.shutdown()
         for part in self._closeable:
             try:
                 part.close()
@@ -269,7 +256,7 @@ class Engine:
     def _serve(self) -> None:
         mark_serving()
         try:
-            while not self._closing or self._busy or not self._inbox.empty():
+            while not self._closing or self._requests or not self._inbox.empty():
                 try:
                     self.step()
                 except BaseException as error:  # noqa: BLE001  # without this thread, clients would wait for ever
@@ -338,28 +325,13 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ messages
 
-    @property
-    def _busy(self) -> bool:
-        for request in self._requests.values():  # noqa: SIM110  # asked for in every step: no generator
-            if not request.comparing:
-                return True
-        return False
-
     def _receive(self) -> None:
         """Take in messages; without anything to do, wait for one."""
-        while not (self._busy and self._inbox.empty()):
-            with suppress(queue.Empty):
-                self._inbox.get(timeout=self._patience())()
-            if not self._busy:
-                if self._closing:
-                    return
-                self._expire()
+        while not (self._requests and self._inbox.empty()):
+            self._inbox.get()()
+            if self._closing and not self._requests:
+                return
         self._expire()
-
-    def _patience(self) -> float | None:
-        """Seconds until the first deadline of those whose samples are being compared."""
-        first = min((request.deadline for request in self._requests.values() if request.comparing), default=None)
-        return None if first is None or first == float("inf") else max(0.0, first - time.monotonic())
 
     def _enqueue(self, request: RequestState) -> None:
         with self._lock:
@@ -380,9 +352,8 @@ class Engine:
             self._fail(request, DeadlineError(f"the deadline of {limit:g} s passed; {request.progress()}"))
         self._first_deadline = min((request.deadline for request in self._requests.values()), default=math.inf)
 
-    def _forget(self, number: int) -> None:
-        """May be called by any thread: it only leaves a message."""
-        self._inbox.put(partial(self._requests.pop, number, None))
+    def _forget(self, request: RequestState) -> None:
+        self._requests.pop(request.number, None)
 
     # ------------------------------------------------------------------------------------------ levels, on any thread
 
@@ -396,7 +367,7 @@ class Engine:
             running=sum(bool(request.group.sequences) for request in list(self._requests.values())),
             kv_reserved_bytes=self._scheduler.reserved_bytes,
             kv_used_bytes=self._scheduler.used_bytes,
-            prefix_cache_bytes=0 if self.prefixes is None else self.prefixes.counters.bytes,
+            prefix_cache_bytes=0 if self.prefixes is None else self.prefixes.bytes,
         )
 
     # ------------------------------------------------------------------------------------------ failures

@@ -5,12 +5,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from llmc.runtime.api.handle import mark_serving
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, name_error
 from llmc.runtime.engine.sequence import Sequence as Tokens
-from llmc.runtime.host.threads import Pool
 from llmc.runtime.observe.tracing import event, record_spans
 from llmc.runtime.runner.prefill import Floats
 from llmc.runtime.sampling.logprobs import prompt_logprobs
@@ -21,25 +19,20 @@ log = logging.getLogger(__name__)
 class OutputProcessor:
     """Draw tokens, hand them to their requests, and end these.
 
-    ``guarded`` is a context in which an error ends one request alone; ``ended`` is told the number of a request that is
-    done, from any thread. With one of ``threads`` the engine's own chooses tokens.
+    ``guarded`` is a context in which an error ends one request alone; ``ended`` is told a request that is done.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         model: str,
-        threads: int,
         guarded: Callable[[RequestState], AbstractContextManager[None]],
-        ended: Callable[[int], None],
+        ended: Callable[[RequestState], None],
     ) -> None:
         self._scheduler = scheduler
         self._model = model
         self._guarded = guarded
         self._ended = ended
-        self._pool = Pool(threads, "llmc-sampling", mark_serving) if threads > 1 else None
-        # Of its own, for a comparison that takes long must not keep others from sampling.
-        self._comparing = Pool(1, "llmc-comparing", mark_serving)
 
     def keep_prompt_logprobs(self, sequence: Tokens, start: int, logits: Floats) -> None:
         """Keep the log-probabilities that a request wants of the prompt chunk that begins at ``start``."""
@@ -57,10 +50,7 @@ class OutputProcessor:
 
     def sample(self, call: Sequence[Tokens], logits: Floats) -> list[SamplerOutput[Any]]:
         """Draw the tokens of a call's sequences, from logits [B, 1 + drafts, V]; a dummy row may come after them."""
-        work = zip(call, logits, strict=False)
-        if self._pool and len(call) > 1:
-            return list(self._pool.map(lambda item: item[0].sample(item[1]), work))
-        return [sequence.sample(row) for sequence, row in work]
+        return [sequence.sample(row) for sequence, row in zip(call, logits, strict=False)]
 
     def commit(self, outputs: Sequence[SamplerOutput[Any]]) -> None:
         by_request: dict[RequestState, list[SamplerOutput[Any]]] = {}
@@ -72,20 +62,13 @@ class OutputProcessor:
                     self._end(request)
 
     def _end(self, request: RequestState) -> None:
-        """All is drawn. Comparing samples with one another may take long, so that is left to another thread."""
-        if request.params.consensus is not None:
-            request.comparing = True
-            self._comparing.submit(self._deliver, request)
-        else:
-            self._deliver(request)
-
-    def _deliver(self, request: RequestState) -> None:
+        """All is drawn."""
         try:
             outputs = request.group.outputs()
             self.close(request, outputs[0].finish_reason, lambda: request.result(outputs))
         except BaseException as error:  # noqa: BLE001  # it reaches the client
             self.close(request, "error", error=name_error(error))
-        self._ended(request.number)
+        self._ended(request)
 
     def close(
         self,
@@ -102,9 +85,3 @@ class OutputProcessor:
             if log.isEnabledFor(logging.INFO):
                 event(log, "request ended", **vars(request.timeline.metrics()))
             record_spans(request.timeline, model=self._model, parent=request.trace)
-
-    def shutdown(self) -> None:
-        """No request is left to be served; those that are being compared end by themselves."""
-        self._comparing.shutdown(wait=False)
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import replace
 
 from llmc.errors import ProcessorError, text_of
 from llmc.runtime.api.results import Delta, FinishReason, Output
@@ -12,7 +11,6 @@ from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.processors import Guide
 from llmc.runtime.sampling.samplers import Choice, Sampler
-from llmc.runtime.search.consensus import SIMILARITIES, compute_expected_similarities
 from llmc.runtime.speculation.speculator import Speculator, verify
 from llmc.runtime.text.detokenizer import TextStream
 
@@ -214,10 +212,4 @@ class SampleGroup(SequenceGroup[Sample]):
 
     def outputs(self) -> list[Output]:
         outputs = sorted(self._finished, key=lambda output: output.index)
-        params = self.request.params
-        if params.consensus is not None:
-            scores = compute_expected_similarities([output.text for output in outputs], SIMILARITIES[params.consensus])
-            outputs = [replace(output, score=score) for output, score in zip(outputs, scores, strict=True)]
-        elif params.best_of is None:
-            return outputs
-        return sorted(outputs, key=lambda output: -(output.score or 0.0))[: params.n]
+        return sorted(outputs, key=lambda output: -(output.score or 0.0))[: self.request.params.n]

@@ -7,7 +7,7 @@ and values. It is named by the hash of all tokens up to its end, as in vLLM's pr
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -21,29 +21,6 @@ BLOCK = 32
 
 # Blocks of the positions start ... end - 1, as a cache reads them.
 Read = Callable[[int, int], Sequence[NDArray[Any]]]
-
-
-@dataclass(frozen=True)
-class PrefixCounters:
-    """Counts of the cache so far, and its size now.
-
-    Attributes:
-        hits, misses: matches that found something, or nothing.
-        hit_tokens: tokens that matches found.
-        disk_hits: matches that read something from disk.
-        disk_tokens: tokens read from disk; they count among ``hit_tokens`` too.
-        evictions: blocks that had to make room.
-        blocks, bytes: in memory now.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    hit_tokens: int = 0
-    disk_hits: int = 0
-    disk_tokens: int = 0
-    evictions: int = 0
-    blocks: int = 0
-    bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -71,7 +48,7 @@ class Match:
 class PrefixCache:
     """Blocks of keys and values by the tokens that lead to them, in bounded memory, least recently used out first.
 
-    For one thread; :attr:`counters` may be read from any.
+    For one thread; :attr:`bytes`, those in memory now, may be read from any.
 
     Args:
         key: all that the values depend on: fingerprint of the model, type and geometry of its cache.
@@ -93,13 +70,12 @@ class PrefixCache:
         self.key = key
         self.block = block
         self.max_bytes = max_bytes
-        self.counters = PrefixCounters()
         self._store = store
         self._form = form
         # Least recently used first. A use renews a block before its parent, so the first one that is not pinned has
         # no children.
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
-        self._bytes = 0
+        self.bytes = 0
         self._pinned = 0  # bytes of nodes with pins
         self._block_bytes = 0  # of one block; known from the first one on
 
@@ -121,13 +97,6 @@ class PrefixCache:
             self._use(path)
             if self._store is not None and path and not loaded:
                 self._store.touch(root, hashes[: len(path)])
-            self._count(
-                hits=bool(path),
-                misses=not path,
-                hit_tokens=len(path) * self.block,
-                disk_hits=bool(loaded),
-                disk_tokens=len(loaded) * self.block,
-            )
             yield Match(len(path) * self.block, tuple(node.values for node in path))
         finally:
             self._unpin(path)
@@ -155,7 +124,6 @@ class PrefixCache:
                 self._store.put(root, hashes[:kept], [node.values for node in path])
         finally:
             self._unpin(path)
-        self._count()
         return len(path) * self.block
 
     def _hashes(
@@ -199,13 +167,13 @@ class PrefixCache:
         needed = sum(node.values.nbytes for node in added)
         self._evict(needed)
         self._nodes.update((node.chain, node) for node in added)
-        self._bytes += needed
+        self.bytes += needed
         self._pin(added)
         return added
 
     def _evict(self, needed: int) -> None:
         """Make room for ``needed`` bytes, which must be there once all that is not pinned is gone."""
-        excess, victims = self._bytes + needed - self.max_bytes, []
+        excess, victims = self.bytes + needed - self.max_bytes, []
         if excess <= 0:
             return
         for node in self._nodes.values():
@@ -217,8 +185,7 @@ class PrefixCache:
         assert excess <= 0, excess
         for node in victims:
             del self._nodes[node.chain]
-            self._bytes -= node.values.nbytes
-        self._count(evictions=len(victims))
+            self.bytes -= node.values.nbytes
 
     def _use(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):
@@ -235,8 +202,3 @@ class PrefixCache:
             node.pins -= 1
             if not node.pins:
                 self._pinned -= node.values.nbytes
-
-    def _count(self, **more: int) -> None:
-        """Add to counters, and note what is in memory now."""
-        sums = {name: getattr(self.counters, name) + count for name, count in more.items()}
-        self.counters = replace(self.counters, **sums, blocks=len(self._nodes), bytes=self._bytes)

@@ -62,11 +62,6 @@ class RequestMetrics:
     overflows: int
     finish_reason: str | None
 
-    @property
-    def acceptance(self) -> float | None:
-        """Accepted drafts by proposed ones, 0 to 1; None where nothing was proposed."""
-        return self.accepted / self.drafted if self.drafted else None
-
 
 class Metric(NamedTuple):
     """The statement of a field: its name for Prometheus behind ``llmc_``, its meaning, and the label of its parts."""

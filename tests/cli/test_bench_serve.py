@@ -11,9 +11,9 @@ SMALL = ("--requests", 3, "--max-tokens", "4", "--prompt-length", "30-40")
 
 def test_the_table_has_what_became_of_requests_and_every_latency(llmc):
     with planted_server(whole) as server:
-        ran = llmc("bench", "serve", server.url, *SMALL, "--rate", "300,400", "--slo", "ttft=60")
+        ran = llmc("bench", "serve", server.url, *SMALL, "--rate", "300,400")
     assert (ran.code, ran.err) == (0, "")
-    for text in (f"{server.url}, model double", "rate 400: TTFT from when due", "ITL", "p99", "(100%)", "3 answered"):
+    for text in (f"{server.url}, model double", "rate 400: TTFT from when due", "ITL", "p99", "3 answered"):
         assert text in ran.out
 
 
@@ -25,7 +25,7 @@ def test_json_is_the_whole_report_and_keys_and_fields_come_from_where_the_flags_
     report = json.loads(ran.out)
     assert (report["model"], report["arguments"]["concurrency"]) == ("double", [2])
     [point] = report["points"]
-    assert (point["completed"], point["goodput"], point["output_tokens"]["mean"]) == (3, None, 4.0)
+    assert (point["completed"], point["output_tokens"]["mean"]) == (3, 4.0)
     asked = server.asked[-1]
     assert (asked.headers["authorization"], asked.body["temperature"]) == ("Bearer sk-environment", 0)
 

@@ -22,7 +22,6 @@ from llmc.runtime.api.options import Determinism, EngineOptions, check_level, in
         ({"decode_steps_per_chunk": -1}, r"decode_steps_per_chunk is -1, expected an integer from 0"),
         ({"prefix_cache_bytes": -1}, "prefix_cache_bytes is -1"),
         ({"prefix_cache_disk_bytes": None}, "prefix_cache_disk_bytes is None"),
-        ({"sampling_threads": 0}, "sampling_threads is 0"),
         ({"determinism": "exact"}, "determinism is 'exact', expected 'fast' or 'batch' or 'strict'"),
         ({"draft": 5}, "draft is 5, expected a path, or null"),
         ({"draft": ""}, "draft is '', expected a path, or null"),

@@ -63,7 +63,7 @@ def test_no_prompt_comes_from_the_prefix_cache(tiny_bundle: Path):
     with load(tiny_bundle, self_test=False) as model:
         for index in range(2):
             module._time_request(model, 200, 4, index)
-        assert model.engine.prefixes.counters.hit_tokens == 0
+        assert model.engine.metrics.snapshot().prefix_hit_tokens == 0
 
 
 def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, tmp_path: Path):

@@ -68,7 +68,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"determinism": "batch", "max_batch": 3, "decode_steps_per_chunk": 0},
     {"determinism": "strict", "prefix_bytes": 1 << 12},
     {"determinism": "strict", "draft": "lookup", "prefill_chunk": 8},
-    {"determinism": "fast", "draft": "lookup", "sampling_threads": 2, "prefix_bytes": 1 << 20},
+    {"determinism": "fast", "draft": "lookup", "prefix_bytes": 1 << 20},
 ]
 
 

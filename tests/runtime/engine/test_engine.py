@@ -115,11 +115,10 @@ BAD: dict[str, tuple[dict[str, Any], type[LlmcError], str]] = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("case", BAD)
-def test_a_request_that_goes_wrong_fails_alone(make_engine: Any, session: Any, alone: Alone, case: str, threads: int):
+def test_a_request_that_goes_wrong_fails_alone(make_engine: Any, session: Any, alone: Alone, case: str):
     more, error, message = BAD[case]
-    engine = make_engine(session, sampling_threads=threads)
+    engine = make_engine(session)
     others = [engine.submit(ask(prompt)) for prompt in OTHERS[:2]]
     bad = engine.submit(ask(**more))
     others.append(engine.submit(ask(OTHERS[2])))
@@ -323,7 +322,7 @@ def test_closing_with_drain_finishes_what_was_accepted(make_engine: Any, alone: 
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_a_function_on_the_engines_thread_may_close_it(make_engine: Any, alone: Alone, drain: bool):
-    engine = make_engine(sampling_threads=2)
+    engine = make_engine()
 
     def closing(_: Any) -> None:
         engine.close(drain)

@@ -114,11 +114,11 @@ def test_ended_requests_are_let_go_even_if_their_functions_know_them(model: Mode
 
 def test_an_engine_that_nobody_holds_ends_with_its_threads(tiny_bundle: Path, tmp_path: Path):
     before = set(threading.enumerate())
-    model = load(tiny_bundle, self_test=False, sampling_threads=2, prefix_cache_folder=str(tmp_path))
+    model = load(tiny_bundle, self_test=False, prefix_cache_folder=str(tmp_path))
     handles = [model.stream(PROMPT * 3, max_tokens=4, temperature=0, ignore_eos=True) for _ in range(2)]
     assert [len(handle.result(PATIENCE).token_ids) for handle in handles] == [4, 4]
     engine, started = weakref.ref(model.engine), set(threading.enumerate()) - before
-    assert {thread.name for thread in started} == {"llmc-engine", "llmc-sampling", "llmc-prefix-store"}
+    assert {thread.name for thread in started} == {"llmc-engine", "llmc-prefix-store"}
     del model, handles
     gc.collect()
     for thread in started:

@@ -105,15 +105,15 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_restarted_process_finds_the_prefix(opened: Opened, dtype: str):
+def test_a_restarted_process_finds_the_prefix(opened: Opened, folder: Path, dtype: str):
     cache, store = opened()
     writer(cache)(PROMPT, dtype)
     store.close()
     cache, _ = opened()
     assert found(cache, PROMPT, dtype) == WHOLE
-    assert (cache.counters.disk_hits, cache.counters.disk_tokens, cache.counters.hit_tokens) == (1, WHOLE, WHOLE)
-    assert found(cache, PROMPT, dtype) == WHOLE
-    assert (cache.counters.disk_hits, cache.counters.hits) == (1, 2)  # the second time from memory
+    for file in files(folder):
+        file.unlink()
+    assert found(cache, PROMPT, dtype) == WHOLE  # the second time from memory
 
 
 def test_what_memory_evicted_comes_back_from_disk(opened: Opened):
@@ -122,9 +122,7 @@ def test_what_memory_evicted_comes_back_from_disk(opened: Opened):
     flush(store)
     writer(cache)([1] * 8)  # takes the room of the last two blocks
     flush(store)
-    assert cache.counters.evictions == 2
     assert found(cache, PROMPT) == WHOLE
-    assert cache.counters.disk_tokens == 8
 
 
 def test_only_the_owner_may_read_the_files(opened: Opened, folder: Path):
@@ -213,7 +211,6 @@ def test_use_in_memory_keeps_a_file(opened: Opened, folder: Path, monkeypatch: p
         writer(cache)([first] * 16)
         flush(store)
     assert found(cache, [0] * 16) == WHOLE
-    assert cache.counters.disk_hits == 0
     writer(cache)([2] * 16)
     flush(store)
     later, _ = opened()
