@@ -14,7 +14,6 @@ from llmc.runtime.host import disk_cache
 log = logging.getLogger(__name__)
 
 KIND = "integrity"
-MACHINE_FILE = Path("/etc/machine-id")
 
 
 def check_once(what: str, files: Iterable[Path], check: Callable[[], None], *, always: bool = False) -> None:
@@ -42,16 +41,8 @@ def check_files(folder: Path, manifest: Manifest, wanted: bool | None) -> None:
 
     def check() -> None:
         log.info("checking the files of %s%s", folder, "" if wanted else " on this machine, once")
-        for _ in verify_files(folder, manifest) if wanted else verify_samples(folder, manifest, _seed_places(hashes)):
+        places = random.Random(f"{socket.gethostname()}\n{hashes}")
+        for _ in verify_files(folder, manifest) if wanted else verify_samples(folder, manifest, places):
             pass
 
     check_once(hashes, [folder / name for name in manifest.files], check, always=bool(wanted))
-
-
-def _seed_places(bundle: str) -> random.Random:
-    """Random places to sample, the same at each load on this machine and unknown elsewhere."""
-    try:
-        machine = MACHINE_FILE.read_text()
-    except OSError:
-        machine = ""
-    return random.Random("\n".join([machine, socket.gethostname(), bundle]))

@@ -9,7 +9,6 @@ import json
 import platform
 import re
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +41,6 @@ class Probe:
         libraries: of :data:`LIBRARIES`, by name.
         packages: version of each Python package that exporting, building or running needs and that is installed.
         jetson: release of Jetson Linux, as 36.4.3; empty on any other machine.
-        seconds: what probing took.
     """
 
     platform: str
@@ -52,7 +50,6 @@ class Probe:
     libraries: dict[str, Library]
     packages: dict[str, str]
     jetson: str
-    seconds: float
 
 
 def probe(
@@ -62,7 +59,6 @@ def probe(
 
     ``root`` is a folder in place of /, and ``commands`` are in place of :func:`step_commands`.
     """
-    started = time.monotonic()
     wanted = dict(step_commands() if commands is None else commands)
     # The driver first, and alone: libraries take memory of the GPU while they are tried.
     answers = run_apart({"driver": wanted.pop("driver")}, timeout_s)
@@ -75,7 +71,6 @@ def probe(
         libraries={name: _take_finding(Library, answers[name]) for name in LIBRARIES},
         packages={name: version for name in PACKAGES if (version := _package(name))},
         jetson=_jetson(root),
-        seconds=round(time.monotonic() - started, 3),
     )
 
 

@@ -2,8 +2,7 @@
 
 A thread that comes out of a C++ library while Python ends aborts the process
 (https://github.com/python/cpython/issues/87135), so none may be in one by then. The threads are daemons, which
-:mod:`atexit` stops once the application's own threads have ended. ``ThreadPoolExecutor`` is of no use: it takes no work
-once the main thread has ended, and Python's end waits for its threads however long they take.
+:mod:`atexit` stops once the application's own threads have ended.
 """
 
 import atexit

@@ -26,7 +26,6 @@ NO_GPU = Probe(
     },
     packages=PACKAGES,
     jetson="",
-    seconds=0.5,
 )
 
 

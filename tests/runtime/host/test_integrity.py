@@ -21,7 +21,6 @@ NAMES = ["chunks.json", "weights.bin"]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with 400 chunks, of which 10 are looked at, and a cache of its own."""
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(integrity, "MACHINE_FILE", tmp_path / "machine-id")
     for name, value in {"CHUNK": 16, "SAMPLED_CHUNKS": 10}.items():
         monkeypatch.setattr(hashes, name, value)
     folder = tmp_path / "bundle"
@@ -66,7 +65,7 @@ def test_a_machine_looks_once_and_again_where_a_file_changed(
 
 def test_another_machine_looks_elsewhere(folder: Path, listed: Manifest, monkeypatch: pytest.MonkeyPatch):
     first = looked_at(folder, listed, monkeypatch)
-    integrity.MACHINE_FILE.write_text("another")
+    monkeypatch.setattr(integrity.socket, "gethostname", lambda: "another")
     monkeypatch.setenv("LLMC_CACHE", str(folder.parent / "other"))
     assert looked_at(folder, listed, monkeypatch) != first
 
