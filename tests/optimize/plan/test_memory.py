@@ -13,8 +13,8 @@ from llmc.inventory import BACK, LET_GO_STEP, Linear
 from llmc.optimize.build import build
 from llmc.optimize.lower.context import Computed, Float8, Float16, Float32, PerToken, WeightOnly
 from llmc.optimize.plan.memory import BLOCK_COPIES, linear_bytes, memory_plan, weight_bytes
-from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.plan.time import estimate_build
+from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime.kv.budget import plan_load
