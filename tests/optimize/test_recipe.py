@@ -208,7 +208,7 @@ def test_a_budget_is_taken_limit_by_limit():
     [
         ("cpu", True, ("gptq", 64, False, {})),
         ("cpu", False, ("rtn", 32, False, {SENSITIVE: "int8"})),
-        ("cuda", False, ("rtn", 32, False, {SENSITIVE: "int8"})),
+        ("cuda", False, ("rtn", 32, False, {})),
         ("tensorrt", True, ("gptq", 128, True, {})),
         ("tensorrt-rtx", False, ("rtn", 128, True, {})),
     ],
