@@ -12,6 +12,8 @@ JOBS ?= 2
 # Neither the engine nor the libraries call home.
 export ORT_DISABLE_TELEMETRY := 1
 export HF_HUB_OFFLINE := 1
+# torch's threads sleep while they wait: two test processes would take each other's cores by spinning.
+export OMP_WAIT_POLICY := passive
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -1,5 +1,7 @@
 """Rough time of a build, from the geometry and the recipe alone.
 
+Qwen2.5-0.5B's geometry with ``--int4`` took 359 core-seconds (Zen 4, shared machine); this says 333.
+
 Most of it is calibration: each layer multiplies every token twice, once to be observed and once with its integers, and
 second moments take the square of what its linears read.
 """

@@ -87,7 +87,8 @@ class Request:
             in the type of ``compute``.
         compute: type of activations on GPUs: float16 (default), bfloat16 or float32; follows fp32, fp16 and bf16.
         layers: precision by pattern of module names (``*.mlp.down_proj``, ``model.layers.0.*``); the last match wins.
-            ``sensitive`` stands for the inventory's list of what loses most; default: that in int8 for 4 bits by rtn.
+            ``sensitive`` stands for the inventory's list of what loses most; default: that in int8 for 4 bits by rtn
+            on CPUs.
         max_context: longest sequence; default: the checkpoint's, at most 32,768.
         max_batch: requests that may run at once; default 8. Rows take memory when they are used.
         prefill_chunk: prompt tokens per call; default 256.
@@ -217,7 +218,7 @@ def resolve(
     _refuse_integer_keys(request, precision, stored)
     can_choose = calibrated and "int4" in stored and precision != "source"
     scheme = _one_of("scheme", either(request.scheme, "gptq" if can_choose else "rtn"), SCHEMES)
-    if request.layers is None and precision == "int4" and scheme == "rtn" and not target.makes_engine:
+    if request.layers is None and precision == "int4" and scheme == "rtn" and not target.has_gpu:
         layers = {SENSITIVE: "int8"}
     phases = _phases(request.phases, target, integers=rest in QUANTIZED)
     compute = _compute(request.compute, precision, target)

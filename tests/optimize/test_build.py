@@ -16,8 +16,8 @@ from llmc.runtime import load
 from llmc.runtime.model import verify
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
-# Rotary tables of the small model, scales per output, and the page that each tensor begins on.
-OTHER_TENSORS = 500_000
+# Of the small model rotary tables, the matrix that rotates, scales per output, and the page that each tensor begins on.
+OTHER_TENSORS = 800_000
 # Random weights in 4 bits are far from the unquantized model, and a wrong graph farther: its KL is several nats.
 LARGEST_KL = 1.0
 

@@ -29,7 +29,7 @@ DEFERRED = EngineRequest(deferred=True)
         ),
         ("tensorrt", {"recipe": Request(cache="int8")}, "cache is 'int8', expected one of float16"),
         ("tensorrt", {"recipe": Request(precision="fp16", compute="float32")}, "but fp16 computes in float16"),
-        ("tensorrt", {"recipe": Request(symmetric=False)}, "tensorrt has no zero points"),
+        ("tensorrt", {"recipe": Request(precision="int4", symmetric=False)}, "tensorrt has no zero points"),
         ("jetson", {}, "target 'jetson' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
     ],
 )

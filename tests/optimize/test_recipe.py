@@ -149,7 +149,7 @@ def test_activations_are_smoothed_where_the_stream_cannot_be_rotated(request_, c
         ({"phases": "shared"}, ("prefill", "decode")),
         ({"activations": "static"}, ("decode",)),
         ({"precision": "int4"}, ("prefill",)),  # its weights are chosen on a text, in the model's own basis
-        ({"scheme": "gptq"}, ("prefill",)),
+        ({"precision": "int4", "scheme": "gptq"}, ("prefill",)),
         ({"precision": "fp32"}, ()),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_budget_is_taken_limit_by_limit():
     [
         ("cpu", True, ("gptq", 64, False, {})),
         ("cpu", False, ("rtn", 32, False, {SENSITIVE: "int8"})),
-        ("cuda", False, ("rtn", 32, False, {SENSITIVE: "int8"})),
+        ("cuda", False, ("rtn", 32, False, {})),
         ("tensorrt", True, ("gptq", 128, True, {})),
         ("tensorrt-rtx", False, ("rtn", 128, True, {})),
     ],
