@@ -9,6 +9,7 @@ from llmc.bundle.engine import DeviceMemory as DeviceMemory
 from llmc.bundle.engine import EngineConfig as EngineConfig
 from llmc.bundle.engine import Profile as Profile
 from llmc.bundle.engine import version as version
+from llmc.bundle.integrity import list_unlisted_files as list_unlisted_files
 from llmc.bundle.integrity import sha256_file as sha256_file
 from llmc.bundle.integrity import verify_files as verify_files
 from llmc.bundle.integrity import verify_samples as verify_samples

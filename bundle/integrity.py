@@ -1,14 +1,16 @@
 """Hashes of a bundle's files: all of them, or samples that a first load can afford."""
 
 import hashlib
+import heapq
 import json
+import os
 import random
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from llmc.bundle.manifest import CHUNKS_FILE, Manifest
+from llmc.bundle.manifest import BUNDLE_MANIFEST, CHUNKS_FILE, Manifest
 from llmc.errors import BundleError
 from llmc.strict import decode, open_regular, read_json
 
@@ -32,6 +34,13 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
         if found != entry.sha256:
             raise _corrupt(folder, name)
         yield name
+
+
+def list_unlisted_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Sorted names of files in the folder that the manifest does not list; 16 at most."""
+    found = (entry.name for entry in os.scandir(folder))
+    listed = {name.partition("/")[0] for name in manifest.files}
+    return tuple(heapq.nsmallest(16, (name for name in found if name not in listed and name != BUNDLE_MANIFEST)))
 
 
 def verify_samples(folder: Path, manifest: Manifest, chance: random.Random) -> Iterator[str]:

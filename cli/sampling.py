@@ -215,7 +215,7 @@ def refuse_unseen(sampling: dict[str, Any]) -> None:
 
 def refuse_several(sampling: dict[str, Any]) -> None:
     """Refuse what gives a turn several answers."""
-    if max(sampling.get("num_return_sequences", 1), sampling.get("n", 1)) > 1:
+    if sampling.get("num_return_sequences", 1) > 1 or (sampling.get("n", 1) > 1 and "consensus" not in sampling):
         raise UsageError("--n or --num-return-sequences ask for several outputs, a turn has one; leave them out")
 
 

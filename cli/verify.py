@@ -36,6 +36,7 @@ def verify_command(bundle: Path, threads: int | None, emulate: bool, as_json: bo
     show.print_rows(
         [
             ("files", f"{report.files} whole"),
+            *(("not the bundle's", f"{ascii(name)[1:-1]}, which nothing reads") for name in report.unlisted),
             *list_golden_rows(report, embeds=read_bundle(bundle).geometry.encoder is not None),
         ]
     )

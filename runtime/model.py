@@ -16,7 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from llmc.bundle import Manifest, publication, read_bundle, read_same, read_undisturbed, verify_files
+from llmc.bundle import (
+    Manifest,
+    list_unlisted_files,
+    publication,
+    read_bundle,
+    read_same,
+    read_undisturbed,
+    verify_files,
+)
 from llmc.errors import EngineClosedError, GrammarError, UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
@@ -157,7 +165,7 @@ def verify(
         for name in verify_files(place, manifest):
             progress(f"hashed {name}")
         with load(place, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
-            return replay(model, progress)
+            return replace(replay(model, progress), unlisted=list_unlisted_files(place, manifest))
 
     return read_undisturbed(folder, verified)
 

@@ -44,13 +44,15 @@ KIND = "selftest"
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Counts of what was checked. ``largest_difference`` is between logits here and when the bundle was built."""
+    """Counts of what was checked. ``largest_difference`` is between logits here and when the bundle was built;
+    ``unlisted`` are the first 16 names in the folder that the manifest does not list."""
 
     files: int
     prompts: int
     tokens: int
     equal_tokens: int
     largest_difference: float
+    unlisted: tuple[str, ...] = ()
 
 
 def check_once(model: Any, wanted: bool | None) -> None:

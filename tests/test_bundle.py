@@ -261,6 +261,16 @@ def test_a_list_of_chunks_that_is_none_is_refused(folder: Path, sampled: Manifes
         list(bundle.verify_samples(folder, manifest, random.Random(0)))
 
 
+def test_files_that_are_not_the_bundles_are_named(folder: Path, whole: Manifest):
+    for name in ("README.md", "a\x1b[2J", *(f"{number:02}" for number in range(20))):
+        (folder / name).touch()
+    (folder / "more").mkdir()
+    (folder / "README.md").rename(folder / "0 README.md")
+    found = bundle.list_unlisted_files(folder, whole)
+    assert len(found) == 16 and found[0] == "0 README.md"
+    assert not set(found) & {*FILES, BUNDLE_MANIFEST}
+
+
 @pytest.mark.parametrize("name", ["../outside.bin", "/etc/hostname", "a/../../outside.bin"])
 def test_a_manifest_that_leads_outside_its_folder_is_refused(folder: Path, name: str):
     edit(folder, put(dataclasses.asdict(FileEntry(1, "0" * 64)), "files", name))

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: beams, and samples that share a prefill.
+"""Several answers to one prompt: beams, samples that share a prefill, and the one that the samples agree on.
 
 python recipes/examples/beams.py BUNDLE
 """
@@ -11,11 +11,12 @@ PROMPT = "def area(width, height):\n    return "
 
 
 def main(bundle: str) -> dict[str, GenerationResult]:
-    """The same prompt in two ways; `outputs` holds the best first where they are ranked."""
+    """The same prompt in three ways; `outputs` holds the best first where they are ranked."""
     with load(bundle) as model:
         results = {
             "beams": model.generate(PROMPT, max_tokens=12, num_beams=4, num_return_sequences=2),
             "best of 6": model.generate(PROMPT, max_tokens=12, temperature=0.8, seed=1, n=2, best_of=6),
+            "consensus": model.generate(PROMPT, max_tokens=12, temperature=0.8, seed=1, n=6, consensus="chrf"),
         }
     for name, result in results.items():
         for output in result.outputs:

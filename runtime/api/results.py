@@ -85,7 +85,7 @@ class Output:
         token_ids: every token, the one that ended it included.
         finish_reason: ``stop`` (end of sequence, stop token, stop string or stopping criterion) or ``length``.
         seed: what the random draws came from; None when nothing was drawn. The same seed gives the same tokens.
-        score: what the outputs were ranked by (beam search, best_of); None where they were not.
+        score: what the outputs were ranked by (beam search, best_of, consensus); None where they were not.
         logprobs: one per token, where the request asked for them.
         stop_reason: the stop string, or the token of the request's ``stop_token_ids``, that ended it; None for an end
             of sequence and everything else.

@@ -13,7 +13,15 @@ from functools import partial
 from typing import Any, TypeVar, overload
 
 from llmc.bundle import Manifest
-from llmc.errors import CancelledError, DeadlineError, EngineClosedError, GpuError, LlmcError, QueueFullError
+from llmc.errors import (
+    CancelledError,
+    DeadlineError,
+    EngineClosedError,
+    GpuError,
+    LlmcError,
+    QueueFullError,
+    UsageError,
+)
 from llmc.runtime.api.handle import Handle, OutputCollector, is_serving, mark_serving
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
@@ -155,6 +163,8 @@ class Engine:
         """
         if threading.current_thread() is self._thread:  # a client's function, which would wait for itself
             return function()
+        if is_serving():
+            raise UsageError("a function that came with a request asks the engine to wait for itself; do it elsewhere")
         self._refuse_forked()
         done: Future[_T] = Future()
 
@@ -200,6 +210,7 @@ class Engine:
         self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
 
     def _free(self) -> None:
+        self._outputs.shutdown()
         for part in self._closeable:
             try:
                 part.close()
@@ -256,7 +267,7 @@ class Engine:
     def _serve(self) -> None:
         mark_serving()
         try:
-            while not self._closing or self._requests or not self._inbox.empty():
+            while not self._closing or self._busy or not self._inbox.empty():
                 try:
                     self.step()
                 except BaseException as error:  # noqa: BLE001  # without this thread, clients would wait for ever
@@ -325,13 +336,28 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ messages
 
+    @property
+    def _busy(self) -> bool:
+        for request in self._requests.values():  # noqa: SIM110  # asked for in every step: no generator
+            if not request.comparing:
+                return True
+        return False
+
     def _receive(self) -> None:
         """Take in messages; without anything to do, wait for one."""
-        while not (self._requests and self._inbox.empty()):
-            self._inbox.get()()
-            if self._closing and not self._requests:
-                return
+        while not (self._busy and self._inbox.empty()):
+            with suppress(queue.Empty):
+                self._inbox.get(timeout=self._patience())()
+            if not self._busy:
+                if self._closing:
+                    return
+                self._expire()
         self._expire()
+
+    def _patience(self) -> float | None:
+        """Seconds until the first deadline of those whose samples are being compared."""
+        first = min((request.deadline for request in self._requests.values() if request.comparing), default=None)
+        return None if first is None or first == float("inf") else max(0.0, first - time.monotonic())
 
     def _enqueue(self, request: RequestState) -> None:
         with self._lock:
@@ -352,8 +378,9 @@ class Engine:
             self._fail(request, DeadlineError(f"the deadline of {limit:g} s passed; {request.progress()}"))
         self._first_deadline = min((request.deadline for request in self._requests.values()), default=math.inf)
 
-    def _forget(self, request: RequestState) -> None:
-        self._requests.pop(request.number, None)
+    def _forget(self, number: int) -> None:
+        """May be called by any thread: it only leaves a message."""
+        self._inbox.put(partial(self._requests.pop, number, None))
 
     # ------------------------------------------------------------------------------------------ levels, on any thread
 

@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+from llmc.runtime.api.handle import mark_serving
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, name_error
 from llmc.runtime.engine.sequence import Sequence as Tokens
+from llmc.runtime.host.threads import Pool
 from llmc.runtime.observe.tracing import event, record_spans
 from llmc.runtime.runner.prefill import Floats
 from llmc.runtime.sampling.logprobs import prompt_logprobs
@@ -19,7 +21,8 @@ log = logging.getLogger(__name__)
 class OutputProcessor:
     """Draw tokens, hand them to their requests, and end these.
 
-    ``guarded`` is a context in which an error ends one request alone; ``ended`` is told a request that is done.
+    ``guarded`` is a context in which an error ends one request alone; ``ended`` is told the number of a request that is
+    done, from any thread.
     """
 
     def __init__(
@@ -27,12 +30,14 @@ class OutputProcessor:
         scheduler: Scheduler,
         model: str,
         guarded: Callable[[RequestState], AbstractContextManager[None]],
-        ended: Callable[[RequestState], None],
+        ended: Callable[[int], None],
     ) -> None:
         self._scheduler = scheduler
         self._model = model
         self._guarded = guarded
         self._ended = ended
+        # A comparison that takes long must not keep others from sampling.
+        self._comparing = Pool(1, "llmc-comparing", mark_serving)
 
     def keep_prompt_logprobs(self, sequence: Tokens, start: int, logits: Floats) -> None:
         """Keep the log-probabilities that a request wants of the prompt chunk that begins at ``start``."""
@@ -62,13 +67,20 @@ class OutputProcessor:
                     self._end(request)
 
     def _end(self, request: RequestState) -> None:
-        """All is drawn."""
+        """All is drawn. Comparing samples with one another may take long, so that is left to another thread."""
+        if request.params.consensus is not None:
+            request.comparing = True
+            self._comparing.submit(self._deliver, request)
+        else:
+            self._deliver(request)
+
+    def _deliver(self, request: RequestState) -> None:
         try:
             outputs = request.group.outputs()
             self.close(request, outputs[0].finish_reason, lambda: request.result(outputs))
         except BaseException as error:  # noqa: BLE001  # it reaches the client
             self.close(request, "error", error=name_error(error))
-        self._ended(request)
+        self._ended(request.number)
 
     def close(
         self,
@@ -85,3 +97,7 @@ class OutputProcessor:
             if log.isEnabledFor(logging.INFO):
                 event(log, "request ended", **vars(request.timeline.metrics()))
             record_spans(request.timeline, model=self._model, parent=request.trace)
+
+    def shutdown(self) -> None:
+        """No request is left to be served; those that are being compared end by themselves."""
+        self._comparing.shutdown(wait=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
+from dataclasses import replace
 
 from llmc.errors import ProcessorError, text_of
 from llmc.runtime.api.results import Delta, FinishReason, Output
@@ -11,6 +12,7 @@ from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.processors import Guide
 from llmc.runtime.sampling.samplers import Choice, Sampler
+from llmc.runtime.search.consensus import SIMILARITIES, compute_expected_similarities
 from llmc.runtime.speculation.speculator import Speculator, verify
 from llmc.runtime.text.detokenizer import TextStream
 
@@ -212,4 +214,10 @@ class SampleGroup(SequenceGroup[Sample]):
 
     def outputs(self) -> list[Output]:
         outputs = sorted(self._finished, key=lambda output: output.index)
-        return sorted(outputs, key=lambda output: -(output.score or 0.0))[: self.request.params.n]
+        params = self.request.params
+        if params.consensus is not None:
+            scores = compute_expected_similarities([output.text for output in outputs], SIMILARITIES[params.consensus])
+            outputs = [replace(output, score=score) for output, score in zip(outputs, scores, strict=True)]
+        elif params.best_of is None:
+            return outputs
+        return sorted(outputs, key=lambda output: -(output.score or 0.0))[: params.n]

@@ -133,7 +133,7 @@ class SequenceGroup(ABC, Generic[_S]):
 class RequestState:
     """A request on its way: as it came, with ``params`` whose seed is filled in, and the ``prompt`` after truncation.
 
-    ``place`` is in the queue, ``trace`` the client's.
+    ``place`` is in the queue, ``comparing`` true while its finished samples are compared, ``trace`` the client's.
     """
 
     group: SequenceGroup[Any]
@@ -155,6 +155,7 @@ class RequestState:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.truncated_tokens = 0
         self.place: tuple[int, int] = (0, 0)
+        self.comparing = False
         self.trace = current_context()
 
     @property

@@ -1,1 +1,1 @@
-"""Beam search, which knows nothing of caches and sessions."""
+"""Beam search, which knows nothing of caches and sessions, and the comparison of finished outputs."""

@@ -152,7 +152,7 @@ def test_stats_show_the_last_answer_the_context_and_all_answers(talk, model: Fak
 
 
 def test_an_answer_that_cannot_be_streamed_is_printed_whole(talk, model: FakeModel):
-    ran = talk("Hello", "Again", options=("--best-of", 3))
+    ran = talk("Hello", "Again", options=("--n", 3, "--consensus", "f1"))
     assert ran.out == "ab\nab\n"
     assert model.asked[1][1] == assistant("ab")
 

@@ -19,7 +19,7 @@ from llmc.runtime.kv.prefix_cache import BLOCK
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.observe.prometheus import EngineCollector
 from llmc.runtime.runner.model_runner import CHUNK_WITH_ALL_LOGITS, PREFILL_GRAPH_FROM
-from llmc.runtime.sampling.params import PARAMETERS
+from llmc.runtime.sampling.params import MOST_COMPARED, PARAMETERS
 from llmc.runtime.sampling.processors import CUTS, PROCESSORS
 from llmc.runtime.speculation import control
 from llmc.runtime.speculation.control import LENGTHS
@@ -50,6 +50,7 @@ IN_WORDS = [
     f"more than {trial.COMPILE_SECONDS:g} seconds to compile, or {trial._MEMORY_BYTES // 1024**3} GiB",
     f"The last {grammars._MOST_GRAMMARS} grammars",
     f"with {DECODE_STEPS_PER_CHUNK} decode steps",
+    f"it needs `n` of 2 to {MOST_COMPARED}",
     f"in blocks of {BLOCK} tokens",
     f"from {PREFILL_GRAPH_FROM['int8']} rows (int8) or {PREFILL_GRAPH_FROM['int4']} (int4) on",
 ]

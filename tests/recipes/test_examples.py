@@ -79,7 +79,7 @@ def test_a_tool_is_called_and_its_result_goes_into_the_conversation(tiny_bundle:
 
 def test_ranked_outputs_come_best_first(tiny_bundle: Path):
     results = run("beams", tiny_bundle)
-    assert [len(result.outputs) for result in results.values()] == [2, 2]
+    assert [len(result.outputs) for result in results.values()] == [2, 2, 6]
     for result in results.values():
         scores = [output.score for output in result.outputs]
         assert scores == sorted(scores, reverse=True)

@@ -10,7 +10,7 @@ import pytest
 PATIENCE = 120.0
 _PROMPT = "PROMPT = 'def area(width, height):' * 20\n"
 
-# Everything that has threads: two engines, a draft model and the disk's.
+# Everything that has threads: two engines, comparing, a draft model and the disk's.
 _MANY = (
     _PROMPT
     + """
@@ -22,6 +22,7 @@ models = [
     load(bundle, self_test=False, prefix_cache_folder=folder),
     load(bundle, self_test=False, draft=bundle),
 ]
+models[0].generate(PROMPT, max_tokens=2, n=2, temperature=1.0, consensus="f1")
 streams = [model.stream(PROMPT, **settings) for model in models for _ in range(2)]
 for stream in streams:
     next(stream)
@@ -44,6 +45,7 @@ def work():
     main.join()
     handles = [model.stream(PROMPT, max_tokens=9, temperature=0, ignore_eos=True) for _ in range(2)]
     print(main.is_alive(), [len(handle.result().token_ids) for handle in handles])
+    print(len(model.generate("a", max_tokens=2, n=2, temperature=1.0, consensus="f1").outputs))
 
 threading.Thread(target=work).start()
 """
@@ -85,7 +87,7 @@ def test_leaving_while_requests_run_has_the_status_of_the_application(
 
 def test_the_applications_threads_may_use_a_model_after_the_main_one(tiny_bundle: Path):
     process = ended(_WORKER, tiny_bundle)
-    assert (process.returncode, process.stdout) == (0, "False [9, 9]\n"), process.stderr
+    assert (process.returncode, process.stdout) == (0, "False [9, 9]\n2\n"), process.stderr
 
 
 def test_a_function_that_never_returns_holds_up_the_end_for_a_bounded_time(tiny_bundle: Path):
