@@ -49,7 +49,7 @@ CANDIDATES: dict[str, Request] = {
     "int4-quality": Request(precision="int4", scheme="gptq", block_size=32, layers={SENSITIVE: "int8"}),
     "int4-uncalibrated": Request(precision="int4", scheme="rtn"),
     "int8": Request(precision="int8"),
-    "quality-first": Request(precision="int8", phases="shared"),
+    "int8-exact": Request(precision="int8", block_size=32, phases="shared"),
     "fp32": Request(precision="fp32"),
 }
 # Tried first for quantized checkpoints: their own integers.
