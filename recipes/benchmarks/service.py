@@ -151,7 +151,7 @@ def in_process(args: argparse.Namespace, model: Model, concurrency: int, number:
     bodies.calibrate(count)
     prompts = [json.loads(bodies(index))["messages"] for index in range(concurrency * args.requests)]
     with ThreadPoolExecutor(concurrency) as pool:
-        return figures(list(pool.map(ask, prompts)), 0.0, {})
+        return figures(list(pool.map(ask, prompts)), 0.0)
 
 
 def seed_of(number: int, concurrency: int) -> int:
