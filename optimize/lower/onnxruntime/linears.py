@@ -139,19 +139,24 @@ def _pack(quantized: Quantized, context: LoweringContext) -> list[NDArray[np.gen
 def _float_matrix(linear: Linear, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
     """The matrix [N, K] of a linear; that of a rotated stream is no other graph's."""
     name = f"{linear.tensor}.rotated" if context.rotated and linear.module != HEAD else linear.tensor
-    return _store_floats(name, lambda: read_weights(linear, context), dtype, context)
+    return _store_floats(name, linear.weights, lambda: read_weights(linear, context), dtype, context)
 
 
 def float_table(table: Weight, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
     """A table [N, K] as float32 or float16; a weight beyond float16's range raises BuildError."""
-    return _store_floats(table.name or "", lambda: context.calibrated.rows(table), dtype, context)
+    return _store_floats(table.name or "", (table,), lambda: context.calibrated.rows(table), dtype, context)
 
 
-def _store_floats(name: str, read: Callable[[], Float], dtype: str, context: LoweringContext) -> ir.ExternalTensor:
+def _store_floats(
+    name: str, weights: tuple[Weight, ...], read: Callable[[], Float], dtype: str, context: LoweringContext
+) -> ir.ExternalTensor:
     def make() -> list[NDArray[np.generic]]:
         values = read()
         if dtype == "float16" and float(np.abs(values).max()) > float(np.finfo(np.float16).max):
-            raise BuildError(f"{name} holds weights beyond float16's 65504; keep it in fp32 with a layers pattern")
+            beyond = (w.name for w in weights if np.abs(context.calibrated.rows(w)).max() > np.finfo(np.float16).max)
+            raise BuildError(
+                f"{next(beyond, name)} holds weights beyond float16's 65504; keep it in fp32 with a layers pattern"
+            )
         return [values.astype(dtype, copy=False)]
 
     (weight,) = context.weights.add([f"{name}.{dtype}"], make)
