@@ -22,8 +22,11 @@ DENSE, SCORE = "dense", "score"
 # A row of the cache can always go back so far: over drafts that were rejected, and to the border of a block of the
 # prefix cache. What windows have passed is let go of once so many positions came together.
 BACK, LET_GO_STEP = 64, 256
+# Bytes of a state's value.
+STATE_BYTES = 4
 
 CacheKind = Literal["kv", "state"]
+Rule = Literal["conv", "delta", "mamba2"]
 NormKind = Literal["rms", "layer"]
 Result = Literal["embeddings", "scores"]
 Pooling = Literal["last", "mean"]
@@ -69,6 +72,7 @@ class Linear:
             be moved into its weight; empty where there is none.
         layer: index of its layer, None for the head.
         codes: the integers that the checkpoint stores its weight as, None of a float weight.
+        exact: whether it stays in floats whatever a recipe says: few weights, on which much depends.
     """
 
     name: str
@@ -79,6 +83,7 @@ class Linear:
     producer: str
     layer: Index | None
     codes: Codes | None = None
+    exact: bool = False
 
     @property
     def size(self) -> int:
@@ -143,6 +148,35 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Recurrent:
+    """A mixer that keeps states of one size, however many tokens came before.
+
+    Attributes:
+        name: module path.
+        layer: index of its layer.
+        rule: ``conv`` is a gated short convolution alone; ``delta`` the gated delta rule (arXiv 2412.06464) and
+            ``mamba2`` a selective state space (arXiv 2405.21060), both behind such a convolution.
+        key_heads, value_heads, key_dim, value_dim: of the recurrence, 0 without one. Neighbouring value heads share a
+            key head.
+        taps: tokens that the convolution sees, its own included.
+        channels: that are convolved.
+        caches: names of its states: the convolution's [taps - 1, channels], and the recurrence's [value_heads, key_dim,
+            value_dim].
+    """
+
+    name: str
+    layer: Index
+    rule: Rule
+    key_heads: Annotated[int, range(1 << 12)]
+    value_heads: Annotated[int, range(1 << 12)]
+    key_dim: Annotated[int, range(1 << 12)]
+    value_dim: Annotated[int, range(1 << 12)]
+    taps: Annotated[int, range(2, 1 << 8)]
+    channels: Width
+    caches: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Mlp:
     """A feed-forward part: ``down(act(gate x) * up x)`` if gated, else ``down(act(up x))``, ``inner`` values wide."""
 
@@ -184,9 +218,17 @@ class Cache:
         return (f"present_state.{self.name}",)
 
     def bytes(self, positions: int, bytes_per_value: int) -> int:
-        """Bytes of one row with room for ``positions``."""
-        values = 2 * positions if self.kind == "kv" else 1
-        return values * prod(self.shape) * bytes_per_value
+        """Bytes of one row with room for ``positions``; a state is float32 whatever the type of keys and values."""
+        if self.kind == "state":
+            return STATE_BYTES * prod(self.shape)
+        return 2 * positions * prod(self.shape) * bytes_per_value
+
+    def shape_of(self, rows: int, positions: int) -> tuple[int, ...]:
+        """Shape of each of its tensors."""
+        if self.kind == "state":
+            return (rows, *self.shape)
+        heads, width = self.shape
+        return (rows, heads, positions, width)
 
     def count_held(self, chunk: int) -> int:
         """Positions that a row holds at most where calls feed up to ``chunk`` tokens, 0 for all."""
@@ -226,7 +268,7 @@ class Geometry:
         tied_head: whether the head multiplies with the embedding's table.
         learned_positions: whether a row of a table [max_positions, hidden_size] is added to each embedding.
         linears: in the order of the computation, the head last.
-        norms, attentions, mlps, caches: in the order of the layers.
+        norms, attentions, mlps, caches, recurrents: in the order of the layers.
         encoder: its end where it embeds or ranks; None where it has a head and generates.
     """
 
@@ -243,6 +285,7 @@ class Geometry:
     mlps: tuple[Mlp, ...]
     caches: tuple[Cache, ...]
     encoder: Encoder | None = None
+    recurrents: tuple[Recurrent, ...] = ()
 
     @property
     def table(self) -> Linear:
@@ -282,8 +325,8 @@ class Geometry:
     @cached_property
     def writers(self) -> frozenset[str]:
         """Names of the linears whose outputs are added to the residual stream."""
-        names = [f"{item.name}.o_proj" for item in self.attentions] + [f"{item.name}.down_proj" for item in self.mlps]
-        return frozenset(names)
+        ends = ((self.attentions, "o_proj"), (self.recurrents, "out_proj"), (self.mlps, "down_proj"))
+        return frozenset(f"{item.name}.{end}" for items, end in ends for item in items)
 
     @cached_property
     def read_norms(self) -> frozenset[str]:
@@ -298,6 +341,7 @@ class Geometry:
         integers of 8 bits with a scale for each row, which checkpoints have for W8A8, nothing would be left.
         """
         inner = {f"{item.name}.{part}_norm" for item in self.attentions for part in "qk"}
+        inner |= {f"{item.name}.norm" for item in self.recurrents}
         return (
             self.encoder is None
             and not any(
@@ -310,7 +354,19 @@ class Geometry:
 
     def caches_of(self, layer: int) -> list[Cache]:
         names = {attention.cache for attention in self.attentions if attention.layer == layer}
+        names |= {name for item in self.recurrents if item.layer == layer for name in item.caches}
         return [cache for cache in self.caches if cache.name in names]
+
+    @property
+    def has_states(self) -> bool:
+        """True if some cache is a state: the graph then asks how many of each row's new tokens count."""
+        return any(cache.kind == "state" for cache in self.caches)
+
+    @property
+    def silus(self) -> int:
+        """How often an activation is SiLU."""
+        mixers = sum({"conv": 0, "delta": 2, "mamba2": 2}[item.rule] for item in self.recurrents)
+        return mixers + sum(mlp.activation == "silu" for mlp in self.mlps)
 
     @property
     def most_heads(self) -> int:
@@ -328,7 +384,9 @@ class Geometry:
     @property
     def is_sound(self) -> bool:
         """True if names and shapes fit together, as in everything that export writes; sizes are in their ranges."""
-        parts: list[Linear | Norm | Attention | Mlp] = [*self.linears, *self.norms, *self.attentions, *self.mlps]
+        parts: list[Linear | Norm | Attention | Recurrent | Mlp] = [
+            *(*self.linears, *self.norms, *self.attentions, *self.recurrents, *self.mlps)
+        ]
         names, caches = {part.name for part in parts}, {cache.name: cache for cache in self.caches}
         streams = {f"model.layers.{i}{end}" for i in range(self.layers) for end in ("", ".residual")}
         return (
@@ -347,7 +405,15 @@ class Geometry:
                 for item in self.attentions
                 if self.encoder is None
             )
+            and all(self._keeps_states(item, caches) for item in self.recurrents)
         )
+
+    @staticmethod
+    def _keeps_states(item: Recurrent, caches: dict[str, Cache]) -> bool:
+        shapes = [(item.taps - 1, item.channels)]
+        if item.rule != "conv":
+            shapes.append((item.value_heads, item.key_dim, item.value_dim))
+        return [caches[name].shape for name in item.caches if name in caches] == shapes
 
     @property
     def _has_sound_end(self) -> bool:

@@ -301,6 +301,7 @@ class MemoryPlan:
         workspace: activations of the largest call.
         workspace_per_token: attention's scores of that call and the rotary tables, per cached position.
         cache_per_token: keys and values, per row and cached position, of layers that attend to all.
+        state: of one row, whatever its length.
         window_per_token: the same of layers with a window, as far as ``window_positions``, which a row holds of them.
         logits: of one row, with what sampling makes of them.
     """
@@ -313,6 +314,7 @@ class MemoryPlan:
     workspace: Bytes = 0
     workspace_per_token: Bytes = 0
     cache_per_token: Bytes = 0
+    state: Bytes = 0
     window_per_token: Bytes = 0
     window_positions: Bytes = 0
 
@@ -324,7 +326,7 @@ class MemoryPlan:
             "tokenizer": self.tokenizer,
             "weights": self.weights,
             "embedding": self.embedding,
-            "cache": batch * (self.cache_per_token * positions + self.window_per_token * windows),
+            "cache": batch * (self.state + self.cache_per_token * positions + self.window_per_token * windows),
             "workspace": self.workspace + self.workspace_per_token * positions,
             "logits": self.logits * batch,
         }

@@ -1,6 +1,7 @@
 """The shape of a decoder: its layers, and the inventory of linears, norms, attentions and caches that they contain."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmc.inventory import (
@@ -18,7 +19,9 @@ from llmc.inventory import (
     Norm,
     NormKind,
     Pooling,
+    Recurrent,
     Result,
+    Rule,
 )
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
@@ -75,6 +78,8 @@ class AttentionConfig:
             after.
         qkv_bias, o_bias: whether the projections add a bias.
         causal: whether a position sees none after it; only an encoder's may.
+        gated: whether the output is multiplied by the sigmoid of a gate, which ``q_proj`` makes too: of each head its
+            query, then its gate.
     """
 
     heads: int
@@ -90,6 +95,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     causal: bool = True
+    gated: bool = False
 
     @property
     def turned_before(self) -> bool:
@@ -100,6 +106,29 @@ class AttentionConfig:
     def widths(self) -> tuple[int, int]:
         """Width of all query heads together, and of all key heads."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """A mixer with states; see :class:`llmc.inventory.Recurrent` for what is not listed here.
+
+    Attributes:
+        bias: whether the convolution adds a bias, and of the rule ``conv`` the projections too.
+    """
+
+    rule: Rule
+    channels: int
+    taps: int
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    bias: bool = False
+
+    @property
+    def inner(self) -> int:
+        """Width of what the last projection reads."""
+        return self.value_heads * self.value_dim or self.channels
 
 
 @dataclass(frozen=True)
@@ -154,11 +183,12 @@ PARALLEL_TWO_NORMS = Placement("input_layernorm", "", "post_attention_layernorm"
 
 @dataclass(frozen=True)
 class Layer:
-    """A residual block. ``mlp`` is None if it has attention only."""
+    """A residual block: an attention, a recurrent mixer or the sum of both, then an MLP; any of them may be missing."""
 
-    mixer: AttentionConfig
+    attention: AttentionConfig | None
     mlp: MlpConfig | None
     placement: Placement = PRE
+    recurrent: RecurrentConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -236,6 +266,14 @@ class DecoderConfig:
     left_out: tuple[str, ...] = ()
     encoder: EncoderConfig | None = None
 
+    def change_attentions(self, change: Callable[[int, AttentionConfig], AttentionConfig]) -> "DecoderConfig":
+        """The decoder with every attention, of which ``change`` gets the layer's index too, as it returns it."""
+        changed = (
+            replace(layer, attention=change(index, layer.attention)) if layer.attention else layer
+            for index, layer in enumerate(self.layers)
+        )
+        return replace(self, layers=tuple(changed))
+
     @property
     def geometry(self) -> Geometry:
         return Geometry(
@@ -252,6 +290,7 @@ class DecoderConfig:
             mlps=mlps(self),
             caches=caches(self),
             encoder=encoder(self),
+            recurrents=recurrents(self),
         )
 
 
@@ -286,24 +325,49 @@ def _end_linears(end: EncoderConfig, hidden: int) -> list[Linear]:
 
 
 def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
-    layer, path, hidden = config.layers[index], _path(index), config.hidden_size
-    mixer, mlp, placement, attention = layer.mixer, layer.mlp, layer.placement, f"{path}.self_attn"
-    queries, keys = mixer.widths
-    read = _read(placement.before_attention, path, path)
-    rows = [
-        (f"{attention}.q_proj", queries, hidden, mixer.qkv_bias, *read),
-        (f"{attention}.k_proj", keys, hidden, mixer.qkv_bias, *read),
-        (f"{attention}.v_proj", keys, hidden, mixer.qkv_bias, *read),
-        (f"{attention}.o_proj", hidden, queries, mixer.o_bias, attention, f"{attention}.v_proj"),
+    layer, path = config.layers[index], _path(index)
+    place, found = layer.placement, list[Linear]()
+    read = _read(place.before_attention, path, path)
+    if layer.attention is not None:
+        found += _attention_linears(layer.attention, config.hidden_size, index, read)
+    if layer.recurrent is not None:
+        found += _recurrent_linears(layer.recurrent, config.hidden_size, index, read)
+    if layer.mlp is not None:
+        read = _read(place.before_mlp, path, path if place.parallel else f"{path}.residual")
+        found += _mlp_linears(layer.mlp, config.hidden_size, index, read)
+    return found
+
+
+def _attention_linears(mixer: AttentionConfig, hidden: int, index: int, read: tuple[str, str]) -> list[Linear]:
+    at, (queries, keys) = f"{_path(index)}.self_attn", mixer.widths
+    outputs = ((2 if mixer.gated else 1) * queries, keys, keys)
+    return [
+        *(
+            Linear(f"{at}.{part}_proj", rows, hidden, mixer.qkv_bias, *read, index)
+            for part, rows in zip("qkv", outputs, strict=True)
+        ),
+        Linear(f"{at}.o_proj", hidden, queries, mixer.o_bias, at, f"{at}.v_proj", index),
     ]
-    if mlp is not None:
-        at, inner, bias = f"{path}.mlp", mlp.inner, mlp.bias
-        read = _read(placement.before_mlp, path, path if placement.parallel else f"{path}.residual")
-        producer = f"{at}.up_proj" if mlp.gated else ""  # an activation does not commute with a factor
-        rows += [(f"{at}.gate_proj", inner, hidden, bias, *read)] if mlp.gated else []
-        rows.append((f"{at}.up_proj", inner, hidden, bias, *read))
-        rows.append((f"{at}.down_proj", hidden, inner, bias, at, producer))
-    return [Linear(*row, index) for row in rows]
+
+
+def _recurrent_linears(mixer: RecurrentConfig, hidden: int, index: int, read: tuple[str, str]) -> list[Linear]:
+    at, bias = f"{_path(index)}.recurrent", mixer.bias and mixer.rule == "conv"
+    inputs = 3 * mixer.channels if mixer.rule == "conv" else mixer.channels
+    found = [Linear(f"{at}.in_proj", inputs, hidden, bias, *read, index)]
+    if mixer.rule != "conv":
+        found.append(Linear(f"{at}.gate_proj", mixer.inner, hidden, False, *read, index))
+        scalars = ("beta_proj", "decay_proj") if mixer.rule == "delta" else ("decay_proj",)
+        found += [Linear(f"{at}.{it}", mixer.value_heads, hidden, False, *read, index, exact=True) for it in scalars]
+    return [*found, Linear(f"{at}.out_proj", hidden, mixer.inner, bias, at, "", index)]
+
+
+def _mlp_linears(mlp: MlpConfig, hidden: int, index: int, read: tuple[str, str]) -> list[Linear]:
+    at, parts = f"{_path(index)}.mlp", ("gate_proj", "up_proj") if mlp.gated else ("up_proj",)
+    producer = f"{at}.up_proj" if mlp.gated else ""  # an activation does not commute with a factor
+    return [
+        *(Linear(f"{at}.{part}", mlp.inner, hidden, mlp.bias, *read, index) for part in parts),
+        Linear(f"{at}.down_proj", hidden, mlp.inner, mlp.bias, at, producer, index),
+    ]
 
 
 def _read(norm: str, path: str, stream: str) -> tuple[str, str]:
@@ -320,11 +384,13 @@ def norms(config: DecoderConfig) -> tuple[Norm, ...]:
 
 def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
     layer, hidden = config.layers[index], config.hidden_size
-    mixer, place = layer.mixer, layer.placement
+    mixer, place = layer.attention, layer.placement
     rows = [(place.before_attention, hidden, index > 0 or config.learned_positions)]
-    if mixer.qk_norm != "none":
+    if mixer is not None and mixer.qk_norm != "none":
         widths = mixer.widths if mixer.qk_norm == "whole" else (mixer.head_dim,) * 2
         rows += [(f"self_attn.{part}_norm", width, False) for part, width in zip("qk", widths, strict=True)]
+    if layer.recurrent is not None and layer.recurrent.rule != "conv":
+        rows.append(("recurrent.norm", gated_norm_size(layer.recurrent), False))
     rows.append((place.after_attention, hidden, False))
     if layer.mlp is not None:
         rows += [(place.before_mlp, hidden, not place.parallel), (place.after_mlp, hidden, False)]
@@ -338,26 +404,60 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
     ]
 
 
+def gated_norm_size(mixer: RecurrentConfig) -> int:
+    """Values that are normalised together behind a recurrence: a head's, or of ``mamba2`` all."""
+    return mixer.value_dim if mixer.rule == "delta" else mixer.inner
+
+
 def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
     """Every attention in the order of the layers."""
     return tuple(
         Attention(
             name=f"{_path(index)}.self_attn",
             layer=index,
-            heads=layer.mixer.heads,
-            kv_heads=layer.mixer.kv_heads,
-            head_dim=layer.mixer.head_dim,
-            window=layer.mixer.window,
-            rope=layer.mixer.rope,
-            rotary_dim=0 if layer.mixer.rope is None else config.ropes[layer.mixer.rope].dim,
+            heads=mixer.heads,
+            kv_heads=mixer.kv_heads,
+            head_dim=mixer.head_dim,
+            window=mixer.window,
+            rope=mixer.rope,
+            rotary_dim=0 if mixer.rope is None else config.ropes[mixer.rope].dim,
             projections=tuple(f"{_path(index)}.self_attn.{part}_proj" for part in "qkv"),
             cache=str(index) if config.encoder is None else "",
-            causal=layer.mixer.causal,
-            turned_before=layer.mixer.turned_before,
-            grows_after=layer.mixer.growth_period if layer.mixer.query_growth else 0,
+            causal=mixer.causal,
+            turned_before=mixer.turned_before,
+            grows_after=mixer.growth_period if mixer.query_growth else 0,
         )
-        for index, layer in enumerate(config.layers)
+        for index, mixer in enumerate(layer.attention for layer in config.layers)
+        if mixer is not None
     )
+
+
+def recurrents(config: DecoderConfig) -> tuple[Recurrent, ...]:
+    """Every recurrent mixer in the order of the layers."""
+    return tuple(
+        Recurrent(
+            name=f"{_path(index)}.recurrent",
+            layer=index,
+            rule=mixer.rule,
+            key_heads=mixer.key_heads,
+            value_heads=mixer.value_heads,
+            key_dim=mixer.key_dim,
+            value_dim=mixer.value_dim,
+            taps=mixer.taps,
+            channels=mixer.channels,
+            caches=tuple(name for name, _ in _states(mixer, index)),
+        )
+        for index, mixer in enumerate(layer.recurrent for layer in config.layers)
+        if mixer is not None
+    )
+
+
+def _states(mixer: RecurrentConfig, index: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a mixer's states."""
+    found: list[tuple[str, tuple[int, ...]]] = [(f"{index}.conv", (mixer.taps - 1, mixer.channels))]
+    if mixer.rule != "conv":
+        found.append((f"{index}.recurrent", (mixer.value_heads, mixer.key_dim, mixer.value_dim)))
+    return found
 
 
 def mlps(config: DecoderConfig) -> tuple[Mlp, ...]:
@@ -369,9 +469,14 @@ def mlps(config: DecoderConfig) -> tuple[Mlp, ...]:
 
 
 def caches(config: DecoderConfig) -> tuple[Cache, ...]:
-    """Every cache in the order of the graph's inputs; an encoder has none."""
-    cached = attentions(config) if config.encoder is None else ()
-    return tuple(Cache(item.cache, "kv", (item.kv_heads, item.head_dim), item.window) for item in cached)
+    """Every cache in the order of the graph's inputs, layer by layer; an encoder has none."""
+    found = list[Cache]()
+    for index, layer in enumerate(config.layers if config.encoder is None else ()):
+        if (mixer := layer.attention) is not None:
+            found.append(Cache(str(index), "kv", (mixer.kv_heads, mixer.head_dim), mixer.window))
+        if layer.recurrent is not None:
+            found += [Cache(name, "state", shape, 0) for name, shape in _states(layer.recurrent, index)]
+    return tuple(found)
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -385,7 +490,21 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {f"{linear.name}.bias": (linear.outputs,)} if linear.bias else {}
     for norm in norms(config):
         shapes |= {f"{norm.name}.{part}": (norm.size,) for part in ("weight", "bias")[: 1 + norm.bias]}
+    for index, layer in enumerate(config.layers):
+        if layer.recurrent is not None:
+            shapes |= {f"{_path(index)}.recurrent.{name}": it for name, it in _recurrent_shapes(layer.recurrent)}
     return shapes
+
+
+def _recurrent_shapes(mixer: RecurrentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What a recurrent mixer has beside linears and norms."""
+    yield "conv.weight", (mixer.channels, 1, mixer.taps)
+    if mixer.bias:
+        yield "conv.bias", (mixer.channels,)
+    if mixer.rule != "conv":
+        yield from ((name, (mixer.value_heads,)) for name in ("A_log", "dt_bias"))
+    if mixer.rule == "mamba2":
+        yield "D", (mixer.value_heads,)
 
 
 def list_packed_parameters(config: DecoderConfig) -> dict[str, tuple[str, ...]]:

@@ -5,13 +5,17 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from llmc.export import ops
-from llmc.export.blocks.attention import Attention, Cache
+from llmc.export.blocks.attention import Attention
 from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead
 from llmc.export.blocks.mlp import MLP
 from llmc.export.blocks.norm import Norm
+from llmc.export.blocks.recurrent import Recurrent
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.blocks.scale import Scale, Softcap
 from llmc.export.config import DecoderConfig
+
+
+Tensors = tuple[Tensor, ...]
 
 
 class TakePositions(nn.Module):
@@ -22,34 +26,68 @@ class TakePositions(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Residual block: attention and, if the layer has one, an MLP, with norms at the places of :class:`Placement`."""
+    """Residual block: mixers and, if the layer has one, an MLP, with norms at the places of :class:`Placement`."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         layer, hidden_size = config.layers[index], config.hidden_size
-        self.placement = place = layer.placement
-        rope = None if layer.mixer.rope is None else config.ropes[layer.mixer.rope]
-        self.self_attn = Attention(layer.mixer, rope, hidden_size, config.norm)
+        self.index, self.placement = index, layer.placement
+        self.self_attn = self.recurrent = self.mlp = None
+        if layer.attention is not None:
+            rope = None if layer.attention.rope is None else config.ropes[layer.attention.rope]
+            self.self_attn = Attention(layer.attention, rope, hidden_size, config.norm)
+        if layer.recurrent is not None:
+            self.recurrent = Recurrent(layer.recurrent, hidden_size, config.norm)
         self.residual_scale = Scale(config.residual_scale)
-        self.mlp = None if layer.mlp is None else MLP(layer.mlp, hidden_size)
+        if layer.mlp is not None:
+            self.mlp = MLP(layer.mlp, hidden_size)
+        place = self.placement
+        of_mixers = (place.before_attention, place.after_attention) if layer.attention or layer.recurrent else ()
         of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp else ()
-        for name in filter(None, {place.before_attention, place.after_attention, *of_mlp}):
+        for name in filter(None, {*of_mixers, *of_mlp}):
             self.add_module(name, Norm(hidden_size, config.norm))
 
     def forward(
-        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor]
-    ) -> tuple[Tensor, Cache | None]:
-        """Values (B, S, N), this layer's cache, lengths (B) and the frequencies of every rope -> values, cache; see
-        :class:`llmc.export.blocks.attention.Attention` for a layer without a cache."""
+        self,
+        x: Tensor,
+        past: Tensors | None,
+        lengths: Tensor,
+        ropes: Sequence[Tensor],
+        new_lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensors]:
+        """Values (B, S, N), the tensors of this layer's caches, lengths (B), the frequencies of every rope and, where a
+        cache is a state, new lengths (B) -> values, caches. See :class:`llmc.export.blocks.attention.Attention` for a
+        layer without caches."""
         place = self.placement
-        read = self._normalize(place.before_attention, x)
-        attn, present = self.self_attn(read, past, lengths, ropes)
-        y = x + self.residual_scale(self._normalize(place.after_attention, attn))
+        y, read, presents = x, x, Tensors()
+        if self.self_attn is not None or self.recurrent is not None:
+            read = self._normalize(place.before_attention, x)
+            mixed, presents = self._mix(read, past, lengths, ropes, new_lengths)
+            y = x + self.residual_scale(self._normalize(place.after_attention, mixed))
         if self.mlp is not None:
             if not place.parallel or place.before_mlp != place.before_attention:
                 read = self._normalize(place.before_mlp, x if place.parallel else y)
             y = y + self.residual_scale(self._normalize(place.after_mlp, self.mlp(read)))
-        return y, present
+        return y, presents
+
+    def _mix(
+        self,
+        read: Tensor,
+        past: Tensors | None,
+        lengths: Tensor,
+        ropes: Sequence[Tensor],
+        new_lengths: Tensor | None,
+    ) -> tuple[Tensor, Tensors]:
+        """The sum of what the mixers make, and their caches: attention's come first."""
+        if self.self_attn is None:
+            assert self.recurrent is not None and past is not None and new_lengths is not None
+            return self.recurrent(read, past, new_lengths)  # type: ignore[no-any-return]
+        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes)
+        if self.recurrent is None:
+            return attended, presents
+        assert past is not None and new_lengths is not None
+        recurred, states = self.recurrent(read, past[2:], new_lengths)
+        return attended + recurred, (*presents, *states)
 
     def _normalize(self, name: str, x: Tensor) -> Tensor:
         return self.get_submodule(name)(x) if name else x
@@ -84,14 +122,20 @@ class Decoder(nn.Module):
         self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
 
     def forward(
-        self, input_ids: Tensor, past_lengths: Tensor, logit_indices: Tensor, pasts: Sequence[Cache]
-    ) -> tuple[Tensor, list[Cache], list[Tensor]]:
-        """ids (B, S), lengths (B), indices (B, O), caches (B, KV, C, D) -> logits (B, O, V), caches, and the values (B,
-        S, N) before the first layer and after each. They are outputs so that the graph can be cut there."""
+        self,
+        input_ids: Tensor,
+        past_lengths: Tensor,
+        logit_indices: Tensor,
+        pasts: Sequence[Tensors],
+        new_lengths: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensors], list[Tensor]]:
+        """ids (B, S), lengths (B), indices (B, O), the tensors of each layer's caches and, where one is a state, new
+        lengths (B) -> logits (B, O, V), caches, and the values (B, S, N) before the first layer and after each. They
+        are outputs so that the graph can be cut there."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         borders, presents = [self.embed(input_ids, past_lengths)], []
         for layer, past in zip(self.model.layers, pasts, strict=True):
-            x, present = layer(borders[-1], past, past_lengths, ropes)
+            x, present = layer(borders[-1], past, past_lengths, ropes, new_lengths)
             borders.append(x)
             presents.append(present)
         x = self.model.norm(self.logit_rows(borders[-1], logit_indices))

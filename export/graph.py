@@ -10,8 +10,8 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
   decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and zeros for an attention that encodes no
   positions, or reads what ``P.q_rope`` and ``P.k_rope`` turned already, ``P.rotary_emb.inv_freq`` (an ONNX function
   cannot leave out an input, and to turn by zero is exact);
-* a MatMul, RMSNormalization, LayerNormalization, CachedAttention, Gather or GatherND node is named like its module,
-  ``P``;
+* a MatMul, RMSNormalization, LayerNormalization, CachedAttention, CausalConv, LinearAttention, Gather or GatherND node
+  is named like its module, ``P``;
 * a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
 * any other node is ``P.<operator in lower case>``, the residual Adds of a layer ``P.residual`` and, if it has an MLP,
   ``P.residual_1``, that of learned positions ``residual``;
@@ -35,7 +35,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmc import __version__, bundle, inventory
-from llmc.export import ops
+from llmc.export import ops, recurrent_ops
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import DecoderConfig
 from llmc.export.decoder import Decoder
@@ -46,12 +46,11 @@ from llmc.export.sources.safetensors import StoredTensor
 # The first ONNX IR version that knows opset 24.
 IR_VERSION = 12
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Suffixes of the parts of a quantized weight.
-_PARAMETERS = (".weight", ".bias")
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _NORMS = ("RMSNormalization", "LayerNormalization")
 _ATTENTIONS = (ops.CACHED_ATTENTION, ops.SELF_ATTENTION)
-_NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, ops.ROTATED_HEADS, "Gather", "GatherND"}
+_RECURRENT = (recurrent_ops.CAUSAL_CONV, recurrent_ops.LINEAR_ATTENTION)
+_NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, *_RECURRENT, ops.ROTATED_HEADS, "Gather", "GatherND"}
 # Sizes to trace with: at least 2 (torch specialises 0 and 1), and all different, so that none is confused with another.
 _BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY = 2, 5, 3, 7
 
@@ -86,6 +85,8 @@ def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
         ("MatMul",): [linear.name for linear in geometry.linears],
         _NORMS: [norm.name for norm in geometry.norms],
         _ATTENTIONS: [attention.name for attention in geometry.attentions],
+        (recurrent_ops.CAUSAL_CONV,): [f"{item.name}.conv" for item in geometry.recurrents],
+        (recurrent_ops.LINEAR_ATTENTION,): [item.name for item in geometry.recurrents if item.rule != "conv"],
     }
     for operators, names in listed.items():
         nodes = [node.name for node in model.graph if node.op_type in operators]
@@ -106,10 +107,11 @@ def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
 def _trace(config: DecoderConfig, tensors: Mapping[str, StoredTensor]) -> ir.Model:
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         decoder = (Encoder if config.encoder else Decoder)(config).eval()
+        parameters = dict(decoder.named_parameters())
         fakes = {
             name: torch.empty(stored.shape, dtype=_TORCH_DTYPES.get(stored.dtype, torch.float32))
             for name, stored in tensors.items()
-            if name.endswith(_PARAMETERS)
+            if name in parameters
         }
         decoder.load_state_dict(fakes, assign=True)
         arguments, shapes = _samples(config.geometry)
@@ -139,18 +141,16 @@ def _samples(geometry: inventory.Geometry) -> tuple[tuple[Any, ...], tuple[Any, 
     if geometry.encoder:
         return (ids, lengths), ({0: batch, 1: sequence}, {0: batch})
 
-    def cache(kv_heads: int, head_dim: int) -> torch.Tensor:
-        return torch.zeros(_BATCH, kv_heads, _CAPACITY, head_dim)
-
-    arguments = (
-        ids,
-        lengths,
-        torch.zeros(_BATCH, _OUTPUTS, dtype=torch.int64),
-        [(cache(*item.shape), cache(*item.shape)) for item in geometry.caches],
-    )
-    cache_dims = {0: batch, 2: capacity}
-    pasts = [(cache_dims, cache_dims)] * len(geometry.caches)
-    return arguments, ({0: batch, 1: sequence}, {0: batch}, {0: batch, 1: outputs}, pasts)
+    pasts, cache_dims = [], []
+    for layer in range(geometry.layers):
+        held = [cache for cache in geometry.caches_of(layer) for _ in cache.inputs]
+        pasts.append(tuple(torch.zeros(cache.shape_of(_BATCH, _CAPACITY)) for cache in held))
+        cache_dims.append(tuple({0: batch, 2: capacity} if cache.kind == "kv" else {0: batch} for cache in held))
+    arguments = (ids, lengths, torch.zeros(_BATCH, _OUTPUTS, dtype=torch.int64), pasts)
+    dims = ({0: batch, 1: sequence}, {0: batch}, {0: batch, 1: outputs}, cache_dims)
+    if not geometry.has_states:
+        return arguments, dims
+    return (*arguments, torch.ones_like(lengths)), (*dims, {0: batch})
 
 
 def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
@@ -160,10 +160,11 @@ def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
     if geometry.encoder:
         inputs, outputs = ["input_ids", "lengths"], [str(geometry.encoder.result)]
     else:
-        tensors = [f"{cache.name}.{part}" for cache in geometry.caches for part in ("key", "value")]
-        inputs = ["input_ids", "past_lengths", "logit_indices", *(f"past_key_values.{name}" for name in tensors)]
-        outputs = ["logits", *(f"present.{name}" for name in tensors)]
-        dims |= {shapes[2][1]: "outputs", shapes[3][2]: "capacity"}
+        pasts = [name for cache in geometry.caches for name in cache.inputs]
+        inputs = ["input_ids", "past_lengths", "logit_indices", *pasts, *(["new_lengths"] * geometry.has_states)]
+        outputs = ["logits", *(name for cache in geometry.caches for name in cache.outputs)]
+        cached = (shapes[i] for i, name in enumerate(inputs) if name.startswith("past_key_values."))
+        dims |= {shapes[2][1]: "outputs", **{shape[2]: "capacity" for shape in cached}}
     for value in _values(graph):
         if value.shape is not None:
             known = [dim if isinstance(dim, int) else dims.get(str(dim)) for dim in value.shape]
@@ -195,7 +196,7 @@ def _shape_initializer(graph: ir.Graph, dims: Sequence[int | ir.SymbolicDim]) ->
 
 
 def _frequencies(config: DecoderConfig) -> dict[str, npt.NDArray[np.float32]]:
-    used = {layer.mixer.rope for layer in config.layers}
+    used = {attention.rope for attention in config.geometry.attentions}
     return {
         f"rotary_emb.{i}.inv_freq": inverse_frequencies(rope) for i, rope in enumerate(config.ropes) if i in used
     } | {
@@ -311,7 +312,7 @@ def _clear_metadata(model: ir.Model) -> None:
 
 def _sign(model: ir.Model) -> None:
     used = {node.op_type for node in model.graph}
-    for text in ops.functions():
+    for text in (*ops.functions(), *recurrent_ops.functions()):
         function = ir.serde.deserialize_function(text)
         if function.name in used:
             model.functions[function.identifier()] = function

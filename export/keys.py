@@ -92,6 +92,16 @@ RANGES: dict[str, tuple[float, float]] = {
     # 0.1 is published; it multiplies a logarithm.
     "llama_4_scaling_beta": (0, 1e3),
     "no_rope_layer_interval": (1, 1024),
+    # Of recurrent layers: heads and their widths as attention's, and taps of a convolution, 3 and 4 in published models.
+    "linear_num_key_heads": (1, 4095),
+    "linear_num_value_heads": (1, 4095),
+    "linear_key_head_dim": (1, 4095),
+    "linear_value_head_dim": (1, 4095),
+    "linear_conv_kernel_dim": (2, 255),
+    "conv_L_cache": (2, 255),
+    "full_attention_interval": (1, 1024),
+    "block_multiple_of": (1, 1 << 20),
+    "block_ffn_dim_multiplier": (1e-3, 1e3),
     # Published ones lie between 0.007 and 16; squares of these are far from float32's ends.
     "attention_multiplier": (1e-6, 1e6),
     "embedding_multiplier": (1e-6, 1e6),

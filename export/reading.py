@@ -46,6 +46,7 @@ def read_decoder(
     gated: bool = True,
     activations: Mapping[str, Activation] = ACTIVATIONS,
     activation_key: str = "hidden_act",
+    default_activation: str | None = None,
     default_theta: float = DEFAULT_THETA,
     default_tied: bool = False,
     rotated: tuple[bool, ...] | None = None,
@@ -69,7 +70,7 @@ def read_decoder(
     )
     vocab_size, max_positions = keys.integer("vocab_size"), _max_positions(keys)
     windows, rotated = windows or (0,) * layers, rotated or (True,) * layers
-    activation = activations[keys.choice(activation_key, tuple(activations))]
+    activation = activations[keys.choice(activation_key, tuple(activations), default_activation)]
     kv_heads, head_dim = _kv_heads(keys, heads, default_kv_heads), _head_dim(keys, hidden_size, heads, default_head_dim)
     attention = AttentionConfig(
         heads, kv_heads, head_dim, scale=scale, softcap=softcap, qk_norm=qk_norm, qkv_bias=qkv_bias, o_bias=o_bias

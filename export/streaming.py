@@ -60,13 +60,15 @@ class StreamedDecoder:
         self._fill(layer, f"model.layers.{index}.")
         return layer
 
-    def run(self, layer: DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, S, hidden) through a layer from position 0 -> its output, and its keys and values (B, KV, S, D)."""
-        attention, (batch, length, _) = layer.self_attn.config, x.shape
-        empty = torch.zeros(batch, attention.kv_heads, length, attention.head_dim, device=self.device)
+    def run(self, layer: DecoderLayer, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """x (B, S, hidden) through a layer from position 0 -> its output, and what it leaves in its caches by the names
+        of the graph's outputs: keys and values (B, KV, S, D), and states."""
+        (batch, length, _), held = x.shape, self.geometry.caches_of(layer.index)
+        shapes = [cache.shape_of(batch, length) for cache in held for _ in cache.outputs]
+        empty = tuple(torch.zeros(shape, device=self.device) for shape in shapes)
         start = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        out, (keys, values) = layer(x, (empty, empty), start, self._ropes)
-        return out, keys, values
+        out, presents = layer(x, empty, start, self._ropes, start + length)
+        return out, dict(zip((name for cache in held for name in cache.outputs), presents, strict=True))
 
     def norm(self) -> Norm:
         norm = Norm(self.geometry.hidden_size, self.config.norm)

@@ -24,6 +24,7 @@ from llmc.optimize.lower.onnxruntime import (
     linears,
     norms,
     packed_rows,
+    recurrent,
     rotation,
     self_attention,
 )
@@ -52,7 +53,7 @@ RAISE = Step("raise linears", raising.raise_linears, lambda g: len(g.linears))
 # Before attention is lowered: it is the CachedAttention node that tells which three linears belong together.
 PACK_PROJECTIONS = Step("pack projections", attention.pack_projections, lambda g: len(g.attentions))
 LOWER_NORMS = Step("lower norms", norms.lower_norms, lambda g: len(g.norms))
-FUSE_SILU = Step("fuse SiLU", norms.fuse_silu, lambda g: sum(mlp.activation == "silu" for mlp in g.mlps))
+FUSE_SILU = Step("fuse SiLU", norms.fuse_silu, lambda g: g.silus)
 LOWER_EMBEDDING = (
     Step("lower embedding", embedding.lower_embedding, lambda _: 1),
     Step("lower positions", embedding.lower_positions, lambda g: int(g.learned_positions)),
@@ -99,6 +100,8 @@ PASSES: dict[str, tuple[Step, ...]] = {
         *LOWER_EMBEDDING,
         # After all that reads ids and positions is there.
         Step("pack rows", packed_rows.pack_rows),
+        # After rows are packed: convolutions and recurrences run over each row by itself.
+        Step("lower recurrences", recurrent.lower_recurrences, lambda g: len(g.recurrents)),
         REMOVE_DEAD,
     ),
     # Of a model that embeds or ranks.

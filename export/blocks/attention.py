@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from llmc.export import ops
@@ -39,7 +40,7 @@ class Attention(nn.Module):
             period=float(config.growth_period),
         )
         queries, keys = config.widths
-        self.q_proj = Linear(hidden_size, queries, bias=config.qkv_bias)
+        self.q_proj = Linear(hidden_size, (2 if config.gated else 1) * queries, bias=config.qkv_bias)
         self.k_proj = Linear(hidden_size, keys, bias=config.qkv_bias)
         self.v_proj = Linear(hidden_size, keys, bias=config.qkv_bias)
         self.o_proj = Linear(queries, hidden_size, bias=config.o_bias)
@@ -51,11 +52,13 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor]
-    ) -> tuple[Tensor, Cache | None]:
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``lengths`` (B) are those of the cache, or without one of the rows; ``ropes`` are the frequencies (R/2) of
         each of the decoder's ropes."""
-        config = self.config
+        config, gate = self.config, None
         q, k, inv_freq = self.q_proj(x), self.k_proj(x), None if config.rope is None else ropes[config.rope]
+        if config.gated:
+            q, gate = (part.flatten(-2) for part in q.unflatten(-1, (-1, 2 * config.head_dim)).chunk(2, -1))
         if config.turned_before and inv_freq is not None:
             q, k = (
                 rope(part, lengths, inv_freq, self.knobs, config.head_dim)
@@ -66,6 +69,6 @@ class Attention(nn.Module):
         inv_freq = self.rotary_emb.inv_freq if inv_freq is None else inv_freq
         if past is None:
             attn = ops.self_attention(*projected, lengths, inv_freq, self.knobs, causal=config.causal)
-            return self.o_proj(attn), None
+            return self.o_proj(attn), ()
         attn, keys, values = ops.cached_attention(*projected, past, lengths, inv_freq, self.knobs)
-        return self.o_proj(attn), (keys, values)
+        return self.o_proj(attn if gate is None else attn * torch.sigmoid(gate)), (keys, values)

@@ -35,7 +35,6 @@ def read(keys: Keys) -> DecoderConfig:
 
 def both_ways(config: DecoderConfig) -> DecoderConfig:
     """Bidirectional attention; a window covers half as many positions on each side."""
-    mixers = [layer.mixer for layer in config.layers]
-    seen = [replace(it, causal=False, window=it.window // 2 + 1 if it.window else 0) for it in mixers]
-    layers = tuple(replace(layer, mixer=it) for layer, it in zip(config.layers, seen, strict=True))
-    return replace(config, layers=layers)
+    return config.change_attentions(
+        lambda _, it: replace(it, causal=False, window=it.window // 2 + 1 if it.window else 0)
+    )

@@ -45,8 +45,5 @@ def read(keys: Keys) -> DecoderConfig:
     )
     scale = (hidden_size / heads) ** -0.5 if keys.flag("scale_attn_weights", True) else 1.0
     by_layer = keys.flag("scale_attn_by_inverse_layer_idx")
-    scaled = tuple(
-        replace(layer, mixer=replace(layer.mixer, scale=scale / (i + 1 if by_layer else 1)))
-        for i, layer in enumerate(config.layers)
-    )
-    return replace(config, layers=scaled, learned_positions=True, packed=PACKED, transposed=True, renamed=RENAMED)
+    config = config.change_attentions(lambda i, it: replace(it, scale=scale / (i + 1 if by_layer else 1)))
+    return replace(config, learned_positions=True, packed=PACKED, transposed=True, renamed=RENAMED)

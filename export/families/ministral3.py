@@ -19,6 +19,4 @@ def read(keys: Keys) -> DecoderConfig:
     )
     growth = rope.number("llama_4_scaling_beta")
     period = rope.integer("original_max_position_embeddings")
-    grown = (replace(layer.mixer, query_growth=growth, growth_period=period) for layer in config.layers)
-    layers = tuple(replace(layer, mixer=mixer) for layer, mixer in zip(config.layers, grown, strict=True))
-    return replace(config, layers=layers)
+    return config.change_attentions(lambda _, it: replace(it, query_growth=growth, growth_period=period))

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmc import bundle, inventory, strict
 from llmc.errors import CheckpointError, printable
-from llmc.export.config import DecoderConfig, parameter_shapes
+from llmc.export.config import DecoderConfig, attentions, parameter_shapes
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
@@ -125,7 +125,7 @@ def _read_folder(folder: Path) -> Checkpoint:
     found = decoder_tensors(folder, config, prefix_names(stored) if ending else stored)
     if ending is not None:
         config, found = replace_head(folder, config, ending, found)
-    elif not all(layer.mixer.causal for layer in config.layers):
+    elif not all(item.causal for item in attentions(config)):
         raise CheckpointError(
             f"{folder}: this model looks at later tokens too, so it generates no text, and there is no modules.json "
             "that says how it embeds one; get all files of the checkpoint"

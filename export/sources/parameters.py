@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
-from llmc.export.config import DecoderConfig, linears, list_packed_parameters, norms, parameter_shapes
+from llmc.export.config import DecoderConfig, linears, list_packed_parameters, norms, parameter_shapes, recurrents
 from llmc.export.sources.codes import QuantizedTensor, Weight, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
@@ -49,7 +49,9 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
 
 
 def _list_offset_norms(config: DecoderConfig) -> set[str]:
-    return {f"{norm.name}.weight" for norm in norms(config)} if config.norm.offset else set()
+    plain = {f"{item.name}.norm" for item in recurrents(config)}  # behind a recurrence weights are stored as they are
+    listed = {norm.name for norm in norms(config)} - plain
+    return {f"{name}.weight" for name in listed} if config.norm.offset else set()
 
 
 def _list_transposed(config: DecoderConfig) -> set[str]:
@@ -95,7 +97,8 @@ def _unpack_parameters(
 
 def _of_heads(config: DecoderConfig, part: int, whole: Array) -> Array:
     """The queries, keys or values [heads, head_dim, ...] of a tensor that stores all three head by head."""
-    mixer = config.layers[0].mixer
+    mixer = config.layers[0].attention
+    assert mixer is not None
     found: Array = whole.reshape(mixer.heads, -1, mixer.head_dim, *whole.shape[1:])[:, part]
     return found
 

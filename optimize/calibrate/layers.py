@@ -4,7 +4,7 @@ One layer is in memory at a time: its inputs are observed, its weights quantized
 next one's inputs. Results are written after each layer, so an interrupted calibration continues with the same result.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -212,9 +212,9 @@ class _Layer:
         values."""
         ranges: dict[str, Tensor] = {}
         for batch in _batches(hidden):
-            out, keys, values = self.source.run(self.module, batch.to(self.source.device))
+            out, presents = self.source.run(self.module, batch.to(self.source.device))
             batch.copy_(out)
-            for part, found in (("key", keys), ("value", values)):
+            for part, found in _keys_and_values(presents):
                 largest = found.abs().amax((0, 2))
                 ranges[part] = torch.maximum(ranges.get(part, largest), largest)
         self.arrays |= {f"cache:{part}": found.cpu().numpy() for part, found in ranges.items()}
@@ -223,6 +223,11 @@ class _Layer:
     def _weight(self, name: str) -> Tensor:
         weight: Tensor = self.module.get_parameter(f"{name}.weight")
         return weight
+
+
+def _keys_and_values(presents: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Those of an attention's cache, by ``key`` and ``value``."""
+    return ((end, found) for name, found in presents.items() if (end := name.rpartition(".")[2]) in ("key", "value"))
 
 
 def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics) -> Quantized:

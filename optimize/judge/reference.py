@@ -120,8 +120,13 @@ class Reference:
         batch, sequence, _ = hidden.shape
         if self.manifest.geometry.encoder:
             return self._run({**known, "lengths": np.full(batch, sequence)}, output)
-        pasts = empty_caches(self.manifest.geometry.caches_of(layer), batch, sequence, "float32")
-        return self._run({**known, "past_lengths": np.zeros(batch, np.int64), **pasts}, output)
+        held = self.manifest.geometry.caches_of(layer)
+        pasts = empty_caches(held, batch, sequence, "float32")
+        if any(cache.kind == "state" for cache in held):
+            known["new_lengths"] = np.full(batch, sequence)
+        if any(cache.kind == "kv" for cache in held):
+            known["past_lengths"] = np.zeros(batch, np.int64)
+        return self._run({**known, **pasts}, output)
 
     def _embed(self, ids: Ids) -> Float:
         table = find_weight(self._table.inputs[0])
@@ -160,8 +165,8 @@ def empty_caches(caches: Iterable[Cache], rows: int, positions: int, dtype: str)
     """Empty caches of a graph, with room for ``positions`` in each of ``rows``."""
     made: dict[str, NDArray[Any]] = {}
     for cache in caches:
-        heads, width = cache.shape
-        made |= {name: np.zeros((rows, heads, positions, width), dtype) for name in cache.inputs}
+        kind = "float32" if cache.kind == "state" else dtype
+        made |= {name: np.zeros(cache.shape_of(rows, positions), kind) for name in cache.inputs}
     return made
 
 

@@ -202,6 +202,7 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
     )
     if recipe.precision == "source":
         layers = (*((linear.name, _find_own_grid(linear, single)) for linear in geometry.coded), *layers)
+    layers += tuple((linear.name, Computed() if single else Float32()) for linear in geometry.linears if linear.exact)
     stored = QuantConfigs(weights[recipe.precision], head, layers)
     if single:
         w8a8 = Static(Grid(8, positive=True)) if static else None

@@ -118,7 +118,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     The embedding's table is counted whole (reading a row makes a page of 2 MiB resident), which also covers the head
     while the engine packs it.
     """
-    graphs = quant_configs(recipe, geometry)
+    graphs, kept = quant_configs(recipe, geometry), [cache for cache in geometry.caches if cache.kind == "kv"]
     # An encoder takes a text in one call, and scores it against itself.
     chunk = limits.max_context if geometry.encoder else min(limits.prefill_chunk, limits.max_context)
     table, tied = geometry.table, geometry.tied_head
@@ -139,8 +139,9 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         workspace=activation_bytes(geometry, chunk, 4),
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
         workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
-        cache_per_token=sum(cache.bytes(1, size) for cache in geometry.caches if not cache.window),
-        window_per_token=sum(cache.bytes(1, size) for cache in geometry.caches if cache.window),
+        cache_per_token=sum(cache.bytes(1, size) for cache in kept if not cache.window),
+        state=sum(cache.bytes(0, size) for cache in geometry.caches),
+        window_per_token=sum(cache.bytes(1, size) for cache in kept if cache.window),
         window_positions=max((cache.count_held(chunk) for cache in geometry.caches), default=0),
         logits=LOGITS_COPIES * 4 * results,
     )

@@ -151,6 +151,10 @@ class KVCache(ABC):
 
     # ------------------------------------------------------------------------------------------------- growth
 
+    def type_of(self, tensor: CacheTensor) -> "np.dtype[Any]":
+        """Type of a tensor's values: a state is float32 whatever keys and values are."""
+        return np.dtype(np.float32) if tensor.kind == "state" else self.dtype
+
     def grow(self, rows: int, positions: int, most: int) -> None:
         """Make room for ``rows`` rows of ``positions`` in steps, the last of which ends at ``most``."""
         if rows > self.rows or positions > self.capacity:

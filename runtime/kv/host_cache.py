@@ -36,7 +36,8 @@ class HostCache(KVCache):
         # All of the new before anything of the old goes, so a failure changes nothing: fresh pages take no memory.
         spare, small = self._manifest.overwritten, self._lets_go
         found = [
-            _fresh(item.of(rows, capacity + spare), self.dtype, small and item.window > 0) for item in self.tensors
+            _fresh(item.of(rows, capacity + spare), self.type_of(item), small and item.window > 0)
+            for item in self.tensors
         ]
         self._forget()
         before, tensors = list(self.arrays), list(self.tensors)

@@ -9,7 +9,7 @@ unpacked in pairs of rows, the odd last row differs from the paired ones.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -151,9 +151,11 @@ class ModelRunner:
         for i, sequence in enumerate(call):
             ids[i, 0], lengths[i] = sequence.context[sequence.cached], sequence.cached
         if odd:
-            # Nothing that counts is overwritten: the neighbour's next position is written again before it is read.
+            # Nothing that counts is overwritten: the neighbour's next position is written again before it is read, and
+            # its states stay as they are.
             neighbour = self._rows.at(call[-1].row + 1)
             lengths[-1] = 0 if neighbour is None else neighbour.cached
+            return replace(last, new_lengths=np.array([1] * len(call) + [0], np.int64))
         return last
 
     def phase(self, tokens: int) -> Phase:
@@ -175,8 +177,9 @@ class ModelRunner:
         tokens = [*sequence.context[sequence.cached :], *drafts]
         padded = tokens + [0] * (len(tokens) % 2 if self._policy.even else 0)
         indices = np.arange(len(padded), dtype=np.int64)[None]
-        ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
-        logits: Floats = self._run(Batch(self.phase(len(padded)), ids, past, indices, sequence.row))[0]
+        ids, past, new = (np.array(each, np.int64) for each in ([padded], [sequence.cached], [len(tokens)]))
+        call = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new_lengths=new)
+        logits: Floats = self._run(call)[0]
         return logits[: len(tokens)]
 
     def _run(self, call: Batch) -> Floats:
@@ -184,7 +187,7 @@ class ModelRunner:
         start = time.perf_counter()
         logits: Floats = self.session.run(call)
         seconds = time.perf_counter() - start
-        if call.new_lengths is None:
+        if call.new_lengths is None or 1 in (rows, tokens):
             self.costs.observe(call.phase, rows, tokens, seconds)
         else:  # padding costs next to nothing: tokens cost what they would in one row
             self.costs.observe(call.phase, 1, int(call.new_lengths.sum()), seconds)

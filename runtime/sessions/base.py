@@ -32,7 +32,8 @@ class Batch:
         logit_indices: int64 [B, O], which of the S new positions get logits, ascending; O may be 0.
         candidates: how many of the largest logits of each output the caller needs, 0 for all of them. A session may
             then leave all others at -inf; :meth:`Session.full_logits` has them still.
-        new_lengths: int64 [B], how many of each row's new tokens count, for a session that packs rows; default: all.
+        new_lengths: int64 [B], how many of each row's new tokens count; default: all. States stay as the last of them
+            left them. In a call of several tokens for several rows they differ only if the session packs rows.
     """
 
     phase: Phase
@@ -79,10 +80,10 @@ class Session(ABC):
         """Free the engine and the cache."""
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        names = ("input_ids", "past_lengths", "logit_indices")
+        names = ("input_ids", "past_lengths", "logit_indices", "new_lengths")
         found = []
         for r in range(len(batch.input_ids)):
-            arrays = {name: getattr(batch, name)[r : r + 1] for name in names}
+            arrays = {name: getattr(batch, name)[r : r + 1] for name in names if getattr(batch, name) is not None}
             found.append(self.run(replace(batch, first_row=batch.first_row + r, **arrays)).copy())
         self._logits = np.concatenate(found)
         return self._logits

@@ -10,10 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.inventory import Attention
+from llmc.inventory import Attention, Recurrent
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import GQA, emit_token_counts
 from llmc.optimize.lower.rewrite import (
+    LLMC,
     MICROSOFT,
     Emitter,
     graph_input,
@@ -33,13 +34,16 @@ def pack_rows(graph: ir.Graph, context: LoweringContext) -> int:
     """Everything but embedding and attention works on tokens that count [1, T, H]; the number of attentions."""
     if not context.ragged_rows or context.phase != "prefill":
         return 0
-    attentions = [(node, context.geometry.attention[node.name or ""]) for node in nodes_of(graph, GQA, MICROSOFT)]
-    if len(attentions) < len(context.geometry.attentions):  # some are in basic operators, which know no padding
+    geometry = context.geometry
+    attentions = [(node, geometry.attention[node.name or ""]) for node in nodes_of(graph, GQA, MICROSOFT)]
+    if len(attentions) < len(geometry.attentions):  # some are in basic operators, which know no padding
         return 0
     packed = _Packed(graph)
-    packed.enter(context.geometry.hidden_size)
+    packed.enter(geometry.hidden_size)
     for node, attention in attentions:
         packed.attend(node, attention)
+    for recurrent in geometry.recurrents:
+        packed.recur(graph, recurrent)
     packed.take_logit_rows()
     return len(attentions)
 
@@ -55,8 +59,10 @@ class _Packed:
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph, ids, past = graph, graph_input(graph, "input_ids"), graph_input(graph, "past_lengths")
-        new_lengths = ir.Value(name=NEW_LENGTHS, type=past.type, shape=past.shape)
-        graph.inputs.append(new_lengths)
+        new_lengths = next((value for value in graph.inputs if value.name == NEW_LENGTHS), None)
+        if new_lengths is None:
+            new_lengths = ir.Value(name=NEW_LENGTHS, type=past.type, shape=past.shape)
+            graph.inputs.append(new_lengths)
         counted = emit_token_counts(graph)
         emit = Emitter(_after(counted), "packed")
         valid = emit("LessOrEqual", counted, emit("Unsqueeze", new_lengths, vector(graph, [1])))
@@ -90,16 +96,31 @@ class _Packed:
 
     def attend(self, node: ir.Node, attention: Attention) -> None:
         """Give an attention its tokens row by row, with how many of each row count."""
-        emit = Emitter(node, f"{node.name}.packed")
-        for index, value in enumerate(node.inputs[:3]):
-            if value is not None:
-                tokens = emit("Squeeze", value, vector(self.graph, [0]))
-                node.replace_input_with(index, emit("Gather", tokens, self.slots, axis=0))  # (B, S, N)
+        self._unpack(node, range(3))
         node.resize_inputs(QUERY_SEQLENS + 1)
         for index, value in self.lengths.items():
             node.replace_input_with(index, value)
         width = attention.heads * attention.head_dim
         self._pack(node.outputs[0], _after(node.outputs[0]), [-1, width])
+
+    def recur(self, graph: ir.Graph, recurrent: Recurrent) -> None:
+        """Give a convolution, and the recurrence behind it, their tokens row by row; both know how many count."""
+        for node in (*nodes_of(graph, "CausalConv", LLMC), *nodes_of(graph, "LinearAttention", LLMC)):
+            if node.name == f"{recurrent.name}.conv":
+                self._unpack(node, [0])
+                self._pack(node.outputs[0], _after(node.outputs[0]), [-1, recurrent.channels])
+            elif node.name == recurrent.name:
+                self._unpack(node, [0, 1, 2, 4, 5])
+                width = recurrent.value_heads * recurrent.value_dim
+                self._pack(node.outputs[0], _after(node.outputs[0]), [-1, width])
+
+    def _unpack(self, node: ir.Node, inputs: Iterable[int]) -> None:
+        """Let these inputs of a node, tokens that count [1, T, N], be rows with padding [B, S, N]."""
+        emit = Emitter(node, f"{node.name}.packed")
+        for index in inputs:
+            if (value := node.inputs[index]) is not None:
+                tokens = emit("Squeeze", value, vector(self.graph, [0]))
+                node.replace_input_with(index, emit("Gather", tokens, self.slots, axis=0))
 
     def take_logit_rows(self) -> None:
         """Find the positions of which logits are wanted [B, O] among the tokens that count."""

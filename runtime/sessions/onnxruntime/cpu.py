@@ -55,8 +55,9 @@ class OnnxRuntimeSession(Session):
         self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
         files = open_graphs(runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs = {phase: files[name] for phase, name in names.items()}
-        self._packs = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
-        self.packs_rows = Phase.PREFILL in self._packs
+        self._takes_lengths = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
+        ragged = (manifest.recipe.phases, manifest.cache) == ("split", "float32") or not manifest.geometry.has_states
+        self.packs_rows = ragged and Phase.PREFILL in self._takes_lengths
         self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
@@ -68,9 +69,8 @@ class OnnxRuntimeSession(Session):
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if batch.new_lengths is not None:
-            assert batch.phase in self._packs, f"the {batch.phase.value} graph takes no rows of different lengths"
             ends = (batch.past_lengths + batch.new_lengths).tolist()
-        elif rows > 1 and sequence > 1:
+        if rows > 1 and sequence > 1 and (batch.new_lengths is None or not self.packs_rows):
             return self._run_row_by_row(batch)
         binding = self._bind_buffers(batch)
         binding.input_ids[:] = batch.input_ids
@@ -107,7 +107,7 @@ class OnnxRuntimeSession(Session):
         if not kept:
             bound.long = None  # its outputs go before new ones come
         binding = _Binding(self._graphs[batch.phase], batch, caches, self._room_for(batch, shared=kept))
-        if batch.phase in self._packs:
+        if batch.phase in self._takes_lengths:
             binding.bind_lengths()
         if self._takes_slots:
             binding.bind_slots(self.cache.capacity)

@@ -1,0 +1,94 @@
+"""Mixers with states: a causal convolution, and a recurrence behind it."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llmc.export import recurrent_ops as ops
+from llmc.export.blocks.linear import Linear, as_float
+from llmc.export.blocks.mlp import SiLU
+from llmc.export.blocks.norm import Norm
+from llmc.export.config import NormConfig, RecurrentConfig, gated_norm_size
+
+# Added to the sum of squares by which the delta rule divides queries and keys. Source: transformers, qwen3_5.
+UNIT_EPS = 1e-6
+
+
+class CausalConv(nn.Module):
+    """x (B, S, C), past (B, K - 1, C), new lengths (B) -> each channel's sum over its last K values, past."""
+
+    def __init__(self, channels: int, taps: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(channels), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor, past: Tensor, new_lengths: Tensor) -> tuple[Tensor, Tensor]:
+        y, present = ops.causal_conv(x, as_float(self.weight), past, new_lengths)
+        return y if self.bias is None else y + as_float(self.bias), present
+
+
+class Recurrent(nn.Module):
+    """A recurrent mixer over states that the caller owns; what rules differ in is named below.
+
+    * ``conv``: C * conv(B * x), with B, C and x made by one projection (LFM2).
+    * ``delta``: queries, keys of length one and values go through the convolution and SiLU; the state decays by
+      exp(-exp(A_log) * softplus(decay + dt_bias)) and is corrected by beta = sigmoid(beta) (Qwen3.5).
+    * ``mamba2``: values, keys and queries likewise; steps dt = softplus(decay + dt_bias) scale values, and the state
+      decays by exp(-exp(A_log) * dt); D times the values is added (Granite 4).
+    """
+
+    def __init__(self, config: RecurrentConfig, hidden_size: int, norm: NormConfig) -> None:
+        super().__init__()
+        self.config = config
+        conv, scalars = config.rule == "conv", config.value_heads
+        inputs = 3 * config.channels if conv else config.channels
+        self.in_proj = Linear(hidden_size, inputs, bias=conv and config.bias)
+        if not conv:
+            self.gate_proj = Linear(hidden_size, config.inner)
+            self.beta_proj = Linear(hidden_size, scalars) if config.rule == "delta" else None
+            self.decay_proj = Linear(hidden_size, scalars)
+            self.A_log, self.dt_bias = (nn.Parameter(torch.empty(scalars), requires_grad=False) for _ in range(2))
+            self.D = nn.Parameter(torch.empty(scalars), requires_grad=False) if config.rule == "mamba2" else None
+            self.norm = Norm(gated_norm_size(config), norm)
+        self.conv = CausalConv(config.channels, config.taps, bias=config.bias)
+        self.conv_act, self.gate_act = SiLU(), SiLU()
+        self.out_proj = Linear(config.inner, hidden_size, bias=conv and config.bias)
+
+    def forward(
+        self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x (B, S, N), states and new lengths (B) -> values (B, S, N), states."""
+        if self.config.rule == "conv":
+            before, after, inner = self.in_proj(x).chunk(3, -1)
+            mixed, present = self.conv(before * inner, past[0], new_lengths)
+            return self.out_proj(after * mixed), (present,)
+        return self._recur(x, past, new_lengths)
+
+    def _recur(
+        self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        config, keys = self.config, self.config.key_heads * self.config.key_dim
+        mixed, conv_state = self.conv(self.in_proj(x), past[0], new_lengths)
+        parts, gate = self.conv_act(mixed), self.gate_act(self.gate_proj(x))
+        delta = self.beta_proj is not None
+        if self.beta_proj is not None:
+            q, k, v = parts.split([keys, keys, config.inner], -1)
+            beta = torch.sigmoid(self.beta_proj(x))
+        else:
+            v, k, q = parts.split([config.inner, keys, keys], -1)
+        steps = functional.softplus(self.decay_proj(x) + as_float(self.dt_bias))
+        beta = beta if delta else steps
+        decay = steps * -torch.exp(as_float(self.A_log))
+        knobs = ops.Knobs(
+            key_heads=config.key_heads,
+            value_heads=config.value_heads,
+            scale=config.key_dim**-0.5 if delta else 1.0,
+            delta=delta,
+            unit_eps=UNIT_EPS if delta else 0.0,
+        )
+        y, state = ops.linear_attention(q, k, v, past[1], decay, beta, new_lengths, knobs)
+        if self.D is not None:
+            heads = v.unflatten(-1, (config.value_heads, config.value_dim))
+            y = y + (heads * as_float(self.D).unsqueeze(-1)).flatten(-2)
+        y = self.norm(y) * gate if delta else self.norm(y * gate)
+        return self.out_proj(y), (conv_state, state)

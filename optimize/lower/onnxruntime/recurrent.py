@@ -1,0 +1,113 @@
+"""Recurrent mixers for ONNX Runtime on CPUs: slices and products for convolutions, its LinearAttention for recurrences.
+
+Its other operators for them take 3 to 27 times as long as plain nodes do (onnxruntime 1.32, shapes of Qwen3.5-0.8B), and
+outputs and states of this one are the same bits however a row is cut into calls and whatever rows are beside it.
+"""
+
+import numpy as np
+import onnx_ir as ir
+
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.onnxruntime.attention import emit_token_counts
+from llmc.optimize.lower.raising import find_vector
+from llmc.optimize.lower.rewrite import (
+    LLMC,
+    MICROSOFT,
+    Emitter,
+    constant,
+    graph_input,
+    nodes_of,
+    replace,
+    scalar,
+    vector,
+)
+
+END = np.iinfo(np.int64).max
+# What mixers have beside linears and norms.
+PARAMETERS = ("A_log", "dt_bias", "D", "conv.bias")
+
+
+def lower_recurrences(graph: ir.Graph, context: LoweringContext) -> int:
+    """llmc::CausalConv and llmc::LinearAttention -> operators of the engine; the number of mixers."""
+    convs, recurrences = list(nodes_of(graph, "CausalConv", LLMC)), list(nodes_of(graph, "LinearAttention", LLMC))
+    for node in convs:
+        _lower_conv(node, context)
+    for node in recurrences:
+        _lower_recurrence(node)
+    for recurrent in context.geometry.recurrents:
+        _inline_parameters(graph, recurrent.name, context)
+    return len(convs)
+
+
+def _lower_conv(node: ir.Node, context: LoweringContext) -> None:
+    """The sum over the taps of shifted inputs times each tap's weights."""
+    x, weight, past, new_lengths = node.inputs
+    assert weight is not None
+    emit, tensor = Emitter(node), find_vector(weight)
+    taps = context.calibrated.rows(tensor)[:, 0].T.astype(np.float32)  # (K, C)
+    joined, output = emit("Concat", past, x, axis=1), None
+    for tap, values in enumerate(taps):
+        ends = vector(emit.graph, [tap - len(taps) + 1 or END])
+        shifted = emit("Slice", joined, vector(emit.graph, [tap]), ends, vector(emit.graph, [1]))
+        product = emit("Mul", shifted, constant(emit.graph, f"{tensor.name}.{tap}", np.ascontiguousarray(values)))
+        output = product if output is None else emit("Add", output, product)
+    assert output is not None
+    steps = constant(emit.graph, f"const.steps.{len(taps) - 1}", np.arange(len(taps) - 1)[None, :, None])
+    last = emit("Add", emit("Unsqueeze", new_lengths, vector(emit.graph, [1, 2])), steps)
+    replace(node, output, emit("GatherND", joined, last, batch_dims=1))
+
+
+def _lower_recurrence(node: ir.Node) -> None:
+    q, k, v, past, decay, beta, new_lengths = node.inputs
+    emit, graph = Emitter(node, main="LinearAttention"), node.graph
+    assert graph is not None
+    keys, values, delta = (node.attributes[name] for name in ("key_heads", "value_heads", "delta"))
+    key_heads, value_heads, is_delta = keys.as_int(), values.as_int(), delta.as_float() > 0
+    if (eps := node.attributes["unit_eps"].as_float()) > 0:
+        q, k = (_emit_unit(emit, part, node, key_heads, eps) for part in (q, k))
+    counted = emit_token_counts(graph)
+    valid = emit("LessOrEqual", counted, emit("Unsqueeze", new_lengths, vector(graph, [1])))
+    column, nothing = emit("Unsqueeze", valid, vector(graph, [2])), scalar(graph, 0.0, np.float32)
+    decay, beta = (emit("Where", column, part, nothing) for part in (decay, beta))
+    if not is_delta:  # the operator has no factor for values alone
+        heads = emit("Reshape", v, vector(graph, [0, 0, value_heads, -1]))
+        scaled = emit("Mul", heads, emit("Unsqueeze", beta, vector(graph, [3])))
+        v, beta = emit("Reshape", scaled, vector(graph, [0, 0, -1])), None
+    made = emit.many(
+        "LinearAttention",
+        [q, k, v, past, decay, *([beta] if is_delta else [])],
+        2,
+        MICROSOFT,
+        q_num_heads=key_heads,
+        kv_num_heads=value_heads,
+        update_rule="gated_delta" if is_delta else "gated",
+        scale=node.attributes["scale"].as_float(),
+    )
+    replace(node, *made)
+
+
+def _emit_unit(emit: Emitter, part: ir.Value | None, node: ir.Node, heads: int, eps: float) -> ir.Value:
+    """Heads (B, S, H * D) divided by the root of their sum of squares and ``eps``: a norm by the root mean square."""
+    past = node.inputs[3]
+    assert past is not None and past.shape is not None
+    width = past.shape[2]
+    assert isinstance(width, int)
+    weight = constant(emit.graph, f"const.unit.{width}", np.full(width, width**-0.5, np.float32))
+    split = emit("Reshape", part, vector(emit.graph, [0, 0, heads, width]))
+    unit = emit("SimplifiedLayerNormalization", split, weight, axis=-1, epsilon=eps / width)
+    return emit("Reshape", unit, vector(emit.graph, [0, 0, -1]))
+
+
+def _inline_parameters(graph: ir.Graph, name: str, context: LoweringContext) -> None:
+    """Small vectors of a mixer become part of the graph, in float32."""
+    for part in PARAMETERS:
+        value = graph.initializers.get(f"{name}.{part}")
+        if value is None:
+            continue
+        found = context.calibrated.rows(find_vector(value)).astype(np.float32)
+        inline = constant(graph, f"{name}.{part}.float32", found)
+        for node, index in list(value.uses()):
+            if node.op_type == "Cast":
+                node.outputs[0].replace_all_uses_with(inline)
+            else:
+                node.replace_input_with(index, inline)
