@@ -63,6 +63,7 @@ def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base
     borders = [graph.outputs.pop() for _ in range(geometry.layers + 1)][::-1]
     _name_contract(graph, geometry)  # first: the next step finds by the dimensions' names what a Reshape keeps
     _fold_reshapes(graph)
+    common_passes.IdentityEliminationPass()(model)
     common_passes.RemoveUnusedNodesPass()(model)  # removes nodes that computed the shapes of folded Reshapes
     for name, frequencies in _frequencies(config).items():
         graph.initializers[name].const_value = ir.tensor(frequencies, name=name)

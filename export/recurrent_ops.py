@@ -207,6 +207,13 @@ def linear_attention(
     return torch.stack(found, 1).flatten(-2) * knobs.scale, state
 
 
+def softplus(x: Tensor) -> Tensor:
+    """ln(1 + e^x), one node of the graph: what torch exports for its own compares with a threshold too."""
+    if torch.compiler.is_exporting():
+        return torch.onnx.ops.symbolic("Softplus", [x], dtype=x.dtype, shape=x.shape)
+    return torch.nn.functional.softplus(x)
+
+
 def _spread(part: Tensor, knobs: Knobs) -> Tensor:
     heads = part.unflatten(-1, (knobs.key_heads, -1))
     if knobs.unit_eps:

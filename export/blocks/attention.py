@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.export import ops
-from llmc.export.blocks.linear import Linear
+from llmc.export.blocks.linear import Linear, cut
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import RotaryEmbedding
 from llmc.export.config import AttentionConfig, NormConfig, Rope
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         config, gate = self.config, None
         q, k, inv_freq = self.q_proj(x), self.k_proj(x), None if config.rope is None else ropes[config.rope]
         if config.gated:
-            q, gate = (part.flatten(-2) for part in q.unflatten(-1, (-1, 2 * config.head_dim)).chunk(2, -1))
+            q, gate = (part.flatten(-2) for part in cut(q.unflatten(-1, (-1, 2 * config.head_dim)), config.head_dim))
         if config.turned_before and inv_freq is not None:
             q, k = (
                 rope(part, lengths, inv_freq, self.knobs, config.head_dim)

@@ -1,5 +1,7 @@
 """Linears, heads and embeddings."""
 
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -46,6 +48,12 @@ class PositionEmbedding(nn.Module):
     def forward(self, ids: Tensor, past_lengths: Tensor) -> Tensor:
         counted = (ids <= ids).long().cumsum(1)  # 1 ... S without a Shape node, which GPU kernels lack
         return as_float(functional.embedding(past_lengths.unsqueeze(1) + counted - 1, self.weight))
+
+
+def cut(x: Tensor, *widths: int) -> list[Tensor]:
+    """Parts of the last axis of these widths, and what is left: a Slice each, where torch's own make a sequence."""
+    ends = [0, *accumulate(widths), x.shape[-1]]
+    return [x[..., start:end] for start, end in pairwise(ends)]
 
 
 def as_float(x: Tensor) -> Tensor:

@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from llmc.export import recurrent_ops as ops
-from llmc.export.blocks.linear import Linear, as_float
+from llmc.export.blocks.linear import Linear, as_float, cut
 from llmc.export.blocks.mlp import SiLU
 from llmc.export.blocks.norm import Norm
 from llmc.export.config import NormConfig, RecurrentConfig, gated_norm_size
@@ -59,7 +58,7 @@ class Recurrent(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x (B, S, N), states and new lengths (B) -> values (B, S, N), states."""
         if self.config.rule == "conv":
-            before, after, inner = self.in_proj(x).chunk(3, -1)
+            before, after, inner = cut(self.in_proj(x), *[self.config.channels] * 2)
             mixed, present = self.conv(before * inner, past[0], new_lengths)
             return self.out_proj(after * mixed), (present,)
         return self._recur(x, past, new_lengths)
@@ -72,11 +71,11 @@ class Recurrent(nn.Module):
         parts, gate = self.conv_act(mixed), self.gate_act(self.gate_proj(x))
         delta = self.beta_proj is not None
         if self.beta_proj is not None:
-            q, k, v = parts.split([keys, keys, config.inner], -1)
+            q, k, v = cut(parts, keys, keys)
             beta = torch.sigmoid(self.beta_proj(x))
         else:
-            v, k, q = parts.split([config.inner, keys, keys], -1)
-        steps = functional.softplus(self.decay_proj(x) + as_float(self.dt_bias))
+            v, k, q = cut(parts, config.inner, keys)
+        steps = ops.softplus(self.decay_proj(x) + as_float(self.dt_bias))
         beta = beta if delta else steps
         decay = steps * -torch.exp(as_float(self.A_log))
         knobs = ops.Knobs(

@@ -72,6 +72,8 @@ class _Probe:
         for row, prefix in enumerate(self._prefixes):
             ids = np.array([prefix], np.int64)
             self._session.run(Batch(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row))
+        cache = self._session.cache
+        self._states = [cache.read_states(row, len(prefix)) for row, prefix in enumerate(self._prefixes)]
         most = max(SIZES)
         steps = {rows: self._step(phase, rows) for rows in self._rows}
         pieces = {tokens: self._piece(phase, tokens, most) for tokens in SIZES[1:]}
@@ -88,7 +90,7 @@ class _Probe:
     def _step(self, phase: Phase, rows: int) -> Values:
         past = [len(prefix) for prefix in self._prefixes[:rows]]
         zeros = np.zeros((rows, 1), np.int64)
-        logits = self._session.run(Batch(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()
+        logits = self._run(Batch(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()
         cached = [self._session.cache.read(row, length, length + 1) for row, length in enumerate(past)]
         return logits, np.stack(cached)
 
@@ -101,7 +103,7 @@ class _Probe:
             call = Batch(
                 phase, self._text[None, :tokens], np.array([past], np.int64), np.minimum(ends, tokens - 1)[None]
             )
-            logits, shown = self._session.run(call)[0], np.count_nonzero(ends < tokens)
+            logits, shown = self._run(call)[0], np.count_nonzero(ends < tokens)
             return [logits[:shown].copy(), self._fill_cache(past, tokens)]
 
         wanted = run(self._longest) if self._long else []
@@ -116,7 +118,13 @@ class _Probe:
         """Run ``tokens`` new tokens of row 0 for the logits of the first ``outputs``, the last one repeated."""
         past, indices = len(self._prefixes[0]), np.minimum(np.arange(outputs), tokens - 1)[None]
         call = Batch(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
-        return self._session.run(call)[0].copy(), self._fill_cache(past, tokens)
+        return self._run(call)[0].copy(), self._fill_cache(past, tokens)
+
+    def _run(self, call: Batch) -> NDArray[np.float32]:
+        """Logits of a call that continues the prefixes, whose states the call before has changed."""
+        for row, past in enumerate(call.past_lengths.tolist()):
+            self._session.cache.write_states(row, past, self._states[row])
+        return self._session.run(call)
 
     def _fill_cache(self, past: int, tokens: int) -> NDArray[np.generic]:
         """The cache's contents for ``tokens`` positions of row 0, [tokens, values]."""

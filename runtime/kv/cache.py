@@ -60,18 +60,16 @@ def tensors_of(caches: Sequence[Cache]) -> tuple[CacheTensor, ...]:
 
 
 class Layout:
-    """Layout of a row's contents in one array: tensor after tensor, of each its positions head by head, or its
+    """Layout of tensors of one kind in one array: tensor after tensor, of each its positions head by head, or its
     state."""
 
-    def __init__(self, tensors: Sequence[CacheTensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Sequence[CacheTensor], kind: CacheKind = "kv") -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.kind == kind]
         self._places = lru_cache(KEPT_PLACES)(self._places_of)
-        self.position = sum(prod(tensor.shape) for tensor in tensors if tensor.kind == "kv")
-        self.state = sum(prod(tensor.shape) for tensor in tensors if tensor.kind == "state")
 
     def size(self, count: int) -> int:
-        """Values of ``count`` positions, and of all states."""
-        return count * self.position + self.state
+        """Values of ``count`` positions, or of all states."""
+        return sum(prod(tensor.of(1, count)) for tensor in self._tensors)
 
     def parts(self, values: Values, count: int) -> list[Values]:
         """Views of ``count`` positions' values: [kv_heads, count, head_dim] or a state, tensor by tensor."""
@@ -131,7 +129,7 @@ class KVCache(ABC):
         self.device_memory = device_memory
         self.can_rewind = all(tensor.kind == "kv" for tensor in self.tensors)
         self._manifest = manifest
-        self._layout = Layout(self.tensors)
+        self._layout, self._states = Layout(self.tensors), Layout(self.tensors, "state")
         self._forget = forget
         self._guard = guard
         self._capacity = 0
@@ -295,11 +293,35 @@ class KVCache(ABC):
         """Shape and type of what :meth:`read` gives for ``count`` positions."""
         return (self._layout.size(count),), self.dtype
 
-    def read(self, row: int, start: int, end: int) -> Values:
-        """Copy the positions ``start`` ... ``end - 1`` of a row and its states: one array [values], in the cache's own
-        layout."""
-        self._check_range(row, start, end)
+    @property
+    def states_form(self) -> Form:
+        """Shape and type of what :meth:`read_states` gives."""
+        return (self._states.size(0),), np.dtype(np.float32)
+
+    def read_states(self, row: int, end: int) -> Values:
+        """Copy the states of a row after its first ``end`` tokens: one array float32 [values], empty without states."""
         self._check_resumable(row, end)
+        values = np.empty(*self.states_form)
+        with self._guard("reading the cache"):
+            for part, view in zip(self._states.parts(values, 0), self._state_views(row), strict=True):
+                part[...] = view
+        return values
+
+    def write_states(self, row: int, end: int, values: Values) -> None:
+        """Put states, as :meth:`read_states` returns them, into a row that holds ``end`` positions."""
+        with self._guard("writing the cache"):
+            for part, view in zip(self._states.parts(values, 0), self._state_views(row), strict=True):
+                view[...] = part
+        self._note_written(row, end)
+
+    def _state_views(self, row: int) -> list[Values]:  # noqa: ARG002  # few caches have states
+        return []
+
+    def read(self, row: int, start: int, end: int) -> Values:
+        """Copy the positions ``start`` ... ``end - 1`` of a row: one array [values], in the cache's own layout."""
+        self._check_range(row, start, end)
+        if self.can_rewind:
+            self._check_resumable(row, end)
         if start < self.whole_from(row):
             raise UsageError(f"row {row} of the cache let go of position {start}; read from {self.whole_from(row)} on")
         values = np.empty(*self.form(end - start))
@@ -312,7 +334,8 @@ class KVCache(ABC):
         return [self.read(row, first, first + size) for first in range(start, end, size)]
 
     def write(self, row: int, start: int, end: int, values: Values) -> None:
-        """Put ``values``, as :meth:`read` returns them, into the positions ``start`` ... ``end - 1`` and the states."""
+        """Put ``values``, as :meth:`read` returns them, into the positions ``start`` ... ``end - 1``; with states the
+        row goes on there once :meth:`write_states` was called."""
         self._check_range(row, start, end)
         shape, dtype = self.form(end - start)
         if values.shape != shape or values.dtype != dtype:
@@ -324,7 +347,8 @@ class KVCache(ABC):
             self._renew(row)
         with self._guard("writing the cache"):
             self._write(row, start, end, values)
-        self._note_written(row, end)
+        if self.can_rewind:
+            self._note_written(row, end)
 
     @abstractmethod
     def _copy(self, source: int, target: int, start: int, end: int) -> None:

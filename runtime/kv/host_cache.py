@@ -3,7 +3,7 @@
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import ResourceError
+from llmc.inventory import CacheKind
 from llmc.runtime.kv.cache import KVCache, Values
 
 LETS_GO = sys.platform == "linux"  # elsewhere pages that are given back may keep what they hold, and their memory
@@ -61,9 +62,8 @@ class HostCache(KVCache):
             for row, past in rows:
                 self._check_resumable(row, past)
             anew = [row for row, past in rows if not past]
-            for tensor, array in zip(self.tensors, self.arrays, strict=True):
-                if tensor.kind == "state":
-                    array[anew] = 0
+            for array in self._arrays_of("state"):
+                array[anew] = 0
         return ends
 
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
@@ -107,11 +107,14 @@ class HostCache(KVCache):
             view[...] = part
 
     def _views(self, row: int, start: int, end: int) -> list[Values]:
-        """Views of each array at these positions of a row, or at its state."""
-        return [
-            array[row, :, start:end] if tensor.kind == "kv" else array[row]
-            for tensor, array in zip(self.tensors, self.arrays, strict=True)
-        ]
+        """Views of keys and values at these positions of a row."""
+        return [array[row, :, start:end] for array in self._arrays_of("kv")]
+
+    def _state_views(self, row: int) -> list[Values]:
+        return [array[row] for array in self._arrays_of("state")]
+
+    def _arrays_of(self, kind: CacheKind) -> Iterator[Values]:
+        return (array for tensor, array in zip(self.tensors, self.arrays, strict=True) if tensor.kind == kind)
 
     def close(self) -> None:
         super().close()
