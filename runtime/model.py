@@ -656,8 +656,11 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     if options.draft == "auto":
         keeps = runner.session.cache.can_rewind and drafts_keep_bits(manifest, options.determinism)
         options = replace(options, draft="lookup" if keeps else None)
-    if not runner.session.cache.can_rewind:
-        options = without_prefixes(options)
+    if not runner.session.cache.can_rewind and options.draft:
+        raise UsageError(
+            f"draft is {options.draft!r}, but the bundle's layers keep a state of the last token only, which cannot go "
+            "back over rejected drafts; leave it out"
+        )
     limit = default_memory() if memory is None else memory  # what the process holds already counts in the plan
     size = options.prefix_cache_bytes
     if size is None:
@@ -668,7 +671,8 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         store = PrefixStore(
             Path(options.prefix_cache_folder), options.prefix_cache_disk_bytes, pending_bytes=PENDING_BYTES
         )
-    form = runner.session.cache.form(BLOCK)
+    cache = runner.session.cache
+    form, states = cache.form(BLOCK), None if cache.can_rewind else cache.states_form
     return Engine(
         runner.session,
         manifest,
@@ -677,22 +681,12 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         prefill_chunk=runner.prefill_chunk,
         options=options,
         memory=limit - (PENDING_BYTES if store else 0),
-        prefixes=PrefixCache(prefix_key(manifest), max_bytes=size, store=store, form=form) if size else None,
+        prefixes=PrefixCache(prefix_key(manifest), max_bytes=size, store=store, form=form, states=states)
+        if size
+        else None,
         store=store,
         drafter=make_drafter(model, options),
     )
-
-
-def without_prefixes(options: EngineOptions) -> EngineOptions:
-    """The options for a model whose layers keep states; UsageError if they ask for drafts or a prefix cache."""
-    asked = {"draft": options.draft, "prefix_cache_bytes": options.prefix_cache_bytes}
-    for name, value in {**asked, "prefix_cache_folder": options.prefix_cache_folder}.items():
-        if value:
-            raise UsageError(
-                f"{name} is {value!r}, but the bundle's layers keep a state of the last token only, which cannot go "
-                "back to an earlier one; leave it out"
-            )
-    return replace(options, prefix_cache_bytes=0)
 
 
 def prefix_key(manifest: Manifest) -> str:

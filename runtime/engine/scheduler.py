@@ -19,6 +19,9 @@ from llmc.runtime.runner.model_runner import ModelRunner
 # What a step of priority is worth: a request overtakes those with a priority one worse that came at most so many
 # requests before it. Finite, so that nobody waits for ever.
 ARRIVALS_PER_PRIORITY = 64
+# Of layers with states the prefix cache keeps these after so many tokens of a prompt, and near its end: not in the last
+# few tokens, in place of which the next turn of a chat may have others.
+STATES_EVERY, PROMPT_END = 1024, 8
 
 
 class Queue:
@@ -204,7 +207,12 @@ class Scheduler:
                 start = i * self._prefixes.block
                 self._cache.write(sequence.row, start, start + self._prefixes.block, values)
                 self._cache.let_go(sequence.row, start + self._prefixes.block)
+            if match.states is not None:
+                self._cache.write_states(sequence.row, match.length, match.states)
         sequence.cached = sequence.reused = match.length
+        if not self._cache.can_rewind:
+            end = len(sequence.context) - PROMPT_END
+            sequence.stop = end - end % self._prefixes.block
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -228,6 +236,7 @@ class Scheduler:
         self._chunks.note_fed(time.perf_counter() - self._begun, self._first_chunk)
         for sequence in sequences:
             self._let_go(sequence)
+            self._copy_states(sequence)
             if sequence.row >= 0 and sequence.cached == len(sequence.context):  # its request did not fail with another
                 self._rows.promote(sequence)
                 yield sequence
@@ -257,6 +266,8 @@ class Scheduler:
         for output in outputs:  # all of them before anyone leaves: whoever leaves has rows moved
             output.sequence.cached += max(1, len(output.choices))
             self._let_go(output.sequence)
+            if self._remembers:
+                self._copy_states(output.sequence)
 
     def _slide(self, sequence: Sequence) -> None:
         """The context is full: go on with its start and its recent half, fed anew."""
@@ -278,6 +289,7 @@ class Scheduler:
     def share(self, source: Sequence, target: Sequence, start: int, cached: int) -> None:
         """Make ``target`` equal to ``source`` up to ``cached`` positions; they agree before ``start``."""
         self._rows.share(source, target, start, cached)
+        target.states = 0, None
 
     def release(self, sequence: Sequence, remember: bool = False) -> None:
         """Take a sequence off its row; with ``remember`` the prefix cache may keep what it holds."""
@@ -308,10 +320,27 @@ class Scheduler:
         return True
 
     def keep_prefix(self, sequence: Sequence, length: int) -> None:
+        """Let the prefix cache keep the first ``length`` positions of a row, with states those up to the last copy."""
+        states = None
+        if not self._cache.can_rewind:
+            length, states = sequence.states
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
             scope, whole_from = sequence.request.request.prefix_scope, self._cache.whole_from(sequence.row)
-            self._prefixes.insert(sequence.context[:length], read, scope, whole_from)
+            self._prefixes.insert(sequence.context[:length], read, scope, whole_from, states)
+
+    def _copy_states(self, sequence: Sequence) -> None:
+        """Copy the states of a row that is at the border of a block; now and then the prefix cache keeps them at once.
+
+        They cannot be had later, and a prefix is of use only with them.
+        """
+        if self._prefixes is None or self._cache.can_rewind or sequence.row < 0:
+            return
+        before, length = sequence.states[0], sequence.cached
+        if length % self._prefixes.block == 0 and length != before:
+            sequence.states = length, self._cache.read_states(sequence.row, length)
+            if length // STATES_EVERY != before // STATES_EVERY:
+                self.keep_prefix(sequence, length)
 
     def _let_go(self, sequence: Sequence) -> None:
         """Free what windows have passed; the prefix cache has the last chance to keep it."""

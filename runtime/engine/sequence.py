@@ -6,6 +6,9 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmc.errors import LlmcError, ProcessorError, text_of
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
@@ -28,7 +31,8 @@ _S = TypeVar("_S", bound="Sequence")
 
 class Sequence(Slot, ABC):
     """A sequence of a request; ``key`` names it to drafters, ``reused`` counts tokens that the prefix cache put into
-    its row, and ``speculates`` says whether it may :meth:`propose` drafts."""
+    its row, and ``speculates`` says whether it may :meth:`propose` drafts. ``states`` is the last copy of its row's
+    states, behind the number of tokens that lead to them."""
 
     context: list[int]
     speculates = False
@@ -38,6 +42,7 @@ class Sequence(Slot, ABC):
         self.key = next(_KEYS)
         self.group = group
         self.reused = 0
+        self.states: tuple[int, NDArray[np.float32] | None] = (0, None)
 
     @property
     def request(self) -> "RequestState":
@@ -63,7 +68,8 @@ class Sequence(Slot, ABC):
         """Leave out the middle of the context and keep ``keep`` tokens, to be fed anew; the number left out."""
         before = len(self.context)
         self.context = [*self.context[:SINK_TOKENS], *self.context[before - keep + SINK_TOKENS :]]
-        self.cached = self.reused = 0
+        self.cached = self.reused = self.stop = 0
+        self.states = 0, None
         return before - keep
 
     def propose(self, room: int, rows: int) -> list[int]:

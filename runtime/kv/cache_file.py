@@ -47,6 +47,11 @@ def chain_hashes(parent: bytes, tokens: NDArray[np.int64], block: int) -> list[b
     return hashes
 
 
+def states_hash(chain: bytes) -> bytes:
+    """The name of the states after the tokens that ``chain`` names."""
+    return _digest(chain + b"states")
+
+
 class UnreadableError(Exception):
     """A file cannot be used: it is ``damaged``, or it is none of this user's."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.runtime.kv.cache_file import Form, chain_hashes, root_hash
+from llmc.runtime.kv.cache_file import Form, chain_hashes, root_hash, states_hash
 from llmc.runtime.kv.prefix_store import PrefixStore
 
 BLOCK = 32
@@ -39,10 +39,12 @@ class Match:
     Attributes:
         length: tokens, a multiple of the block size; 0 when nothing is cached.
         blocks: what the cache holds of each block, [values] in its own layout; read-only.
+        states: those after the last of them, None of a cache without states.
     """
 
     length: int
     blocks: tuple[NDArray[Any], ...]
+    states: NDArray[np.float32] | None = None
 
 
 class PrefixCache:
@@ -56,6 +58,7 @@ class PrefixCache:
         max_bytes: for the values in memory, from 0.
         store: a disk tier, which the caller closes.
         form: shape and type that blocks from disk must have; None takes any.
+        states: form of the states that some blocks end with: a prefix ends at such a one. None of a cache without any.
     """
 
     def __init__(
@@ -66,12 +69,14 @@ class PrefixCache:
         max_bytes: int,
         store: PrefixStore | None = None,
         form: Form | None = None,
+        states: Form | None = None,
     ) -> None:
         self.key = key
         self.block = block
         self.max_bytes = max_bytes
         self._store = store
         self._form = form
+        self._states = states
         # Least recently used first. A use renews a block before its parent, so the first one that is not pinned has
         # no children.
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
@@ -94,14 +99,47 @@ class PrefixCache:
         try:
             loaded = self._load(root, hashes[len(path) :])
             path += loaded
+            length, states = len(path), None
+            if self._states is not None:
+                length, states = self._find_states(root, path)
             self._use(path)
             if self._store is not None and path and not loaded:
                 self._store.touch(root, hashes[: len(path)])
-            yield Match(len(path) * self.block, tuple(node.values for node in path))
+            yield Match(length * self.block, tuple(node.values for node in path[:length]), states)
         finally:
             self._unpin(path)
 
-    def insert(self, tokens: Sequence[int], read: Read, scope: str | None = None, whole_from: int = 0) -> int:
+    def _find_states(self, root: bytes, path: Sequence[_Node]) -> tuple[int, NDArray[np.float32] | None]:
+        """The most blocks of a path at whose end states are kept, and these."""
+        for count in range(len(path), 0, -1):
+            name = states_hash(path[count - 1].chain)
+            if (node := self._nodes.get(name)) is not None:
+                self._nodes.move_to_end(name)
+                return count, node.values
+            found = self._store.load(root, [name], self.max_bytes - self._pinned) if self._store is not None else []
+            if found and (found[0].shape, found[0].dtype) == self._states:
+                self._keep_states(name, found[0])
+                return count, found[0]
+        return 0, None
+
+    def _keep_states(self, name: bytes, values: NDArray[np.float32]) -> bool:
+        """Keep states if memory has room for them."""
+        if name in self._nodes or values.nbytes > self.max_bytes - self._pinned:
+            return name in self._nodes
+        values.flags.writeable = False
+        self._evict(values.nbytes)
+        self._nodes[name] = _Node(name, values)
+        self.bytes += values.nbytes
+        return True
+
+    def insert(
+        self,
+        tokens: Sequence[int],
+        read: Read,
+        scope: str | None = None,
+        whole_from: int = 0,
+        states: NDArray[np.float32] | None = None,
+    ) -> int:
         """Keep the whole blocks of ``tokens`` that memory has room for, and write them to disk; the leading tokens
         cached now.
 
@@ -110,6 +148,7 @@ class PrefixCache:
                 missing.
             scope: as of :meth:`match`.
             whole_from: the first position that it can read; where blocks before it are missing, nothing is added.
+            states: those after the tokens, which are whole blocks then.
         """
         root, _, hashes = self._hashes(tokens, None, scope)
         path = self._path(hashes)
@@ -118,10 +157,13 @@ class PrefixCache:
             start = len(path) * self.block
             if (missing := hashes[len(path) : len(path) + self._room()]) and start >= whole_from:
                 path += self._add(missing, read(start, start + len(missing) * self.block))
+            kept, name = len(path), states_hash(hashes[-1]) if hashes else b""
+            whole = states is not None and 0 < kept == len(hashes) and self._keep_states(name, states)
             self._use(path)
             if self._store is not None and path:
-                kept = len(path)
                 self._store.put(root, hashes[:kept], [node.values for node in path])
+                if whole and states is not None:
+                    self._store.put(root, [name], [states])
         finally:
             self._unpin(path)
         return len(path) * self.block

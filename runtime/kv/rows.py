@@ -22,6 +22,7 @@ class Slot:
         row: its row, -1 without one.
         drafts: guesses at its next tokens, to be verified in this step.
         needs: how many of the largest logits decide its next token, 0 for all of them.
+        stop: a position at which a call that feeds the context ends, 0 for none.
     """
 
     context: Sequence[int]
@@ -29,6 +30,7 @@ class Slot:
     row: int = -1
     drafts: list[int] = field(default_factory=list)
     needs: int = 0
+    stop: int = 0
 
 
 _S = TypeVar("_S", bound=Slot)

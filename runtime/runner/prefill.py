@@ -38,6 +38,7 @@ def prefill(
     total = len(sequence.context)
     while (start := sequence.cached) < total:
         end = next_end(start, total, size) if phase is Phase.PREFILL else start + 1
+        end = sequence.stop if start < sequence.stop < end else end
         outputs = range(end - start) if every else [end - start - 1] if end == total else []
         ids = np.array([sequence.context[start:end]], np.int64)
         logits = run(batch(phase, ids, [start], outputs, sequence.row))
