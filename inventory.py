@@ -384,9 +384,8 @@ class Geometry:
     @property
     def is_sound(self) -> bool:
         """True if names and shapes fit together, as in everything that export writes; sizes are in their ranges."""
-        parts: list[Linear | Norm | Attention | Recurrent | Mlp] = [
-            *(*self.linears, *self.norms, *self.attentions, *self.recurrents, *self.mlps)
-        ]
+        parts: list[Linear | Norm | Attention | Recurrent | Mlp] = [*self.linears, *self.norms, *self.attentions]
+        parts += [*self.recurrents, *self.mlps]
         names, caches = {part.name for part in parts}, {cache.name: cache for cache in self.caches}
         streams = {f"model.layers.{i}{end}" for i in range(self.layers) for end in ("", ".residual")}
         return (
@@ -410,7 +409,7 @@ class Geometry:
 
     @staticmethod
     def _keeps_states(item: Recurrent, caches: dict[str, Cache]) -> bool:
-        shapes = [(item.taps - 1, item.channels)]
+        shapes: list[tuple[int, ...]] = [(item.taps - 1, item.channels)]
         if item.rule != "conv":
             shapes.append((item.value_heads, item.key_dim, item.value_dim))
         return [caches[name].shape for name in item.caches if name in caches] == shapes

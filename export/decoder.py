@@ -14,7 +14,6 @@ from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.blocks.scale import Scale, Softcap
 from llmc.export.config import DecoderConfig
 
-
 Tensors = tuple[Tensor, ...]
 
 
@@ -71,12 +70,7 @@ class DecoderLayer(nn.Module):
         return y, presents
 
     def _mix(
-        self,
-        read: Tensor,
-        past: Tensors | None,
-        lengths: Tensor,
-        ropes: Sequence[Tensor],
-        new_lengths: Tensor | None,
+        self, read: Tensor, past: Tensors | None, lengths: Tensor, ropes: Sequence[Tensor], new_lengths: Tensor | None
     ) -> tuple[Tensor, Tensors]:
         """The sum of what the mixers make, and their caches: attention's come first."""
         if self.self_attn is None:

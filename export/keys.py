@@ -92,13 +92,18 @@ RANGES: dict[str, tuple[float, float]] = {
     # 0.1 is published; it multiplies a logarithm.
     "llama_4_scaling_beta": (0, 1e3),
     "no_rope_layer_interval": (1, 1024),
-    # Of recurrent layers: heads and their widths as attention's, and taps of a convolution, 3 and 4 in published models.
+    # Of recurrent layers: heads, their widths, and taps of a convolution (3 and 4 in published models).
     "linear_num_key_heads": (1, 4095),
     "linear_num_value_heads": (1, 4095),
     "linear_key_head_dim": (1, 4095),
     "linear_value_head_dim": (1, 4095),
     "linear_conv_kernel_dim": (2, 255),
     "conv_L_cache": (2, 255),
+    "mamba_n_heads": (1, 4095),
+    "mamba_n_groups": (1, 4095),
+    "mamba_d_state": (1, 4095),
+    "mamba_d_conv": (2, 255),
+    "mamba_expand": (1, 64),
     "full_attention_interval": (1, 1024),
     "block_multiple_of": (1, 1 << 20),
     "block_ffn_dim_multiplier": (1e-3, 1e3),

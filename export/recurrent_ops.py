@@ -14,8 +14,8 @@ from llmc.export.ops import DOMAIN, DOMAIN_VERSION
 
 CAUSAL_CONV, LINEAR_ATTENTION = "CausalConv", "LinearAttention"
 
-# x (B, S, C), weight (C, 1, K), past (B, K - 1, C): the last inputs before; new_lengths (B). Token i of a row is the sum
-# of weight[:, 0, K - 1 - j] times the input j tokens before it. Present are the last K - 1 inputs of the row's
+# x (B, S, C), weight (C, 1, K), past (B, K - 1, C): the last inputs before; new_lengths (B). Token i of a row is the
+# sum of weight[:, 0, K - 1 - j] times the input j tokens before it. Present are the last K - 1 inputs of the row's
 # ``new_lengths`` new ones and those before.
 _CAUSAL_CONV = """
 <domain: "llmc", opset_import: ["" : 24]>
@@ -194,7 +194,7 @@ def linear_attention(
         )
         return y, present
     queries, keys = (_spread(part, knobs) for part in (q, k))  # (B, S, Hv, dk)
-    values = v.unflatten(-1, (knobs.value_heads, -1))  # (B, S, Hv, dv)
+    values = v.view(*v.shape[:-1], knobs.value_heads, -1)  # (B, S, Hv, dv)
     counts = (torch.arange(q.shape[1], device=q.device) < new_lengths[:, None]).unsqueeze(-1)
     fades, betas = torch.where(counts, decay, 0.0).exp(), torch.where(counts, beta, 0.0)
     state, found = past, []
@@ -215,7 +215,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def _spread(part: Tensor, knobs: Knobs) -> Tensor:
-    heads = part.unflatten(-1, (knobs.key_heads, -1))
+    heads = part.view(*part.shape[:-1], knobs.key_heads, -1)
     if knobs.unit_eps:
         heads = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + knobs.unit_eps)
     return heads.repeat_interleave(knobs.value_heads // knobs.key_heads, 2)

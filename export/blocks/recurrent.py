@@ -53,9 +53,7 @@ class Recurrent(nn.Module):
         self.conv_act, self.gate_act = SiLU(), SiLU()
         self.out_proj = Linear(config.inner, hidden_size, bias=conv and config.bias)
 
-    def forward(
-        self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x (B, S, N), states and new lengths (B) -> values (B, S, N), states."""
         if self.config.rule == "conv":
             before, after, inner = cut(self.in_proj(x), *[self.config.channels] * 2)
@@ -63,9 +61,7 @@ class Recurrent(nn.Module):
             return self.out_proj(after * mixed), (present,)
         return self._recur(x, past, new_lengths)
 
-    def _recur(
-        self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _recur(self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         config, keys = self.config, self.config.key_heads * self.config.key_dim
         mixed, conv_state = self.conv(self.in_proj(x), past[0], new_lengths)
         parts, gate = self.conv_act(mixed), self.gate_act(self.gate_proj(x))
@@ -87,7 +83,7 @@ class Recurrent(nn.Module):
         )
         y, state = ops.linear_attention(q, k, v, past[1], decay, beta, new_lengths, knobs)
         if self.D is not None:
-            heads = v.unflatten(-1, (config.value_heads, config.value_dim))
+            heads = v.view(*v.shape[:-1], config.value_heads, config.value_dim)
             y = y + (heads * as_float(self.D).unsqueeze(-1)).flatten(-2)
         y = self.norm(y) * gate if delta else self.norm(y * gate)
         return self.out_proj(y), (conv_state, state)

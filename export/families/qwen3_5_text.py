@@ -47,5 +47,5 @@ def read(keys: Keys) -> DecoderConfig:
     every = keys.integer("full_attention_interval", 4)
     default = tuple((i + 1) % every != 0 for i in range(len(config.layers)))
     config = config.change_attentions(lambda _, it: replace(it, gated=True))
-    layers = recurrent_layers(keys, config.layers, mixer, "linear_attention", default)
+    layers = recurrent_layers(keys, config.layers, mixer, ("linear_attention",), default)
     return replace(config, layers=layers, renamed=RENAMED, left_out=("mtp",))

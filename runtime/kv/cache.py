@@ -314,7 +314,7 @@ class KVCache(ABC):
                 view[...] = part
         self._note_written(row, end)
 
-    def _state_views(self, row: int) -> list[Values]:  # noqa: ARG002  # few caches have states
+    def _state_views(self, row: int) -> list[Values]:  # few caches have states
         return []
 
     def read(self, row: int, start: int, end: int) -> Values:

@@ -141,7 +141,7 @@ class DeviceCache(KVCache):
             self._driver.copy_2d(there, theirs * position, here, ours * position, count * position, heads, self._stream)
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        step = max(1, STAGING_BYTES // (self._layout.position * self._itemsize))
+        step = max(1, STAGING_BYTES // (self._layout.size(1) * self._itemsize))
         for first in range(start, end, step):
             yield first, min(first + step, end)
 

@@ -34,20 +34,23 @@ ROPES: list[dict[str, Any]] = [
 SWITCHES = {"qk_norm": "head", "qkv_bias": True, "o_bias": True}
 # Windows are shorter than any text that tests feed.
 LAYERS: list[dict[str, Any]] = [
-    {"mixer": {"heads": 4, "kv_heads": 2, "head_dim": 16, "rope": 0}, "mlp": {"inner": 96}},
+    {"attention": {"heads": 4, "kv_heads": 2, "head_dim": 16, "rope": 0}, "mlp": {"inner": 96}},
     {
-        "mixer": {"heads": 2, "kv_heads": 1, "head_dim": 32, "rope": 2, "window": 6},
+        "attention": {"heads": 2, "kv_heads": 1, "head_dim": 32, "rope": 2, "window": 6},
         "mlp": {"inner": 128, "gated": False, "activation": "relu2"},
     },
-    {"mixer": {"heads": 4, "kv_heads": 4, "head_dim": 16, "rope": None, "window": 5}, "mlp": None},
-    {"mixer": {"heads": 8, "kv_heads": 2, "head_dim": 16, "rope": 1, **SWITCHES}, "mlp": {"inner": 160, "bias": True}},
+    {"attention": {"heads": 4, "kv_heads": 4, "head_dim": 16, "rope": None, "window": 5}, "mlp": None},
+    {
+        "attention": {"heads": 8, "kv_heads": 2, "head_dim": 16, "rope": 1, **SWITCHES},
+        "mlp": {"inner": 160, "bias": True},
+    },
 ]
 
 
 def read(keys: Keys) -> DecoderConfig:
     """The family's file, as it would stand in ``export/families``."""
     layers = tuple(
-        Layer(AttentionConfig(**layer["mixer"]), MlpConfig(**layer["mlp"]) if layer["mlp"] else None)
+        Layer(AttentionConfig(**layer["attention"]), MlpConfig(**layer["mlp"]) if layer["mlp"] else None)
         for layer in keys.raw("layers")
     )
     ropes = tuple(Rope(**rope) for rope in keys.raw("ropes"))
@@ -95,7 +98,7 @@ def _shapes() -> dict[str, tuple[int, ...]]:
         "lm_head.weight": (VOCAB, HIDDEN),
     }
     for i, layer in enumerate(LAYERS):
-        at, mixer, mlp = f"model.layers.{i}", layer["mixer"], layer["mlp"]
+        at, mixer, mlp = f"model.layers.{i}", layer["attention"], layer["mlp"]
         queries, keys = mixer["heads"] * mixer["head_dim"], mixer["kv_heads"] * mixer["head_dim"]
         linears = {"q": (queries, HIDDEN), "k": (keys, HIDDEN), "v": (keys, HIDDEN), "o": (HIDDEN, queries)}
         shapes[f"{at}.input_layernorm.weight"] = (HIDDEN,)
@@ -132,7 +135,7 @@ class Reference:
             x = self.weights["model.embed_tokens.weight"][torch.from_numpy(ids)]
             for i, layer in enumerate(LAYERS):
                 at = f"model.layers.{i}"
-                x = x + self._attention(self._norm(x, f"{at}.input_layernorm"), f"{at}.self_attn", layer["mixer"])
+                x = x + self._attention(self._norm(x, f"{at}.input_layernorm"), f"{at}.self_attn", layer["attention"])
                 if layer["mlp"] is not None:
                     x = x + self._mlp(self._norm(x, f"{at}.post_attention_layernorm"), f"{at}.mlp", layer["mlp"])
             return (self._norm(x, "model.norm") if normed else x).numpy()

@@ -70,11 +70,11 @@ def read(values: dict[str, Any], **changes: Any) -> DecoderConfig:
 
 def attention(values: dict[str, Any], **changes: Any) -> AttentionConfig:
     """That of the first layer."""
-    return read(values, **changes).layers[0].mixer
+    return read(values, **changes).layers[0].attention
 
 
 def windows(values: dict[str, Any], **changes: Any) -> tuple[int, ...]:
-    return tuple(layer.mixer.window for layer in read(values, **changes).layers)
+    return tuple(layer.attention.window for layer in read(values, **changes).layers)
 
 
 def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def test_windowed_layers_may_have_a_rope_of_their_own():
     }  # fmt: skip
     found = read(first, rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert found.ropes == (Rope(256, 1e6, "linear", 8.0), Rope(256, 1e4))
-    assert [layer.mixer.rope for layer in found.layers[:7]] == [1, 1, 1, 1, 1, 0, 1]
-    assert [layer.mixer.window for layer in found.layers[:7]] == [512, 512, 512, 512, 512, 0, 512]
+    assert [layer.attention.rope for layer in found.layers[:7]] == [1, 1, 1, 1, 1, 0, 1]
+    assert [layer.attention.window for layer in found.layers[:7]] == [512, 512, 512, 512, 512, 0, 512]
     later = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
@@ -274,12 +274,12 @@ def test_ids_of_another_tokenizer_are_left_out_of_a_starcoder2():
 
 
 def test_layers_without_positions_follow_the_list_or_the_interval():
-    ropes = [layer.mixer.rope for layer in read(SMOLLM3).layers]
+    ropes = [layer.attention.rope for layer in read(SMOLLM3).layers]
     assert ropes[:8] == [0, 0, 0, None, 0, 0, 0, None]
     assert read(SMOLLM3).tied_head and read(without(SMOLLM3, "rope_theta")).ropes == (Rope(128, 2_000_000.0),)
     stated = read(SMOLLM3, no_rope_layers=[0] + [1] * 35, use_sliding_window=True, sliding_window=64)
-    assert [layer.mixer.rope for layer in stated.layers] == [None] + [0] * 35
-    assert [layer.mixer.window for layer in stated.layers] == [64] + [0] * 35
+    assert [layer.attention.rope for layer in stated.layers] == [None] + [0] * 35
+    assert [layer.attention.window for layer in stated.layers] == [64] + [0] * 35
 
 
 # Of Qwen2.5-7B-Instruct-1M: from 262,144 positions on, vLLM computes in chunks what is not plain attention any more.

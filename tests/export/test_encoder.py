@@ -103,7 +103,7 @@ def with_end(**changes: Any) -> Callable[[DecoderConfig], DecoderConfig]:
 
 def with_attention(**changes: Any) -> Callable[[DecoderConfig], DecoderConfig]:
     return lambda config: replace(
-        config, layers=tuple(replace(layer, mixer=replace(layer.mixer, **changes)) for layer in config.layers)
+        config, layers=tuple(replace(layer, attention=replace(layer.attention, **changes)) for layer in config.layers)
     )
 
 

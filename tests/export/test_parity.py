@@ -26,16 +26,19 @@ class Caller:
     """Feeds a graph as a runtime would, and keeps its cache."""
 
     def __init__(self, run: Run, geometry: Geometry, batch: int, capacity: int = CAPACITY) -> None:
-        self.run = run
+        self.run, self.states = run, geometry.has_states
         self.cache = {
-            f"past_key_values.{cache.name}.{part}": np.zeros((batch, heads, capacity, width), np.float32)
+            name: np.zeros(cache.shape_of(batch, capacity), np.float32)
             for cache in geometry.caches
-            for heads, width in [cache.shape]
-            for part in ("key", "value")
+            for name in cache.inputs
         }
 
-    def __call__(self, ids: np.ndarray, past: list[int], indices: np.ndarray) -> np.ndarray:
+    def __call__(
+        self, ids: np.ndarray, past: list[int], indices: np.ndarray, new: tuple[int, ...] | None = None
+    ) -> np.ndarray:
         feeds = {"input_ids": ids, "past_lengths": np.array(past, np.int64), "logit_indices": indices, **self.cache}
+        if self.states:
+            feeds["new_lengths"] = np.array(new or [ids.shape[1]] * len(ids), np.int64)
         logits, *presents = self.run(feeds)
         self.cache = dict(zip(self.cache, presents, strict=True))
         return logits
@@ -74,12 +77,12 @@ def test_ragged_batch_equals_each_row_alone(case, onnxruntime_run):
 
     # 9 tokens of row 0 and 4 of row 1, padded with token 0; the last two of each row are asked for
     first = np.stack([ids[0, :9], np.pad(ids[1, :4], (0, 5))])
-    logits = call(first, [0, 0], np.array([[7, 8], [2, 3]]))
+    logits = call(first, [0, 0], np.array([[7, 8], [2, 3]]), (9, 4))
     assert difference(logits, np.stack([rows[0][7:9], rows[1][2:4]])) <= LOGIT_TOLERANCE
 
     # one token of row 0 and five of row 1: what padding wrote before is overwritten or never seen
     second = np.stack([np.pad(ids[0, 9:10], (0, 4)), ids[1, 4:9]])
-    logits = call(second, [9, 4], np.array([[0], [4]]))
+    logits = call(second, [9, 4], np.array([[0], [4]]), (1, 5))
     assert difference(logits, np.stack([rows[0][9:10], rows[1][8:9]])) <= LOGIT_TOLERANCE
 
     logits = call(np.stack([ids[0, 10:11], ids[1, 9:10]]), [10, 9], np.zeros((2, 1), np.int64))
@@ -102,10 +105,16 @@ def eager_run(folder: Path) -> Run:
     decoder = load_decoder(folder)
 
     def run(feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-        ids, past_lengths, indices, *caches = (torch.from_numpy(array) for array in feeds.values())
+        tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
+        ids, lengths, indices = (tensors[name] for name in ("input_ids", "past_lengths", "logit_indices"))
+        layers = range(decoder.config.geometry.layers)
+        pasts = [
+            tuple(tensors[name] for cache in decoder.config.geometry.caches_of(layer) for name in cache.inputs)
+            for layer in layers
+        ]
         with torch.no_grad():
-            logits, presents, _ = decoder(ids, past_lengths, indices, list(zip(caches[::2], caches[1::2], strict=True)))
-        return [logits.numpy(), *(cache.numpy() for pair in presents for cache in pair)]
+            logits, presents, _ = decoder(ids, lengths, indices, pasts, tensors.get("new_lengths"))
+        return [logits.numpy(), *(cache.numpy() for held in presents for cache in held)]
 
     return run
 

@@ -185,7 +185,9 @@ def test_plans_count_every_linear_and_every_cache(geometry):
     recipe, limits = resolve(Request(precision="fp32"), capabilities("cpu"), geometry.max_positions, "x")
     weights = sum(linear.size for linear in geometry.linears)
     assert set(weight_bytes(geometry, recipe).values()) == {4 * weights}
-    per_token = 2 * 4 * sum(layer["mixer"]["kv_heads"] * layer["mixer"]["head_dim"] for layer in invented.LAYERS)
+    per_token = (
+        2 * 4 * sum(layer["attention"]["kv_heads"] * layer["attention"]["head_dim"] for layer in invented.LAYERS)
+    )
     plan = memory_plan(geometry, limits, recipe, 0)
     assert plan.cache_per_token + plan.window_per_token == per_token
     assert device_plan(geometry, limits, replace(recipe, compute="float32")).cache_per_token == per_token

@@ -1,7 +1,7 @@
-"""Recurrent mixers for ONNX Runtime on CPUs: slices and products for convolutions, its LinearAttention for recurrences.
+"""Recurrent mixers for ONNX Runtime on CPUs: slices and products for convolutions, LinearAttention for recurrences.
 
-Its other operators for them take 3 to 27 times as long as plain nodes do (onnxruntime 1.32, shapes of Qwen3.5-0.8B), and
-outputs and states of this one are the same bits however a row is cut into calls and whatever rows are beside it.
+Its other operators for them take 3 to 27 times as long as plain nodes do (onnxruntime 1.32, shapes of Qwen3.5-0.8B).
+Outputs and states of this one are the same bits however a row is cut into calls and whatever rows are beside it.
 """
 
 import numpy as np
@@ -10,17 +10,7 @@ import onnx_ir as ir
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import emit_token_counts
 from llmc.optimize.lower.raising import find_vector
-from llmc.optimize.lower.rewrite import (
-    LLMC,
-    MICROSOFT,
-    Emitter,
-    constant,
-    graph_input,
-    nodes_of,
-    replace,
-    scalar,
-    vector,
-)
+from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, nodes_of, replace, scalar, vector
 
 END = np.iinfo(np.int64).max
 # What mixers have beside linears and norms.
