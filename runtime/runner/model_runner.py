@@ -99,6 +99,7 @@ class ModelRunner:
         self._chunk = prefill_chunk
         self._metrics = metrics
         self._policy = Policy.of(level, session, manifest, max_rows)
+        self._has_states = manifest.geometry.has_states
         self._strict = level is Determinism.STRICT
         self._candidates = 0 if manifest.engine is None else manifest.engine.candidates
         self._last = _zeros(0, Phase.DECODE, 0, 0)  # step without drafts
@@ -151,11 +152,11 @@ class ModelRunner:
         for i, sequence in enumerate(call):
             ids[i, 0], lengths[i] = sequence.context[sequence.cached], sequence.cached
         if odd:
-            # Nothing that counts is overwritten: the neighbour's next position is written again before it is read, and
-            # its states stay as they are.
+            # Nothing that counts is overwritten: the neighbour's next position is written again before it is read.
             neighbour = self._rows.at(call[-1].row + 1)
             lengths[-1] = 0 if neighbour is None else neighbour.cached
-            return replace(last, new_lengths=np.array([1] * len(call) + [0], np.int64))
+            if self._has_states:  # which stay as they are
+                return replace(last, new_lengths=np.array([1] * len(call) + [0], np.int64))
         return last
 
     def phase(self, tokens: int) -> Phase:
@@ -177,9 +178,9 @@ class ModelRunner:
         tokens = [*sequence.context[sequence.cached :], *drafts]
         padded = tokens + [0] * (len(tokens) % 2 if self._policy.even else 0)
         indices = np.arange(len(padded), dtype=np.int64)[None]
-        ids, past, new = (np.array(each, np.int64) for each in ([padded], [sequence.cached], [len(tokens)]))
-        call = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new_lengths=new)
-        logits: Floats = self._run(call)[0]
+        ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
+        new = np.array([len(tokens)], np.int64) if self._has_states else None
+        logits: Floats = self._run(Batch(self.phase(len(padded)), ids, past, indices, sequence.row, 0, new))[0]
         return logits[: len(tokens)]
 
     def _run(self, call: Batch) -> Floats:

@@ -160,7 +160,8 @@ def after(tokens: Sequence[int]) -> np.ndarray:
 
 
 def holds(cache: HostCache, row: int, tokens: Sequence[int]) -> bool:
-    return np.array_equal(cache.read(row, 0, len(tokens)), after(tokens))
+    found = cache.read(row, 0, len(tokens)), cache.read_states(row, len(tokens))
+    return np.array_equal(np.concatenate(found), after(tokens))
 
 
 def test_states_have_no_positions_and_the_cache_says_that_it_cannot_go_back(made: Made):
@@ -192,8 +193,9 @@ def test_states_go_where_a_row_is_copied_saved_or_grown(made: Made):
     feed(cache, 0, 0, [5, 6, 7])
     cache.copy(0, 1, 0, 3)
     feed(cache, 1, 3, [8])
-    saved = cache.read(1, 0, 4)
-    cache.write(2, 0, 4, saved)
+    cache.write(2, 0, 4, cache.read(1, 0, 4))
+    assert not cache.can_resume(2, 4)
+    cache.write_states(2, 4, cache.read_states(1, 4))
     cache.reserve(4, 64)
     for row, tokens in ((0, [5, 6, 7]), (1, [5, 6, 7, 8]), (2, [5, 6, 7, 8])):
         assert holds(cache, row, tokens)
