@@ -87,6 +87,11 @@ def take_order(
     export = read_export(source)
     check_unchanged(source, export)
     abilities, geometry = capabilities(target), export.geometry
+    if geometry.recurrents and target != "cpu":
+        raise UsageError(
+            f"{geometry.model_type} has recurrent layers (the first is {geometry.recurrents[0].name}), which are "
+            f"lowered for cpu alone; {target} is asked for"
+        )
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
     if geometry.encoder:

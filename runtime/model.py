@@ -650,17 +650,11 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     Raises:
         DraftError: the draft model has another tokenizer.
         BundleError, ResourceError: the draft model cannot be loaded.
-        UsageError: the options want a cache that can go back, and this one cannot.
     """
     manifest, runner = model.manifest, model.runner
     if options.draft == "auto":
-        keeps = runner.session.cache.can_rewind and drafts_keep_bits(manifest, options.determinism)
+        keeps = drafts_keep_bits(manifest, options.determinism)
         options = replace(options, draft="lookup" if keeps else None)
-    if not runner.session.cache.can_rewind and options.draft:
-        raise UsageError(
-            f"draft is {options.draft!r}, but the bundle's layers keep a state of the last token only, which cannot go "
-            "back over rejected drafts; leave it out"
-        )
     limit = default_memory() if memory is None else memory  # what the process holds already counts in the plan
     size = options.prefix_cache_bytes
     if size is None:

@@ -131,7 +131,7 @@ class ModelRunner:
     def execute(self, call: Sequence[Slot]) -> Floats:
         """Feed last tokens and drafts of one of :func:`calls`; logits [B, 1 + drafts, V], which the next call may
         overwrite."""
-        if call[0].drafts:
+        if len(call) == 1 and _is_alone(call[0]):
             return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:
             return self._one_by_one(call)
@@ -175,13 +175,16 @@ class ModelRunner:
         return np.stack([self._verify(sequence, ())[:1].copy() for sequence in call])
 
     def _verify(self, sequence: Slot, drafts: Sequence[int]) -> Floats:
-        tokens = [*sequence.context[sequence.cached :], *drafts]
+        waiting = sequence.context[sequence.cached :]
+        if drafts and self._has_states:
+            sequence.before = self.session.cache.read_states(sequence.row, sequence.cached)
+        tokens = [*waiting, *drafts]
         padded = tokens + [0] * (len(tokens) % 2 if self._policy.even else 0)
         indices = np.arange(len(padded), dtype=np.int64)[None]
         ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
         new = np.array([len(tokens)], np.int64) if self._has_states else None
         logits: Floats = self._run(Batch(self.phase(len(padded)), ids, past, indices, sequence.row, 0, new))[0]
-        return logits[: len(tokens)]
+        return logits[len(waiting) - 1 : len(tokens)]
 
     def _run(self, call: Batch) -> Floats:
         rows, tokens = call.input_ids.shape
@@ -202,10 +205,15 @@ def _zeros(rows: int, phase: Phase, first_row: int, candidates: int) -> Batch:
 
 
 def calls(sequences: Sequence[_S]) -> Iterator[list[_S]]:
-    """Sequences that can share a call: in rows side by side, none with drafts; those with drafts are alone."""
-    if not any(sequence.drafts for sequence in sequences):
+    """Sequences that can share a call: in rows side by side, with one token each."""
+    if not any(map(_is_alone, sequences)):
         yield list(sequences)
         return
-    for drafted, neighbours in groupby(sequences, lambda sequence: bool(sequence.drafts)):
+    for alone, neighbours in groupby(sequences, _is_alone):
         group = list(neighbours)
-        yield from [[sequence] for sequence in group] if drafted else [group]
+        yield from [[sequence] for sequence in group] if alone else [group]
+
+
+def _is_alone(sequence: Slot) -> bool:
+    """True if it has more to feed than a token: drafts, or tokens that its states do not know yet."""
+    return bool(sequence.drafts) or len(sequence.context) - sequence.cached > 1
