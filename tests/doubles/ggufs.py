@@ -35,6 +35,8 @@ ARCHITECTURES = {
 TURNED = ("llama", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3")
 # Families whose converter does not write these.
 NO_KV, NO_BASE = ("gpt2", "gpt_neox"), ("gpt2", "gpt_neox", "phi", "stablelm", "gemma")
+# Width of MLPs that the random one's config leads to.
+LFM2_INNER = 256
 # Where in a block the scales in float16 lie, of the types that gguf can only unpack.
 PLACES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
 PLACES |= {"IQ4_XS": (0,), "MXFP4": ()}
@@ -110,6 +112,7 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
     heads, hidden = _any(config, *HEADS), _any(config, *HIDDEN)
     head_dim = config.get("head_dim") or hidden // heads
     inner = _any(config, "shared_intermediate_size", "n_inner", "intermediate_size")
+    inner = LFM2_INNER if family == "lfm2" else inner
     theta = rope.get("rope_theta", 10_000.0) * rope.get("alpha", 1) ** (head_dim / (head_dim - 2))
     return {
         "block_count": _any(config, *LAYERS),
@@ -117,8 +120,9 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
         "embedding_length": hidden,
         "feed_forward_length": inner,
         "attention.head_count": heads,
-        "attention.head_count_kv": None if family in NO_KV else config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "attention.head_count_kv": None if family in NO_KV else _kv_heads(config),
+        "attention.layer_norm_rms_epsilon": _any(config, "rms_norm_eps", "norm_eps"),
+        "shortconv.l_cache": config.get("conv_L_cache"),
         "attention.layer_norm_epsilon": _any(config, "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
         "attention.key_length": config.get("head_dim"),
         "attention.value_length": config.get("head_dim"),
@@ -136,6 +140,12 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
         **_scaling(rope),
         **_windows(config),
     }
+
+
+def _kv_heads(config: dict[str, Any]) -> int | list[int]:
+    if config["model_type"] != "lfm2":
+        return config["num_key_value_heads"]  # type: ignore[no-any-return]
+    return [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
 
 
 def _windows(config: dict[str, Any]) -> dict[str, Any]:
@@ -201,6 +211,8 @@ def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str,
     if family == "gpt_neox" and module == "query_key_value":
         parts = array.reshape(heads, 3, -1, *array.shape[1:])
         return {name: np.ascontiguousarray(parts.swapaxes(0, 1).reshape(array.shape))}
+    if family == "lfm2" and array.ndim == 3:
+        return {name: array[:, 0]}
     if module == "input_linear":
         halves = np.split(array, 2)
         return {

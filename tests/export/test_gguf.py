@@ -49,6 +49,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "gpt_neox-two-norms": {},
     "gpt2-scale-by-layer": {"scale_attn_by_inverse_layer_idx": False},
     "ministral3-growing-queries": {},
+    "lfm2-short-convolutions": {"conv_bias": False},
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 MIXED = {

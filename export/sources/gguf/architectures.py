@@ -137,6 +137,17 @@ def _cohere(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _lfm2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer without heads of keys is a convolution; the width of MLPs is the one that they have."""
+    heads = data.each("attention.head_count_kv") or []
+    return {
+        **read_rope(data, config),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": data.get("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 def _stablelm(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_partial(data, config),
@@ -184,6 +195,7 @@ ARCHITECTURES: dict[str, Reader] = {
     "seed_oss": lambda data, config: {**_llama(data, config), "attention_out_bias": data.has("attn_output.bias")},
     "ernie4_5": lambda data, config: {**read_rope(data, config), "use_bias": data.has("attn_q.bias")},
     "glm4": lambda data, config: _biased(data, config, partial=True),
+    "lfm2": _lfm2,
     "exaone4": lambda data, config: {"sliding_window": None, **read_rope(data, config), **_windows(data)},
     # The base of the rope is stored as alpha enlarged it.
     "hunyuan-dense": lambda data, config: {**_biased(data, config), "model_type": "hunyuan_v1_dense"},

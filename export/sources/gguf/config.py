@@ -51,14 +51,15 @@ class Metadata:
         self._read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value under ``ARCHITECTURE.key``. It may be a list with the same number for each layer."""
+        """The value under ``ARCHITECTURE.key``. It may be a list with the same number for each layer that has one."""
         self._read.add(key)
         value = self.values.get(f"{self.architecture}.{key}", default)
         if not isinstance(value, (np.ndarray, list)):
             return value
-        if len(value) == 0 or any(item != value[0] for item in value):
+        kept = [item for item in value if item] or list(value)
+        if not kept or any(item != kept[0] for item in kept):
             raise self.error(key, f"a list of {len(value)} values", "the same for all layers")
-        return value[0].item() if isinstance(value, np.ndarray) else value[0]
+        return kept[0].item() if isinstance(value, np.ndarray) else kept[0]
 
     def each(self, key: str) -> list[Any] | None:
         """The values under a key for each layer, None if there are none; one number is a period, whose last differs."""

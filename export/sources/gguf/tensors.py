@@ -7,6 +7,7 @@ float32.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,18 @@ _OTHER_MODULES = {
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
+    "lfm2": {
+        "token_embd_norm": "model.embedding_norm",
+        "attn_norm": "operator_norm",
+        "ffn_norm": "ffn_norm",
+        **{f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "conv", "out_proj")},
+    },
     "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
     "gpt2": {"attn_qkv": "self_attn.c_attn"},
 }
 # Families whose heads llama.cpp rotates by neighbouring values, Hugging Face by values half a head apart.
 _TURNED = ("llama", "mistral", "ministral3", "granite", "smollm3")
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>[a-z_]+)\.(?P<kind>weight|bias)")
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>[a-z_]+(?:\.[a-z_]+)?)\.(?P<kind>weight|bias)")
 # What the config says, too.
 _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -81,6 +88,8 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tup
         name = parameter(entry.name, config["model_type"])
         if name in found:
             raise CheckpointError(f"{path}: {entry.name} is in another file, too; download the files again")
+        if name.endswith("conv.conv.weight"):  # [channels, taps], there [channels, 1, taps]
+            entry = replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))
         found[name] = _tensor(path, entry, _count_turned_rows(entry, config), link, _is_kept(name, entry, config))
     return found, link
 
