@@ -275,6 +275,10 @@ class Recipe:
         """Precisions of the stored linears."""
         return {self.precision, self.head, *self.layers.values()}
 
+    def rotates(self, phase: str) -> bool:
+        """Whether the graph of a phase has the residual stream in another basis; a shared one is decode's."""
+        return ("decode" if phase == "shared" else phase) in self.rotated
+
     def cache_type(self) -> str:
         """The type of the KV cache's values: float32, float16, bfloat16 or int8."""
         return self.cache.partition("-")[0]

@@ -20,6 +20,7 @@ from llmc.cli.options import (
     memory_option,
     new_path,
     precision_options,
+    size,
     source_path,
     take_precision,
 )
@@ -59,6 +60,7 @@ CALIBRATION = ("calibration", "samples", "length", "no_calibration")
 @click.option("--min-agreement", type=float, help="Fail if it chooses the same token less often, 0 ... 1.")
 @click.option("--max-perplexity-increase", type=float, help="Fail if perplexity grows by more, 0.02 for 2 %.")
 @click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
+@click.option("--max-size", type=size, help="--auto: largest bundle, as 2GB; without a budget the best one that fits.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--deferred", is_flag=True, default=None, help="TensorRT: no engine yet; --rebuild makes it there.")
@@ -67,7 +69,14 @@ CALIBRATION = ("calibration", "samples", "length", "no_calibration")
 @json_option
 @debug_option
 def build_command(
-    source: Path, output: Path | None, search: bool, rebuild: bool, force: bool, as_json: bool, **choices: Any
+    source: Path,
+    output: Path | None,
+    search: bool,
+    max_size: int | None,
+    rebuild: bool,
+    force: bool,
+    as_json: bool,
+    **choices: Any,
 ) -> None:
     """Build a bundle from SOURCE, an export, a Hugging Face checkpoint or a GGUF file, and verify it.
 
@@ -80,6 +89,8 @@ def build_command(
         return
     if output is None:
         raise click.UsageError("Missing option '-o' / '--output'.")
+    if max_size is not None and not search:
+        raise click.UsageError("--max-size is what --auto looks for; give both, or leave it out")
     from llmc.bundle import Budget
     from llmc.optimize.auto.search import AutoReport, automatic
     from llmc.optimize.build import build
@@ -101,7 +112,7 @@ def build_command(
             "force": force,
             "progress": progress,
         }
-        report = automatic(export, output, **order) if search else build(export, output, **order)
+        report = automatic(export, output, max_size=max_size, **order) if search else build(export, output, **order)
     if as_json:
         show.print_json(report)
     elif isinstance(report, AutoReport):
@@ -200,6 +211,7 @@ def print_trials(report: AutoReport) -> None:
             "decode": f"{trial.decode_tokens_per_s:.0f} tok/s",
             "both": f"{trial.seconds:.2f} s",
             "memory": show.size(trial.memory),
+            "files": show.size(trial.size),
             "KL": f"{trial.mean_kl:.4f}",
             "agreement": f"{trial.top1_agreement:.1%}",
             "perplexity": f"{trial.perplexity_increase:+.2%}",

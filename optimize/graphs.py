@@ -45,7 +45,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
                 make_counter(order.progress, f"lowering and quantizing the {phase} graph", len(geometry.linears)),
                 ragged_rows=order.ragged_rows,
                 overwritten=order.overwritten,
-                rotated=("decode" if phase == "shared" else phase) in order.recipe.rotated,
+                rotated=order.recipe.rotates(phase),
             )
             lower(model, order.passes, context)
             _declare_opsets(model, order)

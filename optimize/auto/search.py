@@ -1,4 +1,4 @@
-"""``llmc build --auto``: build candidates, measure them on this machine, keep the fastest that fits.
+"""``llmc build --auto``: build candidates, measure them on this machine, keep the fastest or the best that fits.
 
 Candidates and measurements stay in the cache: an interrupted search goes on, a repeated one only chooses.
 """
@@ -94,11 +94,14 @@ class AutoReport:
         return self.manifest.quality.text if self.manifest.quality is not None else ""
 
 
-def choose(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest trial without a ``reason``; of equally fast ones the smallest, then the first."""
+def choose(trials: Sequence[Trial], closest: bool = False) -> Trial | None:
+    """The fastest trial without a ``reason``; of equally fast ones the smallest, then the first. ``closest`` takes the
+    closest to the unquantized model instead, of equals the fastest."""
     fit = [trial for trial in trials if not trial.reason]
     if not fit:
         return None
+    if closest:
+        return min(fit, key=lambda trial: (trial.mean_kl, trial.seconds))
     limit = min(trial.seconds for trial in fit) * (1 + SAME_SPEED)
     return min((trial for trial in fit if trial.seconds <= limit), key=lambda trial: trial.memory)
 
@@ -117,16 +120,18 @@ def automatic(
     engine: EngineRequest | None = None,
     text: Path | None = None,
     memory: int | None = None,
+    max_size: int | None = None,
     force: bool = False,
     progress: Progress = silent,
 ) -> AutoReport:
-    """Measure :data:`CANDIDATES` and publish the fastest within ``budget`` and ``memory``.
+    """Measure :data:`CANDIDATES` and publish the fastest within ``budget``, ``memory`` and ``max_size``.
 
     Takes what :func:`llmc.optimize.build.build` takes. ``memory`` is in bytes, for running with the whole context;
-    default: what is available.
+    default: what is available. ``max_size`` is the bytes of the bundle's files; without a budget the closest to the
+    unquantized model that is no larger is published.
 
     Raises:
-        UsageError: no budget is given, or an option that a search does not take.
+        UsageError: neither a budget nor a size is given, or an option that a search does not take.
         BuildError: no candidate fits; the message names the nearest.
     """
     if capabilities(target).has_gpu or engine not in (None, EngineRequest()):
@@ -136,8 +141,10 @@ def automatic(
     asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget)
     asked = asked.over(read_recipe(recipe)) if recipe is not None else asked
     limits = asked.budget or Budget()
-    if not limits:
-        raise UsageError("--auto needs a budget: give --max-kl, --min-agreement or --max-perplexity-increase")
+    if not limits and max_size is None:
+        raise UsageError(
+            "--auto needs a budget or a size: give --max-kl, --min-agreement, --max-perplexity-increase or --max-size"
+        )
 
     def make(candidate: Request, folder: Path) -> None:
         # The text is given only to candidates that use it, for a build refuses unused options.
@@ -165,8 +172,9 @@ def automatic(
         folders[name] = disk_cache.entry("auto", _key(candidate, key))
         folders[name].mkdir(parents=True, exist_ok=True)
         holds.append(disk_cache.Hold(folders[name]))
-        trials += [_within(trial, limits, limit) for trial in _measure(name, folders[name], candidate, make, progress)]
-    chosen = choose(trials)
+        measured = _measure(name, folders[name], candidate, make, progress)
+        trials += [_within(trial, limits, limit, max_size) for trial in measured]
+    chosen = choose(trials, closest=not limits)
     if chosen is None:
         raise BuildError(_explain_nothing_fits(trials))
     manifest = _publish(folders[chosen.name] / BUILT, output, chosen, limits, force)
@@ -264,20 +272,22 @@ def _time_trial(name: str, folder: Path, manifest: Manifest, threads: int, rows:
     return trial
 
 
-def _within(trial: Trial, budget: Budget, memory: int) -> Trial:
+def _within(trial: Trial, budget: Budget, memory: int, size: int | None = None) -> Trial:
     broken = find_broken_limits(trial.mean_kl, trial.top1_agreement, trial.perplexity_increase, budget)
     reasons = list(broken.values())
     if trial.memory > memory:
         reasons.append(f"{trial.memory / 1e6:.0f} MB of {memory / 1e6:.0f}")
+    if size is not None and trial.size > size:
+        reasons.append(f"{trial.size / 1e6:.1f} MB of files, at most {size / 1e6:.1f}")
     return replace(trial, reason="; ".join(reasons))
 
 
 def _explain_nothing_fits(trials: Sequence[Trial]) -> str:
     best = min(trials, key=lambda trial: trial.mean_kl)
-    small = min(trials, key=lambda trial: trial.memory)
+    small = min(trials, key=lambda trial: (trial.memory, trial.size))
     return (
         f"none of {len(trials)} trials fits: the closest to the unquantized model is {best.name} ({best.reason}), "
-        f"the smallest {small.name} ({small.reason}); give a larger budget or more memory, or a smaller --max-context"
+        f"the smallest {small.name} ({small.reason}); give a larger budget or more room, or a smaller --max-context"
     )
 
 

@@ -70,7 +70,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
             found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
             quality = replace(found, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
             seen = partial(_layer_errors, order, folder, manifest, weights, text.ids)
-            check(quality, order.recipe.budget, seen)
+            check(quality, order.recipe, seen)
             disk_cache.prune("reference", KEPT_BYTES)
         own_text = quality if text is not None and text.default else golden.quality
         notes = list_doubts(own_text, order.export.geometry.vocab_size)

@@ -1,10 +1,11 @@
-"""The gate: a bundle beyond its quality budget is not published, and its worst layers are named."""
+"""The gate: a bundle beyond its quality budget is not published; its worst layers and a better recipe are named."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from llmc.bundle import Budget, Quality, Recipe
 from llmc.errors import BuildError
 from llmc.optimize.judge.layers import LayerError
+from llmc.optimize.recipe import PLAIN_BLOCK, WIDER_BLOCK
 
 WORST = 3
 # Largest mean KL, in nats, of a build in float32, which only adds in another order. The families' random tiny models
@@ -44,15 +45,29 @@ def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
     return found
 
 
-def check(quality: Quality, budget: Budget, explain: Callable[[], Sequence[LayerError]]) -> None:
+def name_better(recipe: Recipe, phases: Collection[str]) -> str:
+    """The option with the next recipe by purpose, which loses less in these phases than ``recipe``."""
+    if recipe.compute != "float32":  # a GPU's
+        return "--int8" if recipe.precision == "int4" else "--fp16"
+    if recipe.precision == "int4" and ("decode" in phases or recipe.phases == "shared"):
+        if recipe.block_size > WIDER_BLOCK:
+            return "--recipe int4"
+        return "--recipe int4-quality" if (recipe.block_size, recipe.scheme) != (PLAIN_BLOCK, "gptq") else "--int8"
+    if recipe.precision == "source":
+        return "phases = 'shared' in the recipe" if recipe.phases != "shared" else "--fp32"
+    exact = recipe.phases == "shared" and recipe.block_size == PLAIN_BLOCK
+    return "--fp32" if exact or not recipe.block_size else "--recipe int8-exact"
+
+
+def check(quality: Quality, recipe: Recipe, explain: Callable[[], Sequence[LayerError]]) -> None:
     """Raise BuildError for a bundle beyond its budget; only then ``explain`` measures its layers."""
-    broken = violations(quality, budget)
+    broken = violations(quality, recipe.budget)
     if broken:
         numbers = "; ".join(f"{text} ({phase})" for text, phase in broken)
         raise BuildError(
             f"the quality budget is broken on {quality.text}: {numbers}. Worst layers: {_worst(explain(), broken)}. "
-            "Give them more bits in the recipe's [layers], take a higher precision, or allow more; where prefill "
-            'alone breaks it, phases = "shared" gives it decode\'s graph. Nothing was published'
+            f"Build with {name_better(recipe, {phase for _, phase in broken})}, give these layers more bits in the "
+            "recipe's [layers], or allow more. Nothing was published"
         )
 
 

@@ -45,8 +45,8 @@ LOGITS_COPIES = 3
 # What a build adds: onnx, onnx-ir, the graphs, click and rich.
 BUILDER = 35 * MB
 TORCH = 260 * MB
-# GPTQ inverts the widest moment: besides, it holds that reversed, a triangle, the triangle reversed and an identity.
-GPTQ_MATRICES = 5
+# GPTQ factorizes the widest moment: besides, it holds that reversed, its factor, and the factor turned back.
+GPTQ_MATRICES = 3
 # Quantizing the largest matrix holds its integers (1 byte) in pieces, joined, and unpacked and packed again.
 QUANTIZING = 4
 # Rotating the largest matrix of a layer holds it in float32 before and after, and its integers.
@@ -102,7 +102,7 @@ def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[st
     rotation = 4 * geometry.hidden_size**2 * min(copies, ROTATIONS)
     return {
         phase: sum(linear_bytes(linear, stored.of(linear.name), copies=copies) for linear in geometry.linears)
-        + (rotation if ("decode" if phase == "shared" else phase) in recipe.rotated else 0)
+        + (rotation if recipe.rotates(phase) else 0)
         for phase, stored in quant_configs(recipe, geometry).items()
     }
 

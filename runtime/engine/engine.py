@@ -13,15 +13,7 @@ from functools import partial
 from typing import Any, TypeVar, overload
 
 from llmc.bundle import Manifest
-from llmc.errors import (
-    CancelledError,
-    DeadlineError,
-    EngineClosedError,
-    GpuError,
-    LlmcError,
-    QueueFullError,
-    UsageError,
-)
+from llmc.errors import CancelledError, DeadlineError, EngineClosedError, GpuError, LlmcError, QueueFullError
 from llmc.runtime.api.handle import Handle, OutputCollector, is_serving, mark_serving
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
@@ -163,8 +155,6 @@ class Engine:
         """
         if threading.current_thread() is self._thread:  # a client's function, which would wait for itself
             return function()
-        if is_serving():
-            raise UsageError("a function that came with a request asks the engine to wait for itself; do it elsewhere")
         self._refuse_forked()
         done: Future[_T] = Future()
 

@@ -155,10 +155,10 @@ def test_a_recipe_that_is_nowhere_is_refused_with_the_names_there_are(
 def test_auto_searches_and_prints_every_trial_the_fastest_first(
     llmc, library: FakeLibrary, export_folder: Path, tmp_path: Path
 ):
-    ran = llmc("build", export_folder, "-o", tmp_path / "out", "--auto", "--max-kl", 0.1, "--memory", "1GB")
+    ran = llmc("build", export_folder, "-o", tmp_path / "out", "--auto", "--max-kl", 0.1, "--max-size", "1GB")
     assert ran.code == 0
     [searched] = library.searched
-    assert (searched["budget"], searched["memory"], library.built) == (bundle.Budget(max_kl=0.1), 10**9, [])
+    assert (searched["budget"], searched["max_size"], library.built) == (bundle.Budget(max_kl=0.1), 10**9, [])
     lines = ran.out.splitlines()
     rows = [line for line in lines if line.split()[:1] in (["int4"], ["int8"])]
     assert [row.split()[0] for row in rows] == ["int8", "int4"]
@@ -166,6 +166,12 @@ def test_auto_searches_and_prints_every_trial_the_fastest_first(
     for text in ("1000 tok/s", "tok/s", "400.0 MB", "0.0123", "96.1%", "+1.20%", "kept"):
         assert text in rows[1]
     assert lines[-1] == f"wrote {tmp_path / 'out'}"
+
+
+def test_a_size_without_a_search_is_refused(llmc, library: FakeLibrary, export_folder: Path):
+    ran = llmc("build", export_folder, "-o", "out", "--max-size", "1GB")
+    assert (ran.code, library.built) == (2, [])
+    assert "--max-size is what --auto looks for" in ran.err
 
 
 # ----------------------------------------------------------------------------------------------------------- precisions

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,9 @@ def _windows(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     found = {"attention.sliding_window": config.get("sliding_window") or 0}
     if config["model_type"] == "phi3":
-        return found | {"rope.scaling.original_context_length": config.get("original_max_position_embeddings")}
+        original, last = config["original_max_position_embeddings"], config["max_position_embeddings"]
+        found["rope.scaling.attn_factor"] = sqrt(log(last) / log(original))
+        return found | {"rope.scaling.original_context_length": original}
     swa = float(config["rope_parameters"]["sliding_attention"]["rope_theta"])
     every = config["layer_types"].index("full_attention") + 1
     return found | {"attention.sliding_window_pattern": every, "rope.freq_base_swa": swa}

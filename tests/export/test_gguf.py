@@ -26,7 +26,8 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "llama-linear-rope-no-groups-fp16": {},
     "qwen2-tied-bf16": {"dtype": "float16"},
     "qwen3-tied-sharded": {},
-    "phi3-packed-window-fp16": {},
+    # The factor of longrope is 2, which float32 holds.
+    "phi3-packed-window-fp16": {"original_max_position_embeddings": 4, "max_position_embeddings": 256},
     "gemma3-two-ropes": {"query_pre_attn_scalar": 32},  # the width of a head: the file does not say
     "gemma-bf16": {"dtype": "float32"},
     "gemma2-softcaps": {"query_pre_attn_scalar": 16},
@@ -93,6 +94,12 @@ def test_a_converted_checkpoint_comes_back(name, random_checkpoint, tmp_path):
     assert found.tensors.keys() == before.tensors.keys()
     for tensor in before.tensors:
         np.testing.assert_array_equal(values(found, tensor), values(before, tensor))
+
+
+def test_longrope_has_the_factor_that_the_file_states(random_checkpoint, tmp_path):
+    stated = {"rope.scaling.attn_factor": 1.5}
+    path = write_gguf(random_checkpoint("phi3-packed-window-fp16"), tmp_path / "model.gguf", metadata=stated)
+    assert read_checkpoint(path).config.ropes[0].magnitude == 1.5
 
 
 def test_defaults_of_sampling_are_taken_over(random_checkpoint, tmp_path):

@@ -82,7 +82,7 @@ def emit_blocked_linear(
         x = emit("Reshape", mix(emit, x, block), vector(emit.graph, [0, 0, -1]))
     stored = (
         _pack_rotated(linear, grid, context, block)
-        if context.rotated and linear.module != HEAD
+        if _is_turned(linear, context)
         else pack_linear(linear.weights, grid, context)
     )
     weight, scales, *terms = [initializer(emit.graph, tensor) for tensor in stored]
@@ -100,6 +100,11 @@ def emit_blocked_linear(
         **attributes,
     )
     return add_offsets(product, linear, grid, terms, **attributes) if grid.shifted else product
+
+
+def _is_turned(linear: Linear, context: LoweringContext) -> bool:
+    """True if the weights are of a rotated stream, and so no other graph's; before the head it is turned back."""
+    return context.rotated and linear.module != HEAD
 
 
 def _pack_rotated(linear: Linear, grid: Grid, context: LoweringContext, block: int) -> list[ir.ExternalTensor]:
@@ -138,7 +143,7 @@ def _pack(quantized: Quantized, context: LoweringContext) -> list[NDArray[np.gen
 
 def _float_matrix(linear: Linear, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
     """The matrix [N, K] of a linear; that of a rotated stream is no other graph's."""
-    name = f"{linear.tensor}.rotated" if context.rotated and linear.module != HEAD else linear.tensor
+    name = f"{linear.tensor}.rotated" if _is_turned(linear, context) else linear.tensor
     return _store_floats(name, linear.weights, lambda: read_weights(linear, context), dtype, context)
 
 

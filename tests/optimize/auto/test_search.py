@@ -30,17 +30,24 @@ def test_a_slower_one_that_is_smaller_is_not_chosen_beyond_two_percent():
     assert choose([replace(fast, reason="out"), far]).name == "c"
 
 
+def test_for_a_size_alone_the_closest_to_the_model_is_chosen_and_of_equals_the_fastest():
+    far, near, slow = GOOD, replace(GOOD, name="near", mean_kl=0.001), replace(GOOD, name="slow", mean_kl=0.001)
+    trials = [far, replace(slow, decode_tokens_per_s=50.0), near, replace(GOOD, name="out", mean_kl=0.0, reason="out")]
+    assert choose(trials, closest=True).name == "near"
+
+
 @pytest.mark.parametrize(
-    ("budget", "memory", "reason"),
+    ("budget", "memory", "size", "reason"),
     [
-        (Budget(), 10**9, ""),
-        (Budget(max_kl=0.009), 10**9, "mean KL 0.01, at most 0.009 is allowed"),
-        (Budget(max_kl=0.0), 1, "mean KL 0.01, at most 0 is allowed; 50 MB of 0"),
+        (Budget(), 10**9, 40_000_000, ""),
+        (Budget(max_kl=0.009), 10**9, None, "mean KL 0.01, at most 0.009 is allowed"),
+        (Budget(max_kl=0.0), 1, None, "mean KL 0.01, at most 0 is allowed; 50 MB of 0"),
+        (Budget(), 10**9, 39_999_999, "40.0 MB of files, at most 40.0"),
     ],
     ids=str,
 )
-def test_a_trial_that_is_out_says_why(budget, memory, reason):
-    assert auto._within(GOOD, budget, memory).reason == reason
+def test_a_trial_that_is_out_says_why(budget, memory, size, reason):
+    assert auto._within(GOOD, budget, memory, size).reason == reason
 
 
 # ----------------------------------------------------------------------------------------------------------- the search
@@ -131,9 +138,18 @@ def test_a_search_publishes_the_fastest_and_repeats_nothing_that_it_knows(search
     with pytest.raises(BuildError) as refused:
         search("none", Budget(max_kl=0.0, min_agreement=1.0))
     assert "none of 2 trials fits: the closest to the unquantized model is fp32 (mean KL" in str(refused.value)
-    with pytest.raises(BuildError, match=r"the smallest int4 \(\d+ MB of 1\); give a larger budget or more memory"):
+    with pytest.raises(BuildError, match=r"the smallest int4 \(\d+ MB of 1\); give a larger budget or more room"):
         search("small", memory=1_000_000)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "cache", "first", "strict", "text.txt"]
+    sized = search("sized", Budget(), max_size=min(trial.size for trial in first.trials))
+    assert (sized.chosen.name, sized.chosen.threads) == ("int4", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "again",
+        "cache",
+        "first",
+        "sized",
+        "strict",
+        "text.txt",
+    ]
     assert len(counted.built) == len(counted.timed) == 2
 
     # A torn measurement is made again, the bundle is not.
@@ -164,7 +180,7 @@ def test_a_search_publishes_the_fastest_and_repeats_nothing_that_it_knows(search
 
 def test_a_search_without_a_budget_is_refused(search, counted):
     for budget in (None, Budget()):
-        with pytest.raises(UsageError, match="--auto needs a budget: give --max-kl, --min-agreement or --max-perpl"):
+        with pytest.raises(UsageError, match=r"--auto needs a budget or a size: give --max-kl, .* or --max-size"):
             search(budget=budget)
     assert counted.built == []
 

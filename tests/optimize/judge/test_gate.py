@@ -2,15 +2,17 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llmc.bundle import Budget, PhaseQuality, Quality
+from llmc.bundle import Budget, PhaseQuality, Quality, Recipe
 from llmc.errors import BuildError
 from llmc.optimize.build import build
-from llmc.optimize.judge.gate import check, violations
+from llmc.optimize.judge.gate import check, name_better, violations
 from llmc.optimize.judge.layers import LayerError
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import Request, find_recipe, read_recipe, resolve
+from llmc.optimize.targets import capabilities
 
 QUALITY = Quality(
     text="notes.txt",
@@ -35,9 +37,16 @@ ERRORS = tuple(
 )
 
 
+def recipe(name: str = "int4", **changes: Any) -> Recipe:
+    """A recipe that comes with llmc, as a build resolves it."""
+    path = find_recipe(name)
+    assert path is not None
+    return dataclasses.replace(resolve(read_recipe(path), capabilities("cpu"), 4096, name, True)[0], **changes)
+
+
 def refused(budget: Budget) -> str:
     with pytest.raises(BuildError) as error:
-        check(QUALITY, budget, lambda: ERRORS)
+        check(QUALITY, recipe(budget=budget), lambda: ERRORS)
     return str(error.value)
 
 
@@ -49,7 +58,7 @@ def refused(budget: Budget) -> str:
     [Budget(), Budget(max_kl=0.04), Budget(min_agreement=0.9), Budget(max_perplexity_increase=0.031), Budget(1, 0, 1)],
 )
 def test_a_budget_that_is_kept_lets_pass_without_measuring_anything(budget):
-    check(QUALITY, budget, lambda: pytest.fail("nothing is to be explained"))
+    check(QUALITY, recipe(budget=budget), lambda: pytest.fail("nothing is to be explained"))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,37 @@ def test_the_message_has_all_numbers_and_the_worst_layers_on_one_line():
     assert "mean KL 0.04, at most 0.02 is allowed (decode)" in message
     assert "top-1 agreement 90.00%, at least 91.00% is required (decode)" in message
     assert "model.layers.0 (17.0 dB, decode), model.layers.2 (20.0 dB, decode), lm_head (23.0 dB, decode)" in message
+    assert "Build with --recipe int4-quality, " in message
     assert message.endswith("Nothing was published")
+
+
+@pytest.mark.parametrize(
+    ("name", "phases", "better"),
+    [
+        ("int4-small", ["decode"], "--recipe int4"),
+        ("int4", ["decode"], "--recipe int4-quality"),
+        ("int4", ["prefill"], "--recipe int8-exact"),
+        ("int4-quality", ["prefill", "decode"], "--int8"),
+        ("int8", ["decode"], "--recipe int8-exact"),
+        ("int8-exact", ["prefill"], "--fp32"),
+    ],
+)
+def test_every_recipe_has_one_that_loses_less(name, phases, better):
+    assert name_better(recipe(name), phases) == better
+
+
+@pytest.mark.parametrize(
+    ("changes", "better"),
+    [
+        ({"scheme": "rtn", "block_size": 32}, "--recipe int4-quality"),
+        ({"precision": "source"}, "phases = 'shared' in the recipe"),
+        ({"precision": "source", "phases": "shared"}, "--fp32"),
+        ({"compute": "float16"}, "--int8"),
+        ({"compute": "float16", "precision": "int8"}, "--fp16"),
+    ],
+)
+def test_what_does_not_come_with_llmc_has_one_too(changes, better):
+    assert name_better(recipe(**changes), ["decode"]) == better
 
 
 # ------------------------------------------------------------------------------------------------------- a whole build
