@@ -364,7 +364,7 @@ class Geometry:
 
     @property
     def silus(self) -> int:
-        """How often an activation is SiLU."""
+        """The number of activations that are SiLU."""
         mixers = sum({"conv": 0, "delta": 2, "mamba2": 2}[item.rule] for item in self.recurrents)
         return mixers + sum(mlp.activation == "silu" for mlp in self.mlps)
 

@@ -497,7 +497,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _recurrent_shapes(mixer: RecurrentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What a recurrent mixer has beside linears and norms."""
+    """Names and shapes of a recurrent mixer's tensors beside linears and norms."""
     yield "conv.weight", (mixer.channels, 1, mixer.taps)
     if mixer.bias:
         yield "conv.bias", (mixer.channels,)

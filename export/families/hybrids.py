@@ -1,4 +1,4 @@
-"""What families with recurrent layers share."""
+"""The rule that families with recurrent layers share."""
 
 from dataclasses import replace
 

@@ -235,7 +235,7 @@ def test_yarn_extends_the_context_where_the_config_still_says_the_original_one()
     ("family", "changes", "words"),
     [
         ("granitemoehybrid", {"num_local_experts": 8}, ["num_local_experts=8", "mixtures of experts"]),
-        ("granitemoehybrid", {"layer_types": ["mamba"] * 32}, ["layer_types=['mamba'", "recurrent layers"]),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 32, "mamba_n_groups": 2}, ["mamba_n_groups=2"]),
         ("cohere", {"use_qk_norm": True}, ["use_qk_norm=True", "weights for each head"]),
         ("stablelm", {"qk_layernorm": True}, ["qk_layernorm=True", "weights for each head"]),
         ("phi", {"tie_word_embeddings": True}, ["tie_word_embeddings=True", "the head adds a bias"]),

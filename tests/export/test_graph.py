@@ -15,6 +15,7 @@ from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import parameter_shapes
 from llmc.export.graph import check_graph
 from llmc.export.ops import functions
+from llmc.export.recurrent_ops import functions as recurrent_functions
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.sources.made import MadeTensor
 
@@ -32,24 +33,27 @@ def signature(values: list[ir.Value]) -> dict[str, tuple[str, list[int | str]]]:
 
 def test_inputs_and_outputs_are_those_of_the_contract(case, model):
     geometry = read_export(case.export).geometry
-    caches = {
-        f"{attention.layer}.{part}": ("FLOAT", ["batch", attention.kv_heads, "capacity", attention.head_dim])
-        for attention in geometry.attentions
-        for part in ("key", "value")
+    shapes = {
+        name: ("FLOAT", ["batch", *cache.shape])
+        if cache.kind == "state"
+        else ("FLOAT", ["batch", cache.shape[0], "capacity", cache.shape[1]])
+        for cache in geometry.caches
+        for name in cache.inputs
     }
+    states = {"new_lengths": ("INT64", ["batch"])} if geometry.has_states else {}
     assert signature(model.graph.inputs) == {
         "input_ids": ("INT64", ["batch", "sequence"]),
         "past_lengths": ("INT64", ["batch"]),
         "logit_indices": ("INT64", ["batch", "outputs"]),
-        **{f"past_key_values.{name}": cache for name, cache in caches.items()},
+        **shapes,
+        **states,
     }
+    outputs = [name for cache in geometry.caches for name in cache.outputs]
     assert signature(model.graph.outputs) == {
         "logits": ("FLOAT", ["batch", "outputs", geometry.vocab_size]),
-        **{f"present.{name}": cache for name, cache in caches.items()},
+        **dict(zip(outputs, shapes.values(), strict=True)),
     }
-    assert list(signature(model.graph.inputs)) == ["input_ids", "past_lengths", "logit_indices"] + [
-        f"past_key_values.{name}" for name in caches
-    ]
+    assert list(signature(model.graph.inputs)) == ["input_ids", "past_lengths", "logit_indices", *shapes, *states]
 
 
 def test_the_file_says_what_it_is(model):
@@ -62,8 +66,9 @@ def test_the_file_says_what_it_is(model):
 def test_one_attention_node_per_layer_carries_the_geometry(case, model):
     geometry, config = read_export(case.export).geometry, read_checkpoint(case.checkpoint).config
     attentions = [node for node in model.graph if node.op_type == "CachedAttention"]
-    assert [node.name for node in attentions] == [f"model.layers.{i}.self_attn" for i in range(geometry.layers)]
-    for i, (node, attention) in enumerate(zip(attentions, geometry.attentions, strict=True)):
+    layers = [i for i, layer in enumerate(config.layers) if layer.attention]
+    assert [node.name for node in attentions] == [f"model.layers.{i}.self_attn" for i in layers]
+    for i, node, attention in zip(layers, attentions, geometry.attentions, strict=True):
         turned = attention.rope is not None and not attention.turned_before
         assert {name: attribute.value for name, attribute in node.attributes.items()} == {
             "num_heads": attention.heads,
@@ -151,20 +156,21 @@ def stored_bytes(file: Path) -> dict[str, bytes]:
 
 
 def test_the_file_stays_small_and_keeps_no_trace_of_the_exporter(case, model):
-    assert (case.export / "decoder.onnx").stat().st_size < 40_000
+    assert (case.export / "decoder.onnx").stat().st_size < 44_000
     assert not any(node.metadata_props or node.doc_string for node in model.graph)
     assert {node.op_type for node in model.graph} <= {
         *("Add", "Cast", "CachedAttention", "Constant", "CumSum", "Div", "Gather", "GatherND", "Gelu"),
         *("LayerNormalization", "LessOrEqual", "MatMul", "Mul", "RMSNormalization", "Relu", "Reshape", "RotatedHeads"),
-        *("Sigmoid", "Sub", "Tanh", "Transpose", "Unsqueeze"),
+        *("Sigmoid", "Sub", "Tanh", "Transpose", "Unsqueeze", "CausalConv", "LinearAttention", "Slice", "Softplus"),
+        *("Exp", "Neg"),
     }
 
 
 def test_the_attention_function_is_standard_onnx(model):
     function = functions()[0]
-    rotated = {("llmc", "RotatedHeads")} if any(node.op_type == "RotatedHeads" for node in model.graph) else set()
-    assert {key[:2] for key in model.functions} == {("llmc", "CachedAttention")} | rotated
-    assert {node.domain for node in function.node} == {""}
+    used = {("llmc", node.op_type) for node in model.graph if node.domain == "llmc"}
+    assert {key[:2] for key in model.functions} == used
+    assert {node.domain for body in (function, *recurrent_functions()) for node in body.node} == {""}
     assert {"RotaryEmbedding", "TensorScatter", "Attention"} <= {node.op_type for node in function.node}
     known = {schema.name for schema in onnx.defs.get_all_schemas() if schema.domain == ""}
     assert {node.op_type for node in function.node} <= known

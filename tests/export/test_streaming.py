@@ -23,11 +23,6 @@ def ids() -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(1).integers(0, 96, (2, TOKENS)))
 
 
-def empty(cache) -> torch.Tensor:
-    kv_heads, head_dim = cache.shape
-    return torch.zeros(2, kv_heads, TOKENS, head_dim)
-
-
 @torch.inference_mode()
 def test_parts_equal_the_whole_decoder(case):
     """The same modules with the same weights, read another way: bit for bit."""
@@ -38,12 +33,14 @@ def test_parts_equal_the_whole_decoder(case):
     torch.testing.assert_close(x, whole.embed(ids(), start), rtol=0, atol=0)
     ropes = [rope.inv_freq for rope in whole.rotary_emb]
     for index, layer in enumerate(whole.model.layers):
-        cache = (empty(streamed.geometry.caches[index]), empty(streamed.geometry.caches[index]))
-        wanted, (keys, values) = layer(x, cache, start, ropes)
+        held = streamed.geometry.caches_of(index)
+        cache = tuple(torch.zeros(item.shape_of(2, TOKENS)) for item in held for _ in item.inputs)
+        wanted, presents = layer(x, cache, start, ropes, start + TOKENS)
         part = streamed.layer(index)
         assert {parameter.dtype for parameter in part.parameters()} == {torch.float32}
-        found = streamed.run(part, x)
-        for one, other in zip(found, (wanted, keys, values), strict=True):
+        found, left = streamed.run(part, x)
+        assert list(left) == [name for item in held for name in item.outputs]
+        for one, other in zip((found, *left.values()), (wanted, *presents), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
         x = wanted
     norm = streamed.norm()(x)
@@ -56,7 +53,7 @@ def test_the_head_completes_the_logits(case):
     assert streamed.head == ("model.embed_tokens.weight" if streamed.geometry.tied_head else "lm_head.weight")
     x = streamed.embed(ids())
     for index in range(streamed.geometry.layers):
-        x, _, _ = streamed.run(streamed.layer(index), x)
+        x, _ = streamed.run(streamed.layer(index), x)
     bias = streamed.rows("lm_head.bias") if streamed.config.head_bias else 0
     logits = (streamed.norm()(x) @ streamed.rows(streamed.head).T + bias) * streamed.config.logit_scale
     logits = Softcap(streamed.config.logit_softcap)(logits)
@@ -68,7 +65,7 @@ def test_a_planted_error_exceeds_the_tolerance(window_case):
     with torch.inference_mode():
         x = streamed.embed(ids())
         for index in (0, 0):  # the first layer twice
-            x, _, _ = streamed.run(streamed.layer(index), x)
+            x, _ = streamed.run(streamed.layer(index), x)
         logits = streamed.norm()(x) @ streamed.rows(streamed.head).T
     assert np.abs(logits.numpy() - window_case.reference(ids().numpy())).max() > LOGIT_TOLERANCE
 
