@@ -12,8 +12,8 @@ import pytest
 from llmc.bundle import MADE_FILE, Geometry, read_export
 
 # Largest absolute difference of logits from transformers in float32. Both sides sum in different orders, which costs
-# about 1e-5 on these models (logits up to 20), 2e-4 with a recurrence; a wrong window, position, norm or bias costs more
-# than 1e-2.
+# about 1e-5 on these models (logits up to 20), 2e-4 with a recurrence; a wrong window, position, norm or bias costs
+# more than 1e-2.
 LOGIT_TOLERANCE = 4e-4
 # The same module computed by torch and by ONNX Runtime.
 EAGER_TOLERANCE = 1e-4
