@@ -42,6 +42,7 @@ YARN_ROPE = {
     "beta_fast": 4.0,
     "original_max_position_embeddings": 32,
 }
+MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 3}
 # Windows are shorter than the 20 tokens that the tests feed. dtype and shard_size say how the checkpoint is stored.
 CASES: dict[str, dict[str, Any]] = {
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -165,6 +166,25 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["attention", "attention"],
         "position_embedding_type": "rope",
         "shared_intermediate_size": 96,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "qwen3_moe-first-layer-dense-bf16": {
+        **MIXTURE,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+        "dtype": "bfloat16",
+    },
+    "olmoe-unnormalized": {**MIXTURE, "model_type": "olmoe", "num_key_value_heads": 4, "pad_token_id": None},
+    "mixtral-experts": {**MIXTURE, "model_type": "mixtral"},
+    "granitemoe-experts": {
+        **MIXTURE,
+        "model_type": "granitemoe",
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.3,
         "attention_multiplier": 0.1,
