@@ -210,8 +210,8 @@ PARALLEL_TWO_NORMS = Placement("input_layernorm", "", "post_attention_layernorm"
 
 @dataclass(frozen=True)
 class Layer:
-    """A residual block: an attention, a recurrent mixer or the sum of both, then an MLP, experts or the sum of both; any
-    of them may be missing."""
+    """A residual block: an attention, a recurrent mixer or the sum of both, then an MLP, experts or the sum of both;
+    any of them may be missing."""
 
     attention: AttentionConfig | None
     mlp: MlpConfig | None

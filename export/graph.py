@@ -10,8 +10,8 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
   decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and zeros for an attention that encodes no
   positions, or reads what ``P.q_rope`` and ``P.k_rope`` turned already, ``P.rotary_emb.inv_freq`` (an ONNX function
   cannot leave out an input, and to turn by zero is exact);
-* a MatMul, RMSNormalization, LayerNormalization, CachedAttention, CausalConv, LinearAttention, Experts, Gather or GatherND
-  node is named like its module, ``P``;
+* a MatMul, RMSNormalization, LayerNormalization, CachedAttention, CausalConv, LinearAttention, Experts, Gather or
+  GatherND node is named like its module, ``P``;
 * a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
 * any other node is ``P.<operator in lower case>``, the residual Adds of a layer ``P.residual`` and, if it has an MLP,
   ``P.residual_1``, that of learned positions ``residual``;

@@ -15,7 +15,10 @@ RENAMED = (
 
 
 def read(keys: Keys, inner: int | None = None) -> DecoderConfig:
-    """MLPs are ``inner`` wide, by default as the config says. Positions on several axes are those of plain text; layers that predict further tokens (``mtp``) are left out."""
+    """Positions on several axes are those of plain text; layers that predict further tokens (``mtp``) are left out.
+
+    MLPs are ``inner`` wide, by default as the config says.
+    """
     if not keys.flag("attn_output_gate", True):
         raise keys.error("attn_output_gate", False, "true")
     keys.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers")
