@@ -96,7 +96,8 @@ def take_order(
     name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
     able = calibration is not None and calibration.is_possible and not geometry.encoder
     chosen, limits = recipes.resolve(
-        asked, abilities, geometry.max_positions, name, able, bool(geometry.coded), geometry.rotates
+        *(asked, abilities, geometry.max_positions, name, able),
+        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures)),
     )
     judged = judged or text is not None or bool(chosen.budget)
     order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress)
