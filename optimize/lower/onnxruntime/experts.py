@@ -5,8 +5,6 @@ told. MoE knows a softmax alone, so it gets the logarithms of the weights of the
 none of the others. Both want the rows of gate and up in turn, so no expert stays a reference to the checkpoint.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -14,6 +12,7 @@ from numpy.typing import NDArray
 from llmc.errors import BuildError
 from llmc.inventory import Experts
 from llmc.optimize.lower.context import Float16, Float32, LoweringContext, WeightOnly
+from llmc.optimize.lower.onnxruntime.recurrent import inline_vectors
 from llmc.optimize.lower.raising import find_vector
 from llmc.optimize.lower.rewrite import (
     LLMC,
@@ -43,6 +42,7 @@ def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::Experts -> MoE or QMoE; the number of mixtures."""
     nodes = list(nodes_of(graph, "Experts", LLMC))
     listed = {item.name: item for item in context.geometry.mixtures}
+    inline_vectors(graph, [f"{name}.correction" for name in listed], context)
     for node in nodes:
         item = listed[node.name or ""]
         match context.quant.stored(item.name):
