@@ -220,6 +220,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# Those that every target takes; mixtures of experts are built for CPUs alone.
+DENSE = tuple(name for name, case in CASES.items() if "num_experts_per_tok" not in case)
+
+
 @dataclass(frozen=True)
 class Case:
     """A random checkpoint, its export, and transformers running it in float32."""

@@ -1,8 +1,9 @@
 """Mixtures of experts for ONNX Runtime on CPUs: its QMoE for integers, its MoE for floats.
 
-QMoE chooses by ``router_probs`` and weighs by ``router_weights``; without these it normalizes weights whatever it is
-told. MoE knows a softmax alone, so it gets the logarithms of the weights of the experts that are chosen already, and
-none of the others. Both want the rows of gate and up in turn, so no expert stays a reference to the checkpoint.
+Both choose by a softmax; of experts that score the same QMoE takes others than TopK does, and it normalizes weights
+whatever it is told. So experts are chosen before them: they get the logarithms of these experts' weights, which they
+normalize, and nothing of the others. Both want the rows of gate and up in turn, so no expert stays a reference to the
+checkpoint.
 """
 
 import numpy as np
@@ -18,11 +19,11 @@ from llmc.optimize.lower.rewrite import (
     LLMC,
     MICROSOFT,
     Emitter,
-    constant,
     emit_conversion,
     initializer,
     nodes_of,
     replace,
+    scalar,
     vector,
 )
 from llmc.optimize.quantize import rtn
@@ -34,8 +35,11 @@ from llmc.optimize.weights.tensors import in_parallel
 ACCURACY_INT8 = 4
 # The least block that the operator's kernels have.
 LEAST_BLOCK = 16
-# down(silu(gate x) * up x), gate and up in turn.
-SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
+# Logits of experts that were not chosen: their softmax is 0.
+LEAST = float(np.finfo(np.float32).min)
+# down(silu(gate x) * up x), gate and up in turn; weights of the chosen experts are normalized.
+ATTRIBUTES = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
+ATTRIBUTES["normalize_routing_weights"] = 1
 
 
 def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
@@ -45,19 +49,33 @@ def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
     inline_vectors(graph, [f"{name}.correction" for name in listed], context)
     for node in nodes:
         item = listed[node.name or ""]
+        logits, total = _emit_choice(node, item)
         match context.quant.stored(item.name):
             case Float32():
-                output = _emit_floats(node, item, "float32", context)
+                output = _emit_floats(node, item, logits, "float32", context)
             case Float16():
-                output = _emit_floats(node, item, "float16", context)
+                output = _emit_floats(node, item, logits, "float16", context)
             case WeightOnly(grid):
-                output = _emit_integers(node, item, fit_block(grid, item), context)
+                output = _emit_integers(node, item, logits, fit_block(grid, item), context)
             case config:
                 raise BuildError(
                     f"{item.name} is to be stored as {config}, which experts cannot; expected fp32, fp16, int8 or int4"
                 )
-        replace(node, output)
+        is_normalized = node.attributes["normalized"].as_int()
+        replace(node, output if is_normalized else Emitter(node)("Mul", output, total))
     return len(nodes)
+
+
+def _emit_choice(node: ir.Node, item: Experts) -> tuple[ir.Value, ir.Value]:
+    """Logits [B * S, E], of which a softmax gives each chosen expert its share, and the sum [B, S, 1] of the chosen
+    experts' weights."""
+    emit, (scores, weights) = Emitter(node), node.inputs[1:3]
+    chosen = emit.many("TopK", [scores, vector(emit.graph, [item.chosen])], 2, axis=-1)[1]
+    picked = emit("GatherElements", weights, chosen, axis=-1)
+    nothing = emit("Expand", scalar(emit.graph, LEAST, np.float32), emit("Shape", weights))
+    logits = emit("ScatterElements", nothing, chosen, emit("Log", picked), axis=-1)
+    total = emit("ReduceSum", picked, vector(emit.graph, [-1]), keepdims=1)
+    return emit("Reshape", logits, vector(emit.graph, [-1, item.count])), total
 
 
 def fit_block(grid: Grid, item: Experts) -> Grid:
@@ -71,26 +89,23 @@ def fit_block(grid: Grid, item: Experts) -> Grid:
     return Grid(grid.bits, block, grid.symmetric)
 
 
-def _emit_integers(node: ir.Node, item: Experts, grid: Grid, context: LoweringContext) -> ir.Value:
+def _emit_integers(node: ir.Node, item: Experts, logits: ir.Value, grid: Grid, context: LoweringContext) -> ir.Value:
     emit = Emitter(node, main="QMoE")
-    x, scores, weights = node.inputs[:3]
     stacks = [_pack(node, part, grid, context) for part in range(2)]
     (gate_up, gate_up_scales, *gate_up_zeros), (down, down_scales, *down_zeros) = (
         [initializer(emit.graph, tensor) for tensor in stack] for stack in stacks
     )
-    zeros: list[ir.Value | None] = [*gate_up_zeros, *down_zeros] or [None, None]
     return emit(
         "QMoE",
-        *(x, _rows(emit, scores, item), gate_up, gate_up_scales, None, down, down_scales, None, None, None, None),
-        *(*zeros, None, _rows(emit, weights, item)),
+        *(node.inputs[0], logits, gate_up, gate_up_scales, None, down, down_scales, None, None, None, None),
+        *(*gate_up_zeros, *down_zeros),
         domain=MICROSOFT,
         k=item.chosen,
-        normalize_routing_weights=_is_normalized(node),
         expert_weight_bits=grid.bits,
         block_size=grid.block,
         accuracy_level=ACCURACY_INT8,
         weights_prepacked=0,
-        **SWIGLU,
+        **ATTRIBUTES,
     )
 
 
@@ -111,24 +126,11 @@ def _pack(node: ir.Node, part: int, grid: Grid, context: LoweringContext) -> lis
     return context.weights.add([name, f"{name}.scales", *([] if grid.symmetric else [f"{name}.zeros"])], make)
 
 
-def _emit_floats(node: ir.Node, item: Experts, dtype: str, context: LoweringContext) -> ir.Value:
-    emit, last = Emitter(node, main="MoE"), vector(node.graph, [-1])  # type: ignore[arg-type]
-    x, scores, weights = node.inputs[:3]
-    chosen = emit.many("TopK", [scores, vector(emit.graph, [item.chosen])], 2, axis=-1)[1]
-    picked = emit("GatherElements", weights, chosen, axis=-1)
-    least = constant(emit.graph, "const.least", np.array(np.finfo(np.float32).min))
-    nothing = emit("Expand", least, emit("Shape", weights))
-    logits = emit("ScatterElements", nothing, chosen, emit("Log", picked), axis=-1)
-    stacks = [_convert(emit, _store(node, part, dtype, context), dtype) for part in range(2)]
-    product = emit(
-        "MoE",
-        *(x, _rows(emit, logits, item), stacks[0], None, stacks[1]),
-        domain=MICROSOFT,
-        k=item.chosen,
-        normalize_routing_weights=1,
-        **SWIGLU,
-    )
-    return product if _is_normalized(node) else emit("Mul", product, emit("ReduceSum", picked, last, keepdims=1))
+def _emit_floats(node: ir.Node, item: Experts, logits: ir.Value, dtype: str, context: LoweringContext) -> ir.Value:
+    emit = Emitter(node, main="MoE")
+    stacks = [_convert(emit, _store(node, part, dtype, context)) for part in range(2)]
+    inputs = node.inputs[0], logits, stacks[0], None, stacks[1]
+    return emit("MoE", *inputs, domain=MICROSOFT, k=item.chosen, **ATTRIBUTES)
 
 
 def _store(node: ir.Node, part: int, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
@@ -141,7 +143,7 @@ def _store(node: ir.Node, part: int, dtype: str, context: LoweringContext) -> ir
     return context.weights.add([f"{tensor.name}.experts.{dtype}"], make)[0]
 
 
-def _convert(emit: Emitter, tensor: ir.ExternalTensor, dtype: str) -> ir.Value:
+def _convert(emit: Emitter, tensor: ir.ExternalTensor) -> ir.Value:
     return emit_conversion(emit, initializer(emit.graph, tensor), tensor.dtype, ir.DataType.FLOAT)
 
 
@@ -157,12 +159,3 @@ def _read_expert(tensor: ir.ExternalTensor, expert: int, in_turn: bool, context:
 
 def _count(tensor: ir.ExternalTensor) -> int:
     return int(tensor.shape.numpy()[0])
-
-
-def _rows(emit: Emitter, values: ir.Value | None, item: Experts) -> ir.Value:
-    """Values of each token for each expert [B, S, E] -> [B * S, E]."""
-    return emit("Reshape", values, vector(emit.graph, [-1, item.count]))
-
-
-def _is_normalized(node: ir.Node) -> int:
-    return node.attributes["normalized"].as_int()
