@@ -82,7 +82,7 @@ def experts(
     While torch exports, it emits one ``llmc::Experts`` node instead of computing.
     """
     if torch.compiler.is_exporting():
-        return torch.onnx.ops.symbolic(  # type: ignore[no-any-return]
+        return torch.onnx.ops.symbolic(
             f"{DOMAIN}::{EXPERTS}",
             [x, scores, weights, gate_up, down],
             {"chosen": chosen, "normalized": int(normalized)},
@@ -94,9 +94,9 @@ def experts(
     factors = weights.gather(-1, indices)
     factors = factors / factors.sum(-1, keepdim=True) if normalized else factors
     y = torch.zeros_like(x)
-    for expert in indices.unique().tolist():
-        *tokens, slot = (indices == expert).nonzero(as_tuple=True)
-        gate, up = functional.linear(x[tuple(tokens)], gate_up[expert].float()).chunk(2, -1)
+    for expert in sorted(set(indices.flatten().tolist())):
+        row, token, slot = (indices == expert).nonzero(as_tuple=True)
+        gate, up = functional.linear(x[row, token], gate_up[expert].float()).chunk(2, -1)
         made = functional.linear(functional.silu(gate) * up, down[expert].float())
-        y[tuple(tokens)] += factors[(*tokens, slot)].unsqueeze(-1) * made
+        y[row, token] += factors[row, token, slot].unsqueeze(-1) * made
     return y

@@ -128,7 +128,7 @@ def _check_memory(order: Order, memory: int | None) -> None:
 def _check_support(order: Order) -> None:
     """Refuse unsupported requests before hours of calibration."""
     geometry = order.export.geometry
-    check_patterns(order.recipe, [item.name for item in (*geometry.mixtures, *geometry.linears)])
+    check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in geometry.linears)])
     if geometry.mixtures and order.target.name != "cpu":
         raise UsageError(
             f"{order.source} has mixtures of experts, which llmc builds for cpu only; its target is {order.target.name}"

@@ -220,7 +220,8 @@ def _engine(device: DeviceMemory, recipe: Recipe, one_memory: bool) -> dict[str,
 
 
 def _largest(geometry: Geometry) -> int:
-    return max(linear.size for linear in (*geometry.linears, *geometry.mixtures))
+    parts: list[Linear | Experts] = [*geometry.linears, *geometry.mixtures]
+    return max(part.size for part in parts)
 
 
 def _estimate_judging(
@@ -240,7 +241,7 @@ def _estimate_judging(
 
 def _largest_layer(geometry: Geometry) -> int:
     layers = range(geometry.layers)
-    parts = (*geometry.linears, *geometry.mixtures)
+    parts: list[Linear | Experts] = [*geometry.linears, *geometry.mixtures]
     return max(sum(part.size for part in parts if part.layer == index) for index in layers)
 
 

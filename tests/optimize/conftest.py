@@ -49,7 +49,6 @@ def import_file(name: str, path: Path) -> ModuleType:
 random_checkpoints = import_file("llmc_random_checkpoints", Path(__file__).parents[1] / "export" / "conftest.py")
 Case = random_checkpoints.Case
 CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)
-DENSE: tuple[str, ...] = random_checkpoints.DENSE
 
 
 @pytest.fixture(scope="session", autouse=True)

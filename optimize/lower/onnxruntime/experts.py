@@ -116,8 +116,9 @@ def _pack(node: ir.Node, part: int, grid: Grid, context: LoweringContext) -> lis
     def make() -> list[NDArray[np.generic]]:
         def pack_expert(expert: int) -> list[NDArray[np.generic]]:
             found = rtn.quantize(_read_expert(tensor, expert, part == 0, context), grid)
-            packed = [pack_blocks(found.values, grid).reshape(len(found.values), -1), found.scales]
-            return packed if found.zero_points is None else [*packed, pack_zero_points(found.zero_points, grid)]
+            codes = pack_blocks(found.values, grid).reshape(len(found.values), -1)
+            zeros = [] if found.zero_points is None else [pack_zero_points(found.zero_points, grid)]
+            return [codes, found.scales, *zeros]
 
         experts = in_parallel(pack_expert, range(_count(tensor)))
         return [np.stack(arrays) for arrays in zip(*experts, strict=True)]
@@ -149,7 +150,7 @@ def _convert(emit: Emitter, tensor: ir.ExternalTensor) -> ir.Value:
 
 def _read_expert(tensor: ir.ExternalTensor, expert: int, in_turn: bool, context: LoweringContext) -> Float:
     """One expert's matrix, float32 [N, K]; of gate and up the rows ``in_turn`` instead of one behind the other."""
-    (matrix,) = context.calibrated.rows(tensor, expert, expert + 1)
+    matrix: Float = context.calibrated.rows(tensor, expert, expert + 1)[0]
     return (
         np.ascontiguousarray(matrix.reshape(2, -1, matrix.shape[1]).swapaxes(0, 1)).reshape(matrix.shape)
         if in_turn
