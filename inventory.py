@@ -418,9 +418,8 @@ class Geometry:
     @property
     def is_sound(self) -> bool:
         """True if names and shapes fit together, as in everything that export writes; sizes are in their ranges."""
-        parts: list[Linear | Norm | Attention | Recurrent | Mlp | Experts] = [
-            *(*self.linears, *self.norms, *self.attentions, *self.recurrents, *self.mlps, *self.mixtures)
-        ]
+        parts: list[Linear | Norm | Attention | Recurrent | Mlp | Experts] = [*self.linears, *self.norms]
+        parts += [*self.attentions, *self.recurrents, *self.mlps, *self.mixtures]
         names, caches = {part.name for part in parts}, {cache.name: cache for cache in self.caches}
         streams = {f"model.layers.{i}{end}" for i in range(self.layers) for end in ("", ".residual")}
         return (

@@ -151,11 +151,7 @@ def _convert(emit: Emitter, tensor: ir.ExternalTensor) -> ir.Value:
 def _read_expert(tensor: ir.ExternalTensor, expert: int, in_turn: bool, context: LoweringContext) -> Float:
     """One expert's matrix, float32 [N, K]; of gate and up the rows ``in_turn`` instead of one behind the other."""
     matrix: Float = context.calibrated.rows(tensor, expert, expert + 1)[0]
-    return (
-        np.ascontiguousarray(matrix.reshape(2, -1, matrix.shape[1]).swapaxes(0, 1)).reshape(matrix.shape)
-        if in_turn
-        else matrix
-    )
+    return matrix.reshape(2, -1, matrix.shape[1]).swapaxes(0, 1).reshape(matrix.shape) if in_turn else matrix
 
 
 def _count(tensor: ir.ExternalTensor) -> int:
