@@ -333,6 +333,17 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     return cache(write)
 
 
+@pytest.fixture
+def write_case() -> Callable[[dict[str, Any], Path], Any]:
+    """Writes a random checkpoint of a config into a folder; transformers, running it."""
+
+    def write(case: dict[str, Any], folder: Path) -> Any:
+        write_random_checkpoint(case, folder)
+        return Reference(folder)
+
+    return write
+
+
 @pytest.fixture(scope="session", params=[*CASES, "invented"])
 def case(request: pytest.FixtureRequest, exported: Callable[..., Case]) -> Case:
     """Each of the random checkpoints in turn, and the one whose layers differ."""
