@@ -16,7 +16,6 @@ from llmc.bundle import (
     Target,
     write_chunks,
 )
-from llmc.errors import UsageError
 from llmc.optimize.calibrate.request import CalibrationRequest, calibrate_weights, check_windows
 from llmc.optimize.graphs import build_graphs
 from llmc.optimize.judge.finished import judge_decoder, judge_encoder, least_tolerance
@@ -129,10 +128,6 @@ def _check_support(order: Order) -> None:
     """Refuse unsupported requests before hours of calibration."""
     geometry = order.export.geometry
     check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in geometry.linears)])
-    if geometry.mixtures and order.target.name != "cpu":
-        raise UsageError(
-            f"{order.source} has mixtures of experts, which llmc builds for cpu only; its target is {order.target.name}"
-        )
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
         check_head_sizes(geometry)
 

@@ -87,6 +87,8 @@ def take_order(
     export = read_export(source)
     check_unchanged(source, export)
     abilities, geometry = capabilities(target), export.geometry
+    if geometry.mixtures and target != "cpu":
+        raise UsageError(f"{source} has mixtures of experts, which llmc builds for cpu only; the target is {target}")
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
     if geometry.encoder:
