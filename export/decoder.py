@@ -88,7 +88,7 @@ class DecoderLayer(nn.Module):
         return attended + recurred, (*presents, *states)
 
     def _feed(self, read: Tensor) -> Tensor:
-        """What experts make, what the MLP makes, or the sum of both."""
+        """The sum of what experts and the MLP make, or one of them."""
         parts = [part(read) for part in (self.experts, self.mlp) if part is not None]
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""What families with mixtures of experts share."""
+"""The common part of families with mixtures of experts."""
 
 from dataclasses import replace
 
