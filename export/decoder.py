@@ -27,7 +27,7 @@ class TakePositions(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Residual block: mixers and, if the layer has them, an MLP or experts, with norms where :class:`Placement` says."""
+    """Residual block: mixers and, if the layer has them, MLP or experts, with norms where :class:`Placement` says."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def test_equal_bits_are_not_promised(mixture, tmp_path):
     build(mixture, tmp_path / "b", max_context=64)
     assert read_bundle(tmp_path / "b").graphs["decode"].invariance.rows == 0
     for level in ("batch", "strict"):
-        with pytest.raises(UsageError, match="has experts.*use determinism 'fast'"):
+        with pytest.raises(UsageError, match=r"has experts.*use determinism 'fast'"):
             load(tmp_path / "b", determinism=level)
 
 
