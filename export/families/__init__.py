@@ -79,7 +79,9 @@ _RENAMED = (
 )
 
 
-def read_text_part(keys: Keys, families: tuple[str, ...], defaults: Mapping[str, Any] | None = None) -> DecoderConfig:
+def read_text_part(
+    keys: Keys, families: tuple[str, ...], defaults: Mapping[str, Any] | None = None, *, default_tied: bool = True
+) -> DecoderConfig:
     """The decoder of a vision-language model: ``text_config``, by the rules of one of ``families``.
 
     ``defaults`` replace missing keys. A note tells that the other tensors are left out.
@@ -87,7 +89,7 @@ def read_text_part(keys: Keys, families: tuple[str, ...], defaults: Mapping[str,
     outer = {name: keys.raw(name) for name in ("bos_token_id", "eos_token_id") if keys.raw(name) is not None}
     keys.inside("text_config")
     stated = keys.raw("text_config")
-    tied = keys.flag("tie_word_embeddings", True)  # that of the text part is not read
+    tied = keys.flag("tie_word_embeddings", default_tied)  # that of the text part is not read
     values = {**(defaults or {}), **outer, **stated, "tie_word_embeddings": tied}
     inner = Keys(values, f"{keys.where}: text_config")
     inner.choice("model_type", families)
