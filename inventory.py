@@ -188,6 +188,38 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of feed-forward parts, of which a router chooses some for each token.
+
+    Attributes:
+        name: module path; ``{name}.router`` is the linear that scores them.
+        layer: index of its layer.
+        count: of experts.
+        chosen: how many of them each token goes through.
+        inner: width of each, which computes ``down(silu(gate x) * up x)``.
+        width: of a token.
+    """
+
+    name: str
+    layer: Index
+    count: Count
+    chosen: Count
+    inner: Width
+    width: Width
+
+    @property
+    def parts(self) -> tuple[Linear, Linear]:
+        """Each expert's two products, as if they were linears of their own: gate and up together, and down."""
+        gate_up = Linear(f"{self.name}.gate_up_proj", 2 * self.inner, self.width, False, self.name, "", self.layer)
+        return gate_up, Linear(f"{self.name}.down_proj", self.width, self.inner, False, self.name, "", self.layer)
+
+    @property
+    def size(self) -> int:
+        """Number of weights, the router's apart."""
+        return self.count * sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True)
 class Cache:
     """Memory that a layer keeps of the tokens before.
 
@@ -268,7 +300,7 @@ class Geometry:
         tied_head: whether the head multiplies with the embedding's table.
         learned_positions: whether a row of a table [max_positions, hidden_size] is added to each embedding.
         linears: in the order of the computation, the head last.
-        norms, attentions, mlps, caches, recurrents: in the order of the layers.
+        norms, attentions, mlps, caches, recurrents, mixtures: in the order of the layers.
         encoder: its end where it embeds or ranks; None where it has a head and generates.
     """
 
@@ -286,6 +318,7 @@ class Geometry:
     caches: tuple[Cache, ...]
     encoder: Encoder | None = None
     recurrents: tuple[Recurrent, ...] = ()
+    mixtures: tuple[Experts, ...] = ()
 
     @property
     def table(self) -> Linear:
@@ -374,8 +407,9 @@ class Geometry:
 
     @property
     def widest(self) -> int:
-        """The largest inner width of an MLP, or the hidden size where no layer has one."""
-        return max((mlp.inner for mlp in self.mlps), default=self.hidden_size)
+        """The largest inner width of an MLP, or of all experts of a token; the hidden size where no layer has one."""
+        spread = (item.chosen * max(item.inner, item.width) for item in self.mixtures)
+        return max((*(mlp.inner for mlp in self.mlps), *spread), default=self.hidden_size)
 
     def cache_bytes(self, positions: int, batch: int = 1, bytes_per_value: int = 4) -> int:
         """Bytes of all caches: ``batch`` rows with room for ``positions`` each."""
@@ -384,8 +418,8 @@ class Geometry:
     @property
     def is_sound(self) -> bool:
         """True if names and shapes fit together, as in everything that export writes; sizes are in their ranges."""
-        parts: list[Linear | Norm | Attention | Recurrent | Mlp] = [*self.linears, *self.norms, *self.attentions]
-        parts += [*self.recurrents, *self.mlps]
+        parts: list[Linear | Norm | Attention | Recurrent | Mlp | Experts] = [*self.linears, *self.norms]
+        parts += [*self.attentions, *self.recurrents, *self.mlps, *self.mixtures]
         names, caches = {part.name for part in parts}, {cache.name: cache for cache in self.caches}
         streams = {f"model.layers.{i}{end}" for i in range(self.layers) for end in ("", ".residual")}
         return (
@@ -405,6 +439,7 @@ class Geometry:
                 if self.encoder is None
             )
             and all(self._keeps_states(item, caches) for item in self.recurrents)
+            and all(self._is_routed(item) for item in self.mixtures)
         )
 
     @staticmethod
@@ -413,6 +448,10 @@ class Geometry:
         if item.rule != "conv":
             shapes.append((item.value_heads, item.key_dim, item.value_dim))
         return [caches[name].shape for name in item.caches if name in caches] == shapes
+
+    def _is_routed(self, item: Experts) -> bool:
+        router = self.linear.get(f"{item.name}.router")
+        return router is not None and (router.outputs, router.inputs) == (item.count, item.width) and router.exact
 
     @property
     def _has_sound_end(self) -> bool:

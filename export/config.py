@@ -13,6 +13,7 @@ from llmc.inventory import (
     Attention,
     Cache,
     Encoder,
+    Experts,
     Geometry,
     Linear,
     Mlp,
@@ -26,6 +27,7 @@ from llmc.inventory import (
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Score = Literal["softmax", "sigmoid"]
 QkNorm = Literal["none", "head", "whole", "head_after_rope"]
 
 
@@ -133,12 +135,37 @@ class RecurrentConfig:
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """A feed-forward part, ``inner`` values wide. ``gelu_tanh`` approximates ``gelu``, ``relu2`` is relu(x)²."""
+    """A feed-forward part, ``inner`` values wide. ``gelu_tanh`` approximates ``gelu``, ``relu2`` is relu(x)².
+
+    Attributes:
+        weighed: whether what it makes of a token is multiplied by the sigmoid of one value that a linear makes of it.
+    """
 
     inner: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    weighed: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts; see :class:`llmc.inventory.Experts` for what is not listed here.
+
+    Attributes:
+        score: what makes an expert's weight of the router's output: ``softmax`` over all experts, or ``sigmoid``.
+        corrected: whether a bias of each expert, which its weight does not have, is added where experts are chosen.
+        normalized: whether the weights of those chosen are divided by their sum.
+        scale: multiplies what the experts add up to.
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    score: Score = "softmax"
+    corrected: bool = False
+    normalized: bool = True
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -183,12 +210,14 @@ PARALLEL_TWO_NORMS = Placement("input_layernorm", "", "post_attention_layernorm"
 
 @dataclass(frozen=True)
 class Layer:
-    """A residual block: an attention, a recurrent mixer or the sum of both, then an MLP; any of them may be missing."""
+    """A residual block: an attention, a recurrent mixer or the sum of both, then an MLP, experts or the sum of both;
+    any of them may be missing."""
 
     attention: AttentionConfig | None
     mlp: MlpConfig | None
     placement: Placement = PRE
     recurrent: RecurrentConfig | None = None
+    experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -291,6 +320,7 @@ class DecoderConfig:
             caches=caches(self),
             encoder=encoder(self),
             recurrents=recurrents(self),
+            mixtures=mixtures(self),
         )
 
 
@@ -332,8 +362,13 @@ def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
         found += _attention_linears(layer.attention, config.hidden_size, index, read)
     if layer.recurrent is not None:
         found += _recurrent_linears(layer.recurrent, config.hidden_size, index, read)
+    read = _read(place.before_mlp, path, path if place.parallel else f"{path}.residual")
+    if layer.experts is not None:
+        read = (read[0], "")  # a factor per input cannot be moved: experts read it too
+        found.append(
+            Linear(f"{path}.experts.router", layer.experts.count, config.hidden_size, False, *read, index, exact=True)
+        )
     if layer.mlp is not None:
-        read = _read(place.before_mlp, path, path if place.parallel else f"{path}.residual")
         found += _mlp_linears(layer.mlp, config.hidden_size, index, read)
     return found
 
@@ -364,9 +399,11 @@ def _recurrent_linears(mixer: RecurrentConfig, hidden: int, index: int, read: tu
 def _mlp_linears(mlp: MlpConfig, hidden: int, index: int, read: tuple[str, str]) -> list[Linear]:
     at, parts = f"{_path(index)}.mlp", ("gate_proj", "up_proj") if mlp.gated else ("up_proj",)
     producer = f"{at}.up_proj" if mlp.gated else ""  # an activation does not commute with a factor
+    weight = [Linear(f"{at}.weight_proj", 1, hidden, False, *read, index, exact=True)] if mlp.weighed else []
     return [
         *(Linear(f"{at}.{part}", mlp.inner, hidden, mlp.bias, *read, index) for part in parts),
         Linear(f"{at}.down_proj", hidden, mlp.inner, mlp.bias, at, producer, index),
+        *weight,
     ]
 
 
@@ -392,7 +429,7 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
     if layer.recurrent is not None and layer.recurrent.rule != "conv":
         rows.append(("recurrent.norm", gated_norm_size(layer.recurrent), False))
     rows.append((place.after_attention, hidden, False))
-    if layer.mlp is not None:
+    if layer.mlp is not None or layer.experts is not None:
         rows += [(place.before_mlp, hidden, not place.parallel), (place.after_mlp, hidden, False)]
     first: dict[str, tuple[int, bool]] = {}  # attention and MLP may share a norm
     for name, width, follows in rows:
@@ -468,6 +505,15 @@ def mlps(config: DecoderConfig) -> tuple[Mlp, ...]:
     )
 
 
+def mixtures(config: DecoderConfig) -> tuple[Experts, ...]:
+    """Every mixture of experts in the order of the layers."""
+    return tuple(
+        Experts(f"{_path(index)}.experts", index, it.count, it.chosen, it.inner, config.hidden_size)
+        for index, it in enumerate(layer.experts for layer in config.layers)
+        if it is not None
+    )
+
+
 def caches(config: DecoderConfig) -> tuple[Cache, ...]:
     """Every cache in the order of the graph's inputs, layer by layer; an encoder has none."""
     found = list[Cache]()
@@ -493,6 +539,10 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for index, layer in enumerate(config.layers):
         if layer.recurrent is not None:
             shapes |= {f"{_path(index)}.recurrent.{name}": it for name, it in _recurrent_shapes(layer.recurrent)}
+        if layer.experts is not None and layer.experts.corrected:
+            shapes[f"{_path(index)}.experts.correction"] = (layer.experts.count,)
+    for item in mixtures(config):
+        shapes |= {f"{part.name}.weight": (item.count, part.outputs, part.inputs) for part in item.parts}
     return shapes
 
 

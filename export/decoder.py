@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from llmc.export import ops
 from llmc.export.blocks.attention import Attention
+from llmc.export.blocks.experts import Experts
 from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead
 from llmc.export.blocks.mlp import MLP
 from llmc.export.blocks.norm import Norm
@@ -25,13 +26,13 @@ class TakePositions(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Residual block: mixers and, if the layer has one, an MLP, with norms at the places of :class:`Placement`."""
+    """Residual block: mixers and, if the layer has them, MLP or experts, with norms where :class:`Placement` says."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         layer, hidden_size = config.layers[index], config.hidden_size
         self.index, self.placement = index, layer.placement
-        self.self_attn = self.recurrent = self.mlp = None
+        self.self_attn = self.recurrent = self.mlp = self.experts = None
         if layer.attention is not None:
             rope = None if layer.attention.rope is None else config.ropes[layer.attention.rope]
             self.self_attn = Attention(layer.attention, rope, hidden_size, config.norm)
@@ -40,9 +41,11 @@ class DecoderLayer(nn.Module):
         self.residual_scale = Scale(config.residual_scale)
         if layer.mlp is not None:
             self.mlp = MLP(layer.mlp, hidden_size)
+        if layer.experts is not None:
+            self.experts = Experts(layer.experts, hidden_size)
         place = self.placement
         of_mixers = (place.before_attention, place.after_attention) if layer.attention or layer.recurrent else ()
-        of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp else ()
+        of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp or layer.experts else ()
         for name in filter(None, {*of_mixers, *of_mlp}):
             self.add_module(name, Norm(hidden_size, config.norm))
 
@@ -63,10 +66,10 @@ class DecoderLayer(nn.Module):
             read = self._normalize(place.before_attention, x)
             mixed, presents = self._mix(read, past, lengths, ropes, new_lengths)
             y = x + self.residual_scale(self._normalize(place.after_attention, mixed))
-        if self.mlp is not None:
+        if self.mlp is not None or self.experts is not None:
             if not place.parallel or place.before_mlp != place.before_attention:
                 read = self._normalize(place.before_mlp, x if place.parallel else y)
-            y = y + self.residual_scale(self._normalize(place.after_mlp, self.mlp(read)))
+            y = y + self.residual_scale(self._normalize(place.after_mlp, self._feed(read)))
         return y, presents
 
     def _mix(
@@ -82,6 +85,11 @@ class DecoderLayer(nn.Module):
         assert past is not None and new_lengths is not None
         recurred, states = self.recurrent(read, past[2:], new_lengths)
         return attended + recurred, (*presents, *states)
+
+    def _feed(self, read: Tensor) -> Tensor:
+        """The sum of what experts and the MLP make, or one of them."""
+        parts = [part(read) for part in (self.experts, self.mlp) if part is not None]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]  # type: ignore[no-any-return]
 
     def _normalize(self, name: str, x: Tensor) -> Tensor:
         return self.get_submodule(name)(x) if name else x

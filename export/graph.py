@@ -10,11 +10,11 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
   decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and zeros for an attention that encodes no
   positions, or reads what ``P.q_rope`` and ``P.k_rope`` turned already, ``P.rotary_emb.inv_freq`` (an ONNX function
   cannot leave out an input, and to turn by zero is exact);
-* a MatMul, RMSNormalization, LayerNormalization, CachedAttention, CausalConv, LinearAttention, Gather or GatherND node
-  is named like its module, ``P``;
+* a MatMul, RMSNormalization, LayerNormalization, CachedAttention, CausalConv, LinearAttention, Experts, Gather or
+  GatherND node is named like its module, ``P``;
 * a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
-* any other node is ``P.<operator in lower case>``, the residual Adds of a layer ``P.residual`` and, if it has an MLP,
-  ``P.residual_1``, that of learned positions ``residual``;
+* any other node is ``P.<operator in lower case>``, the residual Adds of a layer ``P.residual`` and, if it has an MLP or
+  experts, ``P.residual_1``, that of learned positions ``residual``;
 * a node's output is ``<node>.out``, except ``hidden.0`` (embeddings), ``hidden.{i+1}`` (after layer i) and contract 1.
 """
 
@@ -35,7 +35,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmc import __version__, bundle, inventory
-from llmc.export import ops, recurrent_ops
+from llmc.export import expert_ops, ops, recurrent_ops
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import DecoderConfig
 from llmc.export.decoder import Decoder
@@ -50,7 +50,8 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _NORMS = ("RMSNormalization", "LayerNormalization")
 _ATTENTIONS = (ops.CACHED_ATTENTION, ops.SELF_ATTENTION)
 _RECURRENT = (recurrent_ops.CAUSAL_CONV, recurrent_ops.LINEAR_ATTENTION)
-_NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, *_RECURRENT, ops.ROTATED_HEADS, "Gather", "GatherND"}
+_NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, *_RECURRENT, ops.ROTATED_HEADS, expert_ops.EXPERTS}
+_NAMED_LIKE_MODULE |= {"Gather", "GatherND"}
 # Sizes to trace with: at least 2 (torch specialises 0 and 1), and all different, so that none is confused with another.
 _BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY = 2, 5, 3, 7
 
@@ -87,6 +88,7 @@ def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
         _NORMS: [norm.name for norm in geometry.norms],
         _ATTENTIONS: [attention.name for attention in geometry.attentions],
         (recurrent_ops.CAUSAL_CONV,): [f"{item.name}.conv" for item in geometry.recurrents],
+        (expert_ops.EXPERTS,): [item.name for item in geometry.mixtures],
         (recurrent_ops.LINEAR_ATTENTION,): [item.name for item in geometry.recurrents if item.rule != "conv"],
     }
     for operators, names in listed.items():
@@ -313,7 +315,7 @@ def _clear_metadata(model: ir.Model) -> None:
 
 def _sign(model: ir.Model) -> None:
     used = {node.op_type for node in model.graph}
-    for text in (*ops.functions(), *recurrent_ops.functions()):
+    for text in (*ops.functions(), *recurrent_ops.functions(), *expert_ops.functions()):
         function = ir.serde.deserialize_function(text)
         if function.name in used:
             model.functions[function.identifier()] = function

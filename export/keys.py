@@ -107,6 +107,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "full_attention_interval": (1, 1024),
     "block_multiple_of": (1, 1 << 20),
     "block_ffn_dim_multiplier": (1e-3, 1e3),
+    # Of mixtures: experts, counted as layers are, and the width of each.
+    "num_experts": (1, 4095),
+    "num_experts_per_tok": (1, 4095),
+    "moe_intermediate_size": (1, 1 << 19),
+    "shared_expert_intermediate_size": (1, 1 << 19),
+    "decoder_sparse_step": (1, 1024),
+    "num_dense_layers": (0, 1024),
+    "routed_scaling_factor": (1e-6, 1e6),
     # Published ones lie between 0.007 and 16; squares of these are far from float32's ends.
     "attention_multiplier": (1e-6, 1e6),
     "embedding_multiplier": (1e-6, 1e6),

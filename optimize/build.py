@@ -126,9 +126,10 @@ def _check_memory(order: Order, memory: int | None) -> None:
 
 def _check_support(order: Order) -> None:
     """Refuse unsupported requests before hours of calibration."""
-    check_patterns(order.recipe, [linear.name for linear in order.export.geometry.linears])
+    geometry = order.export.geometry
+    check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in geometry.linears)])
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
-        check_head_sizes(order.export.geometry)
+        check_head_sizes(geometry)
 
 
 def _fill(order: Order, folder: Path) -> Manifest:

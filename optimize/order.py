@@ -92,6 +92,8 @@ def take_order(
             f"{geometry.model_type} has recurrent layers (the first is {geometry.recurrents[0].name}), which are "
             f"lowered for cpu alone; {target} is asked for"
         )
+    if geometry.mixtures and target != "cpu":
+        raise UsageError(f"{source} has mixtures of experts, which llmc builds for cpu only; the target is {target}")
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
     if geometry.encoder:
@@ -101,7 +103,8 @@ def take_order(
     name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
     able = calibration is not None and calibration.is_possible and not geometry.encoder
     chosen, limits = recipes.resolve(
-        asked, abilities, geometry.max_positions, name, able, bool(geometry.coded), geometry.rotates
+        *(asked, abilities, geometry.max_positions, name, able),
+        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures)),
     )
     judged = judged or text is not None or bool(chosen.budget)
     order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress)

@@ -20,6 +20,7 @@ from llmc.optimize.lower.onnxruntime import (
     cpu_linears,
     cuda_attention,
     embedding,
+    experts,
     folded_heads,
     linears,
     norms,
@@ -58,6 +59,7 @@ LOWER_EMBEDDING = (
     Step("lower embedding", embedding.lower_embedding, lambda _: 1),
     Step("lower positions", embedding.lower_positions, lambda g: int(g.learned_positions)),
 )
+LOWER_EXPERTS = Step("lower experts", experts.lower_experts, lambda g: len(g.mixtures))
 # Last: what passes made has the type that they gave it, and what the export left has float32.
 TYPE_VALUES = Step("type values", types.type_values)
 REMOVE_DEAD = Step("remove dead nodes", lambda graph, _: remove_dead(graph))
@@ -91,6 +93,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         # before a norm by the root mean square, and ten times before a layer norm (128 rows, onnxruntime 1.31, 1.32).
         LOWER_NORMS,
         FUSE_SILU,
+        LOWER_EXPERTS,
         # After the norms, whose weights the linears take, and before the linears.
         Step("rotate residual stream", rotation.rotate_stream),
         # After all fusions: a quantized activation is shared by the linears that read it.
@@ -112,6 +115,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         Step("lower attention", self_attention.lower_attention, lambda g: len(g.attentions)),
         LOWER_NORMS,
         FUSE_SILU,
+        LOWER_EXPERTS,
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         *LOWER_EMBEDDING,
         REMOVE_DEAD,

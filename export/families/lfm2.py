@@ -20,8 +20,8 @@ RENAMED = (
 )
 
 
-def read(keys: Keys) -> DecoderConfig:
-    """``intermediate_size`` may be one from which the width of MLPs is computed."""
+def read(keys: Keys, inner: int = 0) -> DecoderConfig:
+    """``intermediate_size`` may be one from which the width of MLPs is computed, unless ``inner`` is it."""
     keys.rename(KEYS)
     keys.skip(*UNREAD)
     layers, attending = keys.integer("num_hidden_layers"), keys.raw("full_attn_idxs")
@@ -30,7 +30,7 @@ def read(keys: Keys) -> DecoderConfig:
         default_kv_heads=8,
         qk_norm="head",
         placement=Placement("operator_norm", "", "ffn_norm", ""),
-        inner=_inner(keys),
+        inner=inner or _inner(keys),
         default_activation="silu",
         default_theta=1_000_000.0,
         default_tied=True,

@@ -14,8 +14,11 @@ RENAMED = (
 )
 
 
-def read(keys: Keys) -> DecoderConfig:
-    """Positions on several axes are those of plain text; layers that predict further tokens (``mtp``) are left out."""
+def read(keys: Keys, inner: int | None = None) -> DecoderConfig:
+    """Positions on several axes are those of plain text; layers that predict further tokens (``mtp``) are left out.
+
+    MLPs are ``inner`` wide, by default as the config says.
+    """
     if not keys.flag("attn_output_gate", True):
         raise keys.error("attn_output_gate", False, "true")
     keys.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers")
@@ -33,6 +36,7 @@ def read(keys: Keys) -> DecoderConfig:
         qk_norm="head",
         norm=NormConfig(keys.number("rms_norm_eps", 1e-6), offset=True),
         partial=0.25,
+        inner=inner,
         rope_own=("mrope_section", "mrope_interleaved"),
     )
     mixer = RecurrentConfig(

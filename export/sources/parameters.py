@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
-from llmc.export.config import DecoderConfig, linears, list_packed_parameters, norms, parameter_shapes, recurrents
+from llmc.export.config import (
+    DecoderConfig,
+    linears,
+    list_packed_parameters,
+    mixtures,
+    norms,
+    parameter_shapes,
+    recurrents,
+)
 from llmc.export.sources.codes import QuantizedTensor, Weight, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
@@ -31,7 +39,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
 
     Quantized weights are always stored [outputs, inputs].
     """
-    found = _canonical(folder, config, stored)
+    found = _stack_experts(folder, config, _canonical(folder, config, stored))
     shapes, parameters = parameter_shapes(config), Tensors(found)
     for packed, names in list_packed_parameters(config).items():
         if packed in found:
@@ -76,6 +84,45 @@ def _canonical(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]
             )
         found[name] = tensor
     return found
+
+
+def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
+    """``found`` with the weights of all experts of a layer in one tensor, where the checkpoint has one for each."""
+    stacked = Tensors(found)
+    for item in mixtures(config):
+        for part, names in zip(item.parts, (("gate_proj", "up_proj"), ("down_proj",)), strict=True):
+            rows = (part.outputs // len(names), part.inputs)
+            own = [f"{item.name}.{e}.{name}.weight" for e in range(item.count) for name in names]
+            if f"{part.name}.weight" in found or own[0] not in found:
+                continue
+            parts = [_find_expert(folder, name, found.get(name), rows, item.count) for name in own]
+            if len({tensor.dtype for tensor in parts}) > 1:
+                raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one of all")
+            shape = (item.count, part.outputs, part.inputs)
+            stacked = {name: tensor for name, tensor in stacked.items() if name not in own}
+            stacked[f"{part.name}.weight"] = MadeTensor(parts[0].dtype, shape, partial(_read_all, folder, parts))
+    return stacked
+
+
+def _find_expert(folder: Path, name: str, tensor: Weight | None, shape: tuple[int, ...], count: int) -> StoredTensor:
+    if tensor is None:
+        raise CheckpointError(
+            f"{folder}: tensor {name} is missing; config.json asks for {count} experts in each of these layers: "
+            "download the checkpoint again"
+        )
+    if tensor.shape != shape:
+        raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, shape)}")
+    if not isinstance(tensor, StoredTensor):
+        raise CheckpointError(
+            f"{folder}: {name} is quantized, and llmc reads experts in floats; export the checkpoint that it was made "
+            "from"
+        )
+    return tensor
+
+
+def _read_all(folder: Path, tensors: Sequence[StoredTensor]) -> Iterator[Array]:
+    for it in tensors:
+        yield np.memmap(folder / it.file, array_type(it.dtype), "r", it.offset, it.shape)
 
 
 def _unpack_parameters(

@@ -31,9 +31,10 @@ Values = tuple[NDArray[np.float32], NDArray[np.generic]]
 def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     """The manifest with the measured invariance of each graph; overwrites the session's cache.
 
-    A graph that this machine cannot run, or with a context below :data:`SMALLEST_CONTEXT`, gets no guarantee.
+    A graph that this machine cannot run, or with a context below :data:`SMALLEST_CONTEXT`, gets no guarantee. Nor does
+    one with experts: each multiplies the rows of a call that chose it together, and rounds them by their number.
     """
-    if manifest.limits.max_context < SMALLEST_CONTEXT:
+    if manifest.limits.max_context < SMALLEST_CONTEXT or manifest.geometry.mixtures:
         return manifest
     probe = _Probe(session, manifest)
     phases = [phase for phase in Phase if phase is Phase.DECODE or not session.substitutes]

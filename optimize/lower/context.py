@@ -87,10 +87,14 @@ class QuantConfigs:
     w8a8: PerToken | Static | None = None
     w8a8_bits: tuple[int, ...] = (4, 8)
 
+    def stored(self, module: str) -> QuantConfig:
+        """The config of a linear, or of experts, where activations stay as they are."""
+        matches = [config for pattern, config in self.layers if fnmatchcase(module, pattern)]
+        return matches[-1] if matches else self.head if module == HEAD else self.body
+
     def of(self, module: str) -> QuantConfig:
         """The config of the linear called ``module``, for example ``model.layers.0.mlp.down_proj``."""
-        matches = [config for pattern, config in self.layers if fnmatchcase(module, pattern)]
-        config = matches[-1] if matches else self.head if module == HEAD else self.body
+        config = self.stored(module)
         if module.startswith(f"{SCORE}."):  # a row, of which a score is made: nothing is saved by rounding it
             return Float32()
         replaced = (

@@ -7,7 +7,7 @@ geometries of Qwen2.5-0.5B and Llama-3.2-1B; recipes/benchmarks/memory.py measur
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.inventory import Linear
+from llmc.inventory import Experts, Linear
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     Computed,
@@ -20,6 +20,7 @@ from llmc.optimize.lower.context import (
     choose_embedding_config,
     quant_configs,
 )
+from llmc.optimize.lower.onnxruntime.experts import fit_block
 from llmc.optimize.quantize.grid import OFFSETS
 from llmc.optimize.recipe import needs_calibration
 from llmc.runtime.kv.budget import MemoryEstimate
@@ -34,6 +35,8 @@ OPENED_GRAPH = 11 * MB
 TOKENIZER_FACTOR = 13
 # MatMulNBits packs, beside the scales that stay mapped, a copy of them and the sum of each block, in float32 as well.
 BLOCK_COPIES = 3
+# QMoE packs its weights and keeps what it packed them from: 137 MB of 90. MoE multiplies floats as they are mapped.
+EXPERT_COPIES = 1.5
 # The matrix that rotates the residual stream is packed for each of its two products.
 ROTATIONS = 2
 # Widest point of a layer: gate, up and their product, and residual, norm and attention's input and output. Twice, for
@@ -97,11 +100,20 @@ def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, comput
             return 4 * linear.size
 
 
+def expert_bytes(item: Experts, config: QuantConfig) -> int:
+    """Bytes of the weights of a mixture's experts as the engine holds them."""
+    if isinstance(config, WeightOnly):
+        config = WeightOnly(fit_block(config.grid, item))
+    stored = item.count * sum(linear_bytes(part, config) for part in item.parts)
+    return round(stored * (EXPERT_COPIES if isinstance(config, WeightOnly) else 1))
+
+
 def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[str, int]:
     """Bytes of each graph's linears and of a rotation by phase, norms and biases left out: they are a thousandth."""
     rotation = 4 * geometry.hidden_size**2 * min(copies, ROTATIONS)
     return {
         phase: sum(linear_bytes(linear, stored.of(linear.name), copies=copies) for linear in geometry.linears)
+        + sum(expert_bytes(item, stored.stored(item.name)) for item in geometry.mixtures)
         + (rotation if recipe.rotates(phase) else 0)
         for phase, stored in quant_configs(recipe, geometry).items()
     }
@@ -208,7 +220,8 @@ def _engine(device: DeviceMemory, recipe: Recipe, one_memory: bool) -> dict[str,
 
 
 def _largest(geometry: Geometry) -> int:
-    return max(linear.size for linear in geometry.linears)
+    parts: list[Linear | Experts] = [*geometry.linears, *geometry.mixtures]
+    return max(part.size for part in parts)
 
 
 def _estimate_judging(
@@ -228,7 +241,8 @@ def _estimate_judging(
 
 def _largest_layer(geometry: Geometry) -> int:
     layers = range(geometry.layers)
-    return max(sum(linear.size for linear in geometry.linears if linear.layer == index) for index in layers)
+    parts: list[Linear | Experts] = [*geometry.linears, *geometry.mixtures]
+    return max(sum(part.size for part in parts if part.layer == index) for index in layers)
 
 
 def _estimate_calibrating(geometry: Geometry, recipe: Recipe, samples: int, length: int) -> dict[str, int]:

@@ -42,7 +42,9 @@ def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unifi
     if geometry.encoder:
         asked = for_encoder(asked, abilities, geometry.max_positions)
     calibrated, coded, rotates = can_calibrate() and not geometry.encoder, bool(geometry.coded), geometry.rotates
-    chosen, limits = resolve(asked, abilities, geometry.max_positions, "plan", calibrated, coded, rotates)
+    chosen, limits = resolve(
+        *(asked, abilities, geometry.max_positions, "plan", calibrated, coded, rotates), bool(geometry.mixtures)
+    )
     tokenizer, windows, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
     if not abilities.has_gpu:

@@ -196,11 +196,13 @@ def resolve(
     calibrated: bool = False,
     coded: bool = False,
     rotates: bool = True,
+    mixture: bool = False,
 ) -> tuple[Recipe, Limits]:
     """Fill in the defaults and refuse what the target or the model cannot do.
 
     ``calibrated`` tells that the build can calibrate, ``coded`` that the checkpoint stores integers, ``rotates`` that
-    the model's residual stream can be rotated.
+    the model's residual stream can be rotated, ``mixture`` that it has experts: most of its weights, which two graphs
+    would hold twice.
 
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.
@@ -220,7 +222,7 @@ def resolve(
     scheme = _one_of("scheme", either(request.scheme, "gptq" if can_choose else "rtn"), SCHEMES)
     if request.layers is None and precision == "int4" and scheme == "rtn" and not target.has_gpu:
         layers = {SENSITIVE: "int8"}
-    phases = _phases(request.phases, target, integers=rest in QUANTIZED)
+    phases = _phases(request.phases, target, integers=rest in QUANTIZED, one=mixture)
     compute = _compute(request.compute, precision, target)
     activations = _activations(request.activations, phases, stored, target)
     rotated = _list_rotated(phases, activations, precision, scheme) if rotates and not target.has_gpu else ()
@@ -306,11 +308,11 @@ def check_context(name: str, context: int, max_positions: int, advice: str = "")
         raise UsageError(f"{name} is {context}, expected 2 ... {max_positions}, {of}{advice}")
 
 
-def _phases(asked: str | None, target: Capabilities, *, integers: bool) -> str:
+def _phases(asked: str | None, target: Capabilities, *, integers: bool, one: bool) -> str:
     allowed = target.phases if integers or "shared" not in target.phases else ("shared",)
     if asked is not None and asked not in allowed and target.has_gpu:
         raise UsageError(f"phases is {asked!r}, the target {target.name} has {allowed[0]!r} only; leave it out")
-    return str(_one_of("phases", either(asked, allowed[0]), allowed))
+    return str(_one_of("phases", either(asked, "shared" if one and "shared" in allowed else allowed[0]), allowed))
 
 
 def _compute(asked: str | None, precision: str, target: Capabilities) -> str:

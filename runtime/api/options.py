@@ -108,6 +108,11 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
     else:
         kept |= {"tokens of a call": decode.tokens > 0, "outputs of a call": decode.outputs > 0}
     missing = [what for what, holds in kept.items() if not holds]
+    if missing and manifest.geometry.mixtures:
+        raise UsageError(
+            f"determinism is {level.value!r}, but this model has experts, which multiply the rows of a call that chose "
+            "them together and round them by their number; use determinism 'fast'"
+        )
     if missing:
         raise UsageError(
             f"determinism is {level.value!r}, but the build saw results depend on the number of {', '.join(missing)}; "

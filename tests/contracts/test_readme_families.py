@@ -16,7 +16,7 @@ from llmc.optimize.targets import TARGETS
 
 RUN, BUILT, REFUSED = "●", "○", "no"
 # Families with layers that are lowered for CPUs alone.
-ON_CPUS = {"qwen3_5", "qwen3_5_text", "lfm2"}
+ON_CPUS = {"qwen3_5", "qwen3_5_text", "lfm2", "qwen3_moe", "qwen3_5_moe", "olmoe", "mixtral", "granitemoe", "lfm2_moe"}
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,7 @@ YARN_ROPE = {
     "beta_fast": 4.0,
     "original_max_position_embeddings": 32,
 }
+MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 3}
 # Windows are shorter than the 20 tokens that the tests feed. dtype and shard_size say how the checkpoint is stored.
 CASES: dict[str, dict[str, Any]] = {
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -190,6 +191,25 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "lfm2-short-convolutions": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_bias": True},
+    "qwen3_moe-first-layer-dense-bf16": {
+        **MIXTURE,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+        "dtype": "bfloat16",
+    },
+    "olmoe-unnormalized": {**MIXTURE, "model_type": "olmoe", "num_key_value_heads": 4, "pad_token_id": None},
+    "mixtral-experts": {**MIXTURE, "model_type": "mixtral"},
+    "granitemoe-experts": {
+        **MIXTURE,
+        "model_type": "granitemoe",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
     "starcoder2-window-fp16": {"model_type": "starcoder2", "sliding_window": 6, "dtype": "float16"},
     "glm4-sandwich": {"model_type": "glm4", "head_dim": 16, "attention_bias": True, "pad_token_id": None},
     "cohere-parallel": {"model_type": "cohere", "logit_scale": 0.25, "pad_token_id": None},
@@ -218,6 +238,10 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
+
+
+# Those that every target takes; mixtures of experts are built for CPUs alone.
+DENSE = tuple(name for name, case in CASES.items() if "num_experts_per_tok" not in case)
 
 
 @dataclass(frozen=True)
@@ -333,6 +357,17 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         return folder
 
     return cache(write)
+
+
+@pytest.fixture
+def write_case() -> Callable[[dict[str, Any], Path], Any]:
+    """Writes a random checkpoint of a config into a folder; transformers, running it."""
+
+    def write(case: dict[str, Any], folder: Path) -> Any:
+        write_random_checkpoint(case, folder)
+        return Reference(folder)
+
+    return write
 
 
 @pytest.fixture(scope="session", params=[*CASES, "invented"])

@@ -97,7 +97,9 @@ def test_nodes_are_named_like_the_modules_of_the_checkpoint(case, model):
     modules = {name.removesuffix(".weight") for name in parameters if name.endswith(".weight")}
     biases = {f"{linear.name}.bias" for linear in read_export(case.export).geometry.linears if linear.bias}
     assert len(names) == len(set(names))
-    assert (modules | biases | {"lm_head", "logit_rows"}) <= set(names)
+    mixtures = read_export(case.export).geometry.mixtures
+    modules -= {part.name for item in mixtures for part in item.parts}  # one node reads them
+    assert (modules | biases | {"lm_head", "logit_rows"} | {item.name for item in mixtures}) <= set(names)
     operators = {node.name: node.op_type for node in model.graph}
     assert operators["model.layers.1.self_attn.q_proj"] == "MatMul"
     kinds = {"rms": "RMSNormalization", "layer": "LayerNormalization"}
@@ -110,7 +112,7 @@ def test_the_graph_can_be_cut_between_layers(case, model):
     geometry = read_export(case.export).geometry
     producers = {value.name: node.name for node in model.graph for value in node.outputs}
     assert producers["hidden.0"].startswith(("model.embed_tokens", "embedding_scale", "residual"))
-    mlps = {mlp.layer for mlp in geometry.mlps}
+    mlps = {part.layer for part in (*geometry.mlps, *geometry.mixtures)}
     for i in range(geometry.layers):
         assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual" + ("_1" if i in mlps else "")
     readers = {node.name: [value.name for value in node.inputs] for node in model.graph}
@@ -162,7 +164,7 @@ def test_the_file_stays_small_and_keeps_no_trace_of_the_exporter(case, model):
         *("Add", "Cast", "CachedAttention", "Constant", "CumSum", "Div", "Gather", "GatherND", "Gelu"),
         *("LayerNormalization", "LessOrEqual", "MatMul", "Mul", "RMSNormalization", "Relu", "Reshape", "RotatedHeads"),
         *("Sigmoid", "Sub", "Tanh", "Transpose", "Unsqueeze", "CausalConv", "LinearAttention", "Slice", "Softplus"),
-        *("Exp", "Neg"),
+        *("Exp", "Neg", "Softmax", "Experts"),
     }
 
 

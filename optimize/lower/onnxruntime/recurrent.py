@@ -24,8 +24,8 @@ def lower_recurrences(graph: ir.Graph, context: LoweringContext) -> int:
         _lower_conv(node, context)
     for node in recurrences:
         _lower_recurrence(node)
-    for recurrent in context.geometry.recurrents:
-        _inline_parameters(graph, recurrent.name, context)
+    names = [recurrent.name for recurrent in context.geometry.recurrents]
+    inline_vectors(graph, [f"{name}.{part}" for name in names for part in PARAMETERS], context)
     return len(convs)
 
 
@@ -88,14 +88,11 @@ def _emit_unit(emit: Emitter, part: ir.Value | None, node: ir.Node, heads: int, 
     return emit("Reshape", unit, vector(emit.graph, [0, 0, -1]))
 
 
-def _inline_parameters(graph: ir.Graph, name: str, context: LoweringContext) -> None:
-    """Small vectors of a mixer become part of the graph, in float32."""
-    for part in PARAMETERS:
-        value = graph.initializers.get(f"{name}.{part}")
-        if value is None:
-            continue
+def inline_vectors(graph: ir.Graph, names: list[str], context: LoweringContext) -> None:
+    """Those of these small vectors that there are become part of the graph, in float32."""
+    for value in filter(None, map(graph.initializers.get, names)):
         found = context.calibrated.rows(find_vector(value)).astype(np.float32)
-        inline = constant(graph, f"{name}.{part}.float32", found)
+        inline = constant(graph, f"{value.name}.float32", found)
         for node, index in list(value.uses()):
             if node.op_type == "Cast":
                 node.outputs[0].replace_all_uses_with(inline)

@@ -3,6 +3,7 @@
 Nothing here runs on a GPU: that every operator has a CUDA kernel is read from ONNX Runtime's documentation.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def lowered(tmp_path: Path) -> Callable[..., Lowered]:
 # ------------------------------------------------------------------------------------------------------------ float32
 
 
+@pytest.mark.parametrize("case", sys.modules["llmc_random_checkpoints"].DENSE, indirect=True)
 def test_float32_equals_the_portable_graph(case, lowered, decoder, portable_logits, ids):
     lowering = lowered(case.export, Float32(), "float32").lower()
     run = decoder(lowering.write(), lowering.geometry)

@@ -31,7 +31,7 @@ from llmc.optimize.weights.store import Calibrated
 from llmc.optimize.weights.tensors import rows_of
 
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
-CASES: tuple[str, ...] = tuple(random_checkpoints.CASES)
+CASES: tuple[str, ...] = random_checkpoints.DENSE
 TOKENS = 20
 CAPACITY = 48
 # Numbers of cache positions that attention looks at; all of them hold the 20 tokens.

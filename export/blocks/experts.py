@@ -1,0 +1,40 @@
+"""Mixtures of experts."""
+
+import torch
+from torch import Tensor, nn
+
+from llmc.export import expert_ops
+from llmc.export.blocks.linear import Linear, as_float
+from llmc.export.blocks.scale import Scale
+from llmc.export.config import ExpertsConfig
+
+
+class Stacked(nn.Module):
+    """The weights [E, out, in] of the same linear of all experts."""
+
+    def __init__(self, count: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, outputs, inputs), requires_grad=False)
+
+
+class Experts(nn.Module):
+    """x (B, S, N) -> the sum (B, S, N) of what the experts chosen for each token make of it, by their weights."""
+
+    def __init__(self, config: ExpertsConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Linear(hidden_size, config.count)
+        self.correction = nn.Parameter(torch.empty(config.count), requires_grad=False) if config.corrected else None
+        self.gate_up_proj = Stacked(config.count, hidden_size, 2 * config.inner)
+        self.down_proj = Stacked(config.count, config.inner, hidden_size)
+        self.scale = Scale(config.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        weights = torch.softmax(logits, -1) if self.config.score == "softmax" else torch.sigmoid(logits)
+        scores = weights if self.correction is None else weights + as_float(self.correction)
+        stacks = self.gate_up_proj.weight, self.down_proj.weight
+        y: Tensor = self.scale(
+            expert_ops.experts(x, scores, weights, *stacks, self.config.chosen, self.config.normalized)
+        )
+        return y

@@ -1,0 +1,45 @@
+"""The common part of families with mixtures of experts."""
+
+from dataclasses import replace
+
+from llmc.export.config import DecoderConfig, ExpertsConfig, MlpConfig
+from llmc.export.keys import Keys
+
+# Learning alone reads these.
+TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef")
+# As transformers has them in its first mixture, Qwen2: a tensor for each expert, or one of all.
+RENAMED = (
+    *(("mlp.experts", "experts"), ("mlp.gate", "experts.router")),
+    *((f"mlp.experts.{part}_proj", f"experts.{part}_proj.weight") for part in ("gate_up", "down")),
+)
+
+
+def read_experts(keys: Keys, inner: int, *, normalized: bool, count: int | None = None) -> ExpertsConfig:
+    """The number of experts, and of those that each token goes through."""
+    keys.skip(*TRAINING)
+    keys.choice("hidden_act", ("silu",), "silu")
+    experts, chosen = keys.integer("num_experts", count), keys.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise keys.error("num_experts_per_tok", chosen, f"at most num_experts={experts}")
+    return ExpertsConfig(experts, chosen, inner, normalized=normalized)
+
+
+def put_experts(
+    config: DecoderConfig, experts: ExpertsConfig, dense: tuple[bool, ...] = (), shared: MlpConfig | None = None
+) -> DecoderConfig:
+    """The decoder with experts, and beside them a ``shared`` MLP, in the place of MLPs but in layers that are
+    ``dense``."""
+    layers = tuple(
+        layer if index < len(dense) and dense[index] else replace(layer, mlp=shared, experts=experts)
+        for index, layer in enumerate(config.layers)
+    )
+    return replace(config, layers=layers)
+
+
+def dense_layers(keys: Keys) -> tuple[bool, ...]:
+    """The layers that ``mlp_only_layers`` lists, and all but every ``decoder_sparse_step``th."""
+    layers, listed = keys.integer("num_hidden_layers"), keys.raw("mlp_only_layers") or []
+    every = keys.integer("decoder_sparse_step", 1)
+    if not isinstance(listed, list) or any(type(it) is not int or it not in range(layers) for it in listed):
+        raise keys.error("mlp_only_layers", listed, f"indices of the {layers} layers")
+    return tuple(index in listed or (index + 1) % every != 0 for index in range(layers))
