@@ -104,7 +104,9 @@ def eager_run(folder: Path) -> Run:
     def run(feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         ids, past_lengths, indices, *caches = (torch.from_numpy(array) for array in feeds.values())
         with torch.no_grad():
-            logits, presents, _ = decoder(ids, past_lengths, indices, list(zip(caches[::2], caches[1::2], strict=True)))
+            logits, presents, *_ = decoder(
+                ids, past_lengths, indices, list(zip(caches[::2], caches[1::2], strict=True))
+            )
         return [logits.numpy(), *(cache.numpy() for pair in presents for cache in pair)]
 
     return run
