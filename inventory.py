@@ -69,8 +69,8 @@ class Linear:
         outputs, inputs: shape of the weight.
         bias: whether a bias [outputs] is added.
         reads: the module whose output it multiplies, or where a residual stream as it stands: ``model.layers.{i}`` for
-            what goes into layer i, ``model.layers.{i}.residual`` for what its MLP adds to, ``.residual_1`` for that sum. Linears that read the same
-            read the same tensor.
+            what goes into layer i, ``model.layers.{i}.residual`` for what its MLP adds to, ``.residual_1`` for that
+            sum. Linears that read the same read the same tensor.
         producer: the norm or linear whose output channels scale the inputs one by one, so that a factor per input can
             be moved into its weight; empty where there is none.
         layer: index of its layer, None for the head.
@@ -370,6 +370,16 @@ class Geometry:
         """The caches that a layer writes."""
         names = {attention.cache for attention in self.writing if attention.layer == layer}
         names |= {name for item in self.recurrents if item.layer == layer for name in item.caches}
+        return [cache for cache in self.caches if cache.name in names]
+
+    @property
+    def shares(self) -> bool:
+        """True if layers read caches of others: the last layers, which compute only rows whose logits are wanted."""
+        return len(self.writing) < len(self.attentions)
+
+    def source_of(self, layer: int) -> list[Cache]:
+        """The cache of another layer that a layer reads."""
+        names = {item.cache for item in self.attentions if item.layer == layer and not item.writes}
         return [cache for cache in self.caches if cache.name in names]
 
     @property

@@ -15,7 +15,6 @@ from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.blocks.scale import Scale, Softcap
 from llmc.export.config import DecoderConfig
 
-
 Tensors = tuple[Tensor, ...]
 
 
@@ -74,8 +73,8 @@ class DecoderLayer(nn.Module):
         per_layer: Tensor | None = None,
     ) -> tuple[Tensor, Tensors]:
         """Values (B, S, N), the tensors of this layer's caches, lengths (B), the frequencies of every rope, where a
-        cache is a state new lengths (B) and, where layers have one, an input (B, S, P) -> values, caches. See :class:`llmc.export.blocks.attention.Attention` for a
-        layer without caches."""
+        cache is a state new lengths (B) and, where layers have one, an input (B, S, P) -> values, caches. See
+        :class:`llmc.export.blocks.attention.Attention` for a layer without caches."""
         place = self.placement
         y, read, presents = x, x, Tensors()
         if self.self_attn is not None or self.recurrent is not None:

@@ -66,7 +66,7 @@ class Attention(nn.Module):
             attn = ops.shared_attention(self.q_norm(self.q_proj(x)), past, lengths, ropes[config.rope], self.knobs)
             return self.o_proj(attn), ()
         q, k, inv_freq = self.q_proj(x), self.k_proj(x), None if config.rope is None else ropes[config.rope]
-        v = self.v_norm(k if config.keys_are_values else self.v_proj(x))
+        v = k if config.keys_are_values else self.v_proj(x)
         if config.gated:
             q, gate = (part.flatten(-2) for part in q.unflatten(-1, (-1, 2 * config.head_dim)).chunk(2, -1))
         if config.turned_before and inv_freq is not None:
@@ -75,7 +75,7 @@ class Attention(nn.Module):
                 for rope, part in ((self.q_rope, q), (self.k_rope, k))
             )
             inv_freq = None
-        projected = self.q_norm(q), self.k_norm(k), v
+        projected = self.q_norm(q), self.k_norm(k), self.v_norm(v)
         inv_freq = self.rotary_emb.inv_freq if inv_freq is None else inv_freq
         if past is None:
             attn = ops.self_attention(*projected, lengths, inv_freq, self.knobs, causal=config.causal)

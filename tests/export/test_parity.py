@@ -100,13 +100,14 @@ def eager_run(folder: Path) -> Run:
     from doubles.decoders import load_decoder
 
     decoder = load_decoder(folder)
+    own = [attention.writes for attention in decoder.config.geometry.attentions]
 
     def run(feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         ids, past_lengths, indices, *caches = (torch.from_numpy(array) for array in feeds.values())
+        pairs = iter(zip(caches[::2], caches[1::2], strict=True))
+        pasts = [next(pairs) if writes else () for writes in own]
         with torch.no_grad():
-            logits, presents, *_ = decoder(
-                ids, past_lengths, indices, list(zip(caches[::2], caches[1::2], strict=True))
-            )
+            logits, presents, *_ = decoder(ids, past_lengths, indices, pasts)
         return [logits.numpy(), *(cache.numpy() for pair in presents for cache in pair)]
 
     return run
@@ -297,6 +298,13 @@ def left_out(name: str) -> Callable[[ir.Model], None]:
     return plant
 
 
+def values_as_keys(model: ir.Model) -> None:
+    """Layers without keys of their own read values in their place."""
+    for node in model.graph:
+        if node.op_type == "SharedAttention":
+            node.replace_input_with(1, node.inputs[2])
+
+
 # Each knob of norms, their places, activations and scalars, dropped.
 DROPPED = [
     ("gemma-bf16", norm_weights_less_one),
@@ -312,6 +320,11 @@ DROPPED = [
     ("phi-head-bias-fp16", left_out("lm_head.bias")),
     ("gpt2-scale-by-layer", left_out("residual")),
     ("invented", left_out("logit_softcap.tanh")),
+    ("gemma4-keys-are-values", left_out("model.layers.1.self_attn.v_norm")),
+    ("gemma4-keys-are-values", left_out("model.layers.0.mul")),
+    ("gemma4-shared-caches-per-layer-inputs", left_out("model.layers.4.post_per_layer_input_norm")),
+    ("gemma4-shared-caches-per-layer-inputs", left_out("model.per_layer_projection_norm")),
+    ("gemma4-shared-caches-per-layer-inputs", values_as_keys),
 ]
 
 

@@ -46,7 +46,8 @@ def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
     """
     count = 0
     for attention in nodes_of(graph, "CachedAttention", LLMC):
-        linears = [_linear_before(value) for value in attention.inputs[:3]]
+        made = (_linear_before(value) for value in attention.inputs[:3])
+        linears = list({linear.name: linear for linear in made}.values())  # keys may be values, too
         if len({id(_before_sorting(linear.node.inputs[0])) for linear in linears}) != 1:
             raise BuildError(f"{attention.name}: query, key and value do not read the same activation")
         if len({bool(linear.biases) for linear in linears}) != 1:

@@ -3,16 +3,30 @@
 import numpy as np
 import onnx_ir as ir
 
+from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import group_query_attention, rotate_before
-from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention
+from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention, shared_attention
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, graph_input, nodes_of, replace, scalar, vector
 
 
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over the shared buffers of a CPU, or basic operators."""
     rotate_before(graph, context)
-    return _lower_capped(graph, context) + group_query_attention(graph, context, _lengths)
+    shared = _lower_shared(graph, context)
+    return shared + _lower_capped(graph, context) + group_query_attention(graph, context, _lengths)
+
+
+def _lower_shared(graph: ir.Graph, context: LoweringContext) -> int:
+    """Attentions over caches of other layers in basic operators: queries are few, and have positions of their own."""
+    nodes = list(nodes_of(graph, "SharedAttention", LLMC))
+    if nodes and context.cache != "float32":
+        raise BuildError(f"{nodes[0].name} reads another layer's cache, which is supported in float32: leave cache out")
+    if nodes:
+        shared = Shared.before(nodes[0], _Cache(nodes[0]), nodes[0].inputs[3])
+        for node in nodes:
+            replace(node, shared_attention(node, shared, context))
+    return len(nodes)
 
 
 def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:

@@ -8,19 +8,10 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.linears import inline_vector
 from llmc.optimize.lower.onnxruntime.attention import emit_token_counts
 from llmc.optimize.lower.raising import find_vector
-from llmc.optimize.lower.rewrite import (
-    LLMC,
-    MICROSOFT,
-    Emitter,
-    constant,
-    graph_input,
-    nodes_of,
-    replace,
-    scalar,
-    vector,
-)
+from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, nodes_of, replace, scalar, vector
 
 END = np.iinfo(np.int64).max
 # What mixers have beside linears and norms.
@@ -101,13 +92,5 @@ def _emit_unit(emit: Emitter, part: ir.Value | None, node: ir.Node, heads: int, 
 def _inline_parameters(graph: ir.Graph, name: str, context: LoweringContext) -> None:
     """Small vectors of a mixer become part of the graph, in float32."""
     for part in PARAMETERS:
-        value = graph.initializers.get(f"{name}.{part}")
-        if value is None:
-            continue
-        found = context.calibrated.rows(find_vector(value)).astype(np.float32)
-        inline = constant(graph, f"{name}.{part}.float32", found)
-        for node, index in list(value.uses()):
-            if node.op_type == "Cast":
-                node.outputs[0].replace_all_uses_with(inline)
-            else:
-                node.replace_input_with(index, inline)
+        if (value := graph.initializers.get(f"{name}.{part}")) is not None:
+            inline_vector(graph, value, context)
