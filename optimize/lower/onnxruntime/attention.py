@@ -165,7 +165,7 @@ def emit_attention(
         scores = emit("Mul", emit("Tanh", scores), scalar(graph, softcap, np.float32))
     weights = emit("Softmax", emit("Where", mask, scores, scalar(graph, MASKED, np.float32)), axis=-1)
     mixed = emit("Transpose", emit("MatMul", weights, values), perm=[0, 3, 1, 2, 4])  # (B, S, KV, G, D)
-    return emit("Reshape", mixed, vector(graph, [0, 0, -1]))
+    return emit("Reshape", mixed, vector(graph, [0, 0, attention.heads * attention.head_dim]))  # no -1: S may be 0
 
 
 def check_head_sizes(geometry: Geometry) -> None:
