@@ -23,10 +23,26 @@ def _lower_shared(graph: ir.Graph, context: LoweringContext) -> int:
     if nodes and context.cache != "float32":
         raise BuildError(f"{nodes[0].name} reads another layer's cache, which is supported in float32: leave cache out")
     if nodes:
+        _ask_for_a_row(graph)
         shared = Shared.before(nodes[0], _Cache(nodes[0]), nodes[0].inputs[3])
         for node in nodes:
             replace(node, shared_attention(node, shared, context))
     return len(nodes)
+
+
+def _ask_for_a_row(graph: ir.Graph) -> None:
+    """Compute one row where no logits are wanted, and drop it before the last norm: no kernel quantizes no rows."""
+    indices, emit = graph_input(graph, "logit_indices"), Emitter(graph[0], "logit_rows")
+    readers = list(indices.uses())
+    count = emit("Shape", indices, start=1, end=2)
+    missing = emit("Max", emit("Sub", vector(graph, [1]), count), vector(graph, [0]))
+    asked = emit("Pad", indices, emit("Concat", vector(graph, [0, 0, 0]), missing, axis=0))
+    graph.meta["asked"] = asked
+    for node, index in readers:
+        node.replace_input_with(index, asked)
+    last = next(node for node in graph if node.name == "model.norm")
+    rows = Emitter(last, "logit_rows")("Slice", last.inputs[0], vector(graph, [0]), count, vector(graph, [1]))
+    last.replace_input_with(0, rows)
 
 
 def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
