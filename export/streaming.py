@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from llmc import bundle
 from llmc.errors import CheckpointError
 from llmc.export.blocks.norm import Norm
-from llmc.export.config import PER_LAYER_NORM
 from llmc.export.blocks.rope import inverse_frequencies
+from llmc.export.config import PER_LAYER_NORM
 from llmc.export.decoder import DecoderLayer
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
@@ -58,8 +58,10 @@ class StreamedDecoder:
         if self.config.learned_positions:
             vectors = vectors + self.rows(f"{POSITIONS}.weight", 0, ids.shape[1])
         carried = [self._embed_per_layer(unique, inverse, vectors)] if self.config.per_layer else []
-        room = max((spans[-1].stop for spans in self._carried.values()), default=0) - sum(it.shape[-1] for it in carried)
-        return torch.cat((vectors, *carried, vectors.new_zeros(*ids.shape, room)), -1) if carried or room > 0 else vectors
+        end = max((spans[-1].stop for spans in self._carried.values()), default=0)
+        room = end - self.config.per_layer * self.geometry.layers
+        carried += [vectors.new_zeros(*ids.shape, room)] if room > 0 else []
+        return torch.cat((vectors, *carried), -1) if carried else vectors
 
     def layer(self, index: int) -> DecoderLayer:
         layer = DecoderLayer(self.config, index)

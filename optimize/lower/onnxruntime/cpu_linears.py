@@ -88,7 +88,7 @@ def _per_token_linear(
         for run, weight, scales in zip(tokens, weights, _split_runs(emit, token_scales, len(tokens)), strict=True)
     ]
     total = emit("Sum", *products) if len(products) > 1 else products[0]
-    return emit("Reshape", with_bias(emit, total, linear, context), _rows_shape(emit))
+    return emit("Reshape", with_bias(emit, total, linear, context), _rows_shape(emit, _rows_before(linear, context)))
 
 
 def _store_runs(
@@ -133,7 +133,7 @@ def _static_linear(
     (tokens,), scale = activations[x]
     (weight,) = _store_runs(emit.graph, linear, grid, context)
     output = with_bias(emit, _integer_product(emit, tokens, scale, *weight), linear, context)
-    return emit("Reshape", output, _rows_shape(emit))
+    return emit("Reshape", output, _rows_shape(emit, _rows_before(linear, context)))
 
 
 def _integer_product(emit: Emitter, tokens: ir.Value, scale: ir.Value, weight: ir.Value, scales: ir.Value) -> ir.Value:
@@ -226,12 +226,10 @@ def _find_producer(operator: str, value: ir.Value | None) -> ir.Node | None:
     return node if node is not None and node.op_type == operator else None
 
 
-def _rows_shape(emit: Emitter) -> ir.Value:
+def _rows_shape(emit: Emitter, rows: ir.Value) -> ir.Value:
     """The shape (batch, sequence, -1) that turns [M, N] back into [B, S, N]."""
-    ids = emit.graph.inputs[0]
-    return _once(
-        emit.graph, "activation.rows", lambda: emit("Concat", emit("Shape", ids), vector(emit.graph, [-1]), axis=0)
-    )
+    end = vector(emit.graph, [-1])
+    return _once(emit.graph, f"activation.rows.{rows.name}", lambda: emit("Concat", emit("Shape", rows), end, axis=0))
 
 
 def _once(graph: ir.Graph, key: str, make: Callable[[], ir.Value]) -> ir.Value:
