@@ -40,7 +40,6 @@ class DecoderLayer(nn.Module):
         layer, hidden_size = config.layers[index], config.hidden_size
         self.index, self.placement = index, layer.placement
         self.self_attn = self.recurrent = self.mlp = None
-        self.source = layer.attention.source if layer.attention else None
         if layer.attention is not None:
             rope = None if layer.attention.rope is None else config.ropes[layer.attention.rope]
             self.self_attn = Attention(layer.attention, rope, hidden_size, config.norm)
@@ -164,8 +163,8 @@ class Decoder(nn.Module):
             own = inputs[index] if inputs else None
             if index == self.config.first_shared:
                 x, places = self.shared_rows(x, logit_indices), self.logit_positions(past_lengths, logit_indices)
-            if (source := layer.source) is not None:
-                past, own = presents[source], own if own is None else self.shared_inputs(own, logit_indices)
+            if (attention := self.config.layers[index].attention) and attention.source is not None:
+                past, own = presents[attention.source], own if own is None else self.shared_inputs(own, logit_indices)
             x, present = layer(x, past, places, ropes, new_lengths, own)
             borders.append(x)
             presents.append(present)

@@ -80,7 +80,7 @@ class StreamedDecoder:
         past, places = tuple(torch.zeros(shape, device=self.device) for shape in shapes), start
         for source in geometry.source_of(layer.index):
             spans = self._carried[source.name]
-            past = tuple(carried[..., span].unflatten(-1, source.shape).transpose(1, 2) for span in spans)
+            past = tuple(carried[..., span].view(batch, length, *source.shape).transpose(1, 2) for span in spans)
             places = torch.arange(length, device=self.device).expand(batch, -1)
         out, presents = layer(x, past, places, self._ropes, start + length, own)
         found = dict(zip((name for cache in held for name in cache.outputs), presents, strict=True))

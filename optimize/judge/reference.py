@@ -109,7 +109,7 @@ class Reference:
         """Inputs of the head, from the last hidden states [B, S, H]."""
         source, geometry = self._head.inputs[0], self.manifest.geometry
         assert source is not None and source.name is not None
-        known = {f"hidden.{geometry.layers}": hidden}
+        known: dict[str, Any] = {f"hidden.{geometry.layers}": hidden}
         if not geometry.shares:  # else rows were picked before
             known["logit_indices"] = every_row(hidden)
         return self._run(known, source.name)

@@ -3,7 +3,6 @@
 import numpy as np
 import onnx_ir as ir
 
-from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import group_query_attention, rotate_before
 from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention, shared_attention
@@ -20,8 +19,6 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
 def _lower_shared(graph: ir.Graph, context: LoweringContext) -> int:
     """Attentions over caches of other layers in basic operators: queries are few, and have positions of their own."""
     nodes = list(nodes_of(graph, "SharedAttention", LLMC))
-    if nodes and context.cache != "float32":
-        raise BuildError(f"{nodes[0].name} reads another layer's cache, which is supported in float32: leave cache out")
     if nodes:
         _ask_for_a_row(graph)
         shared = Shared.before(nodes[0], _Cache(nodes[0]), nodes[0].inputs[3])
