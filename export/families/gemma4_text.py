@@ -70,9 +70,8 @@ def _read_own(keys: Keys, full: list[int]) -> tuple[int, int | None]:
     if stated is None:
         return keys.integer("global_head_dim", 512), keys.optional_integer("num_global_key_value_heads")
     found = list(stated.values()) if isinstance(stated, dict) else []
-    names = set(OWN.values())
-    alike = all(isinstance(it, dict) and it == found[0] and set(it) <= names for it in found)
-    if not found or not alike or sorted(map(str, stated)) != sorted(map(str, full)):
+    alike = all(isinstance(it, dict) and it == found[0] and set(it) <= set(OWN.values()) for it in found)
+    if not found or not alike or [name.lstrip("0") or "0" for name in stated] != [*map(str, full)]:
         raise keys.error("per_layer_config", stated, f"the same sizes for each of the layers {full}, and for no other")
     own = Keys({name: found[0].get(inner) for name, inner in OWN.items()}, f"{keys.where}: per_layer_config")
     return own.integer("global_head_dim", 512), own.optional_integer("num_global_key_value_heads")
