@@ -34,7 +34,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(case, model):
     geometry = read_export(case.export).geometry
     caches = {
         f"{attention.layer}.{part}": ("FLOAT", ["batch", attention.kv_heads, "capacity", attention.head_dim])
-        for attention in geometry.attentions
+        for attention in geometry.writing
         for part in ("key", "value")
     }
     assert signature(model.graph.inputs) == {
@@ -62,17 +62,17 @@ def test_the_file_says_what_it_is(model):
 def test_one_attention_node_per_layer_carries_the_geometry(case, model):
     geometry, config = read_export(case.export).geometry, read_checkpoint(case.checkpoint).config
     attentions = [node for node in model.graph if node.op_type == "CachedAttention"]
-    assert [node.name for node in attentions] == [f"model.layers.{i}.self_attn" for i in range(geometry.layers)]
-    for i, (node, attention) in enumerate(zip(attentions, geometry.attentions, strict=True)):
+    assert [node.name for node in attentions] == [attention.name for attention in geometry.writing]
+    for i, (node, attention) in enumerate(zip(attentions, geometry.writing, strict=True)):
         turned = attention.rope is not None and not attention.turned_before
         assert {name: attribute.value for name, attribute in node.attributes.items()} == {
             "num_heads": attention.heads,
             "kv_heads": attention.kv_heads,
-            "scale": pytest.approx(config.layers[i].mixer.scale or attention.head_dim**-0.5),
+            "scale": pytest.approx(config.layers[i].attention.scale or attention.head_dim**-0.5),
             "window": attention.window,
-            "softcap": pytest.approx(config.layers[i].mixer.softcap),
-            "growth": pytest.approx(config.layers[i].mixer.query_growth),
-            "period": config.layers[i].mixer.growth_period,
+            "softcap": pytest.approx(config.layers[i].attention.softcap),
+            "growth": pytest.approx(config.layers[i].attention.query_growth),
+            "period": config.layers[i].attention.growth_period,
             "rotary_dim": attention.rotary_dim if turned else attention.head_dim,
             "interleaved": int(attention.rope is not None and config.ropes[attention.rope].interleaved),
             "magnitude": pytest.approx(1.0 if attention.rope is None else config.ropes[attention.rope].magnitude),
@@ -92,7 +92,8 @@ def test_nodes_are_named_like_the_modules_of_the_checkpoint(case, model):
     modules = {name.removesuffix(".weight") for name in parameters if name.endswith(".weight")}
     biases = {f"{linear.name}.bias" for linear in read_export(case.export).geometry.linears if linear.bias}
     assert len(names) == len(set(names))
-    assert (modules | biases | {"lm_head", "logit_rows"}) <= set(names)
+    rows = "shared_rows" if read_export(case.export).geometry.shares else "logit_rows"
+    assert (modules | biases | {"lm_head", rows}) <= set(names)
     operators = {node.name: node.op_type for node in model.graph}
     assert operators["model.layers.1.self_attn.q_proj"] == "MatMul"
     kinds = {"rms": "RMSNormalization", "layer": "LayerNormalization"}
@@ -106,16 +107,19 @@ def test_the_graph_can_be_cut_between_layers(case, model):
     producers = {value.name: node.name for node in model.graph for value in node.outputs}
     assert producers["hidden.0"].startswith(("model.embed_tokens", "embedding_scale", "residual"))
     mlps = {mlp.layer for mlp in geometry.mlps}
-    for i in range(geometry.layers):
+    for i in range(geometry.layers if not geometry.layer_scalars else 0):
         assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual" + ("_1" if i in mlps else "")
     readers = {node.name: [value.name for value in node.inputs] for node in model.graph}
     linear = geometry.linear["model.layers.1.self_attn.q_proj"]
     assert readers[linear.reads if linear.producer else linear.name][0] == "hidden.1"
-    assert readers["logit_rows"][0] == f"hidden.{geometry.layers}"
+    assert readers["model.norm" if geometry.shares else "logit_rows"][0] == f"hidden.{geometry.layers}"
 
 
-def test_the_head_sees_only_the_rows_that_were_asked_for(model):
-    norm = next(node for node in model.graph if node.name == "model.norm")
+def test_the_head_sees_only_the_rows_that_were_asked_for(case, model):
+    """Layers that read caches of others see only these, too."""
+    shared = next((item.layer for item in read_export(case.export).geometry.attentions if not item.writes), None)
+    first = "model.norm" if shared is None else f"model.layers.{shared}.input_layernorm"
+    norm = next(node for node in model.graph if node.name == first)
     assert norm.inputs[0].producer().op_type == "GatherND"
 
 
@@ -151,18 +155,19 @@ def stored_bytes(file: Path) -> dict[str, bytes]:
 
 
 def test_the_file_stays_small_and_keeps_no_trace_of_the_exporter(case, model):
-    assert (case.export / "decoder.onnx").stat().st_size < 40_000
+    assert (case.export / "decoder.onnx").stat().st_size < 20_000 * len(read_checkpoint(case.checkpoint).config.layers)
     assert not any(node.metadata_props or node.doc_string for node in model.graph)
     assert {node.op_type for node in model.graph} <= {
         *("Add", "Cast", "CachedAttention", "Constant", "CumSum", "Div", "Gather", "GatherND", "Gelu"),
         *("LayerNormalization", "LessOrEqual", "MatMul", "Mul", "RMSNormalization", "Relu", "Reshape", "RotatedHeads"),
-        *("Sigmoid", "Sub", "Tanh", "Transpose", "Unsqueeze"),
+        *("SharedAttention", "Sigmoid", "Split", "Sub", "Tanh", "Transpose", "Unsqueeze"),
     }
 
 
 def test_the_attention_function_is_standard_onnx(model):
     function = functions()[0]
-    rotated = {("llmc", "RotatedHeads")} if any(node.op_type == "RotatedHeads" for node in model.graph) else set()
+    used = {node.op_type for node in model.graph}
+    rotated = {("llmc", name) for name in ("RotatedHeads", "SharedAttention") if name in used}
     assert {key[:2] for key in model.functions} == {("llmc", "CachedAttention")} | rotated
     assert {node.domain for node in function.node} == {""}
     assert {"RotaryEmbedding", "TensorScatter", "Attention"} <= {node.op_type for node in function.node}
@@ -189,11 +194,11 @@ def test_frequencies_are_the_only_computed_weights(case, model):
         np.testing.assert_array_equal(frequencies, inverse_frequencies(ropes[name]) if name in ropes else 0)
 
 
-@pytest.mark.parametrize("operator", ["MatMul", "Normalization", "CachedAttention"])
+@pytest.mark.parametrize("operator", ["MatMul", "Normalization", "Attention"])
 def test_the_inventory_lists_every_node_in_the_order_of_the_computation(case, model, operator):
     geometry = read_export(case.export).geometry
     assert geometry.is_sound and geometry == read_checkpoint(case.checkpoint).geometry
-    found = {"MatMul": geometry.linears, "Normalization": geometry.norms, "CachedAttention": geometry.attentions}
+    found = {"MatMul": geometry.linears, "Normalization": geometry.norms, "Attention": geometry.attentions}
     nodes = [node.name for node in model.graph if node.op_type.endswith(operator)]
     assert [part.name for part in found[operator]] == nodes
 
