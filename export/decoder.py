@@ -185,4 +185,5 @@ class Decoder(nn.Module):
         of_width, of_rows, of_both = self.per_layer_scales
         projected = self.model.per_layer_projection_norm(of_width(self.model.per_layer_model_projection(embedded)))
         both = of_both(projected + of_rows(self.model.embed_tokens_per_layer(input_ids)))
-        return list(both.split(self.config.per_layer, -1))
+        width = self.config.per_layer
+        return [both[..., i * width : (i + 1) * width] for i in range(len(self.config.layers))]
