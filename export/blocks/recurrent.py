@@ -54,7 +54,9 @@ class Recurrent(nn.Module):
         self.conv_act, self.gate_act = SiLU(), SiLU()
         self.out_proj = Linear(config.inner, hidden_size, bias=conv and config.bias)
 
-    def forward(self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x (B, S, N), states and new lengths (B) -> values (B, S, N), states."""
         if self.config.rule == "conv":
             before, after, inner = self.in_proj(x).chunk(3, -1)
@@ -62,7 +64,9 @@ class Recurrent(nn.Module):
             return self.out_proj(after * mixed), (present,)
         return self._recur(x, past, new_lengths)
 
-    def _recur(self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _recur(
+        self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         config, keys = self.config, self.config.key_heads * self.config.key_dim
         mixed, conv_state = self.conv(self.in_proj(x), past[0], new_lengths)
         parts, gate = self.conv_act(mixed), self.gate_act(self.gate_proj(x))

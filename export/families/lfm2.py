@@ -38,7 +38,9 @@ def read(keys: Keys) -> DecoderConfig:
     attending = list(range(layers)) if attending is None else attending
     if not isinstance(attending, list) or any(index not in range(layers) for index in attending):
         raise keys.error("full_attn_idxs", attending, f"indices of the {layers} layers")
-    mixer = RecurrentConfig("conv", config.hidden_size, keys.integer("conv_L_cache", 3), bias=keys.flag("conv_bias"))
+    mixer = RecurrentConfig(
+        "conv", config.hidden_size, keys.integer("conv_L_cache", 3), bias=keys.flag("conv_bias")
+    )
     default = tuple(i not in attending for i in range(layers))
     return replace(config, layers=recurrent_layers(keys, config.layers, mixer, "conv", default), renamed=RENAMED)
 

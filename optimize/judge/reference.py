@@ -183,7 +183,7 @@ class LayerCalls:
         return self.hidden
 
     def more(self, layer: int) -> dict[str, Any]:
-        """What the layer reads beside hidden states and caches of its own."""
+        """Return what the layer reads beside hidden states and caches of its own."""
         geometry, found = self._reference.manifest.geometry, dict[str, Any]()
         if geometry.per_layer:
             name, known = f"per_layer.{layer}", {"input_ids": self._ids, "hidden.0": self._embedded}

@@ -45,7 +45,8 @@ def test_the_columns_are_the_targets_and_tell_what_has_run(rows):
     assert sorted(name for column in columns for name in column) == sorted(TARGETS)
     for row in rows[1:]:
         for cell, targets in zip(row[2:], columns, strict=True):
-            assert cell == (RUN if not TARGETS[targets[0]].has_gpu else BUILT if names(row[0]) else REFUSED)
+            lowered = names(row[0]) and "gemma4" not in names(row[0])
+            assert cell == (RUN if not TARGETS[targets[0]].has_gpu else BUILT if lowered else REFUSED)
 
 
 @pytest.mark.parametrize("target", TARGETS)
