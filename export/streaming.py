@@ -104,7 +104,7 @@ class StreamedDecoder:
 
     @cached_property
     def _carried(self) -> dict[str, tuple[slice, ...]]:
-        """Where keys and values that other layers read are carried, by the names of their caches."""
+        """Spans of the carried values that hold the caches which other layers read, by the names of these caches."""
         read = {item.cache for item in self.geometry.attentions if not item.writes}
         end, found = self.config.per_layer * self.geometry.layers, dict[str, tuple[slice, ...]]()
         for cache in self.geometry.caches:
