@@ -14,6 +14,9 @@ from typing import Annotated, Literal
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 # Of those that add a learned vector to each position's embedding.
 POSITIONS = "model.embed_positions"
+# Of those that give every layer an input of its own, from a row of the token.
+PER_LAYER = "model.embed_tokens_per_layer"
+PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 # What recipes call :attr:`Geometry.sensitive`.
 SENSITIVE = "sensitive"
 # What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
@@ -66,8 +69,8 @@ class Linear:
         outputs, inputs: shape of the weight.
         bias: whether a bias [outputs] is added.
         reads: the module whose output it multiplies, or where a residual stream as it stands: ``model.layers.{i}`` for
-            what goes into layer i, ``model.layers.{i}.residual`` for what its MLP adds to. Linears that read the same
-            read the same tensor.
+            what goes into layer i, ``model.layers.{i}.residual`` for what its MLP adds to, ``.residual_1`` for that
+            sum. Linears that read the same read the same tensor.
         producer: the norm or linear whose output channels scale the inputs one by one, so that a factor per input can
             be moved into its weight; empty where there is none.
         layer: index of its layer, None for the head.
@@ -126,6 +129,7 @@ class Attention:
         rotary_dim: values of each head that are rotated, 0 without a rope.
         projections: names of the linears that make queries, keys and values.
         cache: name of its cache, empty in an encoder.
+        writes: whether it adds keys and values to it, instead of reading those of the layer that does.
         causal: whether a position sees none after it.
         turned_before: whether queries and keys are rotated by nodes of their own, ``{name}.q_rope`` and ``.k_rope``, in
             front of what the attention reads.
@@ -145,6 +149,7 @@ class Attention:
     causal: bool = True
     turned_before: bool = False
     grows_after: Annotated[int, range(1 << 28)] = 0
+    writes: bool = True
 
 
 @dataclass(frozen=True)
@@ -302,6 +307,8 @@ class Geometry:
         linears: in the order of the computation, the head last.
         norms, attentions, mlps, caches, recurrents, mixtures: in the order of the layers.
         encoder: its end where it embeds or ranks; None where it has a head and generates.
+        per_layer: values that each layer gets of a table [vocab_size, layers * per_layer], 0 without one.
+        layer_scalars: whether each layer ends with a factor of its own.
     """
 
     model_type: str
@@ -319,6 +326,8 @@ class Geometry:
     encoder: Encoder | None = None
     recurrents: tuple[Recurrent, ...] = ()
     mixtures: tuple[Experts, ...] = ()
+    per_layer: Annotated[int, range(1 << 16)] = 0
+    layer_scalars: bool = False
 
     @property
     def table(self) -> Linear:
@@ -385,9 +394,25 @@ class Geometry:
             and all(linear.producer or linear.name in self.writers for linear in self.linears)
         )
 
+    @property
+    def writing(self) -> tuple[Attention, ...]:
+        """The attentions that add to a cache."""
+        return tuple(attention for attention in self.attentions if attention.writes)
+
     def caches_of(self, layer: int) -> list[Cache]:
-        names = {attention.cache for attention in self.attentions if attention.layer == layer}
+        """The caches that a layer writes."""
+        names = {attention.cache for attention in self.writing if attention.layer == layer}
         names |= {name for item in self.recurrents if item.layer == layer for name in item.caches}
+        return [cache for cache in self.caches if cache.name in names]
+
+    @property
+    def shares(self) -> bool:
+        """True if layers read caches of others: the last layers, which compute only rows whose logits are wanted."""
+        return len(self.writing) < len(self.attentions)
+
+    def source_of(self, layer: int) -> list[Cache]:
+        """The cache of another layer that a layer reads."""
+        names = {item.cache for item in self.attentions if item.layer == layer and not item.writes}
         return [cache for cache in self.caches if cache.name in names]
 
     @property
@@ -421,7 +446,7 @@ class Geometry:
         parts: list[Linear | Norm | Attention | Recurrent | Mlp | Experts] = [*self.linears, *self.norms]
         parts += [*self.attentions, *self.recurrents, *self.mlps, *self.mixtures]
         names, caches = {part.name for part in parts}, {cache.name: cache for cache in self.caches}
-        streams = {f"model.layers.{i}{end}" for i in range(self.layers) for end in ("", ".residual")}
+        streams = {f"model.layers.{i}{end}" for i in range(self.layers) for end in ("", ".residual", ".residual_1")}
         return (
             all(part.layer is None or 0 <= part.layer < self.layers for part in parts)
             and len(names) == len(parts)
@@ -455,7 +480,7 @@ class Geometry:
 
     @property
     def _has_sound_end(self) -> bool:
-        end = [linear for linear in self.linears if linear.layer is None]
+        end = [linear for linear in self.linears if linear.layer is None and linear.name != PER_LAYER_PROJECTION]
         if self.encoder is None:
             return [linear.name for linear in end] == [HEAD]
         of_embeddings = self.encoder.result == "embeddings"

@@ -8,6 +8,8 @@ from llmc.inventory import (
     DENSE,
     EMBEDDING,
     HEAD,
+    PER_LAYER,
+    PER_LAYER_PROJECTION,
     POSITIONS,
     SCORE,
     Attention,
@@ -82,6 +84,9 @@ class AttentionConfig:
         causal: whether a position sees none after it; only an encoder's may.
         gated: whether the output is multiplied by the sigmoid of a gate, which ``q_proj`` makes too: of each head its
             query, then its gate.
+        value_norm: whether the heads of values are normalised too, without a weight.
+        keys_are_values: whether values are what ``k_proj`` makes, before its norm and rotation.
+        source: the layer whose keys and values it reads, which has the same heads; None if it makes its own.
     """
 
     heads: int
@@ -98,6 +103,9 @@ class AttentionConfig:
     o_bias: bool = False
     causal: bool = True
     gated: bool = False
+    value_norm: bool = False
+    keys_are_values: bool = False
+    source: int | None = None
 
     @property
     def turned_before(self) -> bool:
@@ -108,6 +116,11 @@ class AttentionConfig:
     def widths(self) -> tuple[int, int]:
         """Width of all query heads together, and of all key heads."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim
+
+    @property
+    def parts(self) -> str:
+        """The projections that it has: of ``q``, ``k`` and ``v``."""
+        return "q" if self.source is not None else "qk" if self.keys_are_values else "qkv"
 
 
 @dataclass(frozen=True)
@@ -270,6 +283,7 @@ class DecoderConfig:
             here.
         left_out: modules whose tensors belong to another part of the model; words of names, between dots.
         encoder: its end where it embeds or ranks, and has no head.
+        per_layer, layer_scalars: see :class:`llmc.inventory.Geometry`.
     """
 
     model_type: str
@@ -294,6 +308,14 @@ class DecoderConfig:
     renamed: tuple[tuple[str, str], ...] = ()
     left_out: tuple[str, ...] = ()
     encoder: EncoderConfig | None = None
+    per_layer: int = 0
+    layer_scalars: bool = False
+
+    @property
+    def first_shared(self) -> int | None:
+        """The layer from which on all read caches of others, so that only rows whose logits are wanted count."""
+        sources = [layer.attention.source if layer.attention else None for layer in self.layers]
+        return next((index for index, source in enumerate(sources) if source is not None), None)
 
     def change_attentions(self, change: Callable[[int, AttentionConfig], AttentionConfig]) -> "DecoderConfig":
         """The decoder with every attention, of which ``change`` gets the layer's index too, as it returns it."""
@@ -321,10 +343,12 @@ class DecoderConfig:
             encoder=encoder(self),
             recurrents=recurrents(self),
             mixtures=mixtures(self),
+            per_layer=self.per_layer,
+            layer_scalars=self.layer_scalars,
         )
 
 
-FINAL_NORM = "model.norm"
+FINAL_NORM, PER_LAYER_NORM = "model.norm", "model.per_layer_projection_norm"
 
 
 def encoder(config: DecoderConfig) -> Encoder | None:
@@ -337,6 +361,9 @@ def encoder(config: DecoderConfig) -> Encoder | None:
 
 def linears(config: DecoderConfig) -> tuple[Linear, ...]:
     found = [linear for index, _ in enumerate(config.layers) for linear in _layer_linears(config, index)]
+    if config.per_layer:
+        width = len(config.layers) * config.per_layer
+        found.insert(0, Linear(PER_LAYER_PROJECTION, width, config.hidden_size, False, _path(0), "", None, exact=True))
     if config.encoder is not None:
         return (*found, *_end_linears(config.encoder, config.hidden_size))
     head = Linear(HEAD, config.vocab_size, config.hidden_size, config.head_bias, FINAL_NORM, FINAL_NORM, None)
@@ -370,18 +397,23 @@ def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
         )
     if layer.mlp is not None:
         found += _mlp_linears(layer.mlp, config.hidden_size, index, read)
+    if config.per_layer:
+        gate, hidden = f"{path}.per_layer_input_gate", config.hidden_size
+        found.append(Linear(gate, config.per_layer, hidden, False, f"{path}.residual_1", "", index))
+        found.append(Linear(f"{path}.per_layer_projection", hidden, config.per_layer, False, gate, "", index))
     return found
 
 
 def _attention_linears(mixer: AttentionConfig, hidden: int, index: int, read: tuple[str, str]) -> list[Linear]:
     at, (queries, keys) = f"{_path(index)}.self_attn", mixer.widths
     outputs = ((2 if mixer.gated else 1) * queries, keys, keys)
+    producer = f"{at}.v_proj" if mixer.parts == "qkv" and not mixer.value_norm else ""
     return [
         *(
             Linear(f"{at}.{part}_proj", rows, hidden, mixer.qkv_bias, *read, index)
-            for part, rows in zip("qkv", outputs, strict=True)
+            for part, rows in zip(mixer.parts, outputs, strict=False)
         ),
-        Linear(f"{at}.o_proj", hidden, queries, mixer.o_bias, at, f"{at}.v_proj", index),
+        Linear(f"{at}.o_proj", hidden, queries, mixer.o_bias, at, producer, index),
     ]
 
 
@@ -416,21 +448,30 @@ def norms(config: DecoderConfig) -> tuple[Norm, ...]:
     """All norms in the order of computation, the one before the head last."""
     found = [norm for index, _ in enumerate(config.layers) for norm in _layer_norms(config, index)]
     all_rows = config.encoder is not None and config.encoder.pooling == "mean"  # nothing is gathered before it
+    if config.per_layer:
+        found.insert(0, Norm(PER_LAYER_NORM, config.norm.kind, config.per_layer, config.norm.bias, False, None))
     return (*found, Norm(FINAL_NORM, config.norm.kind, config.hidden_size, config.norm.bias, all_rows, None))
 
 
 def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
     layer, hidden = config.layers[index], config.hidden_size
     mixer, place = layer.attention, layer.placement
-    rows = [(place.before_attention, hidden, index > 0 or config.learned_positions)]
+    follows = (index > 0 or config.learned_positions) and not config.layer_scalars
+    rows = [(place.before_attention, hidden, follows)]
     if mixer is not None and mixer.qk_norm != "none":
         widths = mixer.widths if mixer.qk_norm == "whole" else (mixer.head_dim,) * 2
         rows += [(f"self_attn.{part}_norm", width, False) for part, width in zip("qk", widths, strict=True)]
+        if mixer.source is not None:
+            rows.pop()
+        elif mixer.value_norm:
+            rows.append(("self_attn.v_norm", mixer.head_dim, False))
     if layer.recurrent is not None and layer.recurrent.rule != "conv":
         rows.append(("recurrent.norm", gated_norm_size(layer.recurrent), False))
     rows.append((place.after_attention, hidden, False))
     if layer.mlp is not None or layer.experts is not None:
         rows += [(place.before_mlp, hidden, not place.parallel), (place.after_mlp, hidden, False)]
+    if config.per_layer:
+        rows.append(("post_per_layer_input_norm", hidden, False))
     first: dict[str, tuple[int, bool]] = {}  # attention and MLP may share a norm
     for name, width, follows in rows:
         if name:
@@ -458,11 +499,12 @@ def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
             window=mixer.window,
             rope=mixer.rope,
             rotary_dim=0 if mixer.rope is None else config.ropes[mixer.rope].dim,
-            projections=tuple(f"{_path(index)}.self_attn.{part}_proj" for part in "qkv"),
-            cache=str(index) if config.encoder is None else "",
+            projections=tuple(f"{_path(index)}.self_attn.{part}_proj" for part in mixer.parts),
+            cache=str(index if mixer.source is None else mixer.source) if config.encoder is None else "",
             causal=mixer.causal,
             turned_before=mixer.turned_before,
             grows_after=mixer.growth_period if mixer.query_growth else 0,
+            writes=mixer.source is None,
         )
         for index, mixer in enumerate(layer.attention for layer in config.layers)
         if mixer is not None
@@ -518,7 +560,7 @@ def caches(config: DecoderConfig) -> tuple[Cache, ...]:
     """Every cache in the order of the graph's inputs, layer by layer; an encoder has none."""
     found = list[Cache]()
     for index, layer in enumerate(config.layers if config.encoder is None else ()):
-        if (mixer := layer.attention) is not None:
+        if (mixer := layer.attention) is not None and mixer.source is None:
             found.append(Cache(str(index), "kv", (mixer.kv_heads, mixer.head_dim), mixer.window))
         if layer.recurrent is not None:
             found += [Cache(name, "state", shape, 0) for name, shape in _states(layer.recurrent, index)]
@@ -536,7 +578,10 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {f"{linear.name}.bias": (linear.outputs,)} if linear.bias else {}
     for norm in norms(config):
         shapes |= {f"{norm.name}.{part}": (norm.size,) for part in ("weight", "bias")[: 1 + norm.bias]}
+    if config.per_layer:
+        shapes[f"{PER_LAYER}.weight"] = (config.vocab_size, len(config.layers) * config.per_layer)
     for index, layer in enumerate(config.layers):
+        shapes |= {f"{_path(index)}.layer_scalar": (1,)} if config.layer_scalars else {}
         if layer.recurrent is not None:
             shapes |= {f"{_path(index)}.recurrent.{name}": it for name, it in _recurrent_shapes(layer.recurrent)}
         if layer.experts is not None and layer.experts.corrected:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from llmc.export import ops
 from llmc.export.blocks.attention import Attention
 from llmc.export.blocks.experts import Experts
-from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead
-from llmc.export.blocks.mlp import MLP
+from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead, as_float
+from llmc.export.blocks.mlp import ACTIVATIONS, MLP
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.recurrent import Recurrent
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
@@ -23,6 +24,13 @@ class TakePositions(nn.Module):
 
     def forward(self, hidden: Tensor, indices: Tensor) -> Tensor:
         return ops.take_positions(hidden, indices)
+
+
+class Positions(nn.Module):
+    """lengths (B), indices of new tokens (B, O) -> their positions (B, O)."""
+
+    def forward(self, past_lengths: Tensor, indices: Tensor) -> Tensor:
+        return past_lengths.unsqueeze(1) + indices
 
 
 class DecoderLayer(nn.Module):
@@ -46,8 +54,16 @@ class DecoderLayer(nn.Module):
         place = self.placement
         of_mixers = (place.before_attention, place.after_attention) if layer.attention or layer.recurrent else ()
         of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp or layer.experts else ()
-        for name in filter(None, {*of_mixers, *of_mlp}):
+        of_inputs = ("post_per_layer_input_norm",) if config.per_layer else ()
+        for name in filter(None, {*of_mixers, *of_mlp, *of_inputs}):
             self.add_module(name, Norm(hidden_size, config.norm))
+        self.per_layer_input_gate = None
+        if config.per_layer:
+            assert layer.mlp is not None
+            self.per_layer_input_gate = Linear(hidden_size, config.per_layer)
+            self.per_layer_projection = Linear(config.per_layer, hidden_size)
+            self.act_fn = ACTIVATIONS[layer.mlp.activation]()
+        self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scalars else None
 
     def forward(
         self,
@@ -56,10 +72,11 @@ class DecoderLayer(nn.Module):
         lengths: Tensor,
         ropes: Sequence[Tensor],
         new_lengths: Tensor | None = None,
+        per_layer: Tensor | None = None,
     ) -> tuple[Tensor, Tensors]:
-        """Values (B, S, N), the tensors of this layer's caches, lengths (B), the frequencies of every rope and, where a
-        cache is a state, new lengths (B) -> values, caches. See :class:`llmc.export.blocks.attention.Attention` for a
-        layer without caches."""
+        """Values (B, S, N), the tensors of this layer's caches, lengths (B), the frequencies of every rope, where a
+        cache is a state new lengths (B) and, where layers have one, an input (B, S, P) -> values, caches. See
+        :class:`llmc.export.blocks.attention.Attention` for a layer without caches."""
         place = self.placement
         y, read, presents = x, x, Tensors()
         if self.self_attn is not None or self.recurrent is not None:
@@ -70,7 +87,10 @@ class DecoderLayer(nn.Module):
             if not place.parallel or place.before_mlp != place.before_attention:
                 read = self._normalize(place.before_mlp, x if place.parallel else y)
             y = y + self.residual_scale(self._normalize(place.after_mlp, self._feed(read)))
-        return y, presents
+        if self.per_layer_input_gate is not None:
+            inner = self.act_fn(self.per_layer_input_gate(y)) * per_layer
+            y = y + self._normalize("post_per_layer_input_norm", self.per_layer_projection(inner))
+        return y if self.layer_scalar is None else y * as_float(self.layer_scalar), presents
 
     def _mix(
         self, read: Tensor, past: Tensors | None, lengths: Tensor, ropes: Sequence[Tensor], new_lengths: Tensor | None
@@ -106,6 +126,11 @@ class Stack(nn.Module):
             self.embed_positions = PositionEmbedding(config.max_positions, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(len(config.layers)))
         self.norm = Norm(config.hidden_size, config.norm)
+        if config.per_layer:
+            width = len(config.layers) * config.per_layer
+            self.embed_tokens_per_layer = Embedding(config.vocab_size, width)
+            self.per_layer_model_projection = Linear(config.hidden_size, width)
+            self.per_layer_projection_norm = Norm(config.per_layer, config.norm)
 
 
 class Decoder(nn.Module):
@@ -116,7 +141,11 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Stack(config)
         self.embedding_scale, self.logit_scale = Scale(config.embedding_scale), Scale(config.logit_scale)
-        self.logit_rows = TakePositions()
+        self.per_layer_scales = nn.ModuleList(
+            map(Scale, (config.hidden_size**-0.5, max(config.per_layer, 1) ** 0.5, 2**-0.5))
+        )
+        self.logit_rows, self.shared_rows, self.shared_inputs = TakePositions(), TakePositions(), TakePositions()
+        self.logit_positions = Positions()
         self.logit_softcap = Softcap(config.logit_softcap)
         self.lm_head = (
             TiedHead() if config.tied_head else Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
@@ -130,22 +159,39 @@ class Decoder(nn.Module):
         logit_indices: Tensor,
         pasts: Sequence[Tensors],
         new_lengths: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensors], list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensors], list[Tensor], list[Tensor]]:
         """ids (B, S), lengths (B), indices (B, O), the tensors of each layer's caches and, where one is a state, new
-        lengths (B) -> logits (B, O, V), caches, and the values (B, S, N) before the first layer and after each. They
-        are outputs so that the graph can be cut there."""
+        lengths (B) -> logits (B, O, V), caches, and the values (B, S, N) before the first layer and after each, and
+        each layer's own input. They are outputs so that the graph can be cut there. Layers that read caches of others
+        compute only rows whose logits are wanted."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
-        borders, presents = [self.embed(input_ids, past_lengths)], []
-        for layer, past in zip(self.model.layers, pasts, strict=True):
-            x, present = layer(borders[-1], past, past_lengths, ropes, new_lengths)
+        borders, presents = [self.embed(input_ids, past_lengths)], list[Tensors]()
+        x, places, inputs = borders[0], past_lengths, self.embed_per_layer(input_ids, borders[0])
+        for index, (layer, past) in enumerate(zip(self.model.layers, pasts, strict=True)):
+            own = inputs[index] if inputs else None
+            if index == self.config.first_shared:
+                x, places = self.shared_rows(x, logit_indices), self.logit_positions(past_lengths, logit_indices)
+            if (attention := self.config.layers[index].attention) and attention.source is not None:
+                past, own = presents[attention.source], own if own is None else self.shared_inputs(own, logit_indices)
+            x, present = layer(x, past, places, ropes, new_lengths, own)
             borders.append(x)
             presents.append(present)
-        x = self.model.norm(self.logit_rows(borders[-1], logit_indices))
+        x = self.model.norm(x if self.config.first_shared is not None else self.logit_rows(x, logit_indices))
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
         logits = self.logit_softcap(self.logit_scale(self.lm_head(x, *tied_weight)))
-        return logits, presents, borders
+        return logits, presents, borders, inputs
 
     def embed(self, input_ids: Tensor, past_lengths: Tensor) -> Tensor:
         """ids (B, S), lengths (B) -> input of the first layer (B, S, N)."""
         x: Tensor = self.embedding_scale(self.model.embed_tokens(input_ids))
         return x if self.model.embed_positions is None else x + self.model.embed_positions(input_ids, past_lengths)
+
+    def embed_per_layer(self, input_ids: Tensor, embedded: Tensor) -> list[Tensor]:
+        """ids (B, S), their embeddings (B, S, N) -> each layer's own input (B, S, P)."""
+        if not self.config.per_layer:
+            return []
+        of_width, of_rows, of_both = self.per_layer_scales
+        projected = self.model.per_layer_projection_norm(of_width(self.model.per_layer_model_projection(embedded)))
+        both = of_both(projected + of_rows(self.model.embed_tokens_per_layer(input_ids)))
+        width = self.config.per_layer
+        return [both[..., i * width : (i + 1) * width] for i in range(len(self.config.layers))]

@@ -15,7 +15,8 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
 * a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
 * any other node is ``P.<operator in lower case>``, the residual Adds of a layer ``P.residual`` and, if it has an MLP or
   experts, ``P.residual_1``, that of learned positions ``residual``;
-* a node's output is ``<node>.out``, except ``hidden.0`` (embeddings), ``hidden.{i+1}`` (after layer i) and contract 1.
+* a node's output is ``<node>.out``, except ``hidden.0`` (embeddings), ``hidden.{i+1}`` (after layer i),
+  ``per_layer.{i}`` (a layer's own input) and contract 1.
 """
 
 import ast
@@ -48,7 +49,7 @@ IR_VERSION = 12
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _NORMS = ("RMSNormalization", "LayerNormalization")
-_ATTENTIONS = (ops.CACHED_ATTENTION, ops.SELF_ATTENTION)
+_ATTENTIONS = (ops.CACHED_ATTENTION, ops.SHARED_ATTENTION, ops.SELF_ATTENTION)
 _RECURRENT = (recurrent_ops.CAUSAL_CONV, recurrent_ops.LINEAR_ATTENTION)
 _NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, *_RECURRENT, ops.ROTATED_HEADS, expert_ops.EXPERTS}
 _NAMED_LIKE_MODULE |= {"Gather", "GatherND"}
@@ -61,6 +62,7 @@ def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base
     geometry = config.geometry
     model = _trace(config, tensors)
     graph = model.graph
+    inputs = [graph.outputs.pop() for _ in range(geometry.layers * bool(geometry.per_layer))][::-1]
     borders = [graph.outputs.pop() for _ in range(geometry.layers + 1)][::-1]
     _name_contract(graph, geometry)  # first: the next step finds by the dimensions' names what a Reshape keeps
     _fold_reshapes(graph)
@@ -73,6 +75,8 @@ def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base
     _point_to_weights(graph, tensors, base)
     for i, hidden in enumerate(borders):  # so that the graph can be cut between layers
         hidden.name = f"hidden.{i}"
+    for i, own in enumerate(inputs):
+        own.name = f"per_layer.{i}"
     _clear_metadata(model)
     _sign(model)
     return model

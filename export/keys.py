@@ -92,6 +92,12 @@ RANGES: dict[str, tuple[float, float]] = {
     # 0.1 is published; it multiplies a logarithm.
     "llama_4_scaling_beta": (0, 1e3),
     "no_rope_layer_interval": (1, 1024),
+    # Of Gemma 4.
+    "global_head_dim": (2, 4096),
+    "num_global_key_value_heads": (1, 4096),
+    "num_kv_shared_layers": (0, 1023),
+    "hidden_size_per_layer_input": (0, (1 << 16) - 1),
+    "vocab_size_per_layer_input": (1, 1 << 24),
     # Of recurrent layers: heads, their widths, and taps of a convolution (3 and 4 in published models).
     "linear_num_key_heads": (1, 4095),
     "linear_num_value_heads": (1, 4095),

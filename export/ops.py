@@ -16,7 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 DOMAIN = "llmc"
 DOMAIN_VERSION = 1
 OPSET = 24
-CACHED_ATTENTION, SELF_ATTENTION, ROTATED_HEADS = "CachedAttention", "SelfAttention", "RotatedHeads"
+CACHED_ATTENTION, SHARED_ATTENTION, SELF_ATTENTION = "CachedAttention", "SharedAttention", "SelfAttention"
+ROTATED_HEADS = "RotatedHeads"
 
 # From positions (B, S) to cosines and sines (B, S, R/2).
 _ANGLES = """
@@ -63,6 +64,25 @@ _TURNED_HEADS = (
 """
 )
 
+# What queries at positions (B, S) see of a cache; the end of both operators that read one.
+_SEEN = """
+    slots = Range (zero, capacity_scalar, one)
+    slot_row = Unsqueeze (slots, axes_0_1_2)
+    position_column = Unsqueeze (positions, axes_1_3)
+    causal = LessOrEqual (slot_row, position_column)
+    window_size = Constant <value_int: int = @window> ()
+    unlimited = Equal (window_size, zero)
+    oldest = Sub (position_column, window_size)
+    recent = Greater (slot_row, oldest)
+    inside = Or (recent, unlimited)
+    mask = And (causal, inside)
+
+    heads_out = Attention <scale: float = @scale, softcap: float = @softcap> (q_heads, present_k, present_v, mask)
+    attn_split = Transpose <perm = [0, 2, 1, 3]> (heads_out)
+    attn = Reshape (attn_split, merged)
+}
+"""
+
 # Shapes: q (B, S, H*D); k, v (B, S, KV*D); past and present (B, KV, C, D); past_lengths (B); inv_freq (R/2).
 # The first R values of a head are rotated and the rest left as they are: value i with i + R/2, or, if interleaved, 2i
 # with 2i + 1, turned by position * inv_freq[i] and made longer by the magnitude. Queries are multiplied by
@@ -99,23 +119,40 @@ CachedAttention
     + """
     present_k = TensorScatter <axis = 2> (past_k, k_heads, past_lengths)
     present_v = TensorScatter <axis = 2> (past_v, v_heads, past_lengths)
-
-    slots = Range (zero, capacity_scalar, one)
-    slot_row = Unsqueeze (slots, axes_0_1_2)
-    position_column = Unsqueeze (positions, axes_1_3)
-    causal = LessOrEqual (slot_row, position_column)
-    window_size = Constant <value_int: int = @window> ()
-    unlimited = Equal (window_size, zero)
-    oldest = Sub (position_column, window_size)
-    recent = Greater (slot_row, oldest)
-    inside = Or (recent, unlimited)
-    mask = And (causal, inside)
-
-    heads_out = Attention <scale: float = @scale, softcap: float = @softcap> (q_heads, present_k, present_v, mask)
-    attn_split = Transpose <perm = [0, 2, 1, 3]> (heads_out)
-    attn = Reshape (attn_split, merged)
-}
 """
+    + _SEEN
+)
+
+# Queries q (B, S, H*D) of a layer without keys and values, at positions (B, S), over what another layer left in its
+# cache (B, KV, C, D).
+_SHARED_ATTENTION = (
+    """
+<domain: "llmc", opset_import: ["" : 24]>
+SharedAttention
+    <num_heads, kv_heads, scale, window, softcap, rotary_dim, interleaved, magnitude>
+    (q, present_k, present_v, positions, inv_freq) => (attn)
+{
+    zero = Constant <value_int = 0> ()
+    one = Constant <value_int = 1> ()
+    axis_0 = Constant <value_ints = [0]> ()
+    axis_2 = Constant <value_ints = [2]> ()
+    axes_1_3 = Constant <value_ints = [1, 3]> ()
+    axes_0_1_2 = Constant <value_ints = [0, 1, 2]> ()
+    merged = Constant <value_ints = [0, 0, -1]> ()
+    capacity = Shape <start = 2, end = 3> (present_k)
+    head_dim = Shape <start = 3, end = 4> (present_k)
+    capacity_scalar = Squeeze (capacity, axis_0)
+"""
+    + _ANGLES
+    + """
+    q_rotated = RotaryEmbedding
+        <num_heads: int = @num_heads, rotary_embedding_dim: int = @rotary_dim, interleaved: int = @interleaved>
+        (q, cos, sin)
+    split = Concat <axis = 0> (merged, head_dim)
+    q_split = Reshape (q_rotated, split)
+    q_heads = Transpose <perm = [0, 2, 1, 3]> (q_split)
+"""
+    + _SEEN
 )
 
 # The same for a whole text in one call: q (B, S, H*D); k, v (B, S, KV*D); lengths (B). A query sees the positions of
@@ -221,7 +258,10 @@ RotatedHeads <num_heads, rotary_dim, interleaved, magnitude> (x, past_lengths, i
 
 def functions() -> list[onnx.FunctionProto]:
     """The semantic operators as ONNX functions of standard operators (opset 24)."""
-    return [onnx.parser.parse_function(text) for text in (_CACHED_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS)]
+    return [
+        onnx.parser.parse_function(text)
+        for text in (_CACHED_ATTENTION, _SHARED_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS)
+    ]
 
 
 def cached_attention(
@@ -237,11 +277,7 @@ def cached_attention(
         positions = past_lengths[:, None] + torch.arange(q.shape[1], device=q.device)  # (B, S)
         queries, new_keys, new_values = _rotate_projections(q, k, v, positions, inv_freq, knobs)
         keys, values = _scatter(past_k, new_keys, positions), _scatter(past_v, new_values, positions)  # (B, KV, C, D)
-        slots = torch.arange(past_k.shape[2], device=q.device)
-        mask = slots <= positions[:, None, :, None]  # (B, 1, S, C)
-        if knobs.window:
-            mask &= slots > positions[:, None, :, None] - knobs.window
-        return _attend(queries, keys, values, mask, knobs), keys, values
+        return _attend(queries, keys, values, _mask(past_k.shape[2], positions, knobs), knobs), keys, values
     attn, present_k, present_v = torch.onnx.ops.symbolic_multi_out(
         f"{DOMAIN}::{CACHED_ATTENTION}",
         [q, k, v, past_k, past_v, past_lengths, inv_freq],
@@ -251,6 +287,27 @@ def cached_attention(
         version=DOMAIN_VERSION,
     )
     return attn, present_k, present_v
+
+
+def shared_attention(
+    q: Tensor, present: tuple[Tensor, Tensor], positions: Tensor, inv_freq: Tensor, knobs: Knobs
+) -> Tensor:
+    """Rotate q (B, S, H*D) for its positions (B, S) and attend to a cache of another layer -> (B, S, H*D).
+
+    While torch exports, it emits one ``llmc::SharedAttention`` node instead of computing.
+    """
+    if torch.compiler.is_exporting():
+        numbers = _attributes(inv_freq, knobs)
+        return torch.onnx.ops.symbolic(
+            f"{DOMAIN}::{SHARED_ATTENTION}",
+            [q, *present, positions, inv_freq],
+            {name: value for name, value in numbers.items() if name not in ("growth", "period")},
+            dtype=q.dtype,
+            shape=q.shape,
+            version=DOMAIN_VERSION,
+        )
+    queries = _rotate(_heads(q, q.shape[-1] // knobs.num_heads), positions, inv_freq, knobs)
+    return _attend(queries, *present, _mask(present[0].shape[2], positions, knobs), knobs)
 
 
 def self_attention(
@@ -319,6 +376,13 @@ def _rotate_projections(
     grown = q * (1 + knobs.growth * torch.floor(positions.unsqueeze(2) / knobs.period).log1p())
     queries, keys = (_rotate(_heads(x, head_dim), positions, inv_freq, knobs) for x in (grown, k))
     return queries, keys, _heads(v, head_dim)
+
+
+def _mask(capacity: int, positions: Tensor, knobs: Knobs) -> Tensor:
+    """Slots of a cache that queries at positions (B, S) see, (B, 1, S, C)."""
+    slots, column = torch.arange(capacity, device=positions.device), positions[:, None, :, None]
+    mask = slots <= column
+    return mask & (slots > column - knobs.window) if knobs.window else mask
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, knobs: Knobs) -> Tensor:

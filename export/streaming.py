@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -11,13 +12,14 @@ from llmc import bundle
 from llmc.errors import CheckpointError
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import inverse_frequencies
+from llmc.export.config import PER_LAYER_NORM
 from llmc.export.decoder import DecoderLayer
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
 from llmc.export.sources.checkpoint import EMBEDDING, HEAD, read_json
 from llmc.export.sources.exported import read_weights
 from llmc.export.sources.safetensors import StoredTensor
-from llmc.inventory import POSITIONS
+from llmc.inventory import PER_LAYER, PER_LAYER_PROJECTION, POSITIONS
 
 _DTYPES = {
     "F32": torch.float32,
@@ -53,7 +55,13 @@ class StreamedDecoder:
         unique, inverse = torch.unique(ids, return_inverse=True)
         rows = torch.cat([self.rows(EMBEDDING, token, token + 1) for token in unique.tolist()])
         vectors = rows[inverse] * self.config.embedding_scale
-        return vectors + self.rows(f"{POSITIONS}.weight", 0, ids.shape[1]) if self.config.learned_positions else vectors
+        if self.config.learned_positions:
+            vectors = vectors + self.rows(f"{POSITIONS}.weight", 0, ids.shape[1])
+        carried = [self._embed_per_layer(unique, inverse, vectors)] if self.config.per_layer else []
+        end = max((spans[-1].stop for spans in self._carried.values()), default=0)
+        room = end - self.config.per_layer * self.geometry.layers
+        carried += [vectors.new_zeros(*ids.shape, room)] if room > 0 else []
+        return torch.cat((vectors, *carried), -1) if carried else vectors
 
     def layer(self, index: int) -> DecoderLayer:
         layer = DecoderLayer(self.config, index)
@@ -62,13 +70,49 @@ class StreamedDecoder:
 
     def run(self, layer: DecoderLayer, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """x (B, S, hidden) through a layer from position 0 -> its output, and what it leaves in its caches by the names
-        of the graph's outputs: keys and values (B, KV, S, D), and states."""
-        (batch, length, _), held = x.shape, self.geometry.caches_of(layer.index)
-        shapes = [cache.shape_of(batch, length) for cache in held for _ in cache.outputs]
-        empty = tuple(torch.zeros(shape, device=self.device) for shape in shapes)
+        of the graph's outputs: keys and values (B, KV, S, D), and states. What later layers read of the embedding and
+        of this layer's cache is carried beside the hidden values."""
+        geometry, (batch, length, _) = self.geometry, x.shape
         start = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        out, presents = layer(x, empty, start, self._ropes, start + length)
-        return out, dict(zip((name for cache in held for name in cache.outputs), presents, strict=True))
+        x, carried = x.tensor_split([geometry.hidden_size], -1)
+        held, own = geometry.caches_of(layer.index), self._own_input(layer.index, carried)
+        shapes = [cache.shape_of(batch, length) for cache in held for _ in cache.outputs]
+        past, places = tuple(torch.zeros(shape, device=self.device) for shape in shapes), start
+        for source in geometry.source_of(layer.index):
+            spans = self._carried[source.name]
+            past = tuple(carried[..., span].view(batch, length, *source.shape).transpose(1, 2) for span in spans)
+            places = torch.arange(length, device=self.device).expand(batch, -1)
+        out, presents = layer(x, past, places, self._ropes, start + length, own)
+        found = dict(zip((name for cache in held for name in cache.outputs), presents, strict=True))
+        for cache in held:
+            for span, name in zip(self._carried.get(cache.name, ()), cache.outputs, strict=False):
+                carried = carried.clone()
+                carried[..., span] = found[name].transpose(1, 2).flatten(2)
+        return torch.cat((out, carried), -1), found
+
+    def _own_input(self, index: int, carried: Tensor) -> Tensor | None:
+        width = self.config.per_layer
+        return carried[..., index * width : (index + 1) * width] if width else None
+
+    def _embed_per_layer(self, tokens: Tensor, inverse: Tensor, embedded: Tensor) -> Tensor:
+        """Each layer's own input side by side (B, S, layers * P), of tokens and where they stand."""
+        rows = torch.cat([self.rows(f"{PER_LAYER}.weight", token, token + 1) for token in tokens.tolist()])
+        norm = Norm(self.config.per_layer, self.config.norm)
+        self._fill(norm, f"{PER_LAYER_NORM}.")
+        projected = embedded @ self.rows(f"{PER_LAYER_PROJECTION}.weight").t() * self.config.hidden_size**-0.5
+        return (norm(projected) + rows[inverse] * self.config.per_layer**0.5) * 2**-0.5  # type: ignore[no-any-return]
+
+    @cached_property
+    def _carried(self) -> dict[str, tuple[slice, ...]]:
+        """Spans of the carried values that hold the caches which other layers read, by the names of these caches."""
+        read = {item.cache for item in self.geometry.attentions if not item.writes}
+        end, found = self.config.per_layer * self.geometry.layers, dict[str, tuple[slice, ...]]()
+        for cache in self.geometry.caches:
+            if cache.name in read:
+                width = math.prod(cache.shape)
+                found[cache.name] = (slice(end, end + width), slice(end + width, end + 2 * width))
+                end += 2 * width
+        return found
 
     def norm(self) -> Norm:
         norm = Norm(self.geometry.hidden_size, self.config.norm)

@@ -16,6 +16,7 @@ from llmc.bundle import (
     Target,
     write_chunks,
 )
+from llmc.errors import BuildError
 from llmc.optimize.calibrate.request import CalibrationRequest, calibrate_weights, check_windows
 from llmc.optimize.graphs import build_graphs
 from llmc.optimize.judge.finished import judge_decoder, judge_encoder, least_tolerance
@@ -128,6 +129,13 @@ def _check_support(order: Order) -> None:
     """Refuse unsupported requests before hours of calibration."""
     geometry = order.export.geometry
     check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in geometry.linears)])
+    if geometry.layer_scalars and order.target.name != "cpu":
+        raise BuildError(f"{geometry.model_type} is not lowered for {order.target.name} yet; build for the target cpu")
+    if geometry.shares and order.recipe.cache != "float32":
+        raise BuildError(
+            f"cache = {order.recipe.cache!r}: layers of {geometry.model_type} read the caches of others, which are "
+            "float32; leave cache out of the recipe"
+        )
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
         check_head_sizes(geometry)
 

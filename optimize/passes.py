@@ -52,11 +52,11 @@ class Step:
 # Everything else works on whole linears instead of Transpose, MatMul and Add.
 RAISE = Step("raise linears", raising.raise_linears, lambda g: len(g.linears))
 # Before attention is lowered: it is the CachedAttention node that tells which three linears belong together.
-PACK_PROJECTIONS = Step("pack projections", attention.pack_projections, lambda g: len(g.attentions))
+PACK_PROJECTIONS = Step("pack projections", attention.pack_projections, lambda g: len(g.writing))
 LOWER_NORMS = Step("lower norms", norms.lower_norms, lambda g: len(g.norms))
 FUSE_SILU = Step("fuse SiLU", norms.fuse_silu, lambda g: g.silus)
 LOWER_EMBEDDING = (
-    Step("lower embedding", embedding.lower_embedding, lambda _: 1),
+    Step("lower embedding", embedding.lower_embedding, lambda g: 1 + (g.per_layer > 0)),
     Step("lower positions", embedding.lower_positions, lambda g: int(g.learned_positions)),
 )
 LOWER_EXPERTS = Step("lower experts", experts.lower_experts, lambda g: len(g.mixtures))
@@ -104,6 +104,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         # After all that reads ids and positions is there.
         Step("pack rows", packed_rows.pack_rows),
         # After rows are packed: convolutions and recurrences run over each row by itself.
+        Step("inline layer scalars", norms.inline_scalars, lambda g: g.layers * g.layer_scalars),
         Step("lower recurrences", recurrent.lower_recurrences, lambda g: len(g.recurrents)),
         REMOVE_DEAD,
     ),

@@ -41,11 +41,15 @@ class Attention(nn.Module):
         )
         queries, keys = config.widths
         self.q_proj = Linear(hidden_size, (2 if config.gated else 1) * queries, bias=config.qkv_bias)
-        self.k_proj = Linear(hidden_size, keys, bias=config.qkv_bias)
-        self.v_proj = Linear(hidden_size, keys, bias=config.qkv_bias)
+        self.k_proj, self.v_proj = (
+            Linear(hidden_size, keys, bias=config.qkv_bias) if part in config.parts else nn.Identity() for part in "kv"
+        )
         self.o_proj = Linear(queries, hidden_size, bias=config.o_bias)
         sizes = {"none": (0, 0), "whole": config.widths}.get(config.qk_norm, (config.head_dim,) * 2)
         self.q_norm, self.k_norm = (Norm(size, norm) if size else nn.Identity() for size in sizes)
+        if config.source is not None:
+            self.k_norm = nn.Identity()
+        self.v_norm = Norm(config.head_dim, norm) if config.value_norm and config.source is None else nn.Identity()
         self.q_rope, self.k_rope = Rotation(), Rotation()
         if config.rope is None or config.turned_before:
             self.rotary_emb = RotaryEmbedding(np.zeros(config.head_dim // 2, np.float32))
@@ -54,9 +58,15 @@ class Attention(nn.Module):
         self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``lengths`` (B) are those of the cache, or without one of the rows; ``ropes`` are the frequencies (R/2) of
-        each of the decoder's ropes."""
+        each of the decoder's ropes. An attention that reads the cache of another layer gets it whole, and positions
+        (B, S) in the place of lengths."""
         config, gate = self.config, None
+        if config.source is not None:
+            assert past is not None and config.rope is not None
+            attn = ops.shared_attention(self.q_norm(self.q_proj(x)), past, lengths, ropes[config.rope], self.knobs)
+            return self.o_proj(attn), ()
         q, k, inv_freq = self.q_proj(x), self.k_proj(x), None if config.rope is None else ropes[config.rope]
+        v = k if config.keys_are_values else self.v_proj(x)
         if config.gated:
             q, gate = (part.flatten(-2) for part in cut(q.unflatten(-1, (-1, 2 * config.head_dim)), config.head_dim))
         if config.turned_before and inv_freq is not None:
@@ -65,7 +75,7 @@ class Attention(nn.Module):
                 for rope, part in ((self.q_rope, q), (self.k_rope, k))
             )
             inv_freq = None
-        projected = self.q_norm(q), self.k_norm(k), self.v_proj(x)
+        projected = self.q_norm(q), self.k_norm(k), self.v_norm(v)
         inv_freq = self.rotary_emb.inv_freq if inv_freq is None else inv_freq
         if past is None:
             attn = ops.self_attention(*projected, lengths, inv_freq, self.knobs, causal=config.causal)

@@ -18,6 +18,8 @@ FAMILIES = {
     "gemma2": "llmc.export.families.gemma2:read",
     "gemma3": "llmc.export.families.gemma3:read",
     "gemma3_text": "llmc.export.families.gemma3_text:read",
+    "gemma4": "llmc.export.families.gemma4:read",
+    "gemma4_text": "llmc.export.families.gemma4_text:read",
     "glm4": "llmc.export.families.glm4:read",
     "gpt2": "llmc.export.families.gpt2:read",
     "gpt_neox": "llmc.export.families.gpt_neox:read",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from llmc.errors import CheckpointError
 from llmc.export.config import (
     DecoderConfig,
+    attentions,
     linears,
     list_packed_parameters,
     mixtures,
@@ -50,10 +51,17 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
             )
     for name in _list_offset_norms(config) & found.keys():
         parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
+    for attention in attentions(config):
+        if (name := f"{attention.name}.v_norm.weight") in shapes:  # stored as none; every other norm has a weight
+            parameters[name] = MadeTensor("F32", shapes[name], partial(_ones, shapes[name]))
     plain = {name for name, tensor in found.items() if not isinstance(tensor, QuantizedTensor)}
     for name in _list_transposed(config) & plain:
         parameters[name] = _make_view(folder, found[name], np.transpose, found[name].shape[::-1])
     return parameters
+
+
+def _ones(shape: tuple[int, ...]) -> Iterator[Array]:
+    yield np.ones(shape, np.float32)
 
 
 def _list_offset_norms(config: DecoderConfig) -> set[str]:

@@ -247,6 +247,7 @@ def choose_stored_config(recipe: Recipe, configs: QuantConfigs, module: str, inp
 
 def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, config: QuantConfig) -> dict[str, NDArray[Any]]:
     """Quantize the head in pieces of rows, which are independent."""
+    hidden = hidden[..., : source.geometry.hidden_size]  # without what was carried for layers
     norm, accumulator = source.norm(), Accumulator(hidden.shape[-1], source.device, recipe.scheme != "rtn")
     for batch in _batches(hidden):
         accumulator.update(norm(batch.to(source.device)))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import BundleError
 from llmc.inventory import EMBEDDING, HEAD
-from llmc.optimize.judge.reference import Float, Ids, Reference, empty_caches, open_part
+from llmc.optimize.judge.reference import Float, Ids, LayerCalls, Reference, empty_caches, open_part
 from llmc.optimize.lower.onnxruntime.norms import KERNELS
 from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.optimize.quantize.rotation import rotation
@@ -59,15 +59,17 @@ def layer_errors(
     graphs = {phase: _Graph(folder, file, manifest) for phase, file in usable_graphs(manifest).items()}
     done = make_counter(progress, "measuring the error of each layer", layers + 2)
     errors: list[LayerError] = []
-    states = reference.states([windows])
-    [before] = next(states)
+    calls = LayerCalls(reference, windows)
+    before = calls.hidden
     for phase, graph in graphs.items():
         got = graph.embed(windows)
         errors.append(_error(EMBEDDING, phase, got, before, before))
     done()
-    for layer, [after] in enumerate(states):
+    for layer in range(layers):
+        more = calls.more(layer)
+        after = calls.advance(layer)
         for phase, graph in graphs.items():
-            got = graph.layer(layer, before, windows, phase)
+            got = graph.layer(layer, before, windows, phase, more)
             errors.append(_error(f"model.layers.{layer}", phase, got, after, after - before))
         before = after
         done()
@@ -120,8 +122,8 @@ class _Graph:
         run = self._part([*starts], ["hidden.0"])
         return run({"input_ids": ids, **starts})[0]  # type: ignore[no-any-return]
 
-    def layer(self, layer: int, hidden: Float, ids: Ids, phase: Phase) -> Float:
-        """Hidden states [n, S, H] after one layer, from those before it."""
+    def layer(self, layer: int, hidden: Float, ids: Ids, phase: Phase, more: dict[str, Any]) -> Float:
+        """Hidden states [n, S, H] after one layer, from those before it and what else it reads of the model's."""
         caches, dtype = self._geometry.caches_of(layer), self._cache_type
         presents = {
             present: past for cache in caches for past, present in zip(cache.inputs, cache.outputs, strict=True)
@@ -130,13 +132,14 @@ class _Graph:
         hidden, positions = self._enter(hidden, layer), ids.shape[1] + self._spare
         empty = empty_caches([self._geometry.caches[0], *caches], 1, positions, dtype)
         outputs = [f"hidden.{layer + 1}", *presents]
-        run = self._part([f"hidden.{layer}", "past_lengths", *self._asked, *empty], outputs)
+        run = self._part([f"hidden.{layer}", "past_lengths", *self._asked, *empty, *more], outputs)
         result = np.empty_like(hidden)
         for row in range(len(hidden)):
             held = dict(empty)
             for span in _calls(ids.shape[1], phase):
                 feeds = {f"hidden.{layer}": hidden[row : row + 1, span], "input_ids": ids[row : row + 1, span]}
                 feeds |= {"past_lengths": np.array([span.start], np.int64), **self._answers(span, positions), **held}
+                feeds |= _cut(more, row, span)
                 result[row, span], *updated = run(feeds)
                 held |= dict(zip(presents.values(), updated, strict=True))
         return result if self._basis is None else np.asarray(result @ self._basis.T)
@@ -180,6 +183,13 @@ class _Graph:
                 return session.run(list(outputs), feeds)  # type: ignore[no-any-return]
 
         return run
+
+
+def _cut(more: dict[str, Any], row: int, span: slice) -> dict[str, Any]:
+    """Of what layers read beside hidden states the part of a call: caches whole, all rows of logits."""
+    found = {name: values[row : row + 1] for name, values in more.items()}
+    found |= {name: values[:, span] for name, values in found.items() if name.startswith("per_layer.")}
+    return found | {"logit_indices": np.arange(span.stop - span.start)[None]} if "logit_indices" in found else found
 
 
 def _calls(length: int, phase: Phase) -> Iterator[slice]:

@@ -85,11 +85,10 @@ class Reference:
 
     def states(self, groups: Sequence[Ids]) -> Iterator[list[Float]]:
         """For each group of tokens [B, S] its hidden states [B, S, H]: the embeddings, then those after each layer."""
-        hidden = [self._embed(ids) for ids in groups]
-        yield hidden
+        calls = [LayerCalls(self, ids) for ids in groups]
+        yield [call.hidden for call in calls]
         for layer in range(self.manifest.geometry.layers):
-            hidden = [self._run_layer(layer, group) for group in hidden]
-            yield hidden
+            yield [call.advance(layer) for call in calls]
 
     def project(self, normed: Float) -> Float:
         """The head's product: logits float32 [n, V] of rows [n, H]."""
@@ -108,25 +107,27 @@ class Reference:
 
     def last_norm(self, hidden: Float) -> Float:
         """Inputs of the head, from the last hidden states [B, S, H]."""
-        source = self._head.inputs[0]
+        source, geometry = self._head.inputs[0], self.manifest.geometry
         assert source is not None and source.name is not None
-        batch, sequence, _ = hidden.shape
-        indices = np.tile(np.arange(sequence), (batch, 1))
-        return self._run({f"hidden.{self.manifest.geometry.layers}": hidden, "logit_indices": indices}, source.name)
+        known: dict[str, Any] = {f"hidden.{geometry.layers}": hidden}
+        if not geometry.shares:  # else rows were picked before
+            known["logit_indices"] = every_row(hidden)
+        return self._run(known, source.name)
 
-    def _run_layer(self, layer: int, hidden: Float) -> Float:
-        """Run one layer on hidden states [B, S, H]."""
-        known, output = {f"hidden.{layer}": hidden}, f"hidden.{layer + 1}"
+    def run_layer(self, layer: int, hidden: Float, more: dict[str, Any], shared: list[str]) -> list[Float]:
+        """Run one layer on hidden states [B, S, H] and ``more`` that it reads; hidden states after it, and its caches
+        called ``shared``."""
+        known, output = {f"hidden.{layer}": hidden, **more}, f"hidden.{layer + 1}"
         batch, sequence, _ = hidden.shape
         if self.manifest.geometry.encoder:
-            return self._run({**known, "lengths": np.full(batch, sequence)}, output)
+            return self._run_all({**known, "lengths": np.full(batch, sequence)}, [output])
         held = self.manifest.geometry.caches_of(layer)
         pasts = empty_caches(held, batch, sequence, "float32")
         if any(cache.kind == "state" for cache in held):
             known["new_lengths"] = np.full(batch, sequence)
-        if any(cache.kind == "kv" for cache in held):
+        if any(cache.kind == "kv" for cache in held) or self.manifest.geometry.source_of(layer):
             known["past_lengths"] = np.zeros(batch, np.int64)
-        return self._run({**known, **pasts}, output)
+        return self._run_all({**known, **pasts}, [output, *shared])
 
     def _embed(self, ids: Ids) -> Float:
         table = find_weight(self._table.inputs[0])
@@ -147,18 +148,55 @@ class Reference:
 
     def _run(self, feeds: dict[str, Any], output: str) -> Float:
         """Compute one value of the graph from others."""
-        session = self._session((*feeds, output))
-        with translate_errors(f"{self.folder}: running the reference"):
-            return session.run([output], feeds)[0]  # type: ignore[no-any-return]
+        return self._run_all(feeds, [output])[0]
 
-    def _session(self, names: tuple[str, ...]) -> Any:
+    def _run_all(self, feeds: dict[str, Any], outputs: list[str]) -> list[Float]:
+        session = self._session((*feeds, *outputs), len(feeds))
+        with translate_errors(f"{self.folder}: running the reference"):
+            return session.run(outputs, feeds)  # type: ignore[no-any-return]
+
+    def _session(self, names: tuple[str, ...], inputs: int) -> Any:
         """The session of the part of the graph between these values; only the last used one is kept."""
         if self._opened is None or self._opened[0] != names:
             self._opened = None  # free its weights before loading others
-            graph = ir.convenience.extract(self._model.graph, names[:-1], names[-1:])
+            graph = ir.convenience.extract(self._model.graph, names[:inputs], names[inputs:])
             part = ir.Model(graph, ir_version=self._model.ir_version, functions=list(self._model.functions.values()))
             self._opened = (names, open_part(part, self.folder))
         return self._opened[1]
+
+
+class LayerCalls:
+    """A group of tokens [B, S] on its way through the layers, with what later layers read of earlier ones."""
+
+    def __init__(self, reference: Reference, ids: Ids) -> None:
+        self._reference, self._ids = reference, ids
+        self.hidden = self._embedded = reference._embed(ids)
+        self._kept: dict[str, Float] = {}
+
+    def advance(self, layer: int) -> Float:
+        """Hidden states [B, S, H] after the next layer."""
+        geometry = self._reference.manifest.geometry
+        shared = {name for item in geometry.attentions for name in [item.cache] if not item.writes}
+        written = [name for cache in geometry.caches_of(layer) if cache.name in shared for name in cache.outputs]
+        self.hidden, *kept = self._reference.run_layer(layer, self.hidden, self.more(layer), written)
+        self._kept |= dict(zip(written, kept, strict=True))
+        return self.hidden
+
+    def more(self, layer: int) -> dict[str, Any]:
+        """Return what the layer reads beside hidden states and caches of its own."""
+        geometry, found = self._reference.manifest.geometry, dict[str, Any]()
+        if geometry.per_layer:
+            name, known = f"per_layer.{layer}", {"input_ids": self._ids, "hidden.0": self._embedded}
+            found[name] = self._reference._run(known, name)
+        for cache in geometry.source_of(layer):
+            found |= {name: self._kept[name] for name in cache.outputs}
+            found["logit_indices"] = every_row(self._ids)
+        return found
+
+
+def every_row(rows: NDArray[Any]) -> Ids:
+    """``logit_indices`` of all positions of ``rows`` [B, S, ...]."""
+    return np.tile(np.arange(rows.shape[1]), (len(rows), 1))
 
 
 def empty_caches(caches: Iterable[Cache], rows: int, positions: int, dtype: str) -> dict[str, NDArray[Any]]:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.raising import Linear, find_weight
-from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of, replace, sole_consumer, vector
+from llmc.optimize.lower.raising import Linear, find_vector, find_weight
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, sole_consumer, vector
 from llmc.optimize.weights.tensors import Weight
 
 
@@ -31,6 +32,16 @@ def replace_gather(graph: ir.Graph, name: str, rows: Callable[[Emitter, Weight],
             replace(gather if cast is None or cast.op_type != "Cast" else cast, found)
             count += 1
     return count
+
+
+def inline_vector(graph: ir.Graph, value: ir.Value, context: LoweringContext) -> None:
+    """Let what reads a small weight read a part of the graph, in float32."""
+    inline = constant(graph, f"{value.name}.float32", context.calibrated.rows(find_vector(value)).astype(np.float32))
+    for node, index in list(value.uses()):
+        if node.op_type == "Cast":
+            node.outputs[0].replace_all_uses_with(inline)
+        else:
+            node.replace_input_with(index, inline)
 
 
 def pack(parts: list[Linear]) -> None:

@@ -23,7 +23,7 @@ class Tables:
 
 
 def rotary_tables(node: ir.Node, context: LoweringContext) -> Tables | None:
-    """The tables of a ``llmc::CachedAttention`` in the compute type; None without a rope.
+    """The tables of a ``llmc::CachedAttention`` or ``SharedAttention`` in the compute type; None without a rope.
 
     They cover the planned context and hold the rope's magnitude; all graphs and attentions with the same rope share
     them.
@@ -32,14 +32,15 @@ def rotary_tables(node: ir.Node, context: LoweringContext) -> Tables | None:
     if attention.rope is None or attention.turned_before:
         return None
     magnitude, growth, period = (
-        np.float32(node.attributes[name].as_float()) for name in ("magnitude", "growth", "period")
+        np.float32(node.attributes[name].as_float() if name in node.attributes else 0)
+        for name in ("magnitude", "growth", "period")
     )
     positions = np.arange(context.table_rows, dtype=np.float32)
-    key = _pair(node.inputs[6], context, "", np.full_like(positions, magnitude))
+    key = _pair(node.inputs[-1], context, "", np.full_like(positions, magnitude))
     if not growth or context.limits.max_context <= period:
         return Tables(key, key)
     lengths = magnitude * (1 + growth * np.log1p(positions // period))
-    return Tables(key, _pair(node.inputs[6], context, "query.", lengths))
+    return Tables(key, _pair(node.inputs[-1], context, "query.", lengths))
 
 
 def table_pair(node: ir.Node, context: LoweringContext) -> Pair:

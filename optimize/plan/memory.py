@@ -128,7 +128,8 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     """Memory that loading and running a bundle takes; ``tokenizer_bytes`` is the size of tokenizer.json.
 
     The embedding's table is counted whole (reading a row makes a page of 2 MiB resident), which also covers the head
-    while the engine packs it.
+    while the engine packs it. A table of inputs for each layer is not: its rows are read from a mapped file, whose
+    pages the system takes back when memory is short.
     """
     graphs, kept = quant_configs(recipe, geometry), [cache for cache in geometry.caches if cache.kind == "kv"]
     # An encoder takes a text in one call, and scores it against itself.

@@ -16,7 +16,18 @@ from llmc.optimize.targets import TARGETS
 
 RUN, BUILT, REFUSED = "●", "○", "no"
 # Families with layers that are lowered for CPUs alone.
-ON_CPUS = {"qwen3_5", "qwen3_5_text", "lfm2", "qwen3_moe", "qwen3_5_moe", "olmoe", "mixtral", "granitemoe", "lfm2_moe"}
+ON_CPUS = {
+    "qwen3_5",
+    "qwen3_5_text",
+    "lfm2",
+    "qwen3_moe",
+    "qwen3_5_moe",
+    "olmoe",
+    "mixtral",
+    "granitemoe",
+    "lfm2_moe",
+    "gemma4",
+}
 
 
 @pytest.fixture(scope="module")

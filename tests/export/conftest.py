@@ -44,6 +44,17 @@ YARN_ROPE = {
 }
 MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 3}
 # Windows are shorter than the 20 tokens that the tests feed. dtype and shard_size say how the checkpoint is stored.
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 6,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-llama3-rope-tied": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
@@ -150,6 +161,24 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma4-keys-are-values": {
+        **GEMMA4,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+    },
+    "gemma4-shared-caches-per-layer-inputs": {
+        **GEMMA4,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "vocab_size_per_layer_input": 96,
+        "hidden_size_per_layer_input": 8,
+        "dtype": "bfloat16",
+    },
     "ernie4_5-interleaved-rope-biases": {"model_type": "ernie4_5", "head_dim": 32, "use_bias": True},
     "granite-multipliers": {
         "model_type": "granite",
@@ -241,7 +270,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 # Those that every target takes; mixtures of experts are built for CPUs alone.
-DENSE = tuple(name for name, case in CASES.items() if "num_experts_per_tok" not in case)
+# Those without layers that are lowered for CPUs alone.
+DENSE = tuple(
+    name
+    for name, case in CASES.items()
+    if "num_experts_per_tok" not in case
+    and case["model_type"] not in ("qwen3_5_text", "lfm2", "gemma4_text")
+    and "mamba" not in case.get("layer_types", ())
+)
 
 
 @dataclass(frozen=True)
@@ -311,6 +347,9 @@ def write_random_checkpoint(case: dict[str, Any], folder: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():  # norms around one, the rest large enough to make every part matter
             parameter.normal_(float(parameter.dim() == 1), 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.75)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     write_tokenizer(folder)
 

@@ -240,6 +240,10 @@ def test_yarn_extends_the_context_where_the_config_still_says_the_original_one()
         ("stablelm", {"qk_layernorm": True}, ["qk_layernorm=True", "weights for each head"]),
         ("phi", {"tie_word_embeddings": True}, ["tie_word_embeddings=True", "the head adds a bias"]),
         ("gemma", {"hidden_activation": "gelu"}, ["hidden_activation='gelu'", "gelu_pytorch_tanh"]),
+        ("gemma4_text", {"enable_moe_block": True}, ["enable_moe_block=True", "26B-A4B"]),
+        ("gemma4_text", {"num_kv_shared_layers": 29}, ["num_kv_shared_layers=29", "a layer of each kind"]),
+        ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 64}}}, ["per_layer_config=", "and for no other"]),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention='all'"]),
         ("gpt2", {"n_embd": "768"}, ["n_embd='768'", "a whole number"]),
         (
             "gpt_neox",

@@ -66,9 +66,9 @@ def test_the_file_says_what_it_is(model):
 def test_one_attention_node_per_layer_carries_the_geometry(case, model):
     geometry, config = read_export(case.export).geometry, read_checkpoint(case.checkpoint).config
     attentions = [node for node in model.graph if node.op_type == "CachedAttention"]
-    layers = [i for i, layer in enumerate(config.layers) if layer.attention]
-    assert [node.name for node in attentions] == [f"model.layers.{i}.self_attn" for i in layers]
-    for i, node, attention in zip(layers, attentions, geometry.attentions, strict=True):
+    assert [node.name for node in attentions] == [attention.name for attention in geometry.writing]
+    for node, attention in zip(attentions, geometry.writing, strict=True):
+        i = attention.layer
         turned = attention.rope is not None and not attention.turned_before
         assert {name: attribute.value for name, attribute in node.attributes.items()} == {
             "num_heads": attention.heads,
@@ -99,7 +99,8 @@ def test_nodes_are_named_like_the_modules_of_the_checkpoint(case, model):
     assert len(names) == len(set(names))
     mixtures = read_export(case.export).geometry.mixtures
     modules -= {part.name for item in mixtures for part in item.parts}  # one node reads them
-    assert (modules | biases | {"lm_head", "logit_rows"} | {item.name for item in mixtures}) <= set(names)
+    rows = "shared_rows" if read_export(case.export).geometry.shares else "logit_rows"
+    assert (modules | biases | {"lm_head", rows} | {item.name for item in mixtures}) <= set(names)
     operators = {node.name: node.op_type for node in model.graph}
     assert operators["model.layers.1.self_attn.q_proj"] == "MatMul"
     kinds = {"rms": "RMSNormalization", "layer": "LayerNormalization"}
@@ -113,16 +114,19 @@ def test_the_graph_can_be_cut_between_layers(case, model):
     producers = {value.name: node.name for node in model.graph for value in node.outputs}
     assert producers["hidden.0"].startswith(("model.embed_tokens", "embedding_scale", "residual"))
     mlps = {part.layer for part in (*geometry.mlps, *geometry.mixtures)}
-    for i in range(geometry.layers):
+    for i in range(geometry.layers if not geometry.layer_scalars else 0):
         assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual" + ("_1" if i in mlps else "")
     readers = {node.name: [value.name for value in node.inputs] for node in model.graph}
     linear = geometry.linear["model.layers.1.self_attn.q_proj"]
     assert readers[linear.reads if linear.producer else linear.name][0] == "hidden.1"
-    assert readers["logit_rows"][0] == f"hidden.{geometry.layers}"
+    assert readers["model.norm" if geometry.shares else "logit_rows"][0] == f"hidden.{geometry.layers}"
 
 
-def test_the_head_sees_only_the_rows_that_were_asked_for(model):
-    norm = next(node for node in model.graph if node.name == "model.norm")
+def test_the_head_sees_only_the_rows_that_were_asked_for(case, model):
+    """Layers that read caches of others see only these, too."""
+    shared = next((item.layer for item in read_export(case.export).geometry.attentions if not item.writes), None)
+    first = "model.norm" if shared is None else f"model.layers.{shared}.input_layernorm"
+    norm = next(node for node in model.graph if node.name == first)
     assert norm.inputs[0].producer().op_type == "GatherND"
 
 
@@ -158,13 +162,13 @@ def stored_bytes(file: Path) -> dict[str, bytes]:
 
 
 def test_the_file_stays_small_and_keeps_no_trace_of_the_exporter(case, model):
-    assert (case.export / "decoder.onnx").stat().st_size < 44_000
+    assert (case.export / "decoder.onnx").stat().st_size < 22_000 * len(read_checkpoint(case.checkpoint).config.layers)
     assert not any(node.metadata_props or node.doc_string for node in model.graph)
     assert {node.op_type for node in model.graph} <= {
         *("Add", "Cast", "CachedAttention", "Constant", "CumSum", "Div", "Gather", "GatherND", "Gelu"),
         *("LayerNormalization", "LessOrEqual", "MatMul", "Mul", "RMSNormalization", "Relu", "Reshape", "RotatedHeads"),
         *("Sigmoid", "Sub", "Tanh", "Transpose", "Unsqueeze", "CausalConv", "LinearAttention", "Slice", "Softplus"),
-        *("Exp", "Neg", "Softmax", "Experts"),
+        *("Exp", "Neg", "Softmax", "Experts", "SharedAttention"),
     }
 
 
@@ -197,11 +201,11 @@ def test_frequencies_are_the_only_computed_weights(case, model):
         np.testing.assert_array_equal(frequencies, inverse_frequencies(ropes[name]) if name in ropes else 0)
 
 
-@pytest.mark.parametrize("operator", ["MatMul", "Normalization", "CachedAttention"])
+@pytest.mark.parametrize("operator", ["MatMul", "Normalization", "Attention"])
 def test_the_inventory_lists_every_node_in_the_order_of_the_computation(case, model, operator):
     geometry = read_export(case.export).geometry
     assert geometry.is_sound and geometry == read_checkpoint(case.checkpoint).geometry
-    found = {"MatMul": geometry.linears, "Normalization": geometry.norms, "CachedAttention": geometry.attentions}
+    found = {"MatMul": geometry.linears, "Normalization": geometry.norms, "Attention": geometry.attentions}
     nodes = [node.name for node in model.graph if node.op_type.endswith(operator)]
     assert [part.name for part in found[operator]] == nodes
 

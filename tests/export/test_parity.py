@@ -114,7 +114,7 @@ def eager_run(folder: Path) -> Run:
             for layer in layers
         ]
         with torch.no_grad():
-            logits, presents, _ = decoder(ids, lengths, indices, pasts, tensors.get("new_lengths"))
+            logits, presents, *_ = decoder(ids, lengths, indices, pasts, tensors.get("new_lengths"))
         return [logits.numpy(), *(cache.numpy() for held in presents for cache in held)]
 
     return run
@@ -305,6 +305,13 @@ def left_out(name: str) -> Callable[[ir.Model], None]:
     return plant
 
 
+def values_as_keys(model: ir.Model) -> None:
+    """Layers without keys of their own read values in their place."""
+    for node in model.graph:
+        if node.op_type == "SharedAttention":
+            node.replace_input_with(1, node.inputs[2])
+
+
 # Each knob of norms, their places, activations and scalars, dropped.
 DROPPED = [
     ("gemma-bf16", norm_weights_less_one),
@@ -320,6 +327,11 @@ DROPPED = [
     ("phi-head-bias-fp16", left_out("lm_head.bias")),
     ("gpt2-scale-by-layer", left_out("residual")),
     ("invented", left_out("logit_softcap.tanh")),
+    ("gemma4-keys-are-values", left_out("model.layers.1.self_attn.v_norm")),
+    ("gemma4-keys-are-values", left_out("model.layers.0.mul")),
+    ("gemma4-shared-caches-per-layer-inputs", left_out("model.layers.4.post_per_layer_input_norm")),
+    ("gemma4-shared-caches-per-layer-inputs", left_out("model.per_layer_projection_norm")),
+    ("gemma4-shared-caches-per-layer-inputs", values_as_keys),
 ]
 
 

@@ -36,17 +36,32 @@ VISION = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Gemma 3 with a vision tower, as transformers saves it."""
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+KINDS = {
+    "gemma3": {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 95},
+    "gemma4": {
+        "text_config": {
+            **TEXT,
+            "model_type": "gemma4_text",
+            "vocab_size_per_layer_input": 96,
+            "hidden_size_per_layer_input": 8,
+            "per_layer_config": {"1": {"head_dim": 32}},
+        },
+        "vision_config": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "image_token_id": 95,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Gemma with a vision tower, as transformers saves it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("gemma3")
+    folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "gemma3", text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4, image_token_index=95
-    )
+    config = AutoConfig.for_model(request.param, **KINDS[request.param])
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -84,6 +99,8 @@ def test_tensors_are_known_by_both_prefixes_and_the_rest_is_left_out(checkpoint:
 
     stored = load_file(checkpoint / "model.safetensors")
     assert any("vision_tower" in name for name in stored)
+    if not any(name.startswith("language_model.model.") for name in stored):
+        pytest.skip("this one has always been saved by the other prefix")
     other = {
         f"model.{name}".replace(".language_model.model.", ".language_model."): item for name, item in stored.items()
     }

@@ -46,7 +46,8 @@ def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
     """
     count = 0
     for attention in nodes_of(graph, "CachedAttention", LLMC):
-        linears = [_linear_before(value) for value in attention.inputs[:3]]
+        made = (_linear_before(value) for value in attention.inputs[:3])
+        linears = list({linear.name: linear for linear in made}.values())  # keys may be values, too
         if len({id(_before_sorting(linear.node.inputs[0])) for linear in linears}) != 1:
             raise BuildError(f"{attention.name}: query, key and value do not read the same activation")
         if len({bool(linear.biases) for linear in linears}) != 1:
@@ -164,7 +165,7 @@ def emit_attention(
         scores = emit("Mul", emit("Tanh", scores), scalar(graph, softcap, np.float32))
     weights = emit("Softmax", emit("Where", mask, scores, scalar(graph, MASKED, np.float32)), axis=-1)
     mixed = emit("Transpose", emit("MatMul", weights, values), perm=[0, 3, 1, 2, 4])  # (B, S, KV, G, D)
-    return emit("Reshape", mixed, vector(graph, [0, 0, -1]))
+    return emit("Reshape", mixed, vector(graph, [0, 0, attention.heads * attention.head_dim]))  # no -1: S may be 0
 
 
 def check_head_sizes(geometry: Geometry) -> None:

@@ -6,8 +6,9 @@ from typing import Protocol
 import numpy as np
 import onnx_ir as ir
 
+from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import emit_attention, emit_rotation, token_positions
+from llmc.optimize.lower.onnxruntime.attention import emit_attention, emit_rotation, rotate, token_positions
 from llmc.optimize.lower.rewrite import Emitter, scalar, vector
 from llmc.optimize.lower.rotary import rotary_tables
 
@@ -37,10 +38,11 @@ class Shared:
     masks: dict[int, ir.Value] = field(default_factory=dict)
 
     @classmethod
-    def before(cls, first: ir.Node, provider: Provider) -> "Shared":
-        """Values for ``first``, in front of which they are made, and the attentions after it."""
+    def before(cls, first: ir.Node, provider: Provider, positions: ir.Value | None = None) -> "Shared":
+        """Values for ``first``, in front of which they are made, and the attentions after it; by default ``positions``
+        are those of the call's tokens."""
         assert first.graph is not None
-        positions = token_positions(first.graph, first)
+        positions = positions or token_positions(first.graph, first)
         emit = Emitter(first, "positions")
         zero, one = (scalar(first.graph, value, np.int64) for value in (0, 1))
         slots = emit("Range", zero, emit("Squeeze", provider.slots(emit)), one)
@@ -60,12 +62,25 @@ def basic_attention(node: ir.Node, shared: Shared, context: LoweringContext) -> 
         )
         for past, part in ((past_key, key), (past_value, value))
     )
+    return _attend(emit, attention, query, (present_key, present_value), shared), present_key, present_value
+
+
+def shared_attention(node: ir.Node, shared: Shared, context: LoweringContext) -> ir.Value:
+    """Attention [B, S, H * D] over what another layer left in its cache."""
+    query, present_key, present_value = node.inputs[:3]
+    emit, attention, tables = Emitter(node), context.attention(node), rotary_tables(node, context)
+    assert tables is not None and present_key is not None and present_value is not None
+    query = rotate(emit, attention.rotary_dim, attention.heads, query, shared.positions, tables.query)
+    return _attend(emit, attention, query, (present_key, present_value), shared)
+
+
+def _attend(
+    emit: Emitter, attention: Attention, query: ir.Value | None, presents: tuple[ir.Value, ir.Value], shared: Shared
+) -> ir.Value:
     keys, values = (
-        emit("Unsqueeze", provider.read(emit, present), vector(emit.graph, [2]))
-        for present in (present_key, present_value)
+        emit("Unsqueeze", shared.provider.read(emit, present), vector(emit.graph, [2])) for present in presents
     )  # (B, KV, 1, T, D)
-    mask = _mask(emit, shared, attention.window)
-    return emit_attention(emit, attention, query, keys, values, mask), present_key, present_value
+    return emit_attention(emit, attention, query, keys, values, _mask(emit, shared, attention.window))
 
 
 def _mask(emit: Emitter, shared: Shared, window: int) -> ir.Value:

@@ -5,14 +5,41 @@ import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import group_query_attention, rotate_before
-from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention
+from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention, shared_attention
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, graph_input, nodes_of, replace, scalar, vector
 
 
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over the shared buffers of a CPU, or basic operators."""
     rotate_before(graph, context)
-    return _lower_capped(graph, context) + group_query_attention(graph, context, _lengths)
+    shared = _lower_shared(graph, context)
+    return shared + _lower_capped(graph, context) + group_query_attention(graph, context, _lengths)
+
+
+def _lower_shared(graph: ir.Graph, context: LoweringContext) -> int:
+    """Attentions over caches of other layers in basic operators: queries are few, and have positions of their own."""
+    nodes = list(nodes_of(graph, "SharedAttention", LLMC))
+    if nodes:
+        _ask_for_a_row(graph)
+        shared = Shared.before(nodes[0], _Cache(nodes[0]), nodes[0].inputs[3])
+        for node in nodes:
+            replace(node, shared_attention(node, shared, context))
+    return len(nodes)
+
+
+def _ask_for_a_row(graph: ir.Graph) -> None:
+    """Compute one row where no logits are wanted, and drop it before the last norm: no kernel quantizes no rows."""
+    indices, emit = graph_input(graph, "logit_indices"), Emitter(graph[0], "logit_rows")
+    readers = list(indices.uses())
+    count = emit("Shape", indices, start=1, end=2)
+    missing = emit("Max", emit("Sub", vector(graph, [1]), count), vector(graph, [0]))
+    asked = emit("Pad", indices, emit("Concat", vector(graph, [0, 0, 0]), missing, axis=0))
+    graph.meta["asked"] = asked
+    for node, index in readers:
+        node.replace_input_with(index, asked)
+    last = next(node for node in graph if node.name == "model.norm")
+    rows = Emitter(last, "logit_rows")("Slice", last.inputs[0], vector(graph, [0]), count, vector(graph, [1]))
+    last.replace_input_with(0, rows)
 
 
 def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:

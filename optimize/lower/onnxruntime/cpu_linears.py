@@ -79,7 +79,7 @@ def _per_token_linear(
     assert x is not None
     emit, block = Emitter(linear.node), 0 if _keeps_codes(linear, grid, context) else count_mixed(linear)
     if x not in activations:
-        activations[x] = _quantize_tokens(linear, x, block)
+        activations[x] = _quantize_tokens(linear, x, block, _rows_before(linear, context))
     tokens, token_scales = activations[x]
     one = scalar(emit.graph, 1.0, np.float32)
     weights = _store_runs(emit.graph, linear, grid, context, len(tokens), block)
@@ -88,7 +88,7 @@ def _per_token_linear(
         for run, weight, scales in zip(tokens, weights, _split_runs(emit, token_scales, len(tokens)), strict=True)
     ]
     total = emit("Sum", *products) if len(products) > 1 else products[0]
-    return emit("Reshape", with_bias(emit, total, linear, context), _rows_shape(emit))
+    return emit("Reshape", with_bias(emit, total, linear, context), _rows_shape(emit, _rows_before(linear, context)))
 
 
 def _store_runs(
@@ -133,7 +133,7 @@ def _static_linear(
     (tokens,), scale = activations[x]
     (weight,) = _store_runs(emit.graph, linear, grid, context)
     output = with_bias(emit, _integer_product(emit, tokens, scale, *weight), linear, context)
-    return emit("Reshape", output, _rows_shape(emit))
+    return emit("Reshape", output, _rows_shape(emit, _rows_before(linear, context)))
 
 
 def _integer_product(emit: Emitter, tokens: ir.Value, scale: ir.Value, weight: ir.Value, scales: ir.Value) -> ir.Value:
@@ -142,7 +142,17 @@ def _integer_product(emit: Emitter, tokens: ir.Value, scale: ir.Value, weight: i
     return emit("MatMulIntegerToFloat", tokens, weight, scale, scales, zero_point, domain=MICROSOFT)
 
 
-def _quantize_tokens(linear: Linear, x: ir.Value, block: int) -> Tokens:
+def _rows_before(linear: Linear, context: LoweringContext) -> ir.Value:
+    """A value [B, S] that tells how many rows a linear multiplies: the ids, or the indices of logits that are wanted
+    where the layer reads the cache of another."""
+    graph, listed = linear.node.graph, context.geometry.linear[linear.module]
+    assert graph is not None
+    shared = listed.layer is not None and context.geometry.source_of(listed.layer)
+    rows: ir.Value = graph.meta["asked"] if shared else graph.inputs[0]
+    return rows
+
+
+def _quantize_tokens(linear: Linear, x: ir.Value, block: int, rows: ir.Value) -> Tokens:
     """Activation x [B, S, K], of which ``block`` values at a time are mixed -> uint8 [M, K / runs] around 128 of each
     run and scales float32 [M, runs], M = B x S."""
     emit, runs = Emitter(linear.node, f"{linear.name}.input"), 1
@@ -156,7 +166,7 @@ def _quantize_tokens(linear: Linear, x: ir.Value, block: int) -> Tokens:
     largest = emit("Max", high, emit("Neg", low), scalar(graph, SMALLEST_ACTIVATION, np.float32))
     scales = emit("Mul", largest, scalar(graph, 1 / 127, np.float32))
     row_scales = emit("Squeeze", scales, last)
-    zero_points = _once(graph, f"activation.zero_points.{runs}", lambda: _zero_points(emit, runs))
+    zero_points = _once(graph, f"activation.zero_points.{rows.name}.{runs}", lambda: _zero_points(emit, rows, runs))
     tokens = emit("QuantizeLinear", flat, row_scales, zero_points, axis=0)
     if runs == 1:
         return [tokens], scales
@@ -169,10 +179,10 @@ def _split_runs(emit: Emitter, values: ir.Value, runs: int) -> list[ir.Value]:
     return emit.many("Split", [values], runs, axis=1, num_outputs=runs) if runs > 1 else [values]
 
 
-def _zero_points(emit: Emitter, runs: int) -> ir.Value:
-    """128 for each run of each row, uint8 [M * runs]; from the ids alone, so that no part of the graph hangs on the
-    first layer's."""
-    rows = emit("Shape", emit("Reshape", emit.graph.inputs[0], vector(emit.graph, [-1])))
+def _zero_points(emit: Emitter, source: ir.Value, runs: int) -> ir.Value:
+    """128 for each run of each row, uint8 [M * runs]; from ids or indices alone, so that no part of the graph hangs on
+    the first layer's."""
+    rows = emit("Shape", emit("Reshape", source, vector(emit.graph, [-1])))
     rows = emit("Mul", rows, vector(emit.graph, [runs])) if runs > 1 else rows
     return emit("Expand", vector(emit.graph, [MIDDLE], np.uint8), rows)
 
@@ -216,12 +226,10 @@ def _find_producer(operator: str, value: ir.Value | None) -> ir.Node | None:
     return node if node is not None and node.op_type == operator else None
 
 
-def _rows_shape(emit: Emitter) -> ir.Value:
+def _rows_shape(emit: Emitter, rows: ir.Value) -> ir.Value:
     """The shape (batch, sequence, -1) that turns [M, N] back into [B, S, N]."""
-    ids = emit.graph.inputs[0]
-    return _once(
-        emit.graph, "activation.rows", lambda: emit("Concat", emit("Shape", ids), vector(emit.graph, [-1]), axis=0)
-    )
+    end = vector(emit.graph, [-1])
+    return _once(emit.graph, f"activation.rows.{rows.name}", lambda: emit("Concat", emit("Shape", rows), end, axis=0))
 
 
 def _once(graph: ir.Graph, key: str, make: Callable[[], ir.Value]) -> ir.Value:

@@ -4,7 +4,7 @@ import math
 
 import onnx_ir as ir
 
-from llmc.inventory import EMBEDDING, POSITIONS
+from llmc.inventory import EMBEDDING, PER_LAYER, POSITIONS
 from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_gather
 from llmc.optimize.lower.onnxruntime.linears import float_table, pack_linear
@@ -15,7 +15,9 @@ from llmc.optimize.weights.tensors import Weight, sizes
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
     """Gather(embedding, ids) -> a gather of rows that are then converted."""
-    return replace_gather(graph, EMBEDDING, lambda emit, table: _rows(emit, table, context))
+    return sum(
+        replace_gather(graph, name, lambda emit, table: _rows(emit, table, context)) for name in (EMBEDDING, PER_LAYER)
+    )
 
 
 def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:

@@ -4,6 +4,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.linears import inline_vector
 from llmc.optimize.lower.raising import find_weight, norm_nodes
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, nodes_of, replace, sole_consumer
 from llmc.optimize.weights.tensors import Weight
@@ -71,3 +72,11 @@ def fuse_silu(graph: ir.Graph, _: LoweringContext) -> int:
         replace(product, Emitter(product)("QuickGelu", sigmoid.inputs[0], domain=MICROSOFT, alpha=1.0))
         count += 1
     return count
+
+
+def inline_scalars(graph: ir.Graph, context: LoweringContext) -> int:
+    """The factor at the end of each layer becomes part of the graph, in float32."""
+    names = [name for name in graph.initializers if name.endswith(".layer_scalar")]
+    for name in names:
+        inline_vector(graph, graph.initializers[name], context)
+    return len(names)

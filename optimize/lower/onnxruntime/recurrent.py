@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.linears import inline_vector
 from llmc.optimize.lower.onnxruntime.attention import emit_token_counts
 from llmc.optimize.lower.raising import find_vector
 from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, nodes_of, replace, scalar, vector
@@ -91,10 +92,4 @@ def _emit_unit(emit: Emitter, part: ir.Value | None, node: ir.Node, heads: int, 
 def inline_vectors(graph: ir.Graph, names: list[str], context: LoweringContext) -> None:
     """Those of these small vectors that there are become part of the graph, in float32."""
     for value in filter(None, map(graph.initializers.get, names)):
-        found = context.calibrated.rows(find_vector(value)).astype(np.float32)
-        inline = constant(graph, f"{value.name}.float32", found)
-        for node, index in list(value.uses()):
-            if node.op_type == "Cast":
-                node.outputs[0].replace_all_uses_with(inline)
-            else:
-                node.replace_input_with(index, inline)
+        inline_vector(graph, value, context)

@@ -1,0 +1,97 @@
+"""Gemma 4: Gemma 3 with scales of one and normalised values; layers with a factor, inputs and caches of others."""
+
+from dataclasses import replace
+
+from llmc.export.config import SANDWICH, AttentionConfig, DecoderConfig, Layer, NormConfig
+from llmc.export.keys import Keys
+from llmc.export.reading import read_decoder, windows_by_pattern
+
+# Of the layers that see all positions: in published configs, and for each layer as transformers saves them.
+OWN = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+
+
+def read(keys: Keys) -> DecoderConfig:
+    """The last ``num_kv_shared_layers`` read the cache of the last layer before them with the same kind of window."""
+    if keys.flag("enable_moe_block"):
+        raise keys.error("enable_moe_block", True, "false, since Gemma 4 with experts (26B-A4B) is not supported")
+    if keys.raw("rope_parameters") is None:
+        raise keys.error("rope_parameters", None, "an object with full_attention and sliding_attention")
+    if keys.raw("use_bidirectional_attention") not in (None, "vision"):  # over images, which are left out
+        raise keys.error("use_bidirectional_attention", keys.raw("use_bidirectional_attention"), "null or 'vision'")
+    keys.skip("num_experts", "top_k_experts", "moe_intermediate_size", *OWN, "per_layer_config")
+    bias, windows = keys.flag("attention_bias"), windows_by_pattern(keys, default=6)
+    config = read_decoder(
+        keys,
+        windows=(*windows[:-1], 0),
+        default_kv_heads=4,
+        default_head_dim=256,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+        norm=NormConfig(keys.number("rms_norm_eps", 1e-6)),
+        placement=SANDWICH,
+        activation_key="hidden_activation",
+        default_activation="gelu_pytorch_tanh",
+        default_theta=1_000_000.0,
+        local_theta=("rope_local_base_freq", 10_000.0),
+        default_tied=True,
+        scale=1.0,
+    )
+    full = [index for index, layer in enumerate(config.layers) if layer.attention and not layer.attention.window]
+    head_dim, kv_heads = _read_own(keys, full)
+    alike = keys.flag("attention_k_eq_v")
+    config = config.change_attentions(
+        lambda _, it: replace(
+            it,
+            value_norm=True,
+            head_dim=it.head_dim if it.window else head_dim,
+            kv_heads=kv_heads if alike and kv_heads and not it.window else it.kv_heads,
+            keys_are_values=alike and not it.window,
+        )
+    )
+    per_layer = keys.integer("hidden_size_per_layer_input", 256)
+    rows = keys.integer("vocab_size_per_layer_input", config.vocab_size)
+    if per_layer and rows != config.vocab_size:
+        raise keys.error("vocab_size_per_layer_input", rows, f"vocab_size={config.vocab_size}")
+    return replace(
+        config,
+        layers=_share(keys, config.layers),
+        ropes=(replace(config.ropes[0], dim=head_dim), *config.ropes[1:]),
+        embedding_scale=config.hidden_size**0.5,
+        logit_softcap=keys.optional_number("final_logit_softcapping") or 0.0,
+        per_layer=per_layer,
+        layer_scalars=True,
+    )
+
+
+def _read_own(keys: Keys, full: list[int]) -> tuple[int, int | None]:
+    """Head size of the layers that see all, and their heads of keys where they differ."""
+    stated = keys.raw("per_layer_config")
+    if stated is None:
+        return keys.integer("global_head_dim", 512), keys.optional_integer("num_global_key_value_heads")
+    found = list(stated.values()) if isinstance(stated, dict) else []
+    alike = all(isinstance(it, dict) and it == found[0] and set(it) <= set(OWN.values()) for it in found)
+    if not found or not alike or [name.lstrip("0") or "0" for name in stated] != [*map(str, full)]:
+        raise keys.error("per_layer_config", stated, f"the same sizes for each of the layers {full}, and for no other")
+    own = Keys({name: found[0].get(inner) for name, inner in OWN.items()}, f"{keys.where}: per_layer_config")
+    return own.integer("global_head_dim", 512), own.optional_integer("num_global_key_value_heads")
+
+
+def _share(keys: Keys, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    shared, wide = keys.integer("num_kv_shared_layers", 0), keys.flag("use_double_wide_mlp")
+    first = len(layers) - shared
+    sources = {_window(layer): index for index, layer in enumerate(layers[:first])}
+    if any(_window(layer) not in sources for layer in layers):
+        raise keys.error("num_kv_shared_layers", shared, "a layer of each kind before those that share caches")
+
+    def change(layer: Layer) -> Layer:
+        assert layer.attention is not None and layer.mlp is not None
+        mlp = replace(layer.mlp, inner=2 * layer.mlp.inner) if wide else layer.mlp
+        return replace(layer, mlp=mlp, attention=replace(layer.attention, source=sources[_window(layer)]))
+
+    return (*layers[:first], *map(change, layers[first:]))
+
+
+def _window(layer: Layer) -> int:
+    assert isinstance(layer.attention, AttentionConfig)
+    return layer.attention.window
