@@ -149,7 +149,7 @@ def test_a_manifest_that_is_no_json_object_is_refused(folder: Path, content: byt
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    with pytest.raises(BundleError, match=r"version 11, written by llmc 9.9.9.*up to 10.*pip install -U llmc-deploy"):
+    with pytest.raises(BundleError, match=r"version 12, written by llmc 9.9.9.*up to 11.*pip install -U llmc-deploy"):
         bundle.read_bundle(folder)
 
 
@@ -157,7 +157,7 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
     with pytest.raises(
-        BundleError, match=r"schema version 9 of an older llmc \(0.1.0\), this one reads 10; make it again"
+        BundleError, match=r"schema version 10 of an older llmc \(0.1.0\), this one reads 11; make it again"
     ):
         bundle.read_bundle(folder)
 
@@ -194,7 +194,7 @@ def test_numbers_that_no_build_writes_are_refused(folder: Path, change: Any, par
 
 def test_another_graph_contract_is_refused(folder: Path):
     edit(folder, put(bundle.GRAPH_CONTRACT_VERSION + 1, "graph_contract"))
-    with pytest.raises(BundleError, match="graph contract 5, not 4; make it again with: llmc build"):
+    with pytest.raises(BundleError, match="graph contract 6, not 5; make it again with: llmc build"):
         bundle.read_bundle(folder)
 
 

@@ -16,7 +16,7 @@ from llmc.bundle import MADE_FILE, Geometry, read_export
 # more than 1e-2.
 LOGIT_TOLERANCE = 4e-4
 # The same module computed by torch and by ONNX Runtime.
-EAGER_TOLERANCE = 1e-4
+EAGER_TOLERANCE = LOGIT_TOLERANCE
 
 CAPACITY = 24
 TOKENS = 20

@@ -164,6 +164,8 @@ class Decoder:
             "past_lengths": np.array(past, np.int64),
             "logit_indices": np.tile(np.arange(len(ids[0])), (len(ids), 1)),
         }
+        if self.geometry.has_states:
+            feeds["new_lengths"] = np.full(len(ids), len(ids[0]))
         logits, *presents = self.session.run(None, feeds | cache)
         return logits, dict(zip(cache, presents, strict=True))
 

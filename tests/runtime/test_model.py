@@ -17,7 +17,7 @@ from llmc.runtime import Model, load
 from llmc.runtime.api.options import Determinism, EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.kv.host_cache import HostCache
-from llmc.runtime.model import drafts_keep_bits, make_engine
+from llmc.runtime.model import drafts_keep_bits
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
@@ -308,24 +308,7 @@ def test_a_prompt_that_may_be_cut_is_cut_before_it_is_tokenized(
     assert max(counted[1:]) <= 512 * tokenizer.longest_token
 
 
-# ---------------------------------------------------------------------------------------- a cache that cannot go back
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("draft", "lookup"), ("prefix_cache_bytes", 1000), ("prefix_cache_folder", "prefixes")]
-)
-def test_what_goes_back_is_refused_for_a_model_whose_layers_keep_states(
-    scripted: Callable[..., Model], name: str, value: Any
-):
-    model = scripted()
-    model.runner.session.cache.can_rewind = False
-    with pytest.raises(
-        UsageError, match=rf"{name} is {value!r}, but .* a state of the last token only, .*; leave it out"
-    ):
-        make_engine(model, EngineOptions(**{name: value}), None)
-    engine = make_engine(model, EngineOptions(), None)
-    assert engine.prefixes is None
-    engine.close()
+# --------------------------------------------------------------------------------------------------------------- drafts
 
 
 def test_drafts_come_by_themselves_where_they_leave_the_bits(manifest: Manifest):

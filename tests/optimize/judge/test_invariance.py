@@ -40,6 +40,11 @@ class Exact:
     def read(self, row: int, start: int, end: int) -> np.ndarray:
         return self.tokens[row, start:end].astype(np.float32)
 
+    def read_states(self, row: int, end: int) -> np.ndarray:
+        return np.empty(0, np.float32)
+
+    def write_states(self, row: int, end: int, values: np.ndarray) -> None: ...
+
     def run(self, batch: Batch) -> np.ndarray:
         rows, sequence = batch.input_ids.shape
         logits = np.zeros((rows, batch.logit_indices.shape[1], VOCAB), np.float32)
