@@ -56,8 +56,10 @@ class Order:
 
     @property
     def minimum(self) -> str:
-        cache = self.target.caches[self.recipe.cache]
-        return max(cache, self.target.ragged_rows, key=version) if self.ragged_rows else cache
+        cache, geometry = self.target.caches[self.recipe.cache], self.export.geometry
+        # The version in which kernels of recurrences and experts were measured; older ones lack some.
+        newest = self.ragged_rows or geometry.recurrents or geometry.mixtures
+        return max(cache, self.target.ragged_rows, key=version) if newest else cache
 
     def with_engine(self, asked: EngineRequest | None) -> "Order":
         """The order with its engine's properties, if the target has an engine."""

@@ -92,6 +92,7 @@ def test_a_state_is_planned_once_for_each_row(bundle: Path):
     short, long = (manifest.memory.parts(length, 2)["cache"] for length in (1, 101))
     assert long - short == 200 * manifest.memory.cache_per_token
     assert short == 2 * (manifest.memory.state + manifest.memory.cache_per_token)
+    assert manifest.target.engine_minimum == "1.32"
 
 
 class Foresight:
