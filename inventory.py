@@ -180,6 +180,13 @@ class Recurrent:
     channels: Width
     caches: tuple[str, ...]
 
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each of its states in one row, in the order of ``caches``."""
+        conv: tuple[int, ...] = (self.taps - 1, self.channels)
+        recurrence: tuple[int, ...] = (self.value_heads, self.key_dim, self.value_dim)
+        return (conv,) if self.rule == "conv" else (conv, recurrence)
+
 
 @dataclass(frozen=True)
 class Mlp:
@@ -463,16 +470,12 @@ class Geometry:
                 for item in self.attentions
                 if self.encoder is None
             )
-            and all(self._keeps_states(item, caches) for item in self.recurrents)
+            and all(
+                tuple(caches[name].shape for name in item.caches if name in caches) == item.state_shapes
+                for item in self.recurrents
+            )
             and all(self._is_routed(item) for item in self.mixtures)
         )
-
-    @staticmethod
-    def _keeps_states(item: Recurrent, caches: dict[str, Cache]) -> bool:
-        shapes: list[tuple[int, ...]] = [(item.taps - 1, item.channels)]
-        if item.rule != "conv":
-            shapes.append((item.value_heads, item.key_dim, item.value_dim))
-        return [caches[name].shape for name in item.caches if name in caches] == shapes
 
     def _is_routed(self, item: Experts) -> bool:
         router = self.linear.get(f"{item.name}.router")

@@ -524,19 +524,11 @@ def recurrents(config: DecoderConfig) -> tuple[Recurrent, ...]:
             value_dim=mixer.value_dim,
             taps=mixer.taps,
             channels=mixer.channels,
-            caches=tuple(name for name, _ in _states(mixer, index)),
+            caches=tuple(f"{index}.{part}" for part in ("conv", "recurrent")[: 1 + (mixer.rule != "conv")]),
         )
         for index, mixer in enumerate(layer.recurrent for layer in config.layers)
         if mixer is not None
     )
-
-
-def _states(mixer: RecurrentConfig, index: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a mixer's states."""
-    found: list[tuple[str, tuple[int, ...]]] = [(f"{index}.conv", (mixer.taps - 1, mixer.channels))]
-    if mixer.rule != "conv":
-        found.append((f"{index}.recurrent", (mixer.value_heads, mixer.key_dim, mixer.value_dim)))
-    return found
 
 
 def mlps(config: DecoderConfig) -> tuple[Mlp, ...]:
@@ -558,13 +550,17 @@ def mixtures(config: DecoderConfig) -> tuple[Experts, ...]:
 
 def caches(config: DecoderConfig) -> tuple[Cache, ...]:
     """Every cache in the order of the graph's inputs, layer by layer; an encoder has none."""
-    found = list[Cache]()
-    for index, layer in enumerate(config.layers if config.encoder is None else ()):
-        if (mixer := layer.attention) is not None and mixer.source is None:
-            found.append(Cache(str(index), "kv", (mixer.kv_heads, mixer.head_dim), mixer.window))
-        if layer.recurrent is not None:
-            found += [Cache(name, "state", shape, 0) for name, shape in _states(layer.recurrent, index)]
-    return tuple(found)
+    if config.encoder is not None:
+        return ()
+    found = [
+        (item.layer, Cache(item.cache, "kv", (item.kv_heads, item.head_dim), item.window))
+        for item in attentions(config)
+        if item.writes
+    ]
+    for mixer in recurrents(config):
+        states = zip(mixer.caches, mixer.state_shapes, strict=True)
+        found += [(mixer.layer, Cache(name, "state", shape, 0)) for name, shape in states]
+    return tuple(cache for _, cache in sorted(found, key=lambda entry: entry[0]))  # of a layer, keys and values first
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

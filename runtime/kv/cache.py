@@ -48,15 +48,11 @@ class CacheTensor:
 
 def tensors_of(caches: Sequence[Cache]) -> tuple[CacheTensor, ...]:
     """The tensors of a decoder's caches: key and value of the first layer, of the next..."""
-    found = []
-    for cache in caches:
-        if cache.kind == "state":
-            found.append(CacheTensor(f"past_state.{cache.name}", f"present_state.{cache.name}", "state", cache.shape))
-            continue
-        for part in ("key", "value"):
-            name = f"{cache.name}.{part}"
-            found.append(CacheTensor(f"past_key_values.{name}", f"present.{name}", "kv", cache.shape, cache.window))
-    return tuple(found)
+    return tuple(
+        CacheTensor(past, present, cache.kind, cache.shape, cache.window)
+        for cache in caches
+        for past, present in zip(cache.inputs, cache.outputs, strict=True)
+    )
 
 
 class Layout:
