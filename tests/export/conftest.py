@@ -374,8 +374,8 @@ class Reference:
         past, logits = None, []
         with torch.no_grad():
             for each, places in zip(torch.from_numpy(ids).split(step, 1), positions.split(step, 1), strict=True):
-                found = self.model(each, position_ids=places, past_key_values=past, use_cache=True)
-                past = found.past_key_values
+                found = self.model(each, position_ids=places, cache=past, use_cache=True)
+                past = found.cache
                 logits.append(found.logits)
         return torch.cat(logits, 1).numpy()
 
