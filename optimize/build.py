@@ -129,8 +129,6 @@ def _check_support(order: Order) -> None:
     """Refuse unsupported requests before hours of calibration."""
     geometry = order.export.geometry
     check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in geometry.linears)])
-    if geometry.layer_scalars and order.target.name != "cpu":
-        raise BuildError(f"{geometry.model_type} is not lowered for {order.target.name} yet; build for the target cpu")
     if geometry.shares and order.recipe.cache != "float32":
         raise BuildError(
             f"cache = {order.recipe.cache!r}: layers of {geometry.model_type} read the caches of others, which are "

@@ -89,13 +89,10 @@ def take_order(
     export = read_export(source)
     check_unchanged(source, export)
     abilities, geometry = capabilities(target), export.geometry
-    if geometry.recurrents and target != "cpu":
+    if geometry.cpu_only and target != "cpu":
         raise UsageError(
-            f"{geometry.model_type} has recurrent layers (the first is {geometry.recurrents[0].name}), which are "
-            f"lowered for cpu alone; {target} is asked for"
+            f"{geometry.model_type} has {geometry.cpu_only}, which llmc lowers for cpu alone; the target is {target}"
         )
-    if geometry.mixtures and target != "cpu":
-        raise UsageError(f"{source} has mixtures of experts, which llmc builds for cpu only; the target is {target}")
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
     if geometry.encoder:

@@ -130,6 +130,8 @@ class _Graph:
         }
         # Any layer may read the number of positions from the first cache's shape.
         hidden, positions = self._enter(hidden, layer), ids.shape[1] + self._spare
+        room = ((0, 0), (0, 0), (0, self._spare), (0, 0))
+        more = {name: np.pad(values, room) if name.startswith("present.") else values for name, values in more.items()}
         empty = empty_caches([self._geometry.caches[0], *caches], 1, positions, dtype)
         outputs = [f"hidden.{layer + 1}", *presents]
         run = self._part([f"hidden.{layer}", "past_lengths", *self._asked, *empty, *more], outputs)

@@ -60,7 +60,7 @@ def test_equal_bits_are_not_promised(mixture, tmp_path):
 
 @pytest.mark.parametrize("target", ["cuda", "tensorrt"])
 def test_gpus_are_refused(mixture, tmp_path, target):
-    with pytest.raises(UsageError, match="experts, which llmc builds for cpu only; the target is"):
+    with pytest.raises(UsageError, match="has mixtures of experts, which llmc lowers for cpu alone; the target is"):
         build(mixture, tmp_path / "b", target=target, max_context=64)
 
 

@@ -8,6 +8,9 @@ from llmc.optimize.lower.onnxruntime.attention import group_query_attention, rot
 from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention, shared_attention
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, graph_input, nodes_of, replace, scalar, vector
 
+# Positions that ONNX Runtime's softmax adds up side by side, in vectors of all widths.
+SUMMED_AT_ONCE = 64
+
 
 def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over the shared buffers of a CPU, or basic operators."""
@@ -75,11 +78,15 @@ def _lower_capped(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 class _Cache:
-    """Caches of which as much is read as the longest row holds."""
+    """Caches of which as many tiles are read as the longest row fills: sums over fewer positions would round a row
+    otherwise when a longer one is beside it."""
 
     def __init__(self, first: ir.Node) -> None:
         emit = Emitter(first, "positions")
-        self._longest = emit("ReduceMax", _totals(emit), keepdims=1)
+        longest, tile = emit("ReduceMax", _totals(emit), keepdims=1), vector(emit.graph, [SUMMED_AT_ONCE])
+        tiles = emit("Div", emit("Add", longest, vector(emit.graph, [SUMMED_AT_ONCE - 1])), tile)
+        keys = next(value for value in emit.graph.inputs if str(value.name).startswith("past_key_values."))
+        self._longest = emit("Min", emit("Mul", tiles, tile), emit("Shape", keys, start=2, end=3))
         self._places: dict[int, ir.Value] = {}  # those made so far, by heads of keys
 
     def slots(self, _: Emitter) -> ir.Value:
