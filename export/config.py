@@ -129,6 +129,7 @@ class RecurrentConfig:
 
     Attributes:
         bias: whether the convolution adds a bias, and of the rule ``conv`` the projections too.
+        gate_first: whether the output's gate is applied before its norm, instead of behind it.
     """
 
     rule: Rule
@@ -139,11 +140,22 @@ class RecurrentConfig:
     key_dim: int = 0
     value_dim: int = 0
     bias: bool = False
+    gate_first: bool = False
 
     @property
     def inner(self) -> int:
         """Width of what the last projection reads."""
         return self.value_heads * self.value_dim or self.channels
+
+    @property
+    def norm_size(self) -> int:
+        """Values that are normalised together behind a recurrence: a head's, or of ``mamba2`` those of a group."""
+        return self.value_dim if self.rule == "delta" else self.inner // self.key_heads
+
+    @property
+    def scaled_apart(self) -> bool:
+        """True if each group has weights of its own behind the norm, which then has ones."""
+        return self.rule == "mamba2" and self.key_heads > 1
 
 
 @dataclass(frozen=True)
@@ -466,7 +478,7 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
         elif mixer.value_norm:
             rows.append(("self_attn.v_norm", mixer.head_dim, False))
     if layer.recurrent is not None and layer.recurrent.rule != "conv":
-        rows.append(("recurrent.norm", gated_norm_size(layer.recurrent), False))
+        rows.append(("recurrent.norm", layer.recurrent.norm_size, False))
     rows.append((place.after_attention, hidden, False))
     if layer.mlp is not None or layer.experts is not None:
         rows += [(place.before_mlp, hidden, not place.parallel), (place.after_mlp, hidden, False)]
@@ -480,11 +492,6 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
         Norm(f"{_path(index)}.{name}", config.norm.kind, width, config.norm.bias, follows, index)
         for name, (width, follows) in first.items()
     ]
-
-
-def gated_norm_size(mixer: RecurrentConfig) -> int:
-    """Values that are normalised together behind a recurrence: a head's, or of ``mamba2`` all."""
-    return mixer.value_dim if mixer.rule == "delta" else mixer.inner
 
 
 def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
@@ -596,6 +603,8 @@ def _recurrent_shapes(mixer: RecurrentConfig) -> Iterator[tuple[str, tuple[int, 
         yield from ((name, (mixer.value_heads,)) for name in ("A_log", "dt_bias"))
     if mixer.rule == "mamba2":
         yield "D", (mixer.value_heads,)
+    if mixer.scaled_apart:
+        yield "norm_scale", (mixer.inner,)
 
 
 def list_packed_parameters(config: DecoderConfig) -> dict[str, tuple[str, ...]]:

@@ -7,7 +7,7 @@ from llmc.export import recurrent_ops as ops
 from llmc.export.blocks.linear import Linear, as_float, cut
 from llmc.export.blocks.mlp import SiLU
 from llmc.export.blocks.norm import Norm
-from llmc.export.config import NormConfig, RecurrentConfig, gated_norm_size
+from llmc.export.config import NormConfig, RecurrentConfig
 
 # Added to the sum of squares by which the delta rule divides queries and keys. Source: transformers, qwen3_5.
 UNIT_EPS = 1e-6
@@ -33,7 +33,8 @@ class Recurrent(nn.Module):
     * ``delta``: queries, keys of length one and values go through the convolution and SiLU; the state decays by
       exp(-exp(A_log) * softplus(decay + dt_bias)) and is corrected by beta = sigmoid(beta) (Qwen3.5).
     * ``mamba2``: values, keys and queries likewise; steps dt = softplus(decay + dt_bias) scale values, and the state
-      decays by exp(-exp(A_log) * dt); D times the values is added (Granite 4).
+      decays by exp(-exp(A_log) * dt); D times the values is added (Granite 4). Of several groups, each is normalised by
+      itself.
     """
 
     def __init__(self, config: RecurrentConfig, hidden_size: int, norm: NormConfig) -> None:
@@ -48,7 +49,8 @@ class Recurrent(nn.Module):
             self.decay_proj = Linear(hidden_size, scalars)
             self.A_log, self.dt_bias = (nn.Parameter(torch.empty(scalars), requires_grad=False) for _ in range(2))
             self.D = nn.Parameter(torch.empty(scalars), requires_grad=False) if config.rule == "mamba2" else None
-            self.norm = Norm(gated_norm_size(config), norm)
+            self.norm = Norm(config.norm_size, norm)
+        self.norm_scale = nn.Parameter(torch.empty(config.inner), requires_grad=False) if config.scaled_apart else None
         self.conv = CausalConv(config.channels, config.taps, bias=config.bias)
         self.conv_act, self.gate_act = SiLU(), SiLU()
         self.out_proj = Linear(config.inner, hidden_size, bias=conv and config.bias)
@@ -85,5 +87,9 @@ class Recurrent(nn.Module):
         if self.D is not None:
             heads = v.view(*v.shape[:-1], config.value_heads, config.value_dim)
             y = y + (heads * as_float(self.D).unsqueeze(-1)).flatten(-2)
-        y = self.norm(y) * gate if delta else self.norm(y * gate)
+        y = self._normalize(y * gate) if config.gate_first else self._normalize(y) * gate
         return self.out_proj(y), (conv_state, state)
+
+    def _normalize(self, y: Tensor) -> Tensor:
+        y = self.norm(y)
+        return y if self.norm_scale is None else y * as_float(self.norm_scale)

@@ -51,13 +51,22 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
             )
     for name in _list_offset_norms(config) & found.keys():
         parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
-    for attention in attentions(config):
-        if (name := f"{attention.name}.v_norm.weight") in shapes:  # stored as none; every other norm has a weight
-            parameters[name] = MadeTensor("F32", shapes[name], partial(_ones, shapes[name]))
+    for item in recurrents(config):
+        if f"{item.name}.norm_scale" in shapes and (name := f"{item.name}.norm.weight") in found:
+            parameters[f"{item.name}.norm_scale"] = found[name]
+    for name in _list_norms_of_ones(config, shapes):
+        parameters[name] = MadeTensor("F32", shapes[name], partial(_ones, shapes[name]))
     plain = {name for name, tensor in found.items() if not isinstance(tensor, QuantizedTensor)}
     for name in _list_transposed(config) & plain:
         parameters[name] = _make_view(folder, found[name], np.transpose, found[name].shape[::-1])
     return parameters
+
+
+def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Norms whose weight is stored as none, or as one that is not the norm's alone."""
+    values = [f"{item.name}.v_norm.weight" for item in attentions(config)]
+    grouped = [f"{item.name}.norm.weight" for item in recurrents(config) if f"{item.name}.norm_scale" in shapes]
+    return [name for name in (*values, *grouped) if name in shapes]
 
 
 def _ones(shape: tuple[int, ...]) -> Iterator[Array]:
