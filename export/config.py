@@ -130,6 +130,8 @@ class RecurrentConfig:
     Attributes:
         bias: whether the convolution adds a bias, and of the rule ``conv`` the projections too.
         gate_first: whether the output's gate is applied before its norm, instead of behind it.
+        normed: whether what a recurrence makes is normalised.
+        scales: multiply what projections make of the gate, values, keys, queries and steps of ``mamba2``.
     """
 
     rule: Rule
@@ -141,6 +143,8 @@ class RecurrentConfig:
     value_dim: int = 0
     bias: bool = False
     gate_first: bool = False
+    normed: bool = True
+    scales: tuple[float, ...] = (1.0,) * 5
 
     @property
     def inner(self) -> int:
@@ -155,7 +159,13 @@ class RecurrentConfig:
     @property
     def scaled_apart(self) -> bool:
         """True if each group has weights of its own behind the norm, which then has ones."""
-        return self.rule == "mamba2" and self.key_heads > 1
+        return self.rule == "mamba2" and self.key_heads > 1 and self.normed
+
+    @property
+    def conv_scales(self) -> tuple[float, ...]:
+        """What multiplies each of the convolution's channels, of values, keys and queries."""
+        keys = self.key_heads * self.key_dim
+        return tuple(it for it, run in zip(self.scales[1:4], (self.inner, keys, keys), strict=True) for _ in range(run))
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,7 @@ class MlpConfig:
 
     Attributes:
         weighed: whether what it makes of a token is multiplied by the sigmoid of one value that a linear makes of it.
+        gate_scale, scale: multiply what ``gate_proj`` makes, and the result.
     """
 
     inner: int
@@ -171,6 +182,8 @@ class MlpConfig:
     gated: bool = True
     bias: bool = False
     weighed: bool = False
+    gate_scale: float = 1.0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -236,13 +249,15 @@ PARALLEL_TWO_NORMS = Placement("input_layernorm", "", "post_attention_layernorm"
 @dataclass(frozen=True)
 class Layer:
     """A residual block: an attention, a recurrent mixer or the sum of both, then an MLP, experts or the sum of both;
-    any of them may be missing."""
+    any of them may be missing. Scales multiply what a mixer adds."""
 
     attention: AttentionConfig | None
     mlp: MlpConfig | None
     placement: Placement = PRE
     recurrent: RecurrentConfig | None = None
     experts: ExpertsConfig | None = None
+    attention_scale: float = 1.0
+    recurrent_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -477,7 +492,7 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
             rows.pop()
         elif mixer.value_norm:
             rows.append(("self_attn.v_norm", mixer.head_dim, False))
-    if layer.recurrent is not None and layer.recurrent.rule != "conv":
+    if layer.recurrent is not None and layer.recurrent.rule != "conv" and layer.recurrent.normed:
         rows.append(("recurrent.norm", layer.recurrent.norm_size, False))
     rows.append((place.after_attention, hidden, False))
     if layer.mlp is not None or layer.experts is not None:

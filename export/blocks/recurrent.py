@@ -7,6 +7,7 @@ from llmc.export import recurrent_ops as ops
 from llmc.export.blocks.linear import Linear, as_float, cut
 from llmc.export.blocks.mlp import SiLU
 from llmc.export.blocks.norm import Norm
+from llmc.export.blocks.scale import Scale
 from llmc.export.config import NormConfig, RecurrentConfig
 
 # Added to the sum of squares by which the delta rule divides queries and keys. Source: transformers, qwen3_5.
@@ -49,7 +50,8 @@ class Recurrent(nn.Module):
             self.decay_proj = Linear(hidden_size, scalars)
             self.A_log, self.dt_bias = (nn.Parameter(torch.empty(scalars), requires_grad=False) for _ in range(2))
             self.D = nn.Parameter(torch.empty(scalars), requires_grad=False) if config.rule == "mamba2" else None
-            self.norm = Norm(config.norm_size, norm)
+            self.norm = Norm(config.norm_size, norm) if config.normed else nn.Identity()
+            self.gate_scale, self.step_scale = Scale(config.scales[0]), Scale(config.scales[4])
         self.norm_scale = nn.Parameter(torch.empty(config.inner), requires_grad=False) if config.scaled_apart else None
         self.conv = CausalConv(config.channels, config.taps, bias=config.bias)
         self.conv_act, self.gate_act = SiLU(), SiLU()
@@ -66,14 +68,14 @@ class Recurrent(nn.Module):
     def _recur(self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         config, keys = self.config, self.config.key_heads * self.config.key_dim
         mixed, conv_state = self.conv(self.in_proj(x), past[0], new_lengths)
-        parts, gate = self.conv_act(mixed), self.gate_act(self.gate_proj(x))
+        parts, gate = self.conv_act(mixed), self.gate_act(self.gate_scale(self.gate_proj(x)))
         delta = self.beta_proj is not None
         if self.beta_proj is not None:
             q, k, v = cut(parts, keys, keys)
             beta = torch.sigmoid(self.beta_proj(x))
         else:
             v, k, q = cut(parts, config.inner, keys)
-        steps = ops.softplus(self.decay_proj(x) + as_float(self.dt_bias))
+        steps = ops.softplus(self.step_scale(self.decay_proj(x)) + as_float(self.dt_bias))
         beta = beta if delta else steps
         decay = steps * -torch.exp(as_float(self.A_log))
         knobs = ops.Knobs(

@@ -14,6 +14,7 @@ FAMILIES = {
     "cohere2": "llmc.export.families.cohere2:read",
     "ernie4_5": "llmc.export.families.ernie4_5:read",
     "exaone4": "llmc.export.families.exaone4:read",
+    "falcon_h1": "llmc.export.families.falcon_h1:read",
     "gemma": "llmc.export.families.gemma:read",
     "gemma2": "llmc.export.families.gemma2:read",
     "gemma3": "llmc.export.families.gemma3:read",

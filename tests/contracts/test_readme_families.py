@@ -20,6 +20,7 @@ ON_CPUS = {
     "qwen3_5",
     "qwen3_5_text",
     "lfm2",
+    "falcon_h1",
     "qwen3_moe",
     "qwen3_5_moe",
     "olmoe",

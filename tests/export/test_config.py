@@ -230,6 +230,8 @@ def test_yarn_extends_the_context_where_the_config_still_says_the_original_one()
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
+        ("falcon_h1", {"mlp_bias": True}, ["mlp_bias=True", "expected false"]),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, ["ssm_multipliers=[1.0]", "5 numbers"]),
         ("granitemoehybrid", {"mamba_n_groups": 3}, ["mamba_n_groups=3", "a divisor of mamba_n_heads=128"]),
         ("cohere", {"use_qk_norm": True}, ["use_qk_norm=True", "weights for each head"]),
         ("stablelm", {"qk_layernorm": True}, ["qk_layernorm=True", "weights for each head"]),

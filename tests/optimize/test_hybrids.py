@@ -13,7 +13,10 @@ from llmc.errors import UsageError
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
 
-NAMES = ("qwen3_5-delta-and-gates", "lfm2-short-convolutions", "granitemoehybrid-mamba-bf16")
+NAMES = (
+    *("qwen3_5-delta-and-gates", "lfm2-short-convolutions", "granitemoehybrid-mamba-bf16"),
+    "falcon_h1-both-mixers-multipliers",
+)
 GENERATOR = np.random.default_rng(3)
 PROMPTS = [GENERATOR.integers(2, 96, length).tolist() for length in (40, 7, 70, 33)]
 NEW = 8
