@@ -132,6 +132,7 @@ class RecurrentConfig:
         gate_first: whether the output's gate is applied before its norm, instead of behind it.
         normed: whether what a recurrence makes is normalised.
         scales: multiply what projections make of the gate, values, keys, queries and steps of ``mamba2``.
+        least_step: no step of ``mamba2`` is smaller.
     """
 
     rule: Rule
@@ -145,6 +146,7 @@ class RecurrentConfig:
     gate_first: bool = False
     normed: bool = True
     scales: tuple[float, ...] = (1.0,) * 5
+    least_step: float = 0.0
 
     @property
     def inner(self) -> int:

@@ -111,6 +111,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "mamba_d_conv": (2, 255),
     "mamba_expand": (1, 64),
     "mamba_d_ssm": (1, 1 << 20),
+    "mamba_d_head": (1, 4095),
+    "time_step_min": (0, 1e3),
     "full_attention_interval": (1, 1024),
     "block_multiple_of": (1, 1 << 20),
     "block_ffn_dim_multiplier": (1e-3, 1e3),

@@ -76,6 +76,7 @@ class Recurrent(nn.Module):
         else:
             v, k, q = cut(parts, config.inner, keys)
         steps = ops.softplus(self.step_scale(self.decay_proj(x)) + as_float(self.dt_bias))
+        steps = steps.clamp(min=config.least_step) if config.least_step else steps
         beta = beta if delta else steps
         decay = steps * -torch.exp(as_float(self.A_log))
         knobs = ops.Knobs(

@@ -35,6 +35,7 @@ FAMILIES = {
     "mistral": "llmc.export.families.mistral:read",
     "mistral3": "llmc.export.families.mistral3:read",
     "mixtral": "llmc.export.families.mixtral:read",
+    "nemotron_h": "llmc.export.families.nemotron_h:read",
     "olmo2": "llmc.export.families.olmo2:read",
     "olmo3": "llmc.export.families.olmo3:read",
     "olmoe": "llmc.export.families.olmoe:read",

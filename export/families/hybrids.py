@@ -33,12 +33,12 @@ def recurrent_layers(
     )
 
 
-def read_mamba(keys: Keys, inner: int) -> RecurrentConfig:
+def read_mamba(keys: Keys, inner: int, default_groups: int = 1, default_state: int = 256) -> RecurrentConfig:
     """Mamba 2, whose values are ``inner`` wide in all heads; heads of a group share keys and queries."""
     keys.skip("mamba_chunk_size", "mamba_expand")
     heads, groups, stated = (
         keys.integer("mamba_n_heads", 128),
-        keys.integer("mamba_n_groups", 1),
+        keys.integer("mamba_n_groups", default_groups),
         keys.raw("mamba_d_head"),
     )
     width = inner // heads
@@ -50,7 +50,7 @@ def read_mamba(keys: Keys, inner: int) -> RecurrentConfig:
         raise keys.error("mamba_proj_bias", True, "false")
     if (limit := keys.raw("time_step_limit")) not in ENDLESS:
         raise keys.error("time_step_limit", limit, "steps without a limit")
-    state = keys.integer("mamba_d_state", 256)
+    state = keys.integer("mamba_d_state", default_state)
     return RecurrentConfig(
         rule="mamba2",
         channels=inner + 2 * groups * state,

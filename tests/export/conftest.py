@@ -225,6 +225,16 @@ CASES: dict[str, dict[str, Any]] = {
         "ssm_multipliers": [0.5, 0.75, 0.6, 1.5, 0.9],
         "ssm_out_multiplier": 0.5,
     },
+    "nemotron_h-one-part-per-layer": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "time_step_min": 0.5,  # far above the published one, so that steps are below
+    },
     "qwen3_5-delta-and-gates": {
         "model_type": "qwen3_5_text",
         "head_dim": 32,
@@ -291,7 +301,7 @@ DENSE = tuple(
     name
     for name, case in CASES.items()
     if "num_experts_per_tok" not in case
-    and case["model_type"] not in ("qwen3_5_text", "lfm2", "gemma4_text", "falcon_h1")
+    and case["model_type"] not in ("qwen3_5_text", "lfm2", "gemma4_text", "falcon_h1", "nemotron_h")
     and "mamba" not in case.get("layer_types", ())
 )
 

@@ -130,11 +130,15 @@ def test_frequency_tolerance_can_fail():
         np.testing.assert_allclose(inverse_frequencies(other), inverse_frequencies(rope), rtol=FREQUENCY_TOLERANCE)
 
 
+# What makes a model without experts of a family that has them by default, and they are not read.
+DENSE = {"nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_reads_what_transformers_saves_for_it(name):
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(name)
+    config = AutoConfig.for_model(name, **DENSE.get(name, {}))
     found = read(without(config.to_dict(), "tie_word_embeddings"))  # published configs leave out what is the default
     assert (found.model_type, found.tied_head) == (name, config.tie_word_embeddings)
 
@@ -233,6 +237,10 @@ def test_yarn_extends_the_context_where_the_config_still_says_the_original_one()
         ("falcon_h1", {"mlp_bias": True}, ["mlp_bias=True", "expected false"]),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, ["ssm_multipliers=[1.0]", "5 numbers"]),
         ("granitemoehybrid", {"mamba_n_groups": 3}, ["mamba_n_groups=3", "a divisor of mamba_n_heads=128"]),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, ["layers_block_type=", "moe is not supported"]),
+        ("nemotron_h", {"hybrid_override_pattern": "M-"}, ["layers_block_type=", "hybrid_override_pattern='M-'"]),
+        ("nemotron_h", {"num_hidden_layers": 4}, ["num_hidden_layers=4", "expected 3, the layers"]),
+        ("nemotron_h", {"use_bias": True}, ["use_bias=True", "mamba_proj_bias=False"]),
         ("cohere", {"use_qk_norm": True}, ["use_qk_norm=True", "weights for each head"]),
         ("stablelm", {"qk_layernorm": True}, ["qk_layernorm=True", "weights for each head"]),
         ("phi", {"tie_word_embeddings": True}, ["tie_word_embeddings=True", "the head adds a bias"]),
@@ -252,7 +260,7 @@ def test_yarn_extends_the_context_where_the_config_still_says_the_original_one()
 def test_what_a_family_cannot_do_is_refused_by_its_own_key(family, changes, words):
     from transformers import AutoConfig
 
-    saved = AutoConfig.for_model(family).to_dict()
+    saved = AutoConfig.for_model(family, **DENSE.get(family, {})).to_dict()
     test_what_is_not_understood_is_refused_by_name(saved, changes, words)
 
 

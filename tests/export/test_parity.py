@@ -343,6 +343,7 @@ DROPPED = [
     ("falcon_h1-both-mixers-multipliers", left_out("model.layers.0.attention_scale.mul")),
     ("falcon_h1-both-mixers-multipliers", left_out("model.layers.1.recurrent.step_scale.mul")),
     ("falcon_h1-both-mixers-multipliers", left_out("model.layers.1.mlp.gate_scale.mul")),
+    ("nemotron_h-one-part-per-layer", left_out("model.layers.0.recurrent.clip")),
 ]
 
 

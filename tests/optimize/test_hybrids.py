@@ -14,7 +14,7 @@ from llmc.optimize.build import build
 from llmc.runtime import Model, load
 
 NAMES = (
-    *("qwen3_5-delta-and-gates", "lfm2-short-convolutions", "granitemoehybrid-mamba-bf16"),
+    *("qwen3_5-delta-and-gates", "lfm2-short-convolutions", "nemotron_h-one-part-per-layer"),
     "falcon_h1-both-mixers-multipliers",
 )
 GENERATOR = np.random.default_rng(3)
