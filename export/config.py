@@ -129,6 +129,10 @@ class RecurrentConfig:
 
     Attributes:
         bias: whether the convolution adds a bias, and of the rule ``conv`` the projections too.
+        gate_first: whether the output's gate is applied before its norm, instead of behind it.
+        normed: whether what a recurrence makes is normalised.
+        scales: multiply what projections make of the gate, values, keys, queries and steps of ``mamba2``.
+        least_step: no step of ``mamba2`` is smaller.
     """
 
     rule: Rule
@@ -139,11 +143,31 @@ class RecurrentConfig:
     key_dim: int = 0
     value_dim: int = 0
     bias: bool = False
+    gate_first: bool = False
+    normed: bool = True
+    scales: tuple[float, ...] = (1.0,) * 5
+    least_step: float = 0.0
 
     @property
     def inner(self) -> int:
         """Width of what the last projection reads."""
         return self.value_heads * self.value_dim or self.channels
+
+    @property
+    def norm_size(self) -> int:
+        """Values that are normalised together behind a recurrence: a head's, or of ``mamba2`` those of a group."""
+        return self.value_dim if self.rule == "delta" else self.inner // self.key_heads
+
+    @property
+    def scaled_apart(self) -> bool:
+        """True if each group has weights of its own behind the norm, which then has ones."""
+        return self.rule == "mamba2" and self.key_heads > 1 and self.normed
+
+    @property
+    def conv_scales(self) -> tuple[float, ...]:
+        """What multiplies each of the convolution's channels, of values, keys and queries."""
+        keys = self.key_heads * self.key_dim
+        return tuple(it for it, run in zip(self.scales[1:4], (self.inner, keys, keys), strict=True) for _ in range(run))
 
 
 @dataclass(frozen=True)
@@ -152,6 +176,7 @@ class MlpConfig:
 
     Attributes:
         weighed: whether what it makes of a token is multiplied by the sigmoid of one value that a linear makes of it.
+        gate_scale, scale: multiply what ``gate_proj`` makes, and the result.
     """
 
     inner: int
@@ -159,6 +184,8 @@ class MlpConfig:
     gated: bool = True
     bias: bool = False
     weighed: bool = False
+    gate_scale: float = 1.0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -224,13 +251,15 @@ PARALLEL_TWO_NORMS = Placement("input_layernorm", "", "post_attention_layernorm"
 @dataclass(frozen=True)
 class Layer:
     """A residual block: an attention, a recurrent mixer or the sum of both, then an MLP, experts or the sum of both;
-    any of them may be missing."""
+    any of them may be missing. Scales multiply what a mixer adds."""
 
     attention: AttentionConfig | None
     mlp: MlpConfig | None
     placement: Placement = PRE
     recurrent: RecurrentConfig | None = None
     experts: ExpertsConfig | None = None
+    attention_scale: float = 1.0
+    recurrent_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -465,8 +494,8 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
             rows.pop()
         elif mixer.value_norm:
             rows.append(("self_attn.v_norm", mixer.head_dim, False))
-    if layer.recurrent is not None and layer.recurrent.rule != "conv":
-        rows.append(("recurrent.norm", gated_norm_size(layer.recurrent), False))
+    if layer.recurrent is not None and layer.recurrent.rule != "conv" and layer.recurrent.normed:
+        rows.append(("recurrent.norm", layer.recurrent.norm_size, False))
     rows.append((place.after_attention, hidden, False))
     if layer.mlp is not None or layer.experts is not None:
         rows += [(place.before_mlp, hidden, not place.parallel), (place.after_mlp, hidden, False)]
@@ -480,11 +509,6 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
         Norm(f"{_path(index)}.{name}", config.norm.kind, width, config.norm.bias, follows, index)
         for name, (width, follows) in first.items()
     ]
-
-
-def gated_norm_size(mixer: RecurrentConfig) -> int:
-    """Values that are normalised together behind a recurrence: a head's, or of ``mamba2`` all."""
-    return mixer.value_dim if mixer.rule == "delta" else mixer.inner
 
 
 def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
@@ -596,6 +620,8 @@ def _recurrent_shapes(mixer: RecurrentConfig) -> Iterator[tuple[str, tuple[int, 
         yield from ((name, (mixer.value_heads,)) for name in ("A_log", "dt_bias"))
     if mixer.rule == "mamba2":
         yield "D", (mixer.value_heads,)
+    if mixer.scaled_apart:
+        yield "norm_scale", (mixer.inner,)
 
 
 def list_packed_parameters(config: DecoderConfig) -> dict[str, tuple[str, ...]]:

@@ -47,6 +47,7 @@ class DecoderLayer(nn.Module):
         if layer.recurrent is not None:
             self.recurrent = Recurrent(layer.recurrent, hidden_size, config.norm)
         self.residual_scale = Scale(config.residual_scale)
+        self.attention_scale, self.recurrent_scale = Scale(layer.attention_scale), Scale(layer.recurrent_scale)
         if layer.mlp is not None:
             self.mlp = MLP(layer.mlp, hidden_size)
         if layer.experts is not None:
@@ -98,13 +99,15 @@ class DecoderLayer(nn.Module):
         """The sum of what the mixers make, and their caches: attention's come first."""
         if self.self_attn is None:
             assert self.recurrent is not None and past is not None and new_lengths is not None
-            return self.recurrent(read, past, new_lengths)  # type: ignore[no-any-return]
+            recurred, states = self.recurrent(read, past, new_lengths)
+            return self.recurrent_scale(recurred), states
         attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes)
+        attended = self.attention_scale(attended)
         if self.recurrent is None:
             return attended, presents
         assert past is not None and new_lengths is not None
         recurred, states = self.recurrent(read, past[2:], new_lengths)
-        return attended + recurred, (*presents, *states)
+        return attended + self.recurrent_scale(recurred), (*presents, *states)
 
     def _feed(self, read: Tensor) -> Tensor:
         """The sum of what experts and the MLP make, or one of them."""

@@ -65,9 +65,8 @@ def read_decoder(
     the config's ``rms_norm_eps`` and ``inner`` is its ``intermediate_size``. ``activations`` maps the values of
     ``activation_key``.
     """
-    layers, hidden_size, heads = (
-        keys.integer(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    )
+    layers = keys.integer("num_hidden_layers", len(rotated) if rotated else None)
+    hidden_size, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     vocab_size, max_positions = keys.integer("vocab_size"), _max_positions(keys)
     windows, rotated = windows or (0,) * layers, rotated or (True,) * layers
     activation = activations[keys.choice(activation_key, tuple(activations), default_activation)]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.export.blocks.linear import Linear
+from llmc.export.blocks.scale import Scale
 from llmc.export.config import Activation, MlpConfig
 
 
@@ -42,11 +43,13 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden_size, config.inner, bias=config.bias)
         self.down_proj = Linear(config.inner, hidden_size, bias=config.bias)
         self.act_fn = ACTIVATIONS[config.activation]()
+        self.gate_scale, self.scale = Scale(config.gate_scale), Scale(config.scale)
         self.weight_proj = Linear(hidden_size, 1) if config.weighed else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_proj is None:
             down: Tensor = self.down_proj(self.act_fn(self.up_proj(x)))
         else:
-            down = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+            down = self.down_proj(self.act_fn(self.gate_scale(self.gate_proj(x))) * self.up_proj(x))
+        down = self.scale(down)
         return down if self.weight_proj is None else down * torch.sigmoid(self.weight_proj(x))

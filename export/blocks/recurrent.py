@@ -7,7 +7,8 @@ from llmc.export import recurrent_ops as ops
 from llmc.export.blocks.linear import Linear, as_float, cut
 from llmc.export.blocks.mlp import SiLU
 from llmc.export.blocks.norm import Norm
-from llmc.export.config import NormConfig, RecurrentConfig, gated_norm_size
+from llmc.export.blocks.scale import Scale
+from llmc.export.config import NormConfig, RecurrentConfig
 
 # Added to the sum of squares by which the delta rule divides queries and keys. Source: transformers, qwen3_5.
 UNIT_EPS = 1e-6
@@ -33,7 +34,8 @@ class Recurrent(nn.Module):
     * ``delta``: queries, keys of length one and values go through the convolution and SiLU; the state decays by
       exp(-exp(A_log) * softplus(decay + dt_bias)) and is corrected by beta = sigmoid(beta) (Qwen3.5).
     * ``mamba2``: values, keys and queries likewise; steps dt = softplus(decay + dt_bias) scale values, and the state
-      decays by exp(-exp(A_log) * dt); D times the values is added (Granite 4).
+      decays by exp(-exp(A_log) * dt); D times the values is added (Granite 4). Of several groups, each is normalised by
+      itself.
     """
 
     def __init__(self, config: RecurrentConfig, hidden_size: int, norm: NormConfig) -> None:
@@ -48,7 +50,9 @@ class Recurrent(nn.Module):
             self.decay_proj = Linear(hidden_size, scalars)
             self.A_log, self.dt_bias = (nn.Parameter(torch.empty(scalars), requires_grad=False) for _ in range(2))
             self.D = nn.Parameter(torch.empty(scalars), requires_grad=False) if config.rule == "mamba2" else None
-            self.norm = Norm(gated_norm_size(config), norm)
+            self.norm = Norm(config.norm_size, norm) if config.normed else nn.Identity()
+            self.gate_scale, self.step_scale = Scale(config.scales[0]), Scale(config.scales[4])
+        self.norm_scale = nn.Parameter(torch.empty(config.inner), requires_grad=False) if config.scaled_apart else None
         self.conv = CausalConv(config.channels, config.taps, bias=config.bias)
         self.conv_act, self.gate_act = SiLU(), SiLU()
         self.out_proj = Linear(config.inner, hidden_size, bias=conv and config.bias)
@@ -64,14 +68,15 @@ class Recurrent(nn.Module):
     def _recur(self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         config, keys = self.config, self.config.key_heads * self.config.key_dim
         mixed, conv_state = self.conv(self.in_proj(x), past[0], new_lengths)
-        parts, gate = self.conv_act(mixed), self.gate_act(self.gate_proj(x))
+        parts, gate = self.conv_act(mixed), self.gate_act(self.gate_scale(self.gate_proj(x)))
         delta = self.beta_proj is not None
         if self.beta_proj is not None:
             q, k, v = cut(parts, keys, keys)
             beta = torch.sigmoid(self.beta_proj(x))
         else:
             v, k, q = cut(parts, config.inner, keys)
-        steps = ops.softplus(self.decay_proj(x) + as_float(self.dt_bias))
+        steps = ops.softplus(self.step_scale(self.decay_proj(x)) + as_float(self.dt_bias))
+        steps = steps.clamp(min=config.least_step) if config.least_step else steps
         beta = beta if delta else steps
         decay = steps * -torch.exp(as_float(self.A_log))
         knobs = ops.Knobs(
@@ -85,5 +90,9 @@ class Recurrent(nn.Module):
         if self.D is not None:
             heads = v.view(*v.shape[:-1], config.value_heads, config.value_dim)
             y = y + (heads * as_float(self.D).unsqueeze(-1)).flatten(-2)
-        y = self.norm(y) * gate if delta else self.norm(y * gate)
+        y = self._normalize(y * gate) if config.gate_first else self._normalize(y) * gate
         return self.out_proj(y), (conv_state, state)
+
+    def _normalize(self, y: Tensor) -> Tensor:
+        y = self.norm(y)
+        return y if self.norm_scale is None else y * as_float(self.norm_scale)

@@ -1,9 +1,16 @@
-"""The rule that families with recurrent layers share."""
+"""The rules that families with recurrent layers share."""
 
 from dataclasses import replace
 
 from llmc.export.config import Layer, RecurrentConfig
 from llmc.export.keys import Keys
+
+# A layer's projections of Mamba 2 lie in one tensor.
+PACKED = (("recurrent.all_proj", ("recurrent.gate_proj", "recurrent.in_proj", "recurrent.decay_proj")),)
+RENAMED = (("mamba.in_proj", "recurrent.all_proj"), ("mamba.conv1d", "recurrent.conv"), ("mamba", "recurrent"))
+SIZES = ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "conv_bias", "proj_bias", "chunk_size")
+# As transformers writes it into JSON, which has no infinity.
+ENDLESS = (None, [0.0, {"__float__": "Infinity"}], [0.0, float("inf")])
 
 
 def recurrent_layers(
@@ -23,4 +30,35 @@ def recurrent_layers(
     return tuple(
         replace(layer, attention=None, recurrent=mixer) if each in kinds else layer
         for each, layer in zip(types, layers, strict=True)
+    )
+
+
+def read_mamba(keys: Keys, inner: int, default_groups: int = 1, default_state: int = 256) -> RecurrentConfig:
+    """Mamba 2, whose values are ``inner`` wide in all heads; heads of a group share keys and queries."""
+    keys.skip("mamba_chunk_size", "mamba_expand")
+    heads, groups, stated = (
+        keys.integer("mamba_n_heads", 128),
+        keys.integer("mamba_n_groups", default_groups),
+        keys.raw("mamba_d_head"),
+    )
+    width = inner // heads
+    if stated not in (None, "auto", width) or width * heads != inner:
+        raise keys.error("mamba_d_head", stated, f"{inner} values in all of mamba_n_heads={heads} heads")
+    if heads % groups:
+        raise keys.error("mamba_n_groups", groups, f"a divisor of mamba_n_heads={heads}")
+    if keys.flag("mamba_proj_bias"):
+        raise keys.error("mamba_proj_bias", True, "false")
+    if (limit := keys.raw("time_step_limit")) not in ENDLESS:
+        raise keys.error("time_step_limit", limit, "steps without a limit")
+    state = keys.integer("mamba_d_state", default_state)
+    return RecurrentConfig(
+        rule="mamba2",
+        channels=inner + 2 * groups * state,
+        taps=keys.integer("mamba_d_conv", 4),
+        key_heads=groups,
+        value_heads=heads,
+        key_dim=state,
+        value_dim=width,
+        bias=keys.flag("mamba_conv_bias", True),
+        gate_first=True,
     )

@@ -27,6 +27,7 @@ from llmc.export.config import (
 from llmc.export.sources.codes import QuantizedTensor, Weight, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
+from llmc.inventory import Recurrent
 
 Tensors = dict[str, Weight]
 Array = NDArray[Any]
@@ -51,13 +52,33 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
             )
     for name in _list_offset_norms(config) & found.keys():
         parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
-    for attention in attentions(config):
-        if (name := f"{attention.name}.v_norm.weight") in shapes:  # stored as none; every other norm has a weight
-            parameters[name] = MadeTensor("F32", shapes[name], partial(_ones, shapes[name]))
+    for item in recurrents(config):
+        parameters |= _convert_recurrent(folder, config, item, found)
+    for name in _list_norms_of_ones(config, shapes):
+        parameters[name] = MadeTensor("F32", shapes[name], partial(_ones, shapes[name]))
     plain = {name for name, tensor in found.items() if not isinstance(tensor, QuantizedTensor)}
     for name in _list_transposed(config) & plain:
         parameters[name] = _make_view(folder, found[name], np.transpose, found[name].shape[::-1])
     return parameters
+
+
+def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, found: Tensors) -> Tensors:
+    """The weights of a norm over groups, which stand behind it, and a convolution whose channels are scaled."""
+    mixer, converted = config.layers[item.layer].recurrent, Tensors()
+    assert mixer is not None
+    if mixer.scaled_apart and (name := f"{item.name}.norm.weight") in found:
+        converted[f"{item.name}.norm_scale"] = found[name]
+    if set(mixer.conv_scales) != {1.0} and (name := f"{item.name}.conv.weight") in found:
+        view = partial(_scale_rows, np.array(mixer.conv_scales, np.float32))
+        converted[name] = _make_view(folder, found[name], view, found[name].shape, "F32")
+    return converted
+
+
+def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Norms whose weight is stored as none, or as one that is not the norm's alone."""
+    values = [f"{item.name}.v_norm.weight" for item in attentions(config)]
+    grouped = [f"{item.name}.norm.weight" for item in recurrents(config) if f"{item.name}.norm_scale" in shapes]
+    return [name for name in (*values, *grouped) if name in shapes]
 
 
 def _ones(shape: tuple[int, ...]) -> Iterator[Array]:
@@ -165,6 +186,11 @@ def _columns(start: int, stop: int, whole: Array) -> Array:
 
 def _plus_one(weight: Array) -> Array:
     found: Array = weight.astype(np.float32) + np.float32(1)
+    return found
+
+
+def _scale_rows(scales: Array, weight: Array) -> Array:
+    found: Array = weight.astype(np.float32) * scales[:, None, None]
     return found
 
 

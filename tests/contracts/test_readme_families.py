@@ -20,6 +20,8 @@ ON_CPUS = {
     "qwen3_5",
     "qwen3_5_text",
     "lfm2",
+    "falcon_h1",
+    "nemotron_h",
     "qwen3_moe",
     "qwen3_5_moe",
     "olmoe",

@@ -209,6 +209,32 @@ CASES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "dtype": "bfloat16",
     },
+    "falcon_h1-both-mixers-multipliers": {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 96,
+        "mamba_n_heads": 6,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "attention_in_multiplier": 1.5,
+        "attention_out_multiplier": 0.75,
+        "embedding_multiplier": 3.0,
+        "key_multiplier": 0.5,
+        "lm_head_multiplier": 0.5,
+        "mlp_multipliers": [0.75, 0.5],
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.5, 0.75, 0.6, 1.5, 0.9],
+        "ssm_out_multiplier": 0.5,
+    },
+    "nemotron_h-one-part-per-layer": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+        "head_dim": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "time_step_min": 0.5,  # far above the published one, so that steps are below
+    },
     "qwen3_5-delta-and-gates": {
         "model_type": "qwen3_5_text",
         "head_dim": 32,
@@ -275,7 +301,7 @@ DENSE = tuple(
     name
     for name, case in CASES.items()
     if "num_experts_per_tok" not in case
-    and case["model_type"] not in ("qwen3_5_text", "lfm2", "gemma4_text")
+    and case["model_type"] not in ("qwen3_5_text", "lfm2", "gemma4_text", "falcon_h1", "nemotron_h")
     and "mamba" not in case.get("layer_types", ())
 )
 

@@ -130,8 +130,8 @@ def test_frequency_tolerance_can_fail():
         np.testing.assert_allclose(inverse_frequencies(other), inverse_frequencies(rope), rtol=FREQUENCY_TOLERANCE)
 
 
-# What makes a dense decoder of a family that has others too.
-DENSE = {"granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 32}}
+# What makes a model without experts of a family that has them by default, and they are not read.
+DENSE = {"nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -234,8 +234,13 @@ def test_yarn_extends_the_context_where_the_config_still_says_the_original_one()
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("granitemoehybrid", {"num_local_experts": 8}, ["num_local_experts=8", "mixtures of experts"]),
-        ("granitemoehybrid", {"layer_types": ["mamba"] * 32, "mamba_n_groups": 2}, ["mamba_n_groups=2"]),
+        ("falcon_h1", {"mlp_bias": True}, ["mlp_bias=True", "expected false"]),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, ["ssm_multipliers=[1.0]", "5 numbers"]),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, ["mamba_n_groups=3", "a divisor of mamba_n_heads=128"]),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, ["layers_block_type=", "moe is not supported"]),
+        ("nemotron_h", {"hybrid_override_pattern": "M-"}, ["layers_block_type=", "hybrid_override_pattern='M-'"]),
+        ("nemotron_h", {"num_hidden_layers": 4}, ["num_hidden_layers=4", "expected 3, the layers"]),
+        ("nemotron_h", {"use_bias": True}, ["use_bias=True", "mamba_proj_bias=False"]),
         ("cohere", {"use_qk_norm": True}, ["use_qk_norm=True", "weights for each head"]),
         ("stablelm", {"qk_layernorm": True}, ["qk_layernorm=True", "weights for each head"]),
         ("phi", {"tie_word_embeddings": True}, ["tie_word_embeddings=True", "the head adds a bias"]),

@@ -18,8 +18,23 @@ TOKENS = 20
 LOGIT_TOLERANCE = 4e-4
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 HYBRIDS = {
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+    },
+    "lfm2_moe": {
+        **EXPERTS,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.5,
+    },
     "qwen3_5_moe_text": {
+        **EXPERTS,
         "layer_types": ["linear_attention", "full_attention"],
         "head_dim": 32,
         "shared_expert_intermediate_size": 48,
@@ -34,7 +49,7 @@ FIRST = "model.layers.0.block_sparse_moe"
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_experts_beside_states_equal_transformers(family, tmp_path, write_case):
-    reference = write_case({"model_type": family, **EXPERTS, **HYBRIDS[family]}, tmp_path / "checkpoint")
+    reference = write_case({"model_type": family, **HYBRIDS[family]}, tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", tmp_path / "export")
     geometry, ids = read_export(tmp_path / "export").geometry, np.random.default_rng(1).integers(0, 96, (2, TOKENS))
     feeds = {"input_ids": ids, "past_lengths": np.zeros(2, np.int64), "new_lengths": np.full(2, TOKENS)}

@@ -152,6 +152,14 @@ def test_heads_of_any_even_size_equal_transformers(exported, onnxruntime_run):
     assert difference(logits, case.reference(ids)) <= LOGIT_TOLERANCE
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_groups_are_normed_before_a_gate_or_behind_it(exported, onnxruntime_run, before):
+    changes = {"mamba_rms_norm": True, "mamba_norm_before_gate": before}
+    case, ids = exported("falcon_h1-both-mixers-multipliers", **changes), random_ids()
+    logits = logits_in_pieces(onnxruntime_run(case.export), read_export(case.export).geometry, ids, [7, 13])
+    assert difference(logits, case.reference(ids)) <= LOGIT_TOLERANCE
+
+
 # ---------------------------------------------------------------------------- planted errors: the tolerance can fail
 
 
@@ -332,6 +340,10 @@ DROPPED = [
     ("gemma4-shared-caches-per-layer-inputs", left_out("model.layers.4.post_per_layer_input_norm")),
     ("gemma4-shared-caches-per-layer-inputs", left_out("model.per_layer_projection_norm")),
     ("gemma4-shared-caches-per-layer-inputs", values_as_keys),
+    ("falcon_h1-both-mixers-multipliers", left_out("model.layers.0.attention_scale.mul")),
+    ("falcon_h1-both-mixers-multipliers", left_out("model.layers.1.recurrent.step_scale.mul")),
+    ("falcon_h1-both-mixers-multipliers", left_out("model.layers.1.mlp.gate_scale.mul")),
+    ("nemotron_h-one-part-per-layer", left_out("model.layers.0.recurrent.clip")),
 ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from llmc.errors import BuildError, CheckpointError
-from llmc.export.config import DecoderConfig, parameter_shapes
+from llmc.export.config import AttentionConfig, DecoderConfig, parameter_shapes
 from llmc.export.families import FAMILIES, read_config
 from llmc.export.keys import Keys
 from llmc.export.sources.quantization import read_quantization
@@ -48,12 +48,16 @@ def read(name: str) -> DecoderConfig:
 
 def ropes(config: DecoderConfig) -> list[tuple[str, int]]:
     """Type and base of each rope, that of the first layer first, with the number of layers that it turns."""
-    found = [None if layer.attention.rope is None else config.ropes[layer.attention.rope] for layer in config.layers]
+    found = [None if it.rope is None else config.ropes[it.rope] for it in attentions(config)]
     return list(Counter("none" if rope is None else f"{rope.type} {round(rope.theta)}" for rope in found).items())
 
 
 def windows(config: DecoderConfig) -> list[tuple[str, int]]:
-    return list(Counter(str(layer.attention.window) for layer in config.layers).items())
+    return list(Counter(str(it.window) for it in attentions(config)).items())
+
+
+def attentions(config: DecoderConfig) -> list[AttentionConfig]:
+    return [layer.attention for layer in config.layers if layer.attention]
 
 
 def families(name: str) -> set[str]:
@@ -68,7 +72,7 @@ REFUSED = [name for name, model in MODELS.items() if "refused" in model]
 @pytest.mark.parametrize("name", READ)
 def test_published_configs_are_read_as_their_cards_say(name):
     config, card = read(name), MODELS[name]["read"]
-    mixer = config.layers[0].attention
+    mixer = attentions(config)[0]
     shape = [len(config.layers), config.hidden_size, mixer.heads, mixer.kv_heads, mixer.head_dim]
     assert shape == card["shape"]
     assert ropes(config) == list(card["ropes"].items())

@@ -15,7 +15,10 @@ from llmc.optimize.build import build
 from llmc.runtime import Model, load
 from llmc.runtime.api.handle import GenerationResult, Handle
 
-HYBRIDS = ("qwen3_5-delta-and-gates", "lfm2-short-convolutions", "granitemoehybrid-mamba-bf16")
+HYBRIDS = (
+    *("qwen3_5-delta-and-gates", "lfm2-short-convolutions", "nemotron_h-one-part-per-layer"),
+    "falcon_h1-both-mixers-multipliers",
+)
 OTHERS = ("olmoe-unnormalized", "gemma4-keys-are-values", "gemma4-shared-caches-per-layer-inputs")
 GENERATOR = np.random.default_rng(3)
 PROMPTS = [GENERATOR.integers(2, 96, length).tolist() for length in (40, 7, 70, 33)]

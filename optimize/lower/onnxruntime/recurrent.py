@@ -15,7 +15,7 @@ from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, node
 
 END = np.iinfo(np.int64).max
 # What mixers have beside linears and norms.
-PARAMETERS = ("A_log", "dt_bias", "D", "conv.bias")
+PARAMETERS = ("A_log", "dt_bias", "D", "norm_scale", "conv.bias")
 
 
 def lower_recurrences(graph: ir.Graph, context: LoweringContext) -> int:
