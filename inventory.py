@@ -134,6 +134,7 @@ class Attention:
         turned_before: whether queries and keys are rotated by nodes of their own, ``{name}.q_rope`` and ``.k_rope``, in
             front of what the attention reads.
         grows_after: positions after which queries become longer, and have rotary tables of their own; 0 for none.
+        sinks: whether each head has a learned logit more, whose share of the softmax falls away.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Attention:
     turned_before: bool = False
     grows_after: Annotated[int, range(1 << 28)] = 0
     writes: bool = True
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ class Experts:
         chosen: how many of them each token goes through.
         inner: width of each, which computes ``down(silu(gate x) * up x)``.
         width: of a token.
+        bias: whether router and experts add biases, gate and up are clamped and their rows are in turn (gpt-oss).
     """
 
     name: str
@@ -218,12 +221,13 @@ class Experts:
     chosen: Count
     inner: Width
     width: Width
+    bias: bool = False
 
     @property
     def parts(self) -> tuple[Linear, Linear]:
         """Each expert's two products, as if they were linears of their own: gate and up together, and down."""
-        gate_up = Linear(f"{self.name}.gate_up_proj", 2 * self.inner, self.width, False, self.name, "", self.layer)
-        return gate_up, Linear(f"{self.name}.down_proj", self.width, self.inner, False, self.name, "", self.layer)
+        gate_up = Linear(f"{self.name}.gate_up_proj", 2 * self.inner, self.width, self.bias, self.name, "", self.layer)
+        return gate_up, Linear(f"{self.name}.down_proj", self.width, self.inner, self.bias, self.name, "", self.layer)
 
     @property
     def size(self) -> int:

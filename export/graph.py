@@ -318,10 +318,10 @@ def _clear_metadata(model: ir.Model) -> None:
 
 
 def _sign(model: ir.Model) -> None:
-    used = {node.op_type for node in model.graph}
+    used = {(node.op_type, len(node.inputs)) for node in model.graph}  # some have a form with more inputs
     for text in (*ops.functions(), *recurrent_ops.functions(), *expert_ops.functions()):
         function = ir.serde.deserialize_function(text)
-        if function.name in used:
+        if (function.name, len(function.inputs)) in used:
             model.functions[function.identifier()] = function
     model.graph.name = "decoder"
     model.ir_version = IR_VERSION
