@@ -132,7 +132,7 @@ CachedAttention
 
 # The same with sinks (H), a logit more for each head, whose share of the softmax falls away: it is the bias of one more
 # key of zeros, whose value is zeros.
-_SINKING_ATTENTION = _CACHED_ATTENTION.replace("past_lengths, inv_freq)", "past_lengths, inv_freq, sinks)").replace(
+_SINKING_ATTENTION = _CACHED_ATTENTION.replace("past_lengths, inv_freq)", "past_lengths, sinks, inv_freq)").replace(
     _PRODUCT,
     """
     nothing = Constant <value_float = 0.0> ()
@@ -320,7 +320,7 @@ def cached_attention(
         return _attend(queries, keys, values, mask, knobs, sinks), keys, values
     attn, present_k, present_v = torch.onnx.ops.symbolic_multi_out(
         f"{DOMAIN}::{CACHED_ATTENTION}",
-        [q, k, v, past_k, past_v, past_lengths, inv_freq, *([] if sinks is None else [sinks])],
+        [q, k, v, past_k, past_v, past_lengths, *([] if sinks is None else [sinks]), inv_freq],
         _attributes(inv_freq, knobs),
         dtypes=[q.dtype, past_k.dtype, past_v.dtype],
         shapes=[q.shape, past_k.shape, past_v.shape],

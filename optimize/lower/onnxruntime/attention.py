@@ -117,7 +117,7 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
 def _inline_sinks(node: ir.Node, context: LoweringContext) -> ir.Value:
     """A logit more of each head [H]."""
     assert node.graph is not None
-    return constant(node.graph, f"{node.name}.sink_logits", context.calibrated.rows(find_vector(node.inputs[7])))
+    return constant(node.graph, f"{node.name}.sink_logits", context.calibrated.rows(find_vector(node.inputs[6])))
 
 
 def rotate_before(graph: ir.Graph, context: LoweringContext) -> None:

@@ -33,13 +33,16 @@ from llmc.optimize.weights.tensors import in_parallel
 
 # int8 arithmetic inside QMoE; with float activations a token of 4-bit experts takes three times as long.
 ACCURACY_INT8 = 4
+# Those of a node whose experts have no biases and silu.
+PLAIN_INPUTS = 5
 # The least block that the operator's kernels have.
 LEAST_BLOCK = 16
 # Logits of experts that were not chosen: their softmax is 0.
 LEAST = float(np.finfo(np.float32).min)
 # down(silu(gate x) * up x), gate and up in turn; weights of the chosen experts are normalized.
-ATTRIBUTES = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
-ATTRIBUTES["normalize_routing_weights"] = 1
+ATTRIBUTES = {"activation_type": "swiglu", "swiglu_fusion": 1, "normalize_routing_weights": 1}
+# As of a clamped activation, up, plus one.
+PLAIN = {"activation_alpha": 1.0, "activation_beta": 0.0}
 
 
 def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
@@ -91,13 +94,13 @@ def fit_block(grid: Grid, item: Experts) -> Grid:
 
 def _emit_integers(node: ir.Node, item: Experts, logits: ir.Value, grid: Grid, context: LoweringContext) -> ir.Value:
     emit = Emitter(node, main="QMoE")
-    stacks = [_pack(node, part, grid, context) for part in range(2)]
+    stacks, biases = [_pack(node, part, grid, context) for part in range(2)], _emit_biases(node, context)
     (gate_up, gate_up_scales, *gate_up_zeros), (down, down_scales, *down_zeros) = (
         [initializer(emit.graph, tensor) for tensor in stack] for stack in stacks
     )
     return emit(
         "QMoE",
-        *(node.inputs[0], logits, gate_up, gate_up_scales, None, down, down_scales, None, None, None, None),
+        *(node.inputs[0], logits, gate_up, gate_up_scales, biases[0], down, down_scales, biases[1], None, None, None),
         *(*gate_up_zeros, *down_zeros),
         domain=MICROSOFT,
         k=item.chosen,
@@ -105,17 +108,17 @@ def _emit_integers(node: ir.Node, item: Experts, logits: ir.Value, grid: Grid, c
         block_size=grid.block,
         accuracy_level=ACCURACY_INT8,
         weights_prepacked=0,
-        **ATTRIBUTES,
+        **_list_attributes(node),
     )
 
 
 def _pack(node: ir.Node, part: int, grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
     """Codes uint8 [E, N, K * bits / 8], scales float32 [E, N, K / block] and, on an asymmetric grid, zero points."""
-    tensor = find_vector(node.inputs[3 + part])
+    tensor, in_turn = find_vector(node.inputs[3 + part]), _puts_in_turn(node, part)
 
     def make() -> list[NDArray[np.generic]]:
         def pack_expert(expert: int) -> list[NDArray[np.generic]]:
-            found = rtn.quantize(_read_expert(tensor, expert, part == 0, context), grid)
+            found = rtn.quantize(_read_expert(tensor, expert, in_turn, context), grid)
             codes = pack_blocks(found.values, grid).reshape(len(found.values), -1)
             zeros = [] if found.zero_points is None else [pack_zero_points(found.zero_points, grid)]
             return [codes, found.scales, *zeros]
@@ -130,15 +133,36 @@ def _pack(node: ir.Node, part: int, grid: Grid, context: LoweringContext) -> lis
 def _emit_floats(node: ir.Node, item: Experts, logits: ir.Value, dtype: str, context: LoweringContext) -> ir.Value:
     emit = Emitter(node, main="MoE")
     stacks = [_convert(emit, _store(node, part, dtype, context)) for part in range(2)]
-    inputs = node.inputs[0], logits, stacks[0], None, stacks[1]
-    return emit("MoE", *inputs, domain=MICROSOFT, k=item.chosen, **ATTRIBUTES)
+    biases = _emit_biases(node, context)
+    inputs = node.inputs[0], logits, stacks[0], biases[0], stacks[1], biases[1]
+    return emit("MoE", *inputs, domain=MICROSOFT, k=item.chosen, **_list_attributes(node))
+
+
+def _emit_biases(node: ir.Node, context: LoweringContext) -> list[ir.Value | None]:
+    """Biases [E, N] of both parts in float32, None where experts have none."""
+    tensors = [find_vector(value) for value in node.inputs[5:7]]
+    made = [context.weights.add([f"{it.name}.float32"], lambda it=it: [context.calibrated.rows(it)]) for it in tensors]
+    assert node.graph is not None
+    return [initializer(node.graph, tensor) for [tensor] in made] or [None, None]
+
+
+def _list_attributes(node: ir.Node) -> dict[str, str | int | float]:
+    if len(node.inputs) == PLAIN_INPUTS:
+        return {**ATTRIBUTES, **PLAIN}
+    alpha, limit = (node.attributes[name].as_float() for name in ("alpha", "limit"))
+    return {**ATTRIBUTES, "activation_alpha": alpha, "activation_beta": 1.0, "swiglu_limit": limit}
+
+
+def _puts_in_turn(node: ir.Node, part: int) -> bool:
+    """True for the rows of gate and up that lie behind each other."""
+    return part == 0 and len(node.inputs) == PLAIN_INPUTS
 
 
 def _store(node: ir.Node, part: int, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
-    tensor = find_vector(node.inputs[3 + part])
+    tensor, in_turn = find_vector(node.inputs[3 + part]), _puts_in_turn(node, part)
 
     def make() -> list[NDArray[np.generic]]:
-        experts = [_read_expert(tensor, expert, part == 0, context) for expert in range(_count(tensor))]
+        experts = [_read_expert(tensor, expert, in_turn, context) for expert in range(_count(tensor))]
         return [np.stack(experts).astype(dtype, copy=False)]
 
     return context.weights.add([f"{tensor.name}.experts.{dtype}"], make)[0]
