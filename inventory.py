@@ -52,12 +52,14 @@ class Codes:
         block: inputs that share a scale.
         zero_points: whether each block has one.
         offsets: whether each block has a float that is added to what its integers stand for.
+        kind: ``mxfp4`` are floats of 4 bits (E2M1), with powers of two for scales, which experts alone have.
     """
 
     bits: Annotated[int, range(1, 9)]
     block: Width
     zero_points: bool
     offsets: bool = False
+    kind: Literal["integer", "mxfp4"] = "integer"
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,7 @@ class Experts:
         inner: width of each, which computes ``down(silu(gate x) * up x)``.
         width: of a token.
         bias: whether router and experts add biases, gate and up are clamped and their rows are in turn (gpt-oss).
+        codes: what the checkpoint stores their weights as, None of floats.
     """
 
     name: str
@@ -222,6 +225,7 @@ class Experts:
     inner: Width
     width: Width
     bias: bool = False
+    codes: Codes | None = None
 
     @property
     def parts(self) -> tuple[Linear, Linear]:
@@ -354,9 +358,10 @@ class Geometry:
         return {attention.name: attention for attention in self.attentions}
 
     @property
-    def coded(self) -> tuple[Linear, ...]:
-        """The linears whose weights the checkpoint stores as integers."""
-        return tuple(linear for linear in self.linears if linear.codes is not None)
+    def coded(self) -> "tuple[Linear | Experts, ...]":
+        """The linears and experts whose weights the checkpoint stores as codes."""
+        parts: tuple[Linear | Experts, ...] = (*self.linears, *self.mixtures)
+        return tuple(part for part in parts if part.codes is not None)
 
     @property
     def sensitive(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from llmc.export.config import (
     parameter_shapes,
     recurrents,
 )
-from llmc.export.sources.codes import QuantizedTensor, Weight, rows_of
+from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
 
@@ -50,6 +50,8 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
                 zip(names, _unpack_parameters(folder, config, packed, found[packed], parts), strict=True)
             )
     for name in _list_transposed_stacks(config) & found.keys():
+        if isinstance(found[name], Mxfp4Tensor):
+            continue
         shape = found[name].shape
         parameters[name] = _make_view(folder, found[name], _turn_each, (shape[0], *shape[:0:-1]))
     for name in _list_offset_norms(config) & found.keys():
