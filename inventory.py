@@ -52,12 +52,14 @@ class Codes:
         block: inputs that share a scale.
         zero_points: whether each block has one.
         offsets: whether each block has a float that is added to what its integers stand for.
+        kind: ``mxfp4`` are floats of 4 bits (E2M1), with powers of two for scales, which experts alone have.
     """
 
     bits: Annotated[int, range(1, 9)]
     block: Width
     zero_points: bool
     offsets: bool = False
+    kind: Literal["integer", "mxfp4"] = "integer"
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class Attention:
         turned_before: whether queries and keys are rotated by nodes of their own, ``{name}.q_rope`` and ``.k_rope``, in
             front of what the attention reads.
         grows_after: positions after which queries become longer, and have rotary tables of their own; 0 for none.
+        sinks: whether each head has a learned logit more, whose share of the softmax falls away.
     """
 
     name: str
@@ -150,6 +153,7 @@ class Attention:
     turned_before: bool = False
     grows_after: Annotated[int, range(1 << 28)] = 0
     writes: bool = True
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,8 @@ class Experts:
         chosen: how many of them each token goes through.
         inner: width of each, which computes ``down(silu(gate x) * up x)``.
         width: of a token.
+        bias: whether router and experts add biases, gate and up are clamped and their rows are in turn (gpt-oss).
+        codes: what the checkpoint stores their weights as, None of floats.
     """
 
     name: str
@@ -218,12 +224,14 @@ class Experts:
     chosen: Count
     inner: Width
     width: Width
+    bias: bool = False
+    codes: Codes | None = None
 
     @property
     def parts(self) -> tuple[Linear, Linear]:
         """Each expert's two products, as if they were linears of their own: gate and up together, and down."""
-        gate_up = Linear(f"{self.name}.gate_up_proj", 2 * self.inner, self.width, False, self.name, "", self.layer)
-        return gate_up, Linear(f"{self.name}.down_proj", self.width, self.inner, False, self.name, "", self.layer)
+        gate_up = Linear(f"{self.name}.gate_up_proj", 2 * self.inner, self.width, self.bias, self.name, "", self.layer)
+        return gate_up, Linear(f"{self.name}.down_proj", self.width, self.inner, self.bias, self.name, "", self.layer)
 
     @property
     def size(self) -> int:
@@ -350,9 +358,10 @@ class Geometry:
         return {attention.name: attention for attention in self.attentions}
 
     @property
-    def coded(self) -> tuple[Linear, ...]:
-        """The linears whose weights the checkpoint stores as integers."""
-        return tuple(linear for linear in self.linears if linear.codes is not None)
+    def coded(self) -> "tuple[Linear | Experts, ...]":
+        """The linears and experts whose weights the checkpoint stores as codes."""
+        parts: tuple[Linear | Experts, ...] = (*self.linears, *self.mixtures)
+        return tuple(part for part in parts if part.codes is not None)
 
     @property
     def sensitive(self) -> tuple[str, ...]:

@@ -87,6 +87,7 @@ class AttentionConfig:
         value_norm: whether the heads of values are normalised too, without a weight.
         keys_are_values: whether values are what ``k_proj`` makes, before its norm and rotation.
         source: the layer whose keys and values it reads, which has the same heads; None if it makes its own.
+        sinks: whether each head has a learned logit more, whose share of the softmax falls away.
     """
 
     heads: int
@@ -106,6 +107,7 @@ class AttentionConfig:
     value_norm: bool = False
     keys_are_values: bool = False
     source: int | None = None
+    sinks: bool = False
 
     @property
     def turned_before(self) -> bool:
@@ -197,6 +199,10 @@ class ExpertsConfig:
         corrected: whether a bias of each expert, which its weight does not have, is added where experts are chosen.
         normalized: whether the weights of those chosen are divided by their sum.
         scale: multiplies what the experts add up to.
+        limit: bounds gate and up of experts with biases that compute ``(up + 1) * gate * sigmoid(alpha * gate)``, and
+            whose gate and up have their rows in turn; 0 for ``silu(gate) * up`` without biases.
+        alpha: see ``limit``.
+        transposed: whether checkpoints store floats as [experts, inputs, outputs].
     """
 
     count: int
@@ -206,6 +212,13 @@ class ExpertsConfig:
     corrected: bool = False
     normalized: bool = True
     scale: float = 1.0
+    limit: float = 0.0
+    alpha: float = 1.0
+    transposed: bool = False
+
+    @property
+    def clamped(self) -> bool:
+        return self.limit > 0
 
 
 @dataclass(frozen=True)
@@ -420,9 +433,10 @@ def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
         found += _recurrent_linears(layer.recurrent, config.hidden_size, index, read)
     read = _read(place.before_mlp, path, path if place.parallel else f"{path}.residual")
     if layer.experts is not None:
+        bias = layer.experts.clamped
         read = (read[0], "")  # a factor per input cannot be moved: experts read it too
         found.append(
-            Linear(f"{path}.experts.router", layer.experts.count, config.hidden_size, False, *read, index, exact=True)
+            Linear(f"{path}.experts.router", layer.experts.count, config.hidden_size, bias, *read, index, exact=True)
         )
     if layer.mlp is not None:
         found += _mlp_linears(layer.mlp, config.hidden_size, index, read)
@@ -529,6 +543,7 @@ def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
             turned_before=mixer.turned_before,
             grows_after=mixer.growth_period if mixer.query_growth else 0,
             writes=mixer.source is None,
+            sinks=mixer.sinks,
         )
         for index, mixer in enumerate(layer.attention for layer in config.layers)
         if mixer is not None
@@ -566,7 +581,7 @@ def mlps(config: DecoderConfig) -> tuple[Mlp, ...]:
 def mixtures(config: DecoderConfig) -> tuple[Experts, ...]:
     """Every mixture of experts in the order of the layers."""
     return tuple(
-        Experts(f"{_path(index)}.experts", index, it.count, it.chosen, it.inner, config.hidden_size)
+        Experts(f"{_path(index)}.experts", index, it.count, it.chosen, it.inner, config.hidden_size, it.clamped)
         for index, it in enumerate(layer.experts for layer in config.layers)
         if it is not None
     )
@@ -602,13 +617,21 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{PER_LAYER}.weight"] = (config.vocab_size, len(config.layers) * config.per_layer)
     for index, layer in enumerate(config.layers):
         shapes |= {f"{_path(index)}.layer_scalar": (1,)} if config.layer_scalars else {}
-        if layer.recurrent is not None:
-            shapes |= {f"{_path(index)}.recurrent.{name}": it for name, it in _recurrent_shapes(layer.recurrent)}
-        if layer.experts is not None and layer.experts.corrected:
-            shapes[f"{_path(index)}.experts.correction"] = (layer.experts.count,)
+        shapes |= {f"{_path(index)}.{name}": shape for name, shape in _layer_shapes(layer)}
     for item in mixtures(config):
         shapes |= {f"{part.name}.weight": (item.count, part.outputs, part.inputs) for part in item.parts}
+        shapes |= {f"{part.name}.bias": (item.count, part.outputs) for part in item.parts if part.bias}
     return shapes
+
+
+def _layer_shapes(layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a layer's tensors beside linears, norms and experts."""
+    if layer.attention is not None and layer.attention.sinks:
+        yield "self_attn.sinks", (layer.attention.heads,)
+    if layer.recurrent is not None:
+        yield from ((f"recurrent.{name}", shape) for name, shape in _recurrent_shapes(layer.recurrent))
+    if layer.experts is not None and layer.experts.corrected:
+        yield "experts.correction", (layer.experts.count,)
 
 
 def _recurrent_shapes(mixer: RecurrentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

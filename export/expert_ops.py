@@ -1,5 +1,8 @@
 """The semantic operator of mixtures of experts: its computation in torch and its equivalent ONNX function."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import onnx
 import onnx.parser
 import torch
@@ -68,35 +71,155 @@ Experts <chosen, normalized> (x, scores, weights, gate_up, down) => (y)
 }
 """
 
+# The same with biases (E, 2*I) and (E, N), the rows of gate and up in turn, and another activation, as of gpt-oss:
+# (up + 1) * gate * sigmoid(alpha * gate), where gate is at most the limit, and up between it and its negative.
+_CLAMPED = (
+    _EXPERTS.replace("chosen, normalized>", "chosen, normalized, alpha, limit>")
+    .replace("gate_up, down)", "gate_up, down, gate_up_bias, down_bias)")
+    .replace(
+        "    one =",
+        """
+    alpha_float = Constant <value_float: float = @alpha> ()
+    limit_float = Constant <value_float: float = @limit> ()
+    least = Neg (limit_float)
+    one_float = Constant <value_float = 1.0> ()
+    one =""",
+        1,
+    )
+    .replace(
+        """
+            both = MatMul (read, gate_up_turned)
+            gate, up = Split <axis = -1, num_outputs = 2> (both)
+            opening = Sigmoid (gate)
+            active = Mul (gate, opening)
+            inner = Mul (active, up)
+""",
+        """
+            product = MatMul (read, gate_up_turned)
+            gate_up_bias_stored = Gather <axis = 0> (gate_up_bias, e)
+            gate_up_bias_float = CastLike (gate_up_bias_stored, x)
+            both = Add (product, gate_up_bias_float)
+            from_1 = Constant <value_ints = [1]> ()
+            to_end = Constant <value_ints = [9223372036854775807]> ()
+            every_2 = Constant <value_ints = [2]> ()
+            gate_free = Slice (both, from_0, to_end, along_1, every_2)
+            up_free = Slice (both, from_1, to_end, along_1, every_2)
+            gate = Min (gate_free, limit_float)
+            up = Clip (up_free, least, limit_float)
+            steep = Mul (gate, alpha_float)
+            opening = Sigmoid (steep)
+            active = Mul (gate, opening)
+            lifted = Add (up, one_float)
+            inner = Mul (active, lifted)
+""",
+    )
+    .replace(
+        "            made = MatMul (inner, down_turned)\n",
+        """
+            made_free = MatMul (inner, down_turned)
+            down_bias_stored = Gather <axis = 0> (down_bias, e)
+            down_bias_float = CastLike (down_bias_stored, x)
+            made = Add (made_free, down_bias_float)
+""",
+    )
+)
+
+
+def _dequantize(stack: str) -> str:
+    """The matrix [N, K] of expert ``e`` of a stack in MXFP4, as ``{stack}_float``."""
+    return f"""
+            {stack}_codes = Gather <axis = 0> ({stack}, e)
+            {stack}_low = BitwiseAnd ({stack}_codes, low_half)
+            {stack}_high = BitShift <direction = "RIGHT"> ({stack}_codes, half)
+            {stack}_low_column = Unsqueeze ({stack}_low, last_axis)
+            {stack}_high_column = Unsqueeze ({stack}_high, last_axis)
+            {stack}_pairs = Concat <axis = -1> ({stack}_low_column, {stack}_high_column)
+            {stack}_numbers = Cast <to = 6> ({stack}_pairs)
+            {stack}_values = Gather (levels, {stack}_numbers)
+            {stack}_blocks = Reshape ({stack}_values, of_blocks)
+            {stack}_exponents = Gather <axis = 0> ({stack}_scales, e)
+            {stack}_exponents_float = Cast <to = 1> ({stack}_exponents)
+            {stack}_powers = Sub ({stack}_exponents_float, middle)
+            {stack}_factors = Pow (two, {stack}_powers)
+            {stack}_factor_columns = Unsqueeze ({stack}_factors, last_axis)
+            {stack}_scaled = Mul ({stack}_blocks, {stack}_factor_columns)
+            {stack}_float = Reshape ({stack}_scaled, of_rows)
+"""
+
+
+# The clamped form with stacks in MXFP4: uint8 (E, 2*I, N/2) and (E, N, I/2), of two values the first in the low half,
+# and scales uint8 (E, 2*I, N/32) and (E, N, I/32), exponents of two with 127 added.
+_MXFP4 = _CLAMPED.replace("down_bias)", "down_bias, gate_up_scales, down_scales)").replace(
+    "    alpha_float =",
+    """
+    low_half = Constant <value = uint8 {15}> ()
+    half = Constant <value = uint8 {4}> ()
+    levels = Constant <value_floats = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0,
+        -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]> ()
+    middle = Constant <value_float = 127.0> ()
+    two = Constant <value_float = 2.0> ()
+    of_blocks = Constant <value_ints = [0, -1, 32]> ()
+    of_rows = Constant <value_ints = [0, -1]> ()
+    alpha_float =""",
+)
+for _stack in ("gate_up", "down"):
+    _read = f"""
+            {_stack}_stored = Gather <axis = 0> ({_stack}, e)
+            {_stack}_float = CastLike ({_stack}_stored, x)
+"""
+    _MXFP4 = _MXFP4.replace(_read, _dequantize(_stack))
+
 
 def functions() -> list[onnx.FunctionProto]:
-    """The semantic operator as an ONNX function of standard operators (opset 24)."""
-    return [onnx.parser.parse_function(_EXPERTS)]
+    """The semantic operator as ONNX functions of standard operators (opset 24), in each form that it has."""
+    return [onnx.parser.parse_function(text) for text in (_EXPERTS, _CLAMPED, _MXFP4)]
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The attributes of the operator, explained above; those of the clamped form are left out where the limit is 0."""
+
+    chosen: int
+    normalized: bool
+    alpha: float
+    limit: float
 
 
 def experts(
-    x: Tensor, scores: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, chosen: int, normalized: bool
+    x: Tensor, scores: Tensor, weights: Tensor, stacks: Sequence[Tensor], biases: Sequence[Tensor], knobs: Knobs
 ) -> Tensor:
     """The experts that score highest, token by token -> (B, S, N).
 
     While torch exports, it emits one ``llmc::Experts`` node instead of computing.
     """
     if torch.compiler.is_exporting():
+        numbers = {"alpha": knobs.alpha, "limit": knobs.limit} if knobs.limit else {}
         return torch.onnx.ops.symbolic(
             f"{DOMAIN}::{EXPERTS}",
-            [x, scores, weights, gate_up, down],
-            {"chosen": chosen, "normalized": int(normalized)},
+            [x, scores, weights, *stacks, *biases],
+            {"chosen": knobs.chosen, "normalized": int(knobs.normalized), **numbers},
             dtype=x.dtype,
             shape=x.shape,
             version=DOMAIN_VERSION,
         )
-    indices = scores.topk(chosen, -1).indices
+    indices = scores.topk(knobs.chosen, -1).indices
     factors = weights.gather(-1, indices)
-    factors = factors / factors.sum(-1, keepdim=True) if normalized else factors
+    factors = factors / factors.sum(-1, keepdim=True) if knobs.normalized else factors
     y = torch.zeros_like(x)
     for expert in sorted(set(indices.flatten().tolist())):
         row, token, slot = (indices == expert).nonzero(as_tuple=True)
-        gate, up = functional.linear(x[row, token], gate_up[expert].float()).chunk(2, -1)
-        made = functional.linear(functional.silu(gate) * up, down[expert].float())
+        gate_up, down = (stack[expert].float() for stack in stacks)
+        of_gate_up, of_down = (bias[expert].float() for bias in biases) if biases else (None, None)
+        inner = _activate(functional.linear(x[row, token], gate_up, of_gate_up), knobs)
+        made = functional.linear(inner, down, of_down)
         y[row, token] += factors[row, token, slot].unsqueeze(-1) * made
     return y
+
+
+def _activate(both: Tensor, knobs: Knobs) -> Tensor:
+    """What the gate lets through of up, (R, I) of (R, 2*I)."""
+    if not knobs.limit:
+        gate, up = both.chunk(2, -1)
+        return functional.silu(gate) * up
+    gate, up = both[:, ::2].clamp(max=knobs.limit), both[:, 1::2].clamp(-knobs.limit, knobs.limit)
+    return (up + 1) * gate * torch.sigmoid(knobs.alpha * gate)

@@ -72,6 +72,7 @@ def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base
         graph.initializers[name].const_value = ir.tensor(frequencies, name=name)
     _name_nodes(graph)
     _dequantize(graph, tensors)
+    _read_mxfp4(graph, tensors)
     _point_to_weights(graph, tensors, base)
     for i, hidden in enumerate(borders):  # so that the graph can be cut between layers
         hidden.name = f"hidden.{i}"
@@ -116,7 +117,7 @@ def _trace(config: DecoderConfig, tensors: Mapping[str, StoredTensor]) -> ir.Mod
         decoder = (Encoder if config.encoder else Decoder)(config).eval()
         parameters = dict(decoder.named_parameters())
         fakes = {
-            name: torch.empty(stored.shape, dtype=_TORCH_DTYPES.get(stored.dtype, torch.float32))
+            name: torch.empty(parameters[name].shape, dtype=_TORCH_DTYPES.get(stored.dtype, torch.float32))
             for name, stored in tensors.items()
             if name in parameters
         }
@@ -216,7 +217,7 @@ def _frequencies(config: DecoderConfig) -> dict[str, npt.NDArray[np.float32]]:
 def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
     """Make float weights [N, K] of codes, scales and zero points, in front of all nodes."""
     for name, stored in tensors.items():
-        if f"{name}.scales" not in tensors:
+        if f"{name}.scales" not in tensors or stored.dtype == "U8":
             continue
         codes = graph.initializers[name]
         block = stored.shape[1] // tensors[f"{name}.scales"].shape[1]
@@ -240,6 +241,20 @@ def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
         node.replace_input_with(0, codes)
         codes.type = ir.TensorType(IR_TYPES[stored.dtype])
         graph.insert_before(graph[0], made)
+
+
+def _read_mxfp4(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
+    """Let experts whose stacks are in MXFP4 read these as they are, and behind all else their scales."""
+    for node in graph:
+        stacks = [value.name or "" for value in node.inputs[3:5] if value is not None]
+        names = [name for name in stacks if f"{name}.scales" in tensors]
+        if node.op_type != expert_ops.EXPERTS or not names:
+            continue
+        node.resize_inputs(len(node.inputs) + len(names))
+        for place, name in enumerate(names, len(node.inputs) - len(names)):
+            graph.initializers[name].type = ir.TensorType(ir.DataType.UINT8)
+            graph.initializers[name].shape = ir.Shape(tensors[name].shape)
+            node.replace_input_with(place, _declare_initializer(graph, f"{name}.scales", tensors))
 
 
 def _declare_initializer(graph: ir.Graph, name: str, tensors: Mapping[str, StoredTensor]) -> ir.Value | None:
@@ -318,10 +333,10 @@ def _clear_metadata(model: ir.Model) -> None:
 
 
 def _sign(model: ir.Model) -> None:
-    used = {node.op_type for node in model.graph}
+    used = {(node.op_type, len(node.inputs)) for node in model.graph}  # some have a form with more inputs
     for text in (*ops.functions(), *recurrent_ops.functions(), *expert_ops.functions()):
         function = ir.serde.deserialize_function(text)
-        if function.name in used:
+        if (function.name, len(function.inputs)) in used:
             model.functions[function.identifier()] = function
     model.graph.name = "decoder"
     model.ir_version = IR_VERSION

@@ -124,6 +124,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "decoder_sparse_step": (1, 1024),
     "num_dense_layers": (0, 1024),
     "routed_scaling_factor": (1e-6, 1e6),
+    # 7 and 1.702 are published.
+    "swiglu_limit": (1e-3, 1e6),
+    "swiglu_alpha": (1e-3, 1e3),
     # Published ones lie between 0.007 and 16; squares of these are far from float32's ends.
     "attention_multiplier": (1e-6, 1e6),
     "embedding_multiplier": (1e-6, 1e6),

@@ -64,8 +64,13 @@ _TURNED_HEADS = (
 """
 )
 
+_PRODUCT = """
+    heads_out = Attention <scale: float = @scale, softcap: float = @softcap> (q_heads, present_k, present_v, mask)
+"""
+
 # What queries at positions (B, S) see of a cache; the end of both operators that read one.
-_SEEN = """
+_SEEN = (
+    """
     slots = Range (zero, capacity_scalar, one)
     slot_row = Unsqueeze (slots, axes_0_1_2)
     position_column = Unsqueeze (positions, axes_1_3)
@@ -76,12 +81,14 @@ _SEEN = """
     recent = Greater (slot_row, oldest)
     inside = Or (recent, unlimited)
     mask = And (causal, inside)
-
-    heads_out = Attention <scale: float = @scale, softcap: float = @softcap> (q_heads, present_k, present_v, mask)
+"""
+    + _PRODUCT
+    + """
     attn_split = Transpose <perm = [0, 2, 1, 3]> (heads_out)
     attn = Reshape (attn_split, merged)
 }
 """
+)
 
 # Shapes: q (B, S, H*D); k, v (B, S, KV*D); past and present (B, KV, C, D); past_lengths (B); inv_freq (R/2).
 # The first R values of a head are rotated and the rest left as they are: value i with i + R/2, or, if interleaved, 2i
@@ -121,6 +128,29 @@ CachedAttention
     present_v = TensorScatter <axis = 2> (past_v, v_heads, past_lengths)
 """
     + _SEEN
+)
+
+# The same with sinks (H), a logit more for each head, whose share of the softmax falls away: it is the bias of one more
+# key of zeros, whose value is zeros.
+_SINKING_ATTENTION = _CACHED_ATTENTION.replace("past_lengths, inv_freq)", "past_lengths, sinks, inv_freq)").replace(
+    _PRODUCT,
+    """
+    nothing = Constant <value_float = 0.0> ()
+    least = Constant <value_float = -3.4e38> ()
+    last_axis = Constant <value_ints = [-1]> ()
+    axes_0_2_3 = Constant <value_ints = [0, 2, 3]> ()
+    one_more = Constant <value_ints = [0, 0, 0, 0, 0, 0, 1, 0]> ()
+    bias = Where (mask, nothing, least)
+    sink_column = Unsqueeze (sinks, axes_0_2_3)
+    nothing_by_head = Mul (sink_column, nothing)
+    bias_by_head = Add (bias, nothing_by_head)
+    zero_rows = ReduceMax (bias_by_head, last_axis)
+    sink_rows = Add (zero_rows, sink_column)
+    bias_and_sinks = Concat <axis = -1> (bias_by_head, sink_rows)
+    keys = Pad (present_k, one_more)
+    values = Pad (present_v, one_more)
+    heads_out = Attention <scale: float = @scale> (q_heads, keys, values, bias_and_sinks)
+    """,
 )
 
 # Queries q (B, S, H*D) of a layer without keys and values, at positions (B, S), over what another layer left in its
@@ -257,30 +287,40 @@ RotatedHeads <num_heads, rotary_dim, interleaved, magnitude> (x, past_lengths, i
 
 
 def functions() -> list[onnx.FunctionProto]:
-    """The semantic operators as ONNX functions of standard operators (opset 24)."""
+    """The semantic operators as ONNX functions of standard operators (opset 24), some in two forms."""
     return [
         onnx.parser.parse_function(text)
-        for text in (_CACHED_ATTENTION, _SHARED_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS)
+        for text in (_CACHED_ATTENTION, _SINKING_ATTENTION, _SHARED_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS)
     ]
 
 
 def cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor], past_lengths: Tensor, inv_freq: Tensor, knobs: Knobs
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: tuple[Tensor, Tensor],
+    past_lengths: Tensor,
+    inv_freq: Tensor,
+    knobs: Knobs,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q and k, write k and v into the cache at ``past_lengths``, attend.
+    """Rotate q and k, write k and v into the cache at ``past_lengths``, attend; ``sinks`` (H) are a logit more of each
+    head, which a softcap does not go with.
 
     Returns attention (B, S, H*D) and the updated keys and values (B, KV, C, D). While torch exports, it emits one
     ``llmc::CachedAttention`` node instead of computing.
     """
     past_k, past_v = past
+    assert sinks is None or not knobs.softcap
     if not torch.compiler.is_exporting():
         positions = past_lengths[:, None] + torch.arange(q.shape[1], device=q.device)  # (B, S)
         queries, new_keys, new_values = _rotate_projections(q, k, v, positions, inv_freq, knobs)
         keys, values = _scatter(past_k, new_keys, positions), _scatter(past_v, new_values, positions)  # (B, KV, C, D)
-        return _attend(queries, keys, values, _mask(past_k.shape[2], positions, knobs), knobs), keys, values
+        mask = _mask(past_k.shape[2], positions, knobs)
+        return _attend(queries, keys, values, mask, knobs, sinks), keys, values
     attn, present_k, present_v = torch.onnx.ops.symbolic_multi_out(
         f"{DOMAIN}::{CACHED_ATTENTION}",
-        [q, k, v, past_k, past_v, past_lengths, inv_freq],
+        [q, k, v, past_k, past_v, past_lengths, *([] if sinks is None else [sinks]), inv_freq],
         _attributes(inv_freq, knobs),
         dtypes=[q.dtype, past_k.dtype, past_v.dtype],
         shapes=[q.shape, past_k.shape, past_v.shape],
@@ -385,13 +425,19 @@ def _mask(capacity: int, positions: Tensor, knobs: Knobs) -> Tensor:
     return mask & (slots > column - knobs.window) if knobs.window else mask
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, knobs: Knobs) -> Tensor:
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, knobs: Knobs, sinks: Tensor | None = None
+) -> Tensor:
     """Attention (B, S, H*D) of queries (B, H, S, D) over keys and values (B, KV, C, D)."""
     group, scale, softcap = knobs.num_heads // knobs.kv_heads, knobs.scale, knobs.softcap
     keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))  # (B, H, C, D)
     if softcap:
         capped = softcap * torch.tanh(queries @ keys.mT * (scale / softcap))
         attention = capped.masked_fill(~mask, -torch.inf).softmax(-1) @ values
+    elif sinks is not None:
+        products = (queries @ keys.mT * scale).masked_fill(~mask, -torch.inf)
+        column = sinks.view(1, -1, 1, 1).expand(*products.shape[:-1], 1)
+        attention = torch.cat((products, column), -1).softmax(-1)[..., :-1] @ values
     else:
         attention = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     return attention.transpose(1, 2).flatten(2)

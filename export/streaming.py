@@ -27,8 +27,12 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "I32": torch.int32,
     "I8": torch.int8,
+    "U8": torch.uint8,
     "I4": torch.int8,  # two in each
 }
+
+# Values of MXFP4's codes.
+E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
 class StreamedDecoder:
@@ -130,9 +134,13 @@ class StreamedDecoder:
         Raises:
             CheckpointError: the file ends early, or a weight is NaN or infinite.
         """
-        if f"{name}.scales" in self._stored:
+        if f"{name}.scales" in self._stored and self._stored[name][1].dtype != "U8":
             return self._dequantize_rows(name, start, stop)
-        values = self._values(name, start, stop).float()
+        values = (
+            self._decode(name, start, stop)
+            if f"{name}.scales" in self._stored
+            else self._values(name, start, stop).float()
+        )
         if not torch.isfinite(values).all():
             raise CheckpointError(
                 f"{self._stored[name][0]}: {name} holds NaN or infinite weights between rows {start} and "
@@ -150,6 +158,12 @@ class StreamedDecoder:
             steps += self.rows(offsets, start, stop)[..., 0].repeat_interleave(block, 1)
         order = f"{name}.order"
         return steps[:, self._values(order).long()] if order in self._stored else steps
+
+    def _decode(self, name: str, start: int, stop: int | None) -> Tensor:
+        """Matrices of a stack in MXFP4."""
+        codes, scales = (self._values(each, start, stop) for each in (name, f"{name}.scales"))
+        values = torch.tensor(E2M1, device=self.device)[torch.stack((codes & 15, codes >> 4), -1).int()]
+        return (values.view(*scales.shape, -1) * scales.view(torch.float8_e8m0fnu).float().unsqueeze(-1)).flatten(-2)
 
     def _values(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         path, tensor = self._stored[name]

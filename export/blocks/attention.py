@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.export import ops
-from llmc.export.blocks.linear import Linear, cut
+from llmc.export.blocks.linear import Linear, as_float, cut
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import RotaryEmbedding
 from llmc.export.config import AttentionConfig, NormConfig, Rope
@@ -51,6 +51,7 @@ class Attention(nn.Module):
             self.k_norm = nn.Identity()
         self.v_norm = Norm(config.head_dim, norm) if config.value_norm and config.source is None else nn.Identity()
         self.q_rope, self.k_rope = Rotation(), Rotation()
+        self.sinks = nn.Parameter(torch.empty(config.heads), requires_grad=False) if config.sinks else None
         if config.rope is None or config.turned_before:
             self.rotary_emb = RotaryEmbedding(np.zeros(config.head_dim // 2, np.float32))
 
@@ -80,5 +81,6 @@ class Attention(nn.Module):
         if past is None:
             attn = ops.self_attention(*projected, lengths, inv_freq, self.knobs, causal=config.causal)
             return self.o_proj(attn), ()
-        attn, keys, values = ops.cached_attention(*projected, past, lengths, inv_freq, self.knobs)
+        sinks = None if self.sinks is None else as_float(self.sinks)
+        attn, keys, values = ops.cached_attention(*projected, past, lengths, inv_freq, self.knobs, sinks)
         return self.o_proj(attn if gate is None else attn * torch.sigmoid(gate)), (keys, values)

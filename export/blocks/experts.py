@@ -10,11 +10,12 @@ from llmc.export.config import ExpertsConfig
 
 
 class Stacked(nn.Module):
-    """The weights [E, out, in] of the same linear of all experts."""
+    """The weights [E, out, in] of the same linear of all experts, and their biases [E, out]."""
 
-    def __init__(self, count: int, inputs: int, outputs: int) -> None:
+    def __init__(self, count: int, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, outputs, inputs), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(count, outputs), requires_grad=False) if bias else None
 
 
 class Experts(nn.Module):
@@ -23,18 +24,20 @@ class Experts(nn.Module):
     def __init__(self, config: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
-        self.router = Linear(hidden_size, config.count)
+        self.knobs = expert_ops.Knobs(config.chosen, config.normalized, config.alpha, config.limit)
+        self.router = Linear(hidden_size, config.count, bias=config.clamped)
         self.correction = nn.Parameter(torch.empty(config.count), requires_grad=False) if config.corrected else None
-        self.gate_up_proj = Stacked(config.count, hidden_size, 2 * config.inner)
-        self.down_proj = Stacked(config.count, config.inner, hidden_size)
+        self.gate_up_proj = Stacked(config.count, hidden_size, 2 * config.inner, bias=config.clamped)
+        self.down_proj = Stacked(config.count, config.inner, hidden_size, bias=config.clamped)
         self.scale = Scale(config.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x)
         weights = torch.softmax(logits, -1) if self.config.score == "softmax" else torch.sigmoid(logits)
         scores = weights if self.correction is None else weights + as_float(self.correction)
-        stacks = self.gate_up_proj.weight, self.down_proj.weight
+        parts = self.gate_up_proj, self.down_proj
+        biases = [part.bias for part in parts if part.bias is not None]
         y: Tensor = self.scale(
-            expert_ops.experts(x, scores, weights, *stacks, self.config.chosen, self.config.normalized)
+            expert_ops.experts(x, scores, weights, [part.weight for part in parts], biases, self.knobs)
         )
         return y

@@ -23,6 +23,7 @@ FAMILIES = {
     "gemma4_text": "llmc.export.families.gemma4_text:read",
     "glm4": "llmc.export.families.glm4:read",
     "gpt2": "llmc.export.families.gpt2:read",
+    "gpt_oss": "llmc.export.families.gpt_oss:read",
     "gpt_neox": "llmc.export.families.gpt_neox:read",
     "granite": "llmc.export.families.granite:read",
     "granitemoe": "llmc.export.families.granitemoe:read",

@@ -14,7 +14,7 @@ from llmc.export.config import DecoderConfig, attentions, parameter_shapes
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
-from llmc.export.sources.codes import QuantizedTensor, Weight, flatten_tensors
+from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, flatten_tensors
 from llmc.export.sources.gguf import SUFFIX, read_gguf
 from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.modules import prefix_names, read_ending, replace_head
@@ -69,9 +69,16 @@ def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bund
     names |= {inventory.HEAD: EMBEDDING} if geometry.tied_head else {}
     found = {name: tensors.get(weight) for name, weight in names.items()}
     kinds = {name: tensor.kind for name, tensor in found.items() if isinstance(tensor, QuantizedTensor)}
-    return replace(
-        geometry, linears=tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
-    )
+    linears = tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
+    return replace(geometry, linears=linears, mixtures=tuple(_with_codes(it, tensors) for it in geometry.mixtures))
+
+
+def _with_codes(item: inventory.Experts, tensors: Mapping[str, Weight]) -> inventory.Experts:
+    stacks = [tensors.get(f"{part.name}.weight") for part in item.parts]
+    kinds = {it.kind if isinstance(it, Mxfp4Tensor) else None for it in stacks}
+    if len(kinds) > 1:
+        raise CheckpointError(f"only some weights of {item.name} are in MXFP4, expected all or none; download it again")
+    return replace(item, codes=kinds.pop())
 
 
 def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]:

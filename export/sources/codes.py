@@ -19,6 +19,8 @@ from llmc.export.sources.safetensors import StoredTensor
 from llmc.inventory import Codes
 
 CODE_TYPES = {"I4": 4, "I8": 8}
+# Values that share a scale in MXFP4.
+MXFP4_BLOCK = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +70,39 @@ class QuantizedTensor:
         return found
 
 
-Weight = StoredTensor | MadeTensor | QuantizedTensor
+@dataclass(frozen=True)
+class Mxfp4Tensor:
+    """The matrices W [E, N, K] of all experts in MXFP4: floats of 4 bits, of which 32 share a power of two.
+
+    Attributes:
+        codes: uint8 [E, N, K / 2], E2M1, the first of two in the low half.
+        scales: uint8 [E, N, K / 32], exponents with 127 added.
+
+    Source: OCP Microscaling Formats (MX) 1.0.
+    """
+
+    codes: StoredTensor
+    scales: StoredTensor
+    dtype = "U8"
+    kind = Codes(4, MXFP4_BLOCK, zero_points=False, kind="mxfp4")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:2], 2 * self.codes.shape[2])
+
+    def parts(self) -> dict[str, StoredTensor | MadeTensor]:
+        """As of a :class:`QuantizedTensor`."""
+        return {"": self.codes, ".scales": self.scales}
+
+
+Weight = StoredTensor | MadeTensor | QuantizedTensor | Mxfp4Tensor
 
 
 def flatten_tensors(tensors: Mapping[str, Weight]) -> dict[str, StoredTensor | MadeTensor]:
     """Tensors by name, quantized ones as their parts: ``P.weight`` are codes, with ``P.weight.scales`` and so on."""
     found: dict[str, StoredTensor | MadeTensor] = {}
     for name, tensor in tensors.items():
-        parts = tensor.parts() if isinstance(tensor, QuantizedTensor) else {"": tensor}
+        parts = tensor.parts() if isinstance(tensor, QuantizedTensor | Mxfp4Tensor) else {"": tensor}
         found |= {f"{name}{part}": value for part, value in parts.items()}
     return found
 
@@ -86,6 +113,7 @@ def rows_of(tensor: StoredTensor | MadeTensor, start: int, stop: int) -> StoredT
 def rows_of(tensor: Weight, start: int, stop: int) -> Weight: ...
 def rows_of(tensor: Weight, start: int, stop: int) -> Weight:
     """Rows of a tensor whose rows start at whole bytes."""
+    assert not isinstance(tensor, Mxfp4Tensor), "experts are not packed with others"
     shape = (stop - start, *tensor.shape[1:])
     if isinstance(tensor, StoredTensor):
         row = tensor.length // tensor.shape[0]

@@ -16,6 +16,7 @@ IR_TYPES = {
     "BF16": ir.DataType.BFLOAT16,
     "I32": ir.DataType.INT32,
     "I8": ir.DataType.INT8,
+    "U8": ir.DataType.UINT8,
     "I4": ir.DataType.INT4,
 }
 _NAMES = {kind: name for name, kind in IR_TYPES.items()}

@@ -10,6 +10,8 @@ Layouts, for a linear P with a weight [N, K], 32 / bits codes in a word of int32
 * compressed-tensors: ``P.weight_packed`` [N, K * bits / 32] packs inputs, ``P.weight_zero_point`` [N * bits / 32,
   K / group] outputs, both with 2^(bits-1) added; ``P.weight_scale`` [N, K / group]; ``P.weight_shape``, and with a
   choice of groups ``P.weight_g_idx``. Codes of ``int-quantized`` are ``P.weight`` int8 [N, K] as they are.
+* mxfp4, for the experts P of a layer: ``P_blocks`` uint8 [E, N, K / 32, 16], two floats of 4 bits in each, the first
+  one low, and ``P_scales`` uint8 [E, N, K / 32], exponents of two plus 127. They stay where they are.
 * fp8: ``P.weight`` float8 (e4m3) [N, K], times ``P.weight_scale_inv`` [N / 128, K / 128], or ``P.weight_scale`` of a
   block, a row or all.
 """
@@ -24,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
-from llmc.export.sources.codes import QuantizedTensor, Weight, pack_codes
+from llmc.export.sources.codes import MXFP4_BLOCK, Mxfp4Tensor, QuantizedTensor, Weight, pack_codes
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.quantization import Quantization
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
@@ -45,6 +47,8 @@ def unpack_weights(folder: Path, found: dict[str, StoredTensor], how: Quantizati
     if how is None:
         return {**found}
     rest, weights = {name: item for name, item in found.items() if not name.endswith(_LEFT_OUT)}, {}
+    if how.method == "mxfp4":
+        weights = _find_mxfp4(folder, rest)
     for name in list(rest):
         module, _, part = name.rpartition(".")
         integers = part in ("qweight", "weight_packed") or (part == "weight" and rest[name].dtype in ("I8", "F8_E4M3"))
@@ -54,6 +58,33 @@ def unpack_weights(folder: Path, found: dict[str, StoredTensor], how: Quantizati
         if name in rest:
             raise CheckpointError(f"{folder}: {name} is stored twice, quantized and as it is; remove one of them")
     return {**rest, **weights}
+
+
+def _find_mxfp4(folder: Path, rest: dict[str, StoredTensor]) -> dict[str, Weight]:
+    """Experts by their name, whose tensors are taken out of ``rest``."""
+    found: dict[str, Weight] = {}
+    for name in [name for name in rest if name.endswith(("_blocks", "_scales"))]:
+        module, _, part = name.rpartition("_")
+        parts = [rest.pop(f"{module}_{each}", None) for each in ("blocks", "scales")] if module not in found else []
+        if not parts:
+            continue
+        blocks, scales = parts
+        if blocks is None or scales is None:
+            missing = "blocks" if blocks is None else "scales"
+            raise CheckpointError(f"{folder}: {module}_{missing} is missing beside its {part}; download it again")
+        if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[3] != MXFP4_BLOCK // 2:
+            raise CheckpointError(
+                f"{folder}: {module}_blocks is {blocks.dtype} {list(blocks.shape)}, expected U8 [experts, outputs, "
+                f"inputs / {MXFP4_BLOCK}, {MXFP4_BLOCK // 2}]"
+            )
+        if (scales.dtype, scales.shape) != ("U8", blocks.shape[:3]):
+            raise CheckpointError(
+                f"{folder}: {module}_scales is {scales.dtype} {list(scales.shape)}, expected U8 "
+                f"{list(blocks.shape[:3])}, one for each block"
+            )
+        experts, outputs, groups, width = blocks.shape
+        found[module] = Mxfp4Tensor(replace(blocks, shape=(experts, outputs, groups * width)), scales)
+    return found
 
 
 class _Parts:

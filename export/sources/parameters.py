@@ -24,7 +24,7 @@ from llmc.export.config import (
     parameter_shapes,
     recurrents,
 )
-from llmc.export.sources.codes import QuantizedTensor, Weight, rows_of
+from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
 from llmc.inventory import Recurrent
@@ -50,6 +50,11 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
             parameters |= dict(
                 zip(names, _unpack_parameters(folder, config, packed, found[packed], parts), strict=True)
             )
+    for name in _list_transposed_stacks(config) & found.keys():
+        if isinstance(found[name], Mxfp4Tensor):
+            continue
+        shape = found[name].shape
+        parameters[name] = _make_view(folder, found[name], _turn_each, (shape[0], *shape[:0:-1]))
     for name in _list_offset_norms(config) & found.keys():
         parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
     for item in recurrents(config):
@@ -93,6 +98,12 @@ def _list_offset_norms(config: DecoderConfig) -> set[str]:
 
 def _list_transposed(config: DecoderConfig) -> set[str]:
     return {f"{linear.name}.weight" for linear in linears(config)[:-1]} if config.transposed else set()
+
+
+def _list_transposed_stacks(config: DecoderConfig) -> set[str]:
+    """Names of all experts' weights, where checkpoints store them as [experts, inputs, outputs]."""
+    turned = {index for index, layer in enumerate(config.layers) if layer.experts and layer.experts.transposed}
+    return {f"{part.name}.weight" for item in mixtures(config) if item.layer in turned for part in item.parts}
 
 
 def explain_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
@@ -181,6 +192,11 @@ def _of_heads(config: DecoderConfig, part: int, whole: Array) -> Array:
 
 def _columns(start: int, stop: int, whole: Array) -> Array:
     found: Array = whole.T[start:stop]
+    return found
+
+
+def _turn_each(stack: Array) -> Array:
+    found: Array = stack.swapaxes(1, 2)
     return found
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Invariance, Manifest
+from llmc.optimize.lower.context import Mxfp4, quant_configs
 from llmc.runtime.sessions import Batch, Phase, Session
 
 # Numbers of rows, new tokens or logits of the calls that are compared with the largest one: odd and even, within and
@@ -31,10 +32,10 @@ Values = tuple[NDArray[np.float32], NDArray[np.generic]]
 def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     """The manifest with the measured invariance of each graph; overwrites the session's cache.
 
-    A graph that this machine cannot run, or with a context below :data:`SMALLEST_CONTEXT`, gets no guarantee. Nor does
-    one with experts: each multiplies the rows of a call that chose it together, and rounds them by their number.
+    A graph that this machine cannot run, or with a context below :data:`SMALLEST_CONTEXT`, gets no guarantee, nor does
+    one with experts that round by the number of rows.
     """
-    if manifest.limits.max_context < SMALLEST_CONTEXT or manifest.geometry.mixtures:
+    if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest):
         return manifest
     probe = _Probe(session, manifest)
     phases = [phase for phase in Phase if phase is Phase.DECODE or not session.substitutes]
@@ -47,6 +48,13 @@ def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
         name: replace(graph, invariance=found.get(name, graph.invariance)) for name, graph in manifest.graphs.items()
     }
     return replace(manifest, graphs=graphs)
+
+
+def _has_rounding_experts(manifest: Manifest) -> bool:
+    """True if some experts are not in MXFP4: they multiply the rows of a call that chose them together, and round them
+    by their number, if not in the few calls that are measured here."""
+    stored = next(iter(quant_configs(manifest.recipe, manifest.geometry).values()))
+    return any(stored.stored(item.name) != Mxfp4() for item in manifest.geometry.mixtures)
 
 
 class _Probe:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from llmc.bundle import Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
-from llmc.inventory import HEAD, SCORE, SENSITIVE, Attention, Linear
+from llmc.inventory import HEAD, SCORE, SENSITIVE, Attention, Experts, Linear
 from llmc.optimize.quantize.grid import Float, Grid
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
@@ -54,6 +54,11 @@ class WeightOnly:
 
 
 @dataclass(frozen=True)
+class Mxfp4:
+    """Keep experts in MXFP4 as the checkpoint has them."""
+
+
+@dataclass(frozen=True)
 class PerToken:
     """int8 weights with a scale per output, int8 activations with a scale per token (W8A8)."""
 
@@ -70,7 +75,7 @@ class Static:
 # Inputs that share a scale in a head of 8 bits beside a body of 8 bits, at most.
 HEAD_BLOCK = 32
 
-QuantConfig = Float32 | Float16 | Computed | Float8 | WeightOnly | PerToken | Static
+QuantConfig = Float32 | Float16 | Computed | Float8 | WeightOnly | Mxfp4 | PerToken | Static
 W8A8: dict[str, PerToken | Static] = {"per-token": PerToken(), "static": Static()}
 
 
@@ -216,8 +221,10 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
     return {"prefill": replace(stored, w8a8=W8A8[recipe.activations]), "decode": stored}
 
 
-def _find_own_grid(linear: Linear, single: bool) -> WeightOnly:
+def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4:
     """The grid that holds a linear's own codes: where engines want other blocks, theirs lie within the checkpoint's."""
+    if isinstance(linear, Experts):
+        return Mxfp4()
     codes, row = linear.codes, linear.codes is not None and linear.codes.block == linear.inputs
     assert codes is not None
     if single and codes.bits == 8 and row and not codes.zero_points:

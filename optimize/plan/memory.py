@@ -13,6 +13,7 @@ from llmc.optimize.lower.context import (
     Computed,
     Float8,
     Float16,
+    Mxfp4,
     PerToken,
     QuantConfig,
     Static,
@@ -102,6 +103,8 @@ def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, comput
 
 def expert_bytes(item: Experts, config: QuantConfig) -> int:
     """Bytes of the weights of a mixture's experts as the engine holds them."""
+    if isinstance(config, Mxfp4):  # codes, and a byte for each block of them
+        return item.size // 2 + item.size // item.codes.block if item.codes else 0
     if isinstance(config, WeightOnly):
         config = WeightOnly(fit_block(config.grid, item))
     stored = item.count * sum(linear_bytes(part, config) for part in item.parts)

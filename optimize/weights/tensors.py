@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -65,6 +66,41 @@ class CodedTensor:
 
 
 Weight = ir.ExternalTensor | CodedTensor
+
+# The largest exponent (plus 127) of a scale in MXFP4 with which 6, its largest value, is a float: of more the kernel
+# makes NaN, and 255 is none. Down to 0, 2^-127, it is exact.
+MOST_EXPONENT = 252
+
+
+@dataclass(frozen=True)
+class Mxfp4Stack:
+    """Matrices [E, N, K] that an export holds in MXFP4.
+
+    Attributes:
+        codes: uint8 [E, N, K / 2], E2M1, the first of two in the low half.
+        scales: uint8 [E, N, K / 32], exponents of two with 127 added.
+    """
+
+    codes: ir.ExternalTensor
+    scales: ir.ExternalTensor
+
+    def read(self, tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
+        """The codes or scales of matrices ``start`` to ``stop``; CheckpointError for scales that are no floats."""
+        found = np.frombuffer(_rows(tensor, start, stop), np.uint8).reshape(-1, *sizes(tensor)[1:])
+        if tensor is self.scales and found.max(initial=0) > MOST_EXPONENT:
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.name} holds the exponent {found.max()}, expected at most {MOST_EXPONENT}, "
+                "beyond which weights are no floats; the checkpoint is broken, get it again"
+            )
+        return found
+
+    def matrix(self, index: int) -> NDArray[np.float32]:
+        """One of them, float32 [N, K]."""
+        codes, scales = (self.read(each, index, index + 1)[0] for each in (self.codes, self.scales))
+        values = np.stack((codes & 15, codes >> 4), -1).reshape(*scales.shape, -1).view(ml_dtypes.float4_e2m1fn)
+        factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        found: NDArray[np.float32] = values.astype(np.float32) * factors[..., None]
+        return found.reshape(len(codes), -1)
 
 
 def rows_of(tensor: Weight, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:

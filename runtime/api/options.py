@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from llmc.bundle import Manifest
+from llmc.bundle import Invariance, Manifest
 from llmc.errors import UsageError
 from llmc.runtime.host.machine import computable
 from llmc.runtime.sampling.ranges import Range, integer, one_of, optional
@@ -108,7 +108,7 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
     else:
         kept |= {"tokens of a call": decode.tokens > 0, "outputs of a call": decode.outputs > 0}
     missing = [what for what, holds in kept.items() if not holds]
-    if missing and manifest.geometry.mixtures:
+    if missing and manifest.geometry.mixtures and decode == Invariance():
         raise UsageError(
             f"determinism is {level.value!r}, but this model has experts, which multiply the rows of a call that chose "
             "them together and round them by their number; use determinism 'fast'"

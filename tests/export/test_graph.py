@@ -86,6 +86,7 @@ def test_one_attention_node_per_layer_carries_the_geometry(case, model):
             f"past_key_values.{i}.key",
             f"past_key_values.{i}.value",
             "past_lengths",
+            *([f"{node.name}.sinks.cast.out"] if attention.sinks else []),
             f"rotary_emb.{attention.rope}.inv_freq" if turned else f"{node.name}.rotary_emb.inv_freq",
         ]
         assert [value.name for value in node.outputs[1:]] == [f"present.{i}.key", f"present.{i}.value"]

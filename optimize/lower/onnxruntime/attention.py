@@ -14,7 +14,7 @@ from llmc.errors import BuildError
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import pack
-from llmc.optimize.lower.raising import NORMS, Linear
+from llmc.optimize.lower.raising import NORMS, Linear, find_vector
 from llmc.optimize.lower.rewrite import (
     LLMC,
     MICROSOFT,
@@ -86,12 +86,16 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
         attention, tables = context.attention(node), rotary_tables(node, context)
         query, key, value, past_key, past_value = node.inputs[:5]
         scales, attributes = _cache_scales(graph, attention, context)
+        sinks = _inline_sinks(node, context) if attention.sinks else None
         emit = Emitter(node, main=GQA)
         packed = _split_source(query, key, value)
         if tables and _must_rotate_apart(attention, tables):
             query, key = emit_rotation(emit, attention, token_positions(graph, attentions[0]), tables)
             packed = tables = None
-        optional = [*(tables.key if tables else (None, None)), *scales] if tables or scales else []
+        # Rotary tables, position ids, a bias, sinks, scales of the cache.
+        optional = [*(tables.key if tables else (None, None)), None, None, sinks, *scales]
+        while optional and optional[-1] is None:
+            optional.pop()
         outputs = emit.many(
             GQA,
             [*((packed, None, None) if packed else (query, key, value)), past_key, past_value, *lengths, *optional],
@@ -108,6 +112,12 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
         )
         replace(node, *outputs)
     return len(attentions)
+
+
+def _inline_sinks(node: ir.Node, context: LoweringContext) -> ir.Value:
+    """A logit more of each head [H]."""
+    assert node.graph is not None
+    return constant(node.graph, f"{node.name}.sink_logits", context.calibrated.rows(find_vector(node.inputs[6])))
 
 
 def rotate_before(graph: ir.Graph, context: LoweringContext) -> None:
@@ -213,10 +223,10 @@ def _split_source(*parts: ir.Value | None) -> ir.Value | None:
 def _cache_scales(
     graph: ir.Graph, attention: Attention, context: LoweringContext
 ) -> tuple[list[ir.Value | None], dict[str, str | int]]:
-    """Inputs of the attention after the rotary tables, and its attributes, for a quantized cache; else nothing."""
+    """The attention's inputs and attributes for a quantized cache; else nothing."""
     if context.cache not in QUANTIZED_CACHES:
         return [], {}
-    scales: list[ir.Value | None] = [None, None, None]  # no position ids, no bias, no sink
+    scales: list[ir.Value | None] = []
     for part in ("key", "value"):
         found = kv_cache.scales(
             context.calibrated.cache_range(attention.layer, part), per_channel=context.cache == "int8-channel"

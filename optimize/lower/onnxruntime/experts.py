@@ -2,17 +2,22 @@
 
 Both choose by a softmax; of experts that score the same QMoE takes others than TopK does, and it normalizes weights
 whatever it is told. So experts are chosen before them: they get the logarithms of these experts' weights, which they
-normalize, and nothing of the others. Both want the rows of gate and up in turn, so no expert stays a reference to the
-checkpoint.
+normalize, and nothing of the others. Both want the rows of gate and up in turn. QMoE takes MXFP4 as checkpoints store
+it, computes with floats, and reads of the mapped file only the experts that were chosen.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
 from llmc.inventory import Experts
-from llmc.optimize.lower.context import Float16, Float32, LoweringContext, WeightOnly
+from llmc.optimize.lower.context import Float16, Float32, LoweringContext, Mxfp4, WeightOnly
 from llmc.optimize.lower.onnxruntime.recurrent import inline_vectors
 from llmc.optimize.lower.raising import find_vector
 from llmc.optimize.lower.rewrite import (
@@ -29,17 +34,21 @@ from llmc.optimize.lower.rewrite import (
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Float, Grid, pack_blocks, pack_zero_points
 from llmc.optimize.weights.store import grid_name
-from llmc.optimize.weights.tensors import in_parallel
+from llmc.optimize.weights.tensors import Mxfp4Stack, in_parallel, sizes
 
 # int8 arithmetic inside QMoE; with float activations a token of 4-bit experts takes three times as long.
 ACCURACY_INT8 = 4
+# Inputs of a node whose experts have no biases and silu; of any other, where the scales of MXFP4 begin.
+PLAIN_INPUTS, SCALES = 5, 7
 # The least block that the operator's kernels have.
 LEAST_BLOCK = 16
 # Logits of experts that were not chosen: their softmax is 0.
 LEAST = float(np.finfo(np.float32).min)
 # down(silu(gate x) * up x), gate and up in turn; weights of the chosen experts are normalized.
-ATTRIBUTES = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
-ATTRIBUTES["normalize_routing_weights"] = 1
+ATTRIBUTES = {"activation_type": "swiglu", "swiglu_fusion": 1, "normalize_routing_weights": 1}
+PLAIN = {"activation_alpha": 1.0, "activation_beta": 0.0}
+# Row by row, as checkpoints have it.
+MXFP4: dict[str, Any] = {"quant_type": "fp4", "expert_weight_bits": 4, "block_size": 32, "weights_prepacked": 1}
 
 
 def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
@@ -55,6 +64,8 @@ def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
                 output = _emit_floats(node, item, logits, "float32", context)
             case Float16():
                 output = _emit_floats(node, item, logits, "float16", context)
+            case Mxfp4() if item.codes:
+                output = _emit_mxfp4(node, item, logits, context)
             case WeightOnly(grid):
                 output = _emit_integers(node, item, logits, fit_block(grid, item), context)
             case config:
@@ -90,69 +101,124 @@ def fit_block(grid: Grid, item: Experts) -> Grid:
 
 
 def _emit_integers(node: ir.Node, item: Experts, logits: ir.Value, grid: Grid, context: LoweringContext) -> ir.Value:
-    emit = Emitter(node, main="QMoE")
-    stacks = [_pack(node, part, grid, context) for part in range(2)]
-    (gate_up, gate_up_scales, *gate_up_zeros), (down, down_scales, *down_zeros) = (
-        [initializer(emit.graph, tensor) for tensor in stack] for stack in stacks
-    )
-    return emit(
-        "QMoE",
-        *(node.inputs[0], logits, gate_up, gate_up_scales, None, down, down_scales, None, None, None, None),
-        *(*gate_up_zeros, *down_zeros),
-        domain=MICROSOFT,
-        k=item.chosen,
-        expert_weight_bits=grid.bits,
-        block_size=grid.block,
-        accuracy_level=ACCURACY_INT8,
-        weights_prepacked=0,
-        **ATTRIBUTES,
-    )
+    packed = [_pack(_Stack.of(node, part), grid, context) for part in range(2)]
+    numbers = {"expert_weight_bits": grid.bits, "block_size": grid.block, "accuracy_level": ACCURACY_INT8}
+    attributes = {**numbers, "weights_prepacked": 0}
+    return _emit_qmoe(node, item, logits, packed, context, [it for _, _, *zeros in packed for it in zeros], attributes)
 
 
-def _pack(node: ir.Node, part: int, grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
+def _emit_mxfp4(node: ir.Node, item: Experts, logits: ir.Value, context: LoweringContext) -> ir.Value:
+    """The checkpoint's own bytes, which the kernel reads where the file is mapped."""
+    kept = [_keep(_Stack.of(node, part), context) for part in range(2)]
+    [ones] = context.weights.add([f"const.ones.{item.count}"], lambda: [np.ones(item.count, np.float32)])
+    return _emit_qmoe(node, item, logits, kept, context, [None] * 4 + [ones, ones], MXFP4)
+
+
+def _emit_qmoe(
+    node: ir.Node,
+    item: Experts,
+    logits: ir.Value,
+    stacks: Sequence[Sequence[ir.ExternalTensor]],
+    context: LoweringContext,
+    more: Sequence[ir.ExternalTensor | None],
+    attributes: Mapping[str, Any],
+) -> ir.Value:
+    """QMoE on codes and scales of gate and up, and of down, with ``more`` behind its third stack, which is empty."""
+    emit, biases = Emitter(node, main="QMoE"), _store_biases(node, context)
+    given = [
+        tensor for (codes, scales, *_), bias in zip(stacks, biases, strict=True) for tensor in (codes, scales, bias)
+    ]
+    tensors = [*given, None, None, None, *more]
+    values = [None if tensor is None else initializer(emit.graph, tensor) for tensor in tensors]
+    knobs = {**attributes, **_list_attributes(node)}
+    return emit("QMoE", node.inputs[0], logits, *values, domain=MICROSOFT, k=item.chosen, **knobs)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The weights [E, N, K] of one product of all experts; ``in_turn``, if the rows of gate and up are to be put so."""
+
+    tensor: ir.ExternalTensor | Mxfp4Stack
+    name: str
+    count: int
+    in_turn: bool
+
+    @classmethod
+    def of(cls, node: ir.Node, part: int) -> "_Stack":
+        found, scales = find_vector(node.inputs[3 + part]), node.inputs[SCALES + part : SCALES + part + 1]
+        tensor = Mxfp4Stack(found, find_vector(scales[0])) if scales else found
+        in_turn = part == 0 and len(node.inputs) == PLAIN_INPUTS
+        return cls(tensor, f"{found.name}.experts", sizes(found)[0], in_turn)
+
+    def read(self, expert: int, context: LoweringContext) -> Float:
+        """One expert's matrix, float32 [N, K], of gate and up with the rows in turn."""
+        if isinstance(self.tensor, Mxfp4Stack):
+            return self.tensor.matrix(expert)
+        matrix: Float = context.calibrated.rows(self.tensor, expert, expert + 1)[0]
+        return matrix.reshape(2, -1, matrix.shape[1]).swapaxes(0, 1).reshape(matrix.shape) if self.in_turn else matrix
+
+
+def _pack(stack: _Stack, grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
     """Codes uint8 [E, N, K * bits / 8], scales float32 [E, N, K / block] and, on an asymmetric grid, zero points."""
-    tensor = find_vector(node.inputs[3 + part])
 
     def make() -> list[NDArray[np.generic]]:
         def pack_expert(expert: int) -> list[NDArray[np.generic]]:
-            found = rtn.quantize(_read_expert(tensor, expert, part == 0, context), grid)
+            found = rtn.quantize(stack.read(expert, context), grid)
             codes = pack_blocks(found.values, grid).reshape(len(found.values), -1)
             zeros = [] if found.zero_points is None else [pack_zero_points(found.zero_points, grid)]
             return [codes, found.scales, *zeros]
 
-        experts = in_parallel(pack_expert, range(_count(tensor)))
+        experts = in_parallel(pack_expert, range(stack.count))
         return [np.stack(arrays) for arrays in zip(*experts, strict=True)]
 
-    name = f"{tensor.name}.experts.{grid_name(grid)}"
+    name = f"{stack.name}.{grid_name(grid)}"
     return context.weights.add([name, f"{name}.scales", *([] if grid.symmetric else [f"{name}.zeros"])], make)
 
 
-def _emit_floats(node: ir.Node, item: Experts, logits: ir.Value, dtype: str, context: LoweringContext) -> ir.Value:
-    emit = Emitter(node, main="MoE")
-    stacks = [_convert(emit, _store(node, part, dtype, context)) for part in range(2)]
-    inputs = node.inputs[0], logits, stacks[0], None, stacks[1]
-    return emit("MoE", *inputs, domain=MICROSOFT, k=item.chosen, **ATTRIBUTES)
-
-
-def _store(node: ir.Node, part: int, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
-    tensor = find_vector(node.inputs[3 + part])
+def _keep(stack: _Stack, context: LoweringContext) -> list[ir.ExternalTensor]:
+    """Codes uint8 [E, N, K / 2] and scales float8 (e8m0) [E, N, K / 32], as they are."""
+    stored = stack.tensor
+    assert isinstance(stored, Mxfp4Stack)
 
     def make() -> list[NDArray[np.generic]]:
-        experts = [_read_expert(tensor, expert, part == 0, context) for expert in range(_count(tensor))]
+        return [stored.read(stored.codes), stored.read(stored.scales).view(ml_dtypes.float8_e8m0fnu)]
+
+    return context.weights.add([f"{stack.name}.mxfp4", f"{stack.name}.mxfp4.scales"], make)
+
+
+def _emit_floats(node: ir.Node, item: Experts, logits: ir.Value, dtype: str, context: LoweringContext) -> ir.Value:
+    emit, biases = Emitter(node, main="MoE"), _store_biases(node, context)
+    stacks = [_convert(emit, _store(_Stack.of(node, part), dtype, context)) for part in range(2)]
+    added = [None if tensor is None else initializer(emit.graph, tensor) for tensor in biases]
+    inputs = node.inputs[0], logits, stacks[0], added[0], stacks[1], added[1]
+    return emit("MoE", *inputs, domain=MICROSOFT, k=item.chosen, **_list_attributes(node))
+
+
+def _store(stack: _Stack, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
+    def make() -> list[NDArray[np.generic]]:
+        experts = [stack.read(expert, context) for expert in range(stack.count)]
         return [np.stack(experts).astype(dtype, copy=False)]
 
-    return context.weights.add([f"{tensor.name}.experts.{dtype}"], make)[0]
+    return context.weights.add([f"{stack.name}.{dtype}"], make)[0]
 
 
 def _convert(emit: Emitter, tensor: ir.ExternalTensor) -> ir.Value:
     return emit_conversion(emit, initializer(emit.graph, tensor), tensor.dtype, ir.DataType.FLOAT)
 
 
-def _read_expert(tensor: ir.ExternalTensor, expert: int, in_turn: bool, context: LoweringContext) -> Float:
-    """One expert's matrix, float32 [N, K]; of gate and up the rows ``in_turn`` instead of one behind the other."""
-    matrix: Float = context.calibrated.rows(tensor, expert, expert + 1)[0]
-    return matrix.reshape(2, -1, matrix.shape[1]).swapaxes(0, 1).reshape(matrix.shape) if in_turn else matrix
+def _store_biases(node: ir.Node, context: LoweringContext) -> list[ir.ExternalTensor | None]:
+    """Biases [E, N] of both products in float32, None where experts have none."""
+    if len(node.inputs) == PLAIN_INPUTS:
+        return [None, None]
+
+    def store(tensor: ir.ExternalTensor) -> ir.ExternalTensor:
+        return context.weights.add([f"{tensor.name}.float32"], lambda: [context.calibrated.rows(tensor)])[0]
+
+    return [store(find_vector(value)) for value in node.inputs[PLAIN_INPUTS:SCALES]]
 
 
-def _count(tensor: ir.ExternalTensor) -> int:
-    return int(tensor.shape.numpy()[0])
+def _list_attributes(node: ir.Node) -> dict[str, Any]:
+    if len(node.inputs) == PLAIN_INPUTS:
+        return {**ATTRIBUTES, **PLAIN}
+    alpha, limit = (node.attributes[name].as_float() for name in ("alpha", "limit"))
+    return {**ATTRIBUTES, "activation_alpha": alpha, "activation_beta": 1.0, "swiglu_limit": limit}

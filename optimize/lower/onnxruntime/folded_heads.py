@@ -62,8 +62,8 @@ def group_size(attention: Attention) -> int:
 
 
 def foldable(attention: Attention) -> bool:
-    """True for heads in groups, without a window."""
-    return group_size(attention) > 1 and not attention.window
+    """True for heads in groups without a window or sinks, of which tokens that share a head have but one."""
+    return group_size(attention) > 1 and not attention.window and not attention.sinks
 
 
 def count_overwritten(attentions: tuple[Attention, ...]) -> int:
