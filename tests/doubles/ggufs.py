@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "cohere": "command-r",
     "gpt_neox": "gptneox",
+    "qwen3_5_text": "qwen35",
 }
 TURNED = ("llama", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3")
 # Families whose converter does not write these.
@@ -140,6 +141,21 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
         "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
         **_scaling(rope),
         **_windows(config),
+        **(_states(config) if family == "qwen3_5_text" else {}),
+    }
+
+
+def _states(config: dict[str, Any]) -> dict[str, Any]:
+    keys, values, width = (config[f"linear_{it}"] for it in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    return {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": keys,
+        "ssm.time_step_rank": values,
+        "ssm.inner_size": values * width,
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config["layer_types"]],
+        "full_attention_interval": config.get("full_attention_interval", 4),
+        "rope.dimension_sections": [11, 11, 10, 0],
     }
 
 
@@ -214,8 +230,12 @@ def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str,
     if family == "gpt_neox" and module == "query_key_value":
         parts = array.reshape(heads, 3, -1, *array.shape[1:])
         return {name: np.ascontiguousarray(parts.swapaxes(0, 1).reshape(array.shape))}
-    if family == "lfm2" and array.ndim == 3:
-        return {name: array[:, 0]}
+    if array.ndim == 3:
+        array = array[:, 0]
+    if "linear_attn." in name:
+        return _recurrent(config, name, array)
+    if family == "qwen3_5_text" and name.endswith("norm.weight"):
+        return {name: array + 1}
     if module == "input_linear":
         halves = np.split(array, 2)
         return {
@@ -229,6 +249,22 @@ def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str,
         return {name: array}
     shape = (turned, 2, array.shape[0] // turned // 2, *array.shape[1:])
     return {name: np.ascontiguousarray(array.reshape(shape).swapaxes(1, 2).reshape(array.shape))}
+
+
+def _recurrent(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """A tensor of a recurrent layer: value heads in another order, A itself, and another name of a bias."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    size = values * config["linear_value_head_dim"]
+    if name.endswith("A_log"):
+        array = -np.exp(array)
+    if name.endswith("out_proj.weight"):
+        turned = array.T.reshape(keys, values // keys, -1, len(array)).swapaxes(0, 1)
+        return {name: np.ascontiguousarray(turned.reshape(size, -1).T)}
+    if not name.endswith("norm.weight"):
+        before = len(array) - size if "qkv" in name or "conv1d" in name else 0
+        own = array[before:].reshape(keys, values // keys, -1, *array.shape[1:]).swapaxes(0, 1)
+        array = np.concatenate([array[:before], own.reshape(array[before:].shape)])
+    return {name.replace("dt_bias", "dt_proj.bias"): array}
 
 
 def _packed(array: np.ndarray, kind: str) -> tuple[np.ndarray, None, Kind]:

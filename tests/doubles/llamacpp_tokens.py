@@ -1,6 +1,6 @@
 """500 texts and the tokens that llama.cpp makes of them, recorded as digests in ``tests/data/llamacpp_tokens.json``.
 
-To record them anew, in an environment with ``xllamacpp``, gguf and numpy: ``python tests/doubles/llamacpp_tokens.py``.
+To record them anew, in an environment with ``llama-cpp-python`` and gguf: ``python tests/doubles/llamacpp_tokens.py``.
 """
 
 import hashlib
@@ -9,7 +9,6 @@ import random
 import sys
 import tempfile
 import unicodedata
-import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ RECORDED = ROOT / "tests" / "data" / "llamacpp_tokens.json"
 TINY = ROOT / "recipes" / "tiny"
 PRE_TOKENIZERS = (
     "gpt-2", "smollm", "starcoder", "llama-bpe", "dbrx", "qwen2", "deepseek-r1-qwen", "seed-coder", "gpt-4o", "tekken",
-    "deepseek-coder", "deepseek-v3",
+    "deepseek-coder", "deepseek-v3", "lfm2",
 )  # fmt: skip
 # Written by hand, for what chance does not make: contractions, spaces, digits, scripts, control tokens, bytes.
 TEXTS = (
@@ -83,9 +82,31 @@ def vocabularies() -> dict[str, dict[str, Any]]:
         "unknown_token_id": 0,
         **special,
     }
+    # Gemma 4 has SentencePiece's tokens and byte-pair encoding's merges; newlines are in tokens of their own.
+    runs = ["\n" * count for count in range(1, 6)]
+    lines = [*(piece for piece in pieces if "\n" not in piece), *runs]
+    cuts = ((piece[:cut], piece[cut:]) for piece in lines for cut in range(1, len(piece)))
+    merged = {
+        "model": "gemma4",
+        "tokens": [*sentences["tokens"][:259], *lines],
+        "token_type": [*sentences["token_type"][:259], *[1] * len(lines)],
+        "merges": [f"{left} {right}" for left, right in cuts if {left, right} <= {*lines}],
+        "unknown_token_id": 0,
+        "add_space_prefix": False,
+        "add_bos_token": True,
+        **special,
+    }
+    # Bytes of a letter and its vowel sign, which Qwen3.5 does not cut (llama.cpp cuts them in gpt-4o and tekken, too).
+    signs = {
+        "tokens": [*tokens, "¹à"],
+        "token_type": [*words["token_type"], 1],
+        "merges": [*words["merges"], "¹ à"],
+    }
     return {name: {**words, "pre": name} for name in PRE_TOKENIZERS} | {
+        "qwen35": {**words, **signs, "pre": "qwen35"},
         "llama": sentences,
         "llama without a space": {**sentences, "add_space_prefix": False},
+        "gemma4": merged,
     }
 
 
@@ -105,54 +126,36 @@ def _pieces(tiny: dict[str, Any]) -> list[str]:
 
 
 def _record() -> None:
-    import gguf
-    import numpy as np
-    import xllamacpp
+    import ctypes
 
-    found = {}
+    import gguf
+    import llama_cpp
+
+    found, silent = {}, llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.vocab_only = True
     for name, tokenizer in vocabularies().items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             writer = gguf.GGUFWriter(path, "llama")
-            sizes = {"block_count": 1, "context_length": 4096, "embedding_length": 32, "feed_forward_length": 32}
-            for key, value in {**sizes, "attention.head_count": 2, "attention.head_count_kv": 2}.items():
-                writer.add_uint32(f"llama.{key}", value)
-            writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
             for key, value in tokenizer.items():
                 kinds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
                 kinds.get(type(value), writer.add_array)(f"tokenizer.ggml.{key}", value)
-            matrices = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
-            shapes = {f"blk.0.{part}.weight": (32, 32) for part in matrices}
-            shapes |= {f"blk.0.{part}_norm.weight": (32,) for part in ("attn", "ffn")}
-            shapes |= {"token_embd.weight": (len(tokenizer["tokens"]), 32), "output_norm.weight": (32,)}
-            for tensor, shape in shapes.items():
-                writer.add_tensor(tensor, np.zeros(shape, np.float32))
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
             writer.close()
-            tokens = [_tokenized(address, text) for address in [_served(xllamacpp, path)] for text in texts()]
-            found[name] = digest(tokens)
-            if len(sys.argv) > 1:
-                (Path(sys.argv[1]) / f"{name}.json").write_text(json.dumps(tokens))
-    RECORDED.write_text(json.dumps({"xllamacpp": xllamacpp.__version__, "sha256": found}, indent=1) + "\n")
-
-
-_SERVERS = []
-
-
-def _served(xllamacpp: Any, path: Path) -> str:
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path, parameters.n_ctx, parameters.warmup = str(path), 256, False
-    _SERVERS.append(xllamacpp.Server(parameters))
-    return str(_SERVERS[-1].listening_address)
-
-
-def _tokenized(address: str, text: str) -> list[int]:
-    body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
-    request = urllib.request.Request(f"{address}/tokenize", body, {"Content-Type": "application/json"})
-    found: list[int] = json.loads(urllib.request.urlopen(request).read())["tokens"]
-    return found
+            model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+        vocabulary, ids = llama_cpp.llama_model_get_vocab(model), (llama_cpp.llama_token * 4096)()
+        tokens = []
+        for text in map(str.encode, texts()):
+            count = llama_cpp.llama_tokenize(vocabulary, text, len(text), ids, len(ids), True, True)
+            tokens.append(ids[:count])
+        found[name] = digest(tokens)
+        if len(sys.argv) > 1:
+            (Path(sys.argv[1]) / f"{name}.json").write_text(json.dumps(tokens))
+    RECORDED.write_text(json.dumps({"llama-cpp-python": llama_cpp.__version__, "sha256": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -147,6 +147,21 @@ def test_metadata_that_cannot_be_right_are_named(folder, tmp_path, metadata, wor
     refuses(write_gguf(folder, tmp_path / "model.gguf", metadata=metadata), *words)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("ssm.state_size", 24, ["recurrent.in_proj.weight", "asks for [224, 64]"]),
+        ("ssm.group_count", 3, ["linear_num_value_heads=4", "a multiple of linear_num_key_heads=3"]),
+        ("ssm.inner_size", None, ["qwen35.ssm.inner_size is None", "a number above 0"]),
+        ("nextn_predict_layers", 2, ["num_hidden_layers=0"]),
+        ("attention.recurrent_layers", [True, False, False], ["layer_types=", "2 entries"]),
+    ],
+)
+def test_sizes_of_recurrent_layers_that_cannot_be_right_are_named(random_checkpoint, tmp_path, key, value, words):
+    folder = random_checkpoint("qwen3_5-delta-and-gates", linear_key_head_dim=32, linear_value_head_dim=32)
+    refuses(write_gguf(folder, tmp_path / "model.gguf", metadata={key: value}), *words)
+
+
 @pytest.mark.parametrize("kind", ["longrope", "brand-new"])
 def test_a_rope_that_llama_has_not_is_refused(random_checkpoint, tmp_path, kind):
     path = write_gguf(random_checkpoint("llama-biases"), tmp_path / "model.gguf", metadata={"rope.scaling.type": kind})

@@ -148,6 +148,42 @@ def _lfm2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+# Sizes of recurrent layers; of values llama.cpp has that of all heads together.
+_SIZES = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_value_head_dim",
+}
+
+
+def _qwen35(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that predict further tokens come last, and are left out. Of text, positions on all axes are the same."""
+    data.skip("rope.dimension_sections")
+    sizes = {name: _size(data, key) for key, name in _SIZES.items()}
+    sizes["linear_value_head_dim"] //= sizes["linear_num_value_heads"]
+    more, recurrent = data.get("nextn_predict_layers") or 0, data.each("attention.recurrent_layers")
+    layers = _size(data, "block_count") - (_size(data, "nextn_predict_layers") if more else 0)
+    kinds = None if recurrent is None else ["linear_attention" if its else "full_attention" for its in recurrent]
+    return {
+        **read_rope(data, config, partial=True),
+        **sizes,
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": layers,
+        "mtp_num_hidden_layers": more,
+        "layer_types": kinds and kinds[: len(kinds) - more],
+        "full_attention_interval": data.get("full_attention_interval"),
+    }
+
+
+def _size(data: Metadata, key: str) -> int:
+    size = data.get(key)
+    if type(size) is not int or not 0 < size < 1 << 20:
+        raise data.error(key, repr(size), "a number above 0")
+    return size
+
+
 def _stablelm(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_partial(data, config),
@@ -196,6 +232,7 @@ ARCHITECTURES: dict[str, Reader] = {
     "ernie4_5": lambda data, config: {**read_rope(data, config), "use_bias": data.has("attn_q.bias")},
     "glm4": lambda data, config: _biased(data, config, partial=True),
     "lfm2": _lfm2,
+    "qwen35": _qwen35,
     "exaone4": lambda data, config: {"sliding_window": None, **read_rope(data, config), **_windows(data)},
     # The base of the rope is stored as alpha enlarged it.
     "hunyuan-dense": lambda data, config: {**_biased(data, config), "model_type": "hunyuan_v1_dense"},

@@ -12,6 +12,7 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _SEED = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _OTHERS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -58,9 +59,11 @@ PRE_TOKENIZERS = {
     "llama-v3": _OF_LLAMA3,
     "falcon3": _OF_LLAMA3,
     "pixtral": _OF_LLAMA3,
+    "lfm2": _OF_LLAMA3,
     "dbrx": PreTokenizer((_LLAMA3,)),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "qwen2": replace(_OF_QWEN2, composed=True),
+    "qwen35": PreTokenizer((_QWEN35,), composed=True),
     "deepseek-r1-qwen": _OF_QWEN2,
     "seed-coder": PreTokenizer((_SEED,)),
     "gpt-4o": PreTokenizer((_GPT4O,)),

@@ -1,13 +1,13 @@
 """A GGUF file's tensors as the decoder's: other names, other orders of rows, and types that must be unpacked.
 
 F32, F16 and BF16 are used in place. The other types are blocks of codes with scales, which matrices keep. Tables that
-multiply nothing, or have minima, become float16, at most 2^-11 (relative) from llama.cpp's float32 values. Vectors stay
-float32.
+multiply nothing, or have minima, become float16, at most 2^-11 (relative) from llama.cpp's float32 values. The rest,
+vectors and small matrices, becomes float32.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ _SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# Whole names stand for tensors whose kind is another there, too.
 _OTHER_MODULES = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), _SANDWICH),
@@ -66,12 +67,30 @@ _OTHER_MODULES = {
         "ffn_norm": "ffn_norm",
         **{f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "conv", "out_proj")},
     },
+    "qwen3_5_text": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
     "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
     "gpt2": {"attn_qkv": "self_attn.c_attn"},
 }
+# Matrices whose integers a product takes.
+_KEPT = ("_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 # Families whose heads llama.cpp rotates by neighbouring values, Hugging Face by values half a head apart.
 _TURNED = ("llama", "mistral", "ministral3", "granite", "smollm3")
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>[a-z_]+(?:\.[a-z_]+)?)\.(?P<kind>weight|bias)")
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<module>.+?)(?P<kind>\.weight|\.bias|))")
+# Whose rows, of ``ssm_out`` columns, belong to value heads: to their values, or to each as a whole. llama.cpp has the
+# first of each key head, then the second ones; Hugging Face those of one key head together.
+_OF_VALUE_HEADS = dict.fromkeys(("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out"), True)
+_OF_VALUE_HEADS |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), False)
 # What the config says, too.
 _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -82,57 +101,98 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tup
     It does so only if some matrix is used in place: a few vectors are not worth the files' size.
     """
     found: dict[str, Weight] = {}
-    entries = [(header.path, entry) for header in headers for entry in header.tensors if entry.name not in _CONSUMED]
-    link = any(len(e.shape) > 1 and e.kind in STORED and not _count_turned_rows(e, config) for _, e in entries)
+    entries = [(it.path, entry) for it in headers for entry in it.tensors if not _is_left_out(entry.name, config)]
+    link = any(len(e.shape) > 1 and e.kind in STORED and _order(e, config) is None for _, e in entries)
     for path, entry in entries:
         name = parameter(entry.name, config["model_type"])
         if name in found:
             raise CheckpointError(f"{path}: {entry.name} is in another file, too; download the files again")
-        if name.endswith("conv.conv.weight"):  # [channels, taps], there [channels, 1, taps]
+        if name.endswith((".conv.weight", ".conv1d.weight")):  # [channels, taps], there [channels, 1, taps]
             entry = replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))
-        found[name] = _tensor(path, entry, _count_turned_rows(entry, config), link, _is_kept(name, entry, config))
+        order = _order(entry, config)
+        found[name] = _tensor(path, entry, order, link, _unpacked_type(name, entry, order, config))
     return found, link
 
 
 def parameter(name: str, family: str) -> str:
     """Hugging Face's name of a tensor; an unknown name is kept, and refused later as unused."""
     match, modules = _NAME.fullmatch(name), _MODULES | _OTHER_MODULES.get(family, {})
-    if match is None or match["module"] not in modules:
+    if match is None or not {match["own"], match["module"]} & modules.keys():
         return name
     layer = f"model.layers.{match['layer']}." if match["layer"] else ""
-    return f"{layer}{modules[match['module']]}.{match['kind']}"
+    return f"{layer}{modules.get(match['own']) or modules[match['module']] + match['kind']}"
 
 
 def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
     if entry.kind != "F32" or len(entry.shape) != 1:
         raise CheckpointError(f"{path}: {entry.name} is {entry.kind} {list(entry.shape)}, expected a vector in F32")
-    return next(_rows(path, entry, 0, partial(_plain, entry)))
+    return next(_rows(path, entry, None, partial(_plain, entry)))
 
 
-def _count_turned_rows(entry: Entry, config: Mapping[str, Any]) -> int:
-    """Rows of a head whose order must be undone, 0 for none."""
-    match = _NAME.fullmatch(entry.name)
-    turned = config["model_type"] in _TURNED and match is not None and match["module"] in ("attn_q", "attn_k")
-    return head_dim(config) if turned else 0
+def _is_left_out(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether the config says it, too, or it is of a layer that predicts further tokens."""
+    match = _NAME.fullmatch(name)
+    layer = int((match and match["layer"]) or -1)
+    return name in _CONSUMED or (config.get("mtp_num_hidden_layers", 0) > 0 and layer >= config["num_hidden_layers"])
 
 
-def _is_kept(name: str, entry: Entry, config: Mapping[str, Any]) -> bool:
-    """A table that rows are read from has no place for minima, nor for integers that no product shares."""
-    if entry.kind not in LAYOUTS or name == EMBEDDING:
-        return entry.kind in LAYOUTS and config["tie_word_embeddings"] and LAYOUTS[entry.kind].offsets is None
-    return name.endswith(("_proj.weight", "query_key_value.weight", "c_attn.weight")) or name == HEAD
+@dataclass(frozen=True)
+class Order:
+    """Where in the file the rows of a tensor lie, one after another, or its columns, ``run`` neighbours together."""
+
+    rows: NDArray[np.int64] | None = None
+    columns: NDArray[np.int64] | None = None
+    run: int = 1
 
 
-def _tensor(path: Path, entry: Entry, turned: int, link: bool, codes: bool) -> Weight:
-    rows = partial(_rows, path, entry, turned)
+def _order(entry: Entry, config: Mapping[str, Any]) -> Order | None:
+    """None if they are in Hugging Face's order."""
+    match, family, rows = _NAME.fullmatch(entry.name), config["model_type"], entry.shape[0]
+    module = match["module"] if match else ""
+    if family in _TURNED and module in ("attn_q", "attn_k"):
+        width = head_dim(config)
+        return Order(_exchange(rows, (-1, width // 2, 2, 1))) if width and rows % width == 0 else None
+    if family != "qwen3_5_text" or module not in _OF_VALUE_HEADS:
+        return None
+    keys, values = (config[f"linear_num_{it}_heads"] for it in ("key", "value"))
+    width = config["linear_value_head_dim"] if _OF_VALUE_HEADS[module] else 1
+    size = entry.shape[-1] if module == "ssm_out" else rows
+    before = size - values * width
+    if keys == values or values % keys or before < 0 or (before and module not in ("attn_qkv", "ssm_conv1d")):
+        return None
+    order = _exchange(values * width, (values // keys, keys, width))
+    if module == "ssm_out":
+        return Order(columns=order, run=width)
+    return Order(np.concatenate([np.arange(before), order + before]))
+
+
+def _exchange(count: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """The numbers of an array of this shape after two of its axes, all but the last, have changed places."""
+    found: NDArray[np.int64] = np.arange(count).reshape(shape).swapaxes(-3, -2).ravel()
+    return found
+
+
+def _unpacked_type(name: str, entry: Entry, order: Order | None, config: Mapping[str, Any]) -> str:
+    """The floats that blocks become, none where they are kept. A table that rows are read from has no place for
+    minima, nor for integers that no product shares."""
+    layout = LAYOUTS.get(entry.kind)
+    if layout and name == EMBEDDING:
+        return "" if config["tie_word_embeddings"] and layout.offsets is None else "F16"
+    is_whole = layout and (order is None or order.columns is None or order.run % layout.block == 0)
+    return "" if is_whole and (name.endswith(_KEPT) or name == HEAD) else "F32"
+
+
+def _tensor(path: Path, entry: Entry, order: Order | None, link: bool, unpacked: str) -> Weight:
+    rows = partial(_rows, path, entry, order)
+    if entry.name.endswith(".ssm_a"):
+        return MadeTensor("F32", entry.shape, lambda: rows(partial(_logarithms, path, entry)))
     if entry.kind in STORED:
-        if link and not turned:
+        if link and order is None:
             return StoredTensor(path.name, entry.offset, entry.length, entry.kind, entry.shape)
         return MadeTensor(entry.kind, entry.shape, lambda: rows(partial(_plain, entry)))
-    if codes:
+    if not unpacked:
         return _codes(path, entry, rows)
-    dtype = "F16" if len(entry.shape) > 1 else "F32"
-    return MadeTensor(dtype, entry.shape, lambda: rows(partial(_unpack_rows, path, entry, dtype)))
+    return MadeTensor(unpacked, entry.shape, lambda: rows(partial(_unpack_rows, path, entry, unpacked)))
 
 
 def _codes(path: Path, entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]) -> QuantizedTensor:
@@ -156,23 +216,36 @@ def _codes(path: Path, entry: Entry, rows: Callable[[Callable[[Bytes], Any]], It
     )
 
 
-def _rows(path: Path, entry: Entry, turned: int, read: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    """Chunks of a tensor's rows, decoded by ``read``; whole heads if their order must be undone."""
+def _rows(
+    path: Path, entry: Entry, order: Order | None, read: Callable[[Bytes], NDArray[Any]]
+) -> Iterator[NDArray[Any]]:
+    """Chunks of a tensor's rows in their order, decoded by ``read``."""
     width = int(np.prod(entry.shape[1:], dtype=np.int64))
-    run = max(1, PIECE // width // max(turned, 1)) * max(turned, 1)
+    step = max(1, PIECE // width)
     with open_regular(path) as file:
-        for start in range(0, entry.shape[0], run):
-            rows = min(run, entry.shape[0] - start)
-            file.seek(entry.offset + start * entry.row)
-            raw = file.read(rows * entry.row)
-            if len(raw) != rows * entry.row:
-                raise CheckpointError(f"{path}: ends inside {entry.name}; the file is truncated, download it again")
-            values = read(np.frombuffer(raw, np.uint8).reshape(rows, -1))
-            yield _halves(values, turned) if turned else values
+        try:
+            raw = np.memmap(file, np.uint8, "r", entry.offset, (entry.shape[0], entry.row))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path}: ends inside {entry.name}; the file is truncated, download it again"
+            ) from error
+    for start in range(0, entry.shape[0], step):
+        rows = slice(start, start + step)
+        values = read(np.asarray(raw[rows] if order is None or order.rows is None else raw[order.rows[rows]]))
+        if order is not None and order.columns is not None:
+            of_one = width // values.shape[1]  # columns that have one value: of codes one, of scales a block's
+            values = values[:, order.columns[::of_one] // of_one]
+        yield values
 
 
 def _plain(entry: Entry, raw: Bytes) -> NDArray[Any]:
     return raw.view(array_type(entry.kind)).reshape(raw.shape[0], *entry.shape[1:])
+
+
+def _logarithms(path: Path, entry: Entry, raw: Bytes) -> NDArray[np.float32]:
+    """A_log of -exp(A_log)."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _check_numbers(path, entry, np.log(-_plain(entry, raw).astype(np.float64)).astype(np.float32))
 
 
 def _unpack_rows(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
@@ -192,18 +265,11 @@ def _check_numbers(path: Path, entry: Entry, values: NDArray[Any]) -> NDArray[An
     return values
 
 
-def _halves(values: NDArray[Any], rows: int) -> NDArray[Any]:
-    """Reorder rows of whole heads from pairs to halves: 0 2 4 ... 1 3 5 ..."""
-    heads = values.shape[0] // rows
-    halves: NDArray[Any] = values.reshape(heads, rows // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-    return halves
-
-
 def count_unpacked_types(headers: Sequence[Header], tensors: Mapping[str, Weight], family: str) -> dict[str, int]:
     kinds = [
         entry.kind
         for header in headers
         for entry in header.tensors
-        if not isinstance(tensors.get(parameter(entry.name, family)), QuantizedTensor)
+        if (it := tensors.get(parameter(entry.name, family))) and it.dtype == "F16"
     ]
     return {kind: kinds.count(kind) for kind in BLOCKS if kind in kinds and kind not in STORED}

@@ -1,8 +1,9 @@
 """A GGUF file's tokenizer as ``tokenizer.json`` and ``tokenizer_config.json``.
 
-Two kinds are known. ``gpt2`` is byte-pair encoding of the bytes of words that a pre-tokenizer splits. ``llama`` is
+Three kinds are known. ``gpt2`` is byte-pair encoding of the bytes of words that a pre-tokenizer splits. ``llama`` is
 SentencePiece's: any two neighbours that form a token merge, the token with the highest score first, and characters
 without a token become bytes. ``tokenizer.json`` lists a merge for each such pair instead, in the order of the scores.
+``gemma4`` is as ``llama``, but for a list of merges.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 # fmt: off
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>", "<turn|>", "<|tool_response>",
 })
 # fmt: on
 # Special tokens after which Phi-3's tokenizer keeps spaces; after its others it drops them.
@@ -59,8 +60,8 @@ class _Reader:
         self._where = where
         self._metadata = metadata
         self._kind = metadata.get("tokenizer.ggml.model")
-        if self._kind not in ("gpt2", "llama"):
-            raise self._error("model", self._kind, "gpt2 or llama")
+        if self._kind not in ("gpt2", "llama", "gemma4"):
+            raise self._error("model", self._kind, "gpt2, llama or gemma4")
         self._tokens = self._list("tokens", rows)
         self._types = self._numbers("token_type", "iu")
         self._vocab = self._vocabulary()
@@ -143,7 +144,7 @@ class _Reader:
     # ------------------------------------------------------------------------------------------------ SentencePiece
 
     def _sentencepiece(self) -> dict[str, Any]:
-        prefix = self._flag("add_space_prefix", True)
+        prefix = self._flag("add_space_prefix", self._kind == "llama")
         before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
         after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
         spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -155,7 +156,7 @@ class _Reader:
             "decoder": {"type": "Sequence", "decoders": [unspaced, {"type": "ByteFallback"}, {"type": "Fuse"}, *after]},
             "model": _bpe(
                 self._vocab,
-                self._list_scored_merges(),
+                self._list_scored_merges() if self._kind == "llama" else self._merges(),
                 unk_token=None if unknown is None else self._tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=True,
