@@ -123,6 +123,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "shared_expert_intermediate_size": (1, 1 << 19),
     "decoder_sparse_step": (1, 1024),
     "num_dense_layers": (0, 1024),
+    "first_k_dense_replace": (0, 1024),
+    "n_shared_experts": (1, 64),
+    "n_group": (1, 4095),
+    "topk_group": (1, 4095),
+    # Of keys and values from one vector of each token.
+    "kv_lora_rank": (1, 1 << 16),
+    "qk_nope_head_dim": (1, 4094),
+    "v_head_dim": (1, 4096),
     "routed_scaling_factor": (1e-6, 1e6),
     # Published ones lie between 0.007 and 16; squares of these are far from float32's ends.
     "attention_multiplier": (1e-6, 1e6),

@@ -8,6 +8,9 @@ from llmc.export.blocks.linear import Linear, as_float
 from llmc.export.blocks.scale import Scale
 from llmc.export.config import ExpertsConfig
 
+# Taken off the scores of experts that cannot be chosen, which are at most one.
+FAR = 2.0
+
 
 class Stacked(nn.Module):
     """The weights [E, out, in] of the same linear of all experts."""
@@ -33,6 +36,11 @@ class Experts(nn.Module):
         logits = self.router(x)
         weights = torch.softmax(logits, -1) if self.config.score == "softmax" else torch.sigmoid(logits)
         scores = weights if self.correction is None else weights + as_float(self.correction)
+        if self.config.chosen_groups < self.config.groups:
+            groups = scores.view(*scores.shape[:-1], self.config.groups, -1)
+            best = groups.amax(-1, keepdim=True)
+            least = best.topk(self.config.chosen_groups, -2).values[..., -1:, :]
+            scores = torch.where(best >= least, groups, groups - FAR).flatten(-2)
         stacks = self.gate_up_proj.weight, self.down_proj.weight
         y: Tensor = self.scale(
             expert_ops.experts(x, scores, weights, *stacks, self.config.chosen, self.config.normalized)
