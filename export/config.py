@@ -31,6 +31,8 @@ RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportio
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 Score = Literal["softmax", "sigmoid"]
 QkNorm = Literal["none", "head", "whole", "head_after_rope"]
+# Where silu stands for a step: x * silu(STEEP * x) / STEEP differs from relu(x) ** 2 by less than 4e-8.
+STEEP = 4096.0
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,9 @@ class ExpertsConfig:
         normalized: whether the weights of those chosen are divided by their sum.
         scale: multiplies what the experts add up to.
         groups, chosen_groups: experts are chosen from so many of all groups of neighbours, those with the best experts.
+        best: experts of a group whose scores are added where groups are compared.
+        squared: whether checkpoints have experts without a gate, of relu(x) ** 2: their ``up_proj``, times STEEP, is
+            here the gate too, and ``scale`` has the factor.
     """
 
     count: int
@@ -213,6 +218,8 @@ class ExpertsConfig:
     scale: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
+    best: int = 1
+    squared: bool = False
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_experts_per_tok": (1, 4095),
     "moe_intermediate_size": (1, 1 << 19),
     "shared_expert_intermediate_size": (1, 1 << 19),
+    "moe_shared_expert_intermediate_size": (1, 1 << 19),
     "decoder_sparse_step": (1, 1024),
     "num_dense_layers": (0, 1024),
     "first_k_dense_replace": (0, 1024),

@@ -8,8 +8,8 @@ from llmc.export.blocks.linear import Linear, as_float
 from llmc.export.blocks.scale import Scale
 from llmc.export.config import ExpertsConfig
 
-# Taken off the scores of experts that cannot be chosen, which are at most one.
-FAR = 2.0
+# Taken off the scores of experts that cannot be chosen; shares of one, with corrections that trained models keep small.
+FAR = 1e6
 
 
 class Stacked(nn.Module):
@@ -38,7 +38,7 @@ class Experts(nn.Module):
         scores = weights if self.correction is None else weights + as_float(self.correction)
         if self.config.chosen_groups < self.config.groups:
             groups = scores.view(*scores.shape[:-1], self.config.groups, -1)
-            best = groups.amax(-1, keepdim=True)
+            best = groups.topk(self.config.best, -1).values.sum(-1, keepdim=True)
             least = best.topk(self.config.chosen_groups, -2).values[..., -1:, :]
             scores = torch.where(best >= least, groups, groups - FAR).flatten(-2)
         stacks = self.gate_up_proj.weight, self.down_proj.weight

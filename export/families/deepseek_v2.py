@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from llmc.export.config import DecoderConfig, ExpertsConfig, MlpConfig
-from llmc.export.families.mixtures import RENAMED, put_experts, read_experts
+from llmc.export.families.mixtures import RENAMED, put_experts, read_experts, read_groups
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder
 from llmc.export.rope_keys import compute_attention_factor
@@ -58,14 +58,7 @@ def _read_experts(keys: Keys, inner: int) -> ExpertsConfig:
         raise keys.error("moe_layer_freq", keys.raw("moe_layer_freq"), "1")
     experts = read_experts(keys, inner, normalized=False, count=64)
     experts = replace(experts, scale=keys.number("routed_scaling_factor", 1.0))
-    if not limited:
-        keys.skip("n_group", "topk_group")
-        return experts
-    groups, chosen = keys.integer("n_group"), keys.integer("topk_group")
-    if experts.count % groups:
-        raise keys.error("n_group", groups, f"a divisor of num_experts={experts.count}")
-    if chosen > groups or chosen * experts.count // groups < experts.chosen:
-        raise keys.error(
-            "topk_group", chosen, f"at most n_group={groups}, with {experts.chosen} experts or more in all"
-        )
-    return replace(experts, groups=groups, chosen_groups=chosen)
+    if limited:
+        return read_groups(keys, experts, best=1)
+    keys.skip("n_group", "topk_group")
+    return experts

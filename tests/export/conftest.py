@@ -395,6 +395,8 @@ def write_random_checkpoint(case: dict[str, Any], folder: Path) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.75)
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.25)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     write_tokenizer(folder)
 

@@ -131,10 +131,7 @@ def test_frequency_tolerance_can_fail():
 
 
 # What makes a model that is read of a family that by default has something else.
-READ = {
-    "deepseek_v2": {"q_lora_rank": None, "num_experts_per_tok": 6},
-    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
-}
+READ = {"deepseek_v2": {"q_lora_rank": None, "num_experts_per_tok": 6}}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -248,9 +245,10 @@ LIMITED = {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 2
         ("falcon_h1", {"mlp_bias": True}, ["mlp_bias=True", "expected false"]),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, ["ssm_multipliers=[1.0]", "5 numbers"]),
         ("granitemoehybrid", {"mamba_n_groups": 3}, ["mamba_n_groups=3", "a divisor of mamba_n_heads=128"]),
-        ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, ["layers_block_type=", "moe is not supported"]),
+        ("nemotron_h", {"layers_block_type": ["mamba", "rwkv"]}, ["layers_block_type=", "not rwkv"]),
+        ("nemotron_h", {"moe_latent_size": 64}, ["moe_latent_size=64", "expected null"]),
         ("nemotron_h", {"hybrid_override_pattern": "M-"}, ["layers_block_type=", "hybrid_override_pattern='M-'"]),
-        ("nemotron_h", {"num_hidden_layers": 4}, ["num_hidden_layers=4", "expected 3, the layers"]),
+        ("nemotron_h", {"num_hidden_layers": 3}, ["num_hidden_layers=3", "expected 4, the layers"]),
         ("nemotron_h", {"use_bias": True}, ["use_bias=True", "mamba_proj_bias=False"]),
         ("cohere", {"use_qk_norm": True}, ["use_qk_norm=True", "weights for each head"]),
         ("stablelm", {"qk_layernorm": True}, ["qk_layernorm=True", "weights for each head"]),
