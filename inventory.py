@@ -129,9 +129,9 @@ class Attention:
         window: positions that a query sees, itself included; 0 for all.
         rope: index of its rotary embedding, None where positions are not encoded.
         rotary_dim: values of each head that are rotated, 0 without a rope.
-        projections: names of the linears that make queries, keys and values.
         cache: name of its cache, empty in an encoder.
         writes: whether it adds keys and values to it, instead of reading those of the layer that does.
+        latent: width of the vector that keys and values are expanded from, 0 where they come from the stream.
         causal: whether a position sees none after it.
         turned_before: whether queries and keys are rotated by nodes of their own, ``{name}.q_rope`` and ``.k_rope``, in
             front of what the attention reads.
@@ -147,13 +147,13 @@ class Attention:
     window: Annotated[int, range(1 << 28)]
     rope: Index | None
     rotary_dim: Annotated[int, range(1 << 20)]
-    projections: tuple[str, ...]
     cache: str
     causal: bool = True
     turned_before: bool = False
     grows_after: Annotated[int, range(1 << 28)] = 0
     writes: bool = True
     sinks: bool = False
+    latent: Annotated[int, range(1 << 20)] = 0
 
 
 @dataclass(frozen=True)

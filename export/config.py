@@ -31,6 +31,8 @@ RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportio
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 Score = Literal["softmax", "sigmoid"]
 QkNorm = Literal["none", "head", "whole", "head_after_rope"]
+# Where silu stands for a step: x * silu(STEEP * x) / STEEP differs from relu(x) ** 2 by less than 4e-8.
+STEEP = 4096.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class AttentionConfig:
         keys_are_values: whether values are what ``k_proj`` makes, before its norm and rotation.
         source: the layer whose keys and values it reads, which has the same heads; None if it makes its own.
         sinks: whether each head has a learned logit more, whose share of the softmax falls away.
+        latent, value_dim: width of the vector that keys and values of a token are expanded from, and of the values of
+            a head; 0 without one.
     """
 
     heads: int
@@ -108,6 +112,8 @@ class AttentionConfig:
     keys_are_values: bool = False
     source: int | None = None
     sinks: bool = False
+    latent: int = 0
+    value_dim: int = 0
 
     @property
     def turned_before(self) -> bool:
@@ -122,7 +128,7 @@ class AttentionConfig:
     @property
     def parts(self) -> str:
         """The projections that it has: of ``q``, ``k`` and ``v``."""
-        return "q" if self.source is not None else "qk" if self.keys_are_values else "qkv"
+        return "q" if self.source is not None or self.latent else "qk" if self.keys_are_values else "qkv"
 
 
 @dataclass(frozen=True)
@@ -203,6 +209,10 @@ class ExpertsConfig:
             whose gate and up have their rows in turn; 0 for ``silu(gate) * up`` without biases.
         alpha: see ``limit``.
         transposed: whether checkpoints store floats as [experts, inputs, outputs].
+        groups, chosen_groups: experts are chosen from so many of all groups of neighbours, those with the best experts.
+        best: experts of a group whose scores are added where groups are compared.
+        squared: whether checkpoints have experts without a gate, of relu(x) ** 2: their ``up_proj``, times STEEP, is
+            here the gate too, and ``scale`` has the factor.
     """
 
     count: int
@@ -215,6 +225,10 @@ class ExpertsConfig:
     limit: float = 0.0
     alpha: float = 1.0
     transposed: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    best: int = 1
+    squared: bool = False
 
     @property
     def clamped(self) -> bool:
@@ -428,7 +442,7 @@ def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
     place, found = layer.placement, list[Linear]()
     read = _read(place.before_attention, path, path)
     if layer.attention is not None:
-        found += _attention_linears(layer.attention, config.hidden_size, index, read)
+        found += _attention_linears(config, layer.attention, index, read)
     if layer.recurrent is not None:
         found += _recurrent_linears(layer.recurrent, config.hidden_size, index, read)
     read = _read(place.before_mlp, path, path if place.parallel else f"{path}.residual")
@@ -447,17 +461,23 @@ def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
     return found
 
 
-def _attention_linears(mixer: AttentionConfig, hidden: int, index: int, read: tuple[str, str]) -> list[Linear]:
-    at, (queries, keys) = f"{_path(index)}.self_attn", mixer.widths
+def _attention_linears(
+    config: DecoderConfig, mixer: AttentionConfig, index: int, read: tuple[str, str]
+) -> list[Linear]:
+    at, hidden, (queries, keys) = f"{_path(index)}.self_attn", config.hidden_size, mixer.widths
     outputs = ((2 if mixer.gated else 1) * queries, keys, keys)
     producer = f"{at}.v_proj" if mixer.parts == "qkv" and not mixer.value_norm else ""
-    return [
-        *(
-            Linear(f"{at}.{part}_proj", rows, hidden, mixer.qkv_bias, *read, index)
-            for part, rows in zip(mixer.parts, outputs, strict=False)
-        ),
-        Linear(f"{at}.o_proj", hidden, queries, mixer.o_bias, at, producer, index),
+    found = [
+        Linear(f"{at}.{part}_proj", rows, hidden, mixer.qkv_bias, *read, index)
+        for part, rows in zip(mixer.parts, outputs, strict=False)
     ]
+    if mixer.latent:
+        assert mixer.rope is not None
+        turned, queries = config.ropes[mixer.rope].dim, mixer.heads * mixer.value_dim
+        expanded = queries + mixer.heads * (mixer.head_dim - turned)
+        found.append(Linear(f"{at}.kv_a_proj", mixer.latent + turned, hidden, False, *read, index))
+        found.append(Linear(f"{at}.kv_b_proj", expanded, mixer.latent, False, f"{at}.kv_a_norm", "", index))
+    return [*found, Linear(f"{at}.o_proj", hidden, queries, mixer.o_bias, at, producer, index)]
 
 
 def _recurrent_linears(mixer: RecurrentConfig, hidden: int, index: int, read: tuple[str, str]) -> list[Linear]:
@@ -508,6 +528,8 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
             rows.pop()
         elif mixer.value_norm:
             rows.append(("self_attn.v_norm", mixer.head_dim, False))
+    if mixer is not None and mixer.latent:
+        rows.append(("self_attn.kv_a_norm", mixer.latent, False))
     if layer.recurrent is not None and layer.recurrent.rule != "conv" and layer.recurrent.normed:
         rows.append(("recurrent.norm", layer.recurrent.norm_size, False))
     rows.append((place.after_attention, hidden, False))
@@ -537,13 +559,13 @@ def attentions(config: DecoderConfig) -> tuple[Attention, ...]:
             window=mixer.window,
             rope=mixer.rope,
             rotary_dim=0 if mixer.rope is None else config.ropes[mixer.rope].dim,
-            projections=tuple(f"{_path(index)}.self_attn.{part}_proj" for part in mixer.parts),
             cache=str(index if mixer.source is None else mixer.source) if config.encoder is None else "",
             causal=mixer.causal,
             turned_before=mixer.turned_before,
             grows_after=mixer.growth_period if mixer.query_growth else 0,
             writes=mixer.source is None,
             sinks=mixer.sinks,
+            latent=mixer.latent,
         )
         for index, mixer in enumerate(layer.attention for layer in config.layers)
         if mixer is not None

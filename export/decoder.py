@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from llmc.export import ops
 from llmc.export.blocks.attention import Attention
 from llmc.export.blocks.experts import Experts
+from llmc.export.blocks.latent import LatentAttention
 from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead, as_float
 from llmc.export.blocks.mlp import ACTIVATIONS, MLP
 from llmc.export.blocks.norm import Norm
@@ -43,7 +44,8 @@ class DecoderLayer(nn.Module):
         self.self_attn = self.recurrent = self.mlp = self.experts = None
         if layer.attention is not None:
             rope = None if layer.attention.rope is None else config.ropes[layer.attention.rope]
-            self.self_attn = Attention(layer.attention, rope, hidden_size, config.norm)
+            kind = LatentAttention if layer.attention.latent else Attention
+            self.self_attn = kind(layer.attention, rope, hidden_size, config.norm)
         if layer.recurrent is not None:
             self.recurrent = Recurrent(layer.recurrent, hidden_size, config.norm)
         self.residual_scale = Scale(config.residual_scale)

@@ -121,8 +121,17 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_experts_per_tok": (1, 4095),
     "moe_intermediate_size": (1, 1 << 19),
     "shared_expert_intermediate_size": (1, 1 << 19),
+    "moe_shared_expert_intermediate_size": (1, 1 << 19),
     "decoder_sparse_step": (1, 1024),
     "num_dense_layers": (0, 1024),
+    "first_k_dense_replace": (0, 1024),
+    "n_shared_experts": (1, 64),
+    "n_group": (1, 4095),
+    "topk_group": (1, 4095),
+    # Of keys and values from one vector of each token.
+    "kv_lora_rank": (1, 1 << 16),
+    "qk_nope_head_dim": (1, 4094),
+    "v_head_dim": (1, 4096),
     "routed_scaling_factor": (1e-6, 1e6),
     # 7 and 1.702 are published.
     "swiglu_limit": (1e-3, 1e6),

@@ -167,8 +167,9 @@ def _magnitude(config: Keys, keys: Keys, factor: float) -> float:
     if stated is not None:
         return stated
     upper, lower = scales if all(scales) else (1.0, 0.0)
-    return _compute_attention_factor(factor, upper) / _compute_attention_factor(factor, lower)
+    return compute_attention_factor(factor, upper) / compute_attention_factor(factor, lower)
 
 
-def _compute_attention_factor(factor: float, scale: float | None) -> float:
+def compute_attention_factor(factor: float, scale: float | None) -> float:
+    """What yarn's paper advises to multiply attention by, on both sides, where positions are spread by ``factor``."""
     return 0.1 * (scale or 0.0) * log(factor) + 1.0 if factor > 1 else 1.0

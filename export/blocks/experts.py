@@ -8,6 +8,9 @@ from llmc.export.blocks.linear import Linear, as_float
 from llmc.export.blocks.scale import Scale
 from llmc.export.config import ExpertsConfig
 
+# Taken off the scores of experts that cannot be chosen; shares of one, with corrections that trained models keep small.
+FAR = 1e6
+
 
 class Stacked(nn.Module):
     """The weights [E, out, in] of the same linear of all experts, and their biases [E, out]."""
@@ -35,6 +38,11 @@ class Experts(nn.Module):
         logits = self.router(x)
         weights = torch.softmax(logits, -1) if self.config.score == "softmax" else torch.sigmoid(logits)
         scores = weights if self.correction is None else weights + as_float(self.correction)
+        if self.config.chosen_groups < self.config.groups:
+            groups = scores.view(*scores.shape[:-1], self.config.groups, -1)
+            best = groups.topk(self.config.best, -1).values.sum(-1, keepdim=True)
+            least = best.topk(self.config.chosen_groups, -2).values[..., -1:, :]
+            scores = torch.where(best >= least, groups, groups - FAR).flatten(-2)
         parts = self.gate_up_proj, self.down_proj
         biases = [part.bias for part in parts if part.bias is not None]
         y: Tensor = self.scale(

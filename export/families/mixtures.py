@@ -24,6 +24,19 @@ def read_experts(keys: Keys, inner: int, *, normalized: bool, count: int | None 
     return ExpertsConfig(experts, chosen, inner, normalized=normalized)
 
 
+def read_groups(keys: Keys, experts: ExpertsConfig, best: int) -> ExpertsConfig:
+    """``experts``, chosen from the ``topk_group`` of ``n_group`` groups whose ``best`` experts have most together."""
+    groups, chosen = keys.integer("n_group", 1), keys.integer("topk_group", 1)
+    if experts.count % groups:
+        raise keys.error("n_group", groups, f"a divisor of num_experts={experts.count}")
+    size = experts.count // groups
+    if chosen > groups or chosen * size < experts.chosen or (groups > 1 and size < best):
+        raise keys.error(
+            "topk_group", chosen, f"at most n_group={groups}, with {experts.chosen} experts or more in all"
+        )
+    return replace(experts, groups=groups, chosen_groups=chosen, best=best)
+
+
 def put_experts(
     config: DecoderConfig, experts: ExpertsConfig, dense: tuple[bool, ...] = (), shared: MlpConfig | None = None
 ) -> DecoderConfig:

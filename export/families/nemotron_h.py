@@ -1,9 +1,10 @@
-"""Nemotron-H, Nemotron Nano 2 and 3: each layer is one part behind one norm: Mamba 2, an attention, or a plain MLP."""
+"""Nemotron-H, Nemotron Nano 2 and 3: layers of one part each: Mamba 2, attention, a plain MLP, or plain experts."""
 
 from dataclasses import replace
 
-from llmc.export.config import DecoderConfig, NormConfig, Placement
+from llmc.export.config import STEEP, DecoderConfig, Layer, NormConfig, Placement
 from llmc.export.families import hybrids
+from llmc.export.families.mixtures import read_experts, read_groups
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder
 
@@ -20,20 +21,24 @@ KEYS = {
     "attention_head_dim": "head_dim",
     "layers_block_type": "layer_types",
 }
-# Of training, of kernels, of layers that predict further tokens, and of experts.
+# Of training, of kernels, and of layers that predict further tokens.
 UNREAD = (
     *("chunk_size", "expand", "mamba_ssm_cache_dtype", "num_logits_to_keep", "rescale_prenorm_residual"),
     *("residual_in_fp32", "rms_norm_eps", "time_step_floor", "time_step_max", "time_step_rank", "use_mamba_kernels"),
     *("mtp_hybrid_override_pattern", "mtp_layers_block_type", "num_nextn_predict_layers"),
-    *("moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap"),
-    *("n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
-    *("output_router_logits", "routed_scaling_factor", "topk_group"),
 )
 RENAMED = (
     *(("backbone", "model"), ("embeddings", "embed_tokens"), ("norm_f", "norm"), ("mixer", "recurrent")),
     *(("mixer.in_proj", "recurrent.all_proj"), ("mixer.conv1d", "recurrent.conv")),
     *((f"mixer.{part}_proj", f"self_attn.{part}_proj") for part in "qkvo"),
     *((f"mixer.{part}_proj", f"mlp.{part}_proj") for part in ("up", "down")),
+    *(("mixer.experts", "experts"), ("mixer.shared_experts", "mlp"), ("mixer.gate", "experts.router")),
+    ("mixer.gate.e_score_correction_bias", "experts.correction"),
+)
+MIXTURE = (
+    *("moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap"),
+    *("n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
+    *("output_router_logits", "routed_scaling_factor", "topk_group"),
 )
 KINDS: dict[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 NEW_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -68,6 +73,9 @@ def read(keys: Keys) -> DecoderConfig:
         "attention": replace(whole, mlp=None),
         "mlp": replace(whole, attention=None),
     }
+    if "moe" in kinds:
+        layers["moe"] = _read_mixture(keys, layers["mlp"])
+    keys.skip(*MIXTURE)
     return replace(
         config, layers=tuple(layers[kind] for kind in kinds), packed=hybrids.PACKED, renamed=RENAMED, left_out=("mtp",)
     )
@@ -82,8 +90,27 @@ def _read_kinds(keys: Keys) -> list[str]:
     if found and found != letters:
         raise keys.error(name, types, f"the layers of hybrid_override_pattern={pattern!r}")
     for kind in letters or ["nothing"]:
-        if kind not in ("mamba", "attention", "mlp"):
-            raise keys.error(name, stated, f"layers of mamba, attention or mlp; {kind} is not supported")
+        if kind not in KINDS.values():
+            raise keys.error(name, stated, f"layers of {', '.join(KINDS.values())}, and not {kind}")
     if keys.integer("num_hidden_layers", len(letters)) != len(letters):
         raise keys.error("num_hidden_layers", keys.raw("num_hidden_layers"), f"{len(letters)}, the layers of {name}")
     return letters
+
+
+def _read_mixture(keys: Keys, plain: Layer) -> Layer:
+    """``plain`` with experts like its MLP, chosen by the sigmoid of their scores and a bias, and a shared MLP."""
+    if (latent := keys.raw("moe_latent_size")) is not None:
+        raise keys.error("moe_latent_size", latent, "null: experts of another width are not supported")
+    keys.choice("mlp_hidden_act", ("relu2",), "relu2")
+    keys.rename({"n_routed_experts": "num_experts"})
+    inner, normalized = keys.integer("moe_intermediate_size", 7688), keys.flag("norm_topk_prob", True)
+    experts = replace(
+        read_experts(keys, inner, normalized=normalized, count=8),
+        score="sigmoid",
+        corrected=True,
+        squared=True,
+        scale=keys.number("routed_scaling_factor", 1.0) / STEEP,
+    )
+    assert plain.mlp is not None
+    shared = replace(plain.mlp, inner=keys.integer("moe_shared_expert_intermediate_size", 7688))
+    return replace(plain, mlp=shared, experts=read_groups(keys, experts, best=2))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
 from llmc.export.config import (
+    STEEP,
     DecoderConfig,
     attentions,
     linears,
@@ -130,7 +131,10 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
     """``found`` with the weights of all experts of a layer in one tensor, where the checkpoint has one for each."""
     stacked = Tensors(found)
     for item in mixtures(config):
-        for part, names in zip(item.parts, (("gate_proj", "up_proj"), ("down_proj",)), strict=True):
+        experts = config.layers[item.layer].experts
+        assert experts is not None
+        first = ("up_proj", "up_proj") if experts.squared else ("gate_proj", "up_proj")
+        for part, names in zip(item.parts, (first, ("down_proj",)), strict=True):
             rows = (part.outputs // len(names), part.inputs)
             own = [f"{item.name}.{e}.{name}.weight" for e in range(item.count) for name in names]
             if f"{part.name}.weight" in found or own[0] not in found:
@@ -140,7 +144,7 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
                 raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one of all")
             shape = (item.count, part.outputs, part.inputs)
             stacked = {name: tensor for name, tensor in stacked.items() if name not in own}
-            stacked[f"{part.name}.weight"] = MadeTensor(parts[0].dtype, shape, partial(_read_all, folder, parts))
+            stacked[f"{part.name}.weight"] = MadeTensor(parts[0].dtype, shape, partial(_read_all, folder, parts, names))
     return stacked
 
 
@@ -160,9 +164,11 @@ def _find_expert(folder: Path, name: str, tensor: Weight | None, shape: tuple[in
     return tensor
 
 
-def _read_all(folder: Path, tensors: Sequence[StoredTensor]) -> Iterator[Array]:
-    for it in tensors:
-        yield np.memmap(folder / it.file, array_type(it.dtype), "r", it.offset, it.shape)
+def _read_all(folder: Path, tensors: Sequence[StoredTensor], names: tuple[str, ...]) -> Iterator[Array]:
+    for number, it in enumerate(tensors):
+        matrix = np.memmap(folder / it.file, array_type(it.dtype), "r", it.offset, it.shape)
+        is_gate = names == ("up_proj", "up_proj") and number % 2 == 0
+        yield (matrix * STEEP).astype(matrix.dtype) if is_gate else matrix
 
 
 def _unpack_parameters(

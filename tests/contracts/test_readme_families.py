@@ -21,6 +21,7 @@ ON_CPUS = {
     "qwen3_5_text",
     "lfm2",
     "falcon_h1",
+    "deepseek_v2",
     "nemotron_h",
     "qwen3_moe",
     "qwen3_5_moe",

@@ -225,6 +225,25 @@ CASES: dict[str, dict[str, Any]] = {
         "ssm_multipliers": [0.5, 0.75, 0.6, 1.5, 0.9],
         "ssm_out_multiplier": 0.5,
     },
+    "deepseek_v2-latent-keys-grouped-experts": {
+        "model_type": "deepseek_v2",
+        "num_experts_per_tok": 3,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 4.0,
+        "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9},
+    },
     "nemotron_h-one-part-per-layer": {
         "model_type": "nemotron_h",
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
@@ -385,6 +404,8 @@ def write_random_checkpoint(case: dict[str, Any], folder: Path) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.75)
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.25)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     write_tokenizer(folder)
 

@@ -130,15 +130,15 @@ def test_frequency_tolerance_can_fail():
         np.testing.assert_allclose(inverse_frequencies(other), inverse_frequencies(rope), rtol=FREQUENCY_TOLERANCE)
 
 
-# What makes a model without experts of a family that has them by default, and they are not read.
-DENSE = {"nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}}
+# What makes a model that is read of a family that by default has something else.
+READ = {"deepseek_v2": {"q_lora_rank": None, "num_experts_per_tok": 6}}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_reads_what_transformers_saves_for_it(name):
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(name, **DENSE.get(name, {}))
+    config = AutoConfig.for_model(name, **READ.get(name, {}))
     found = read(without(config.to_dict(), "tie_word_embeddings"))  # published configs leave out what is the default
     assert (found.model_type, found.tied_head) == (name, config.tie_word_embeddings)
 
@@ -231,15 +231,24 @@ def test_yarn_extends_the_context_where_the_config_still_says_the_original_one()
     assert read(QWEN25_05B, max_position_embeddings=131_072, rope_scaling=YARN).max_positions == 131_072
 
 
+LIMITED = {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 2}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
+        ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob=True", "expected false"]),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, ["topk_method='noaux_tc'", "group_limited_greedy"]),
+        ("deepseek_v2", {"v_head_dim": 256}, ["v_head_dim=256", "at most 192"]),
+        ("deepseek_v2", {**LIMITED, "n_group": 3}, ["n_group=3", "a divisor of num_experts=64"]),
+        ("deepseek_v2", {**LIMITED, "topk_group": 1}, ["topk_group=1", "with 6 experts or more"]),
         ("falcon_h1", {"mlp_bias": True}, ["mlp_bias=True", "expected false"]),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, ["ssm_multipliers=[1.0]", "5 numbers"]),
         ("granitemoehybrid", {"mamba_n_groups": 3}, ["mamba_n_groups=3", "a divisor of mamba_n_heads=128"]),
-        ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, ["layers_block_type=", "moe is not supported"]),
+        ("nemotron_h", {"layers_block_type": ["mamba", "rwkv"]}, ["layers_block_type=", "not rwkv"]),
+        ("nemotron_h", {"moe_latent_size": 64}, ["moe_latent_size=64", "expected null"]),
         ("nemotron_h", {"hybrid_override_pattern": "M-"}, ["layers_block_type=", "hybrid_override_pattern='M-'"]),
-        ("nemotron_h", {"num_hidden_layers": 4}, ["num_hidden_layers=4", "expected 3, the layers"]),
+        ("nemotron_h", {"num_hidden_layers": 3}, ["num_hidden_layers=3", "expected 4, the layers"]),
         ("nemotron_h", {"use_bias": True}, ["use_bias=True", "mamba_proj_bias=False"]),
         ("cohere", {"use_qk_norm": True}, ["use_qk_norm=True", "weights for each head"]),
         ("stablelm", {"qk_layernorm": True}, ["qk_layernorm=True", "weights for each head"]),
@@ -260,7 +269,7 @@ def test_yarn_extends_the_context_where_the_config_still_says_the_original_one()
 def test_what_a_family_cannot_do_is_refused_by_its_own_key(family, changes, words):
     from transformers import AutoConfig
 
-    saved = AutoConfig.for_model(family, **DENSE.get(family, {})).to_dict()
+    saved = AutoConfig.for_model(family, **READ.get(family, {})).to_dict()
     test_what_is_not_understood_is_refused_by_name(saved, changes, words)
 
 

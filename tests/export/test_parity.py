@@ -320,6 +320,12 @@ def values_as_keys(model: ir.Model) -> None:
             node.replace_input_with(1, node.inputs[2])
 
 
+def experts_of_all_groups(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.op_type == "Where":
+            node.replace_input_with(2, node.inputs[1])
+
+
 # Each knob of norms, their places, activations and scalars, dropped.
 DROPPED = [
     ("gemma-bf16", norm_weights_less_one),
@@ -344,6 +350,8 @@ DROPPED = [
     ("falcon_h1-both-mixers-multipliers", left_out("model.layers.1.recurrent.step_scale.mul")),
     ("falcon_h1-both-mixers-multipliers", left_out("model.layers.1.mlp.gate_scale.mul")),
     ("nemotron_h-one-part-per-layer", left_out("model.layers.0.recurrent.clip")),
+    ("deepseek_v2-latent-keys-grouped-experts", left_out("model.layers.1.self_attn.kv_a_norm")),
+    ("deepseek_v2-latent-keys-grouped-experts", experts_of_all_groups),
 ]
 
 

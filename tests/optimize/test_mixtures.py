@@ -27,9 +27,12 @@ def mixture(exported):
     return exported("olmoe-unnormalized").export
 
 
-@pytest.mark.parametrize("precision", MOST_KL)
-def test_a_mixture_is_built_and_runs_alone_as_together(mixture, tmp_path, precision):
-    manifest = build(mixture, tmp_path / "b", precision=precision, max_context=64).manifest
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*(("olmoe-unnormalized", it) for it in MOST_KL), ("deepseek_v2-latent-keys-grouped-experts", "int8")],
+)
+def test_a_mixture_is_built_and_runs_alone_as_together(exported, tmp_path, name, precision):
+    manifest = build(exported(name).export, tmp_path / "b", precision=precision, max_context=64).manifest
     assert manifest.recipe.phases == "shared" and not manifest.recipe.rotated
     assert max(phase.mean_kl for phase in manifest.quality.phases.values()) <= MOST_KL[precision]
     with load(tmp_path / "b", prefill_chunk=8) as model:

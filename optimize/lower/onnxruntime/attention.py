@@ -42,10 +42,14 @@ Lengths = Callable[[ir.Graph, ir.Node], list[ir.Value]]
 def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
     """One linear and a Split for query, key and value: one pass over the activation.
 
-    Those stored differently stay apart. Returns how many attentions were looked at.
+    Those stored differently stay apart, and so do those that expand a latent vector. Returns how many attentions were
+    looked at.
     """
     count = 0
     for attention in nodes_of(graph, "CachedAttention", LLMC):
+        count += 1
+        if context.attention(attention).latent:
+            continue
         made = (_linear_before(value) for value in attention.inputs[:3])
         linears = list({linear.name: linear for linear in made}.values())  # keys may be values, too
         if len({id(_before_sorting(linear.node.inputs[0])) for linear in linears}) != 1:
@@ -54,7 +58,6 @@ def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
             raise BuildError(f"{attention.name}: only some of query, key and value have a bias")
         if len({(context.quant.of(linear.module), id(linear.node.inputs[0])) for linear in linears}) == 1:
             pack(linears)
-        count += 1
     return count
 
 

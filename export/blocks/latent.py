@@ -1,0 +1,50 @@
+"""Attention whose keys and values are expanded from one vector of each token (MLA, arXiv 2405.04434)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmc.export import ops
+from llmc.export.blocks.attention import Attention, Cache
+from llmc.export.blocks.linear import Linear, cut
+from llmc.export.blocks.norm import Norm
+from llmc.export.config import AttentionConfig, NormConfig, Rope
+
+# Of the vector's norm, whatever the other norms have. Source: transformers, deepseek_v2.
+EPS = 1e-6
+
+
+class LatentAttention(Attention):
+    """The expanded form: the cache holds keys and values of each head. Values are as wide as keys there, filled with
+    zeros, for kernels know one width; the part of a head that is rotated, which all keys share, comes first."""
+
+    def __init__(self, config: AttentionConfig, rope: Rope | None, hidden_size: int, norm: NormConfig) -> None:
+        super().__init__(config, rope, hidden_size, norm)
+        assert rope is not None
+        self.plain = config.head_dim - rope.dim
+        self.kv_a_proj = Linear(hidden_size, config.latent + rope.dim)
+        self.kv_a_norm = Norm(config.latent, replace(norm, eps=EPS))
+        self.kv_b_proj = Linear(config.latent, config.heads * (self.plain + config.value_dim))
+        self.o_proj = Linear(config.heads * config.value_dim, hidden_size, bias=config.o_bias)
+
+    def forward(
+        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As :meth:`llmc.export.blocks.attention.Attention.forward`, always with a cache."""
+        config = self.config
+        assert past is not None and config.rope is not None
+        queries = cut(self._split(self.q_proj(x)), self.plain)
+        latent, turned = cut(self.kv_a_proj(x), config.latent)
+        plain, values = cut(self._split(self.kv_b_proj(self.kv_a_norm(latent))), self.plain)
+        keys = torch.cat((self._split(torch.cat([turned] * config.heads, -1)), plain), -1)
+        wide = functional.pad(values, (0, config.head_dim - config.value_dim))
+        q, k, v = (part.flatten(-2) for part in (torch.cat(queries[::-1], -1), keys, wide))
+        attn, *present = ops.cached_attention(q, k, v, past, lengths, ropes[config.rope], self.knobs)
+        return self.o_proj(self._split(attn)[..., : config.value_dim].flatten(-2)), tuple(present)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(B, S, H*D) -> (B, S, H, D)"""
+        return x.view(*x.shape[:-1], self.config.heads, -1)
