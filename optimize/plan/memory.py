@@ -4,6 +4,7 @@ Every constant below was measured as resident memory on Linux x86-64, with onnxr
 geometries of Qwen2.5-0.5B and Llama-3.2-1B; recipes/benchmarks/memory.py measures the whole again.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
@@ -59,6 +60,8 @@ ROTATING = 2 * 4 + 2
 RETAINED = 1
 # A layer of the reference as the engine runs it: float32 weights folded from the stored type, and packed for kernels.
 REFERENCE_COPIES = 2
+# Between an expert's codes and its floats lie their numbers, values and blocks.
+EXPERT_STEPS = 4
 # TensorRT-RTX 1.7's builder with its kernels, and what it holds of each byte of weights beside the mapped file: slopes
 # between one layer and three of an 8B model. Floats are laid out anew, nibbles unpacked.
 ENGINE_LIBRARY = 350 * MB
@@ -102,13 +105,24 @@ def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, comput
 
 
 def expert_bytes(item: Experts, config: QuantConfig) -> int:
-    """Bytes of the weights of a mixture's experts as the engine holds them."""
-    if isinstance(config, Mxfp4):  # codes, and a byte for each block of them
-        return item.size // 2 + item.size // item.codes.block if item.codes else 0
+    """Bytes of the weights of a mixture's experts as the engine holds them; of what it reads in the file none."""
+    if isinstance(config, Mxfp4):
+        return 0
     if isinstance(config, WeightOnly):
         config = WeightOnly(fit_block(config.grid, item))
     stored = item.count * sum(linear_bytes(part, config) for part in item.parts)
     return round(stored * (EXPERT_COPIES if isinstance(config, WeightOnly) else 1))
+
+
+def mapped_bytes(geometry: Geometry, recipe: Recipe) -> int:
+    """Bytes of experts that kernels read in the mapped file, once for all graphs."""
+    stored = next(iter(quant_configs(recipe, geometry).values()))
+    return sum(_coded_bytes(item) for item in geometry.mixtures if stored.stored(item.name) == Mxfp4())
+
+
+def _coded_bytes(item: Experts) -> int:
+    """Two codes in a byte, and a byte for each block."""
+    return item.size // 2 + (item.size // item.codes.block if item.codes else 0)
 
 
 def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[str, int]:
@@ -149,6 +163,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
+        mapped=mapped_bytes(geometry, recipe),
         embedding=sum(
             linear_bytes(table, form) for form in {choose_embedding_config(each, tied) for each in graphs.values()}
         ),
@@ -225,7 +240,7 @@ def _engine(device: DeviceMemory, recipe: Recipe, one_memory: bool) -> dict[str,
 
 def _largest(geometry: Geometry) -> int:
     parts: list[Linear | Experts] = [*geometry.linears, *geometry.mixtures]
-    return max(part.size for part in parts)
+    return max(_coded_bytes(part) if isinstance(part, Experts) and part.codes else part.size for part in parts)
 
 
 def _estimate_judging(
@@ -234,7 +249,7 @@ def _estimate_judging(
     """The finished bundle, loaded, beside what quantizing left, and the reference or its logits, which take turns."""
     plan = memory_plan(geometry, limits, recipe, tokenizer_bytes)
     run = plan.parts(min(limits.max_context, tokens))
-    layer = REFERENCE_COPIES * 4 * _largest_layer(geometry)
+    layer = _largest_layer(geometry, _referred_bytes)
     return {
         **run,
         "engine": run["engine"] + BUILDER,
@@ -243,10 +258,17 @@ def _estimate_judging(
     }
 
 
-def _largest_layer(geometry: Geometry) -> int:
+def _referred_bytes(part: Linear | Experts) -> int:
+    """Bytes of a part in the reference, which makes floats of one expert in MXFP4 at a time."""
+    if isinstance(part, Experts) and part.codes:
+        return _coded_bytes(part) + EXPERT_STEPS * 4 * part.size // part.count
+    return REFERENCE_COPIES * 4 * part.size
+
+
+def _largest_layer(geometry: Geometry, count: Callable[[Linear | Experts], int] = lambda part: part.size) -> int:
     layers = range(geometry.layers)
     parts: list[Linear | Experts] = [*geometry.linears, *geometry.mixtures]
-    return max(sum(part.size for part in parts if part.layer == index) for index in layers)
+    return max(sum(count(part) for part in parts if part.layer == index) for index in layers)
 
 
 def _estimate_calibrating(geometry: Geometry, recipe: Recipe, samples: int, length: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from llmc.errors import UsageError, format_value
 from llmc.runtime.tools.calls import Tool
 from llmc.runtime.tools.gemma_calls import GemmaCalls
 from llmc.runtime.tools.grammar import Spell
+from llmc.runtime.tools.harmony import HarmonyCalls
 from llmc.runtime.tools.json_calls import JsonCalls, NamedCalls
 from llmc.runtime.tools.python_calls import PythonCalls
 from llmc.runtime.tools.source import Reading, Source
@@ -30,7 +31,7 @@ class CallFormat(Protocol):
 
     @property
     def frame(self) -> tuple[str, str]:
-        """Special tokens around an answer without calls."""
+        """Texts with special tokens around an answer without calls."""
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
         """The rule ``calls``, of what follows the opening mark, and those that it needs.
@@ -82,6 +83,8 @@ FORMATS: dict[str, CallFormat] = {
     "olmo3": PythonCalls("<function_calls>", "</function_calls>", between="\n"),
     "functiongemma": GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>'),
+    # gpt-oss
+    "harmony": HarmonyCalls(),
     # Gemma 3, for which there is no format but what prompts ask for; Llama 3.2's and 4's second one
     "pythonic": PythonCalls("", "", between=", "),
 }
@@ -92,6 +95,7 @@ _TELLING = (
     ("<|START_ACTION|>", "cohere"),
     ("<start_function_call>", "functiongemma"),
     ("<|tool_call>", "gemma4"),
+    ("<|call|>", "harmony"),
     ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),
     ("functools", "functools"),

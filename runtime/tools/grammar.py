@@ -46,6 +46,11 @@ def literal(value: str) -> str:
     return json.dumps(value, ensure_ascii=False).replace("::=", ":\\u003a=") if value else ""
 
 
+def spell_run(text: str, spell: Spell) -> str:
+    """Terminals of a text with marks in it."""
+    return " ".join(spell(part) for part in re.split(r"(<\|\w+\|>)", text) if part)
+
+
 def schema_of(tool: Tool) -> str:
     return value_of(tool.schema)
 
@@ -110,16 +115,16 @@ def answer_grammar(
         begin: the text of the mark that is looked for in text.
         special: the marks are special tokens, which text does not hold.
         required: the answer is calls and nothing else.
-        frame: terminals before and after an answer's text.
+        frame: terminals before and after an answer, if any.
         other: the rule of an answer without calls; empty for any text.
     """
     opener = " | ".join(begins)
     if required:
         return f"start: ({opener}) calls\n{calls}"
+    before, after = (f"({terminals})? " if terminals else "" for terminals in frame)
     if other:
-        return f"start: ({opener}) calls | other\nother: {other}\n{calls}"
+        return f"start: ({opener}) calls | {before}other {after}\nother: {other}\n{calls}"
     if special:
-        before, after = (f"{terminal}? " if terminal else "" for terminal in frame)
         return f"start: TEXT? ({opener}) calls | {before}TEXT {after}\nTEXT: /(.|\\n)*/\n{calls}"
     escaped = re.sub(r"[^A-Za-z0-9_ ]", lambda match: f"\\x{ord(match[0]):02x}", begin)
     return (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from llmc.runtime.tools.calls import Tool, ToolCallDelta
 from llmc.runtime.tools.formats import CallFormat
-from llmc.runtime.tools.source import BLANKS, Arguments, Called, Content, Event, Reading, Source, Thought, overlap
+from llmc.runtime.tools.source import BLANKS, Arguments, Called, Content, Event, Reading, Source, Thought
 from llmc.runtime.tools.thinking import ThinkingMarks
 
 
@@ -50,7 +50,6 @@ class ChatParser:
         self._is_plain = False  # all that comes is content
         self._reader = self._read(thinking)
         self._calls = 0
-        self._cut = False
 
     def push(self, text: str) -> Parsed:
         if self._is_plain:
@@ -65,7 +64,7 @@ class ChatParser:
 
     def finish(self, cut: bool = False) -> Parsed:
         """The rest: nothing more comes; ``cut`` where the output had not come to its end."""
-        self._source.ended, self._cut = True, cut
+        self._source.ended, self._source.cut = True, cut
         return self.push("")
 
     def _collect_parsed(self, events: Sequence[Event]) -> Parsed:
@@ -107,7 +106,7 @@ class ChatParser:
         held = ""  # line ends that may be the last ones
         ended = False
         while not ended:
-            piece, ended = yield from self._until((marks.end,))
+            piece, ended = yield from source.before((marks.end,))
             text = held + piece
             held = text[len(text.rstrip("\n")) :]
             if len(text) > len(held):
@@ -120,32 +119,13 @@ class ChatParser:
         while (yield from self._source.peek()) == "\n":
             self._source.at += 1
 
-    def _until(self, marks: Sequence[str]) -> Reading[tuple[str, bool]]:
-        """Read text that certainly stands before any of ``marks``; True if one of them comes next."""
-        source = self._source
-        while True:
-            rest = source.rest
-            found = [place for mark in marks if (place := rest.find(mark)) >= 0]
-            if found:
-                source.at += min(found)
-                return rest[: min(found)], True
-            held = max((overlap(rest, mark) for mark in marks), default=0)
-            if source.ended:
-                source.at += len(rest)
-                return rest[: len(rest) - (held if self._cut and held > 1 else 0)], False
-            if len(rest) > held:
-                source.at += len(rest) - held
-                return rest[: len(rest) - held], False
-            source.forget()
-            yield None
-
     def _read_answer(self, form: CallFormat) -> Reading[None]:
         """Content, and calls in it. Blanks are held until it is known whether they are next to a call."""
         source = self._source
         called = bool(form.bare_starts) and (yield from self._read_bare(form))
         held = ""
         while True:
-            piece, at_mark = yield from self._until(form.begins)
+            piece, at_mark = yield from source.before(form.begins)
             text = held + piece
             held = text[len(text.rstrip(BLANKS)) :]
             if len(text) > len(held):
@@ -184,7 +164,7 @@ class ChatParser:
                 break
             yield event
             waited = waited or (event is None and source.ended)
-        if not waited or not self._cut or (bare and not found and not form.may_be_bare(source.text[start:])):
+        if not waited or not source.cut or (bare and not found and not form.may_be_bare(source.text[start:])):
             return found
         source.at = len(source.text)
         return True

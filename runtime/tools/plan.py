@@ -11,7 +11,7 @@ from llmc.runtime.sampling.params import GUIDES
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.calls import Tool, choose_tools
 from llmc.runtime.tools.formats import FORMATS, CallFormat, format_named, format_of
-from llmc.runtime.tools.grammar import answer_grammar, bare_grammar, literal, value_of
+from llmc.runtime.tools.grammar import answer_grammar, bare_grammar, literal, spell_run, value_of
 from llmc.runtime.tools.parser import ChatParser
 from llmc.runtime.tools.thinking import Thinking, ThinkingMarks, check_budget, marks_of, opens_reasoning
 
@@ -39,7 +39,13 @@ class ChatPlan:
     budget: int | None = None
 
     def parser(self, new_id: Callable[[int], str]) -> ChatParser:
-        return ChatParser(self.calls, {tool.name: tool for tool in self.tools}, self.marks, self.thinking, new_id)
+        return ChatParser(self._written, {tool.name: tool for tool in self.tools}, self.marks, self.thinking, new_id)
+
+    @property
+    def _written(self) -> CallFormat | None:
+        """The format of the output, which may be one of calls where none can be called."""
+        form = self.marks.form if self.marks else ""
+        return self.calls or (FORMATS[form] if form else None)
 
     def loosen_plans(self) -> Iterator[tuple["ChatPlan", Iterable[str]]]:
         """Plans in which calls hold to less of the tools' schemas, ever less, and what each leaves out; none where the
@@ -73,7 +79,9 @@ class ChatPlan:
         arguments["shown_tokens"] = tuple(sorted(shown))
         guided = any(arguments.get(name) is not None for name in GUIDES)
         if self.marks is not None and (guided or self.budget is not None):
-            arguments["thinking"] = Thinking(self.marks, self.thinking, self.budget)
+            # The grammar of calls has what stands before an answer; else reasoning ends with it.
+            end = self.marks.end if self.calls else self.marks.end + self.marks.answer
+            arguments["thinking"] = Thinking(replace(self.marks, end=end), self.thinking, self.budget)
         return arguments
 
     def _form(self, given: Mapping[str, Any]) -> Any:
@@ -110,13 +118,13 @@ class ChatPlan:
             begin=calls.begins[0],
             special=bool(special),
             required=self.required,
-            frame=tuple(spell(mark) if tokenizer.token_to_id(mark) is not None else "" for mark in calls.frame),
+            frame=tuple(spell_run(text, spell) if special_in(text, tokenizer) else "" for text in calls.frame),
             other="" if form is None else value_of(json.loads(schema_text(form, "json_schema"))),
         )
 
     def _texts(self) -> tuple[str, ...]:
         marks = () if self.marks is None else (self.marks.begin, self.marks.end)
-        return (*marks, *(() if self.calls is None else self.calls.marks))
+        return (*marks, *(() if self._written is None else self._written.marks))
 
 
 def special_in(mark: str, tokenizer: Tokenizer) -> list[int]:

@@ -1,6 +1,6 @@
 """Text that comes in pieces, read as if it were all there: what lacks text waits, and goes on where it was."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -53,6 +53,7 @@ class Source:
         self.text = ""
         self.at = 0
         self.ended = False
+        self.cut = False  # where the end came too early
 
     @property
     def rest(self) -> str:
@@ -90,6 +91,24 @@ class Source:
             return None
         self.at = found + len(end)
         return self.text[start:found]
+
+    def before(self, marks: Sequence[str]) -> Reading[tuple[str, bool]]:
+        """Read text that certainly stands before any of ``marks``; True if one of them comes next."""
+        while True:
+            rest = self.rest
+            found = [place for mark in marks if (place := rest.find(mark)) >= 0]
+            if found:
+                self.at += min(found)
+                return rest[: min(found)], True
+            held = max((overlap(rest, mark) for mark in marks), default=0)
+            if self.ended:
+                self.at += len(rest)
+                return rest[: len(rest) - (held if self.cut and held > 1 else 0)], False
+            if len(rest) > held:
+                self.at += len(rest) - held
+                return rest[: len(rest) - held], False
+            self.forget()
+            yield None
 
 
 def overlap(text: str, mark: str) -> int:

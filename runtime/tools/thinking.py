@@ -9,16 +9,25 @@ from llmc.errors import UsageError, format_value
 from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.processors import Guide
 from llmc.runtime.text.tokenizer import Tokenizer
+from llmc.runtime.tools.harmony import ANALYSIS, FINAL
 
 _BEFORE, _THINKING, _ANSWER = range(3)  # places in an output
 
 
 @dataclass(frozen=True)
 class ThinkingMarks:
-    """The texts, mostly tokens of their own, that enclose reasoning."""
+    """The texts, mostly tokens of their own, that enclose reasoning.
+
+    Attributes:
+        begin, end: before and after it.
+        answer: what stands between its end and an answer; if there is any, the model always reasons.
+        form: the format of calls in which answers are written even where none can be called; empty for plain text.
+    """
 
     begin: str
     end: str
+    answer: str = ""
+    form: str = ""
 
 
 MARKS = (
@@ -27,12 +36,13 @@ MARKS = (
     ThinkingMarks("<seed:think>", "</seed:think>"),  # Seed-OSS
     ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     ThinkingMarks("<|channel>thought", "<channel|>"),  # Gemma 4
+    ThinkingMarks(ANALYSIS, "<|end|>", FINAL, "harmony"),  # gpt-oss
 )
 
 
 def marks_of(template: str) -> ThinkingMarks | None:
     """The marks that a chat template's source holds, None if it knows no reasoning."""
-    return next((marks for marks in MARKS if marks.end in template), None)
+    return next((marks for marks in MARKS if (marks.answer or marks.end) in template), None)
 
 
 def opens_reasoning(prompt: str, marks: ThinkingMarks | None) -> bool:
@@ -71,7 +81,8 @@ class ThinkingGuide:
 
     Once the reasoning has as many tokens as its budget, the tokens of the closing mark are the only ones allowed, even
     if the request bans them. An answer that is guided can only be reached through the closing mark: the reasoning is
-    not allowed to end the sequence. Between reasoning and a guided answer one token of line ends is allowed.
+    not allowed to end the sequence. Between reasoning and a guided answer one token of line ends is allowed. Where the
+    model always reasons, a guided answer begins with the opening mark.
 
     Args:
         thinking: of the request.
@@ -97,6 +108,8 @@ class ThinkingGuide:
         self._place = _BEFORE
         if thinking.opened:
             self._think()
+        elif marks.answer and answer is not None:
+            self._forced = tokenizer.encode(marks.begin, add_special_tokens=False)
 
     @property
     def finished(self) -> bool:
@@ -132,7 +145,9 @@ class ThinkingGuide:
         """
         if self._forced:
             self._forced.pop(0)
-            if not self._forced:
+            if not self._forced and self._place == _BEFORE:
+                self._think()
+            elif not self._forced:
                 self._end_thinking(b"")
         elif self._place == _BEFORE:
             self._accept_before(token)

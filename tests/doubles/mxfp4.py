@@ -21,10 +21,10 @@ CONFIG = {
 
 def pack(stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks uint8 [E, N, K / 32, 16] and scales uint8 [E, N, K / 32] of floats [E, K, N], rounded to nearest."""
-    values = stack.float().mT.unflatten(-1, (-1, 32))
+    values = stack.float().mT.contiguous().unflatten(-1, (-1, 32))
     exponents = (values.abs().amax(-1) / 6).clamp_min(2.0**-100).log2().ceil()
     scaled = values / exponents.exp2().unsqueeze(-1)
-    codes = (scaled.abs().unsqueeze(-1) - VALUES).abs().argmin(-1) + 8 * (scaled < 0)
+    codes = torch.bucketize(scaled.abs(), (VALUES[1:] + VALUES[:-1]) / 2) + 8 * (scaled < 0)
     return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), (exponents + 127).to(torch.uint8)
 
 

@@ -94,6 +94,17 @@ def make_case() -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture
+def write_random(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a random checkpoint by its name, with changes, for its own test alone."""
+
+    def write(name: str, **changes: Any) -> Path:
+        random_checkpoints.write_random_checkpoint({**random_checkpoints.CASES[name], **changes}, tmp_path / "own")
+        return tmp_path / "own"
+
+    return write
+
+
 @pytest.fixture(scope="session", params=CASES)
 def case(request: pytest.FixtureRequest, exported: Callable[[str], Any]) -> Any:
     """Each of the random checkpoints in turn."""

@@ -11,7 +11,7 @@ from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import FORMATS
 from llmc.runtime.tools.parser import ChatParser
-from llmc.runtime.tools.thinking import MARKS
+from llmc.runtime.tools.thinking import MARKS, ThinkingMarks
 
 WEATHER = {
     "type": "object",
@@ -39,10 +39,14 @@ def hear() -> Callable[..., Heard]:
     """Reads an output, whole or in pieces."""
 
     def read(
-        pieces: str | Sequence[str], form: str | None = "hermes", thinking: bool = False, cut: bool = False
+        pieces: str | Sequence[str],
+        form: str | None = "hermes",
+        thinking: bool = False,
+        cut: bool = False,
+        marks: ThinkingMarks = MARKS[0],
     ) -> Heard:
         known = {tool.name: tool for tool in read_tools(TOOLS)}
-        parser = ChatParser(None if form is None else FORMATS[form], known, MARKS[0], thinking, str)
+        parser = ChatParser(None if form is None else FORMATS[form], known, marks, thinking, str)
         pieces = [pieces] if isinstance(pieces, str) else pieces
         return merged([*map(parser.push, pieces), parser.finish(cut)])
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from llmc.runtime.tools.formats import FORMATS
 from llmc.runtime.tools.parser import ChatParser, Parsed
+from llmc.runtime.tools.thinking import MARKS as THINKING_MARKS
 from llmc.runtime.tools.thinking import ThinkingMarks
 from llmc.runtime.tools.xml_calls import types_of
 
@@ -37,6 +38,8 @@ SPOKEN = {
     "<start_function_call>call:now{}<end_function_call>",
     "gemma4": 'ok<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
     "<|tool_call>call:now{}<tool_call|>",
+    "harmony": f"ok<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}"
+    "<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
     "pythonic": '[get_weather(city="Paris", days=3), now()]',
 }
 OTHERS = {
@@ -52,6 +55,10 @@ OTHERS = {
     ],
     "granite": ['<tool_call>[{"name": "now", "arguments": {}}]'],
     "olmo3": ["<function_calls>now()</function_calls>"],
+    "harmony": [
+        " to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}",
+        "<|channel|>commentary to=functions.now code<|message|><|call|>",
+    ],
 }
 
 
@@ -81,6 +88,30 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 def test_what_a_format_writes_it_reads(form: str, calls: list[tuple[str, dict[str, Any]]], hear: Callable[..., Any]):
     content, _, heard = hear(FORMATS[form].write(calls), form)
     assert (content, [(name, json.loads(arguments)) for name, arguments in heard]) == ("", calls)
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+LOOK = "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+
+
+@pytest.mark.parametrize(
+    ("text", "heard"),
+    [
+        (f"{ANALYSIS}Well.\nWell.<|end|>{FINAL}Text.\n", ("Text.\n", "Well.\nWell.", [])),
+        (f"{ANALYSIS}Well.<|end|>{FINAL}Text.<|return|>", ("Text.", "Well.", [])),
+        ("<|channel|>final<|message|>Text, 1 < 2 to=functions.now.", ("Text, 1 < 2 to=functions.now.", "", [])),
+        (f"{ANALYSIS}Well.<|end|>{LOOK}<|call|>", ("", "Well.", [("now", "{}")])),
+        (f"{ANALYSIS}We<|end|><|channel|>commentary<|message|>Look:<|end|>{LOOK}", ("Look:", "We", [("now", "{}")])),
+        (f"{ANALYSIS}We<|end|><|start|>assistant{ANALYSIS}ll.<|end|>{FINAL}Text.", ("Text.", "Well.", [])),
+        (f"<|channel|>analysis to=python code<|message|>1+1<|call|>{FINAL}2", ("2", "1+1", [])),
+        ("Text.", ("Text.", "", [])),
+    ],
+)
+def test_messages_are_told_apart_by_their_headers_character_by_character(
+    text: str, heard: Any, hear: Callable[..., Any]
+):
+    marks = next(marks for marks in THINKING_MARKS if marks.form == "harmony")
+    assert hear(text, "harmony", marks=marks) == hear(list(text), "harmony", marks=marks) == heard
 
 
 # ------------------------------------------------------------------------------------------------------------- pieces

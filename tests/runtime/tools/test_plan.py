@@ -30,6 +30,7 @@ TEACHING = {
     "olmo3": "Output any function calls within <function_calls></function_calls> XML tags.",
     "functiongemma": "{{ '<start_function_call>call:' + name + '{' }}",
     "gemma4": "{{ '<|tool_call>call:' + name + '{' }}",
+    "harmony": "{{ '<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>' }}<|call|>",
     "pythonic": "you must respond with a python list of the function calls.",
 }
 
@@ -56,6 +57,8 @@ def test_the_older_template_of_llama_names_the_tag_alone():
         ("[THINK]{{ thoughts }}[/THINK]", "[/THINK]"),
         ("{%- set end = '</seed:think>' -%}", "</seed:think>"),
         ("<|START_THINKING|>{{ plan }}<|END_THINKING|>", "<|END_THINKING|>"),
+        ("{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}", "<|end|>"),
+        ("<|assistant|>{{ message.content }}<|end|>", None),
         ("{{ message.content }}", None),
     ],
 )

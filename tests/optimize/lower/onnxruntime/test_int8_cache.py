@@ -17,6 +17,7 @@ pytest.importorskip("onnxruntime", "1.31", reason="older engines know no quantiz
 CACHE_TOLERANCE = 0.1
 
 BIASES, UNTIED, TIED = "llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded"
+SINKS = "gpt_oss-sinks-clamped-experts-bf16"
 KINDS = ["int8", "int8-channel"]
 PIECES = [7, 1, 12]
 
@@ -62,7 +63,7 @@ def quantized(exported, lowering, decoder, ids, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [BIASES, UNTIED, TIED])
+@pytest.mark.parametrize("name", [BIASES, UNTIED, TIED, SINKS])
 @pytest.mark.parametrize("pieces", [PIECES, [1] * 20], ids=str)
 def test_logits_are_close_to_the_float_cache(quantized, exported, decoder, portable_logits, ids, name, kind, pieces):
     lowered = quantized(name, kind)

@@ -1,0 +1,80 @@
+"""Answers as gpt-oss writes them, in messages: reasoning, calls and text, each behind a header that says which it is.
+
+https://developers.openai.com/cookbook/articles/openai-harmony
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.runtime.tools.calls import MarkedCalls, Tool
+from llmc.runtime.tools.grammar import Spell, literal, schema_of
+from llmc.runtime.tools.source import Arguments, Called, Content, Event, Reading, Source, Thought
+
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+# What ends a message, and what begins the next one where nothing does.
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_NEXT = ("<|start|>", "<|channel|>")
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+# Characters of a header; one with the longest name of a tool has about 130.
+_MOST_HEADER = 256
+
+
+@dataclass(frozen=True)
+class HarmonyCalls(MarkedCalls):
+    """Messages, of which those to a function are calls: ``to=functions.NAME`` in the header, and JSON.
+
+    The prompt ends in the header of the first one, so that it begins in the middle: with its channel or its recipient.
+    """
+
+    begin: str = "<|start|>"
+    frame: tuple[str, str] = (FINAL, "")
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return (*_NEXT, " to=functions.")
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return (*_NEXT, "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        """The rule ``calls``, of what follows the opening mark: one call, which ends the answer."""
+        head = f"{literal('assistant')} {spell('<|channel|>')}"
+        body = f"{spell('<|constrain|>')} {literal('json')} {spell('<|message|>')}"
+        calls = [
+            f"call_{i}: {literal(f'commentary to=functions.{tool.name} ')} {body} {schema_of(tool)}"
+            for i, tool in enumerate(tools)
+        ]
+        return "\n".join([f"calls: {head} ({' | '.join(f'call_{i}' for i in range(len(tools)))})", *calls, ""])
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        return "".join(
+            f"<|start|>assistant<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>"
+            f"{json.dumps(given, ensure_ascii=False)}<|call|>"
+            for tool, given in calls
+        )
+
+    def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
+        """Read a message from its header on; False if none follows, and then nothing was handed on."""
+        header = yield from source.until("<|message|>", _MOST_HEADER)
+        if header is None:
+            return False
+        recipient = _RECIPIENT.search(header)
+        make: Callable[[str], Event] = Thought if "<|channel|>analysis" in header else Content
+        if recipient and tools:
+            make = Arguments
+            yield Called(recipient[1])
+        written, at_mark = "", False
+        while not at_mark and not (source.ended and not source.rest):
+            piece, at_mark = yield from source.before((*_ENDS, *_NEXT))
+            written = written or piece
+            if piece:
+                yield make(piece)
+        if make is Arguments and not written and (at_mark or not source.cut):
+            yield Arguments("{}")
+        source.at += next((len(end) for end in _ENDS if source.rest.startswith(end)), 0)
+        return True
