@@ -97,11 +97,7 @@ def vocabularies() -> dict[str, dict[str, Any]]:
         **special,
     }
     # Bytes of a letter and its vowel sign, which Qwen3.5 does not cut (llama.cpp cuts them in gpt-4o and tekken, too).
-    signs = {
-        "tokens": [*tokens, "¹à"],
-        "token_type": [*words["token_type"], 1],
-        "merges": [*words["merges"], "¹ à"],
-    }
+    signs = {"tokens": [*tokens, "¹à"], "token_type": [*words["token_type"], 1], "merges": [*words["merges"], "¹ à"]}
     return {name: {**words, "pre": name} for name in PRE_TOKENIZERS} | {
         "qwen35": {**words, **signs, "pre": "qwen35"},
         "llama": sentences,
