@@ -128,11 +128,17 @@ def _canonical(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]
 
 
 def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
-    """``found`` with the weights of all experts of a layer in one tensor, where the checkpoint has one for each."""
+    """``found`` with the weights of all experts of a layer in one tensor, where the checkpoint has one for each, or
+    gate and up apart."""
     stacked = Tensors(found)
     for item in mixtures(config):
         experts = config.layers[item.layer].experts
         assert experts is not None
+        halves = [f"{item.name}.{part}_proj.weight" for part in ("gate", "up")]
+        if found.keys() >= {*halves}:
+            name, shape = f"{item.name}.gate_up_proj.weight", (item.count, 2 * item.inner, item.width)
+            stacked[name] = _join(folder, stacked.pop(halves[0]), stacked.pop(halves[1]), shape)
+            continue
         first = ("up_proj", "up_proj") if experts.squared else ("gate_proj", "up_proj")
         for part, names in zip(item.parts, (first, ("down_proj",)), strict=True):
             rows = (part.outputs // len(names), part.inputs)
@@ -146,6 +152,27 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
             stacked = {name: tensor for name, tensor in stacked.items() if name not in own}
             stacked[f"{part.name}.weight"] = MadeTensor(parts[0].dtype, shape, partial(_read_all, folder, parts, names))
     return stacked
+
+
+def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> MadeTensor:
+    """The rows of each expert's gate, then those of up."""
+    half = (shape[0], shape[1] // 2, shape[2])
+    if isinstance(gate, QuantizedTensor) or isinstance(up, QuantizedTensor) or gate.dtype != up.dtype:
+        raise CheckpointError(f"{folder}: gate and up of experts are {gate.dtype} and {up.dtype}; expected one type")
+    if not gate.shape == up.shape == half:
+        raise CheckpointError(f"{folder}: {explain_shape('gate or up of experts', gate.shape, half)}")
+
+    def pieces() -> Iterator[Array]:
+        for both in zip(_read_rows(folder, gate), _read_rows(folder, up), strict=True):
+            yield np.concatenate(both)[None]
+
+    return MadeTensor(gate.dtype, shape, pieces)
+
+
+def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
+    files = folder if folder.is_dir() else folder.parent  # of a model in one file
+    pieces = tensor.pieces() if isinstance(tensor, MadeTensor) else _read_all(files, [tensor])
+    return (row for piece in pieces for row in piece)
 
 
 def _find_expert(folder: Path, name: str, tensor: Weight | None, shape: tuple[int, ...], count: int) -> StoredTensor:

@@ -1,6 +1,7 @@
 """GGUF files as llama.cpp's converter writes them, from random checkpoints, by the ``gguf`` package."""
 
 import json
+import re
 from collections.abc import Mapping
 from math import log, sqrt
 from pathlib import Path
@@ -33,8 +34,10 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "gpt_neox": "gptneox",
     "qwen3_5_text": "qwen35",
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
 }
-TURNED = ("llama", "mistral", "ministral3", "granite", "granitemoehybrid", "smollm3")
+TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3")
 # Families whose converter does not write these.
 NO_KV, NO_BASE = ("gpt2", "gpt_neox"), ("gpt2", "gpt_neox", "phi", "stablelm", "gemma")
 # Width of MLPs that the random one's config leads to.
@@ -71,11 +74,12 @@ def write_gguf(
     names = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), _any(config, *LAYERS)
     )
-    for name, array in (load(checkpoint) | _factors(config)).items():
+    for name, array in (_stack_experts(load(checkpoint)) | _factors(config)).items():
         for part, arranged in _arranged(config, name, array).items():
             new = part if part.startswith("rope_") else names.get_name(part, try_suffixes=(".weight", ".bias"))
             assert new is not None, part
-            kind = (kinds if isinstance(kinds, str) else kinds[new]) if array.ndim == 2 else "F32"
+            plain = arranged.ndim == 1 or "ffn_gate_inp" in new or "conv" in new
+            kind = "F32" if plain else kinds if isinstance(kinds, str) else kinds[new]
             writer.add_tensor(new, *_packed(arranged, kind))
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
@@ -97,6 +101,21 @@ def load(checkpoint: Path) -> dict[str, np.ndarray]:
     return {name: array for file in checkpoint.glob("*.safetensors") for name, array in load_file(file).items()}
 
 
+def _stack_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Matrices of experts in one tensor, gate and up apart; the names are those that :mod:`gguf` knows."""
+    found: dict[str, Any] = {}
+    for name, array in sorted(tensors.items(), key=lambda item: [int(it) for it in re.findall(r"\d+", item[0])]):
+        if part := re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight", name):
+            own = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(part[2], part[2])
+            found.setdefault(f"{part[1]}.mlp.experts.{own}.weight", []).append(array)
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            base = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
+            found |= zip([base.format("gate"), base.format("up")], np.split(array, 2, 1), strict=True)
+        else:
+            found[name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")] = array
+    return {name: np.stack(array) if isinstance(array, list) else array for name, array in found.items()}
+
+
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     kinds.get(type(value), writer.add_array)(key, value)
@@ -114,6 +133,7 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
     heads, hidden = _any(config, *HEADS), _any(config, *HIDDEN)
     head_dim = config.get("head_dim") or hidden // heads
     inner = _any(config, "shared_intermediate_size", "n_inner", "intermediate_size")
+    experts = _any(config, "num_local_experts", "num_experts")
     inner = LFM2_INNER if family == "lfm2" else inner
     theta = rope.get("rope_theta", 10_000.0) * rope.get("alpha", 1) ** (head_dim / (head_dim - 2))
     return {
@@ -138,6 +158,9 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
         "logit_scale": _any(config, "logit_scale", "logits_scaling"),
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "expert_count": experts,
+        "expert_used_count": config.get("num_experts_per_tok") if experts else None,
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
         "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
         **_scaling(rope),
         **_windows(config),
@@ -230,7 +253,7 @@ def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str,
     if family == "gpt_neox" and module == "query_key_value":
         parts = array.reshape(heads, 3, -1, *array.shape[1:])
         return {name: np.ascontiguousarray(parts.swapaxes(0, 1).reshape(array.shape))}
-    if array.ndim == 3:
+    if array.ndim == 3 and "conv" in name:
         array = array[:, 0]
     if "linear_attn." in name:
         return _recurrent(config, name, array)

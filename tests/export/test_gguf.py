@@ -52,6 +52,10 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "ministral3-growing-queries": {},
     "lfm2-short-convolutions": {"conv_bias": False},
     "qwen3_5-delta-and-gates": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_moe-first-layer-dense-bf16": {"mlp_only_layers": [], "dtype": "float32"},
+    "olmoe-unnormalized": {},
+    "mixtral-experts": {},
+    "granitemoe-experts": {},
 }
 # Of A_log, which a converter makes A of in float32.
 LOG_TOLERANCE = 1e-6

@@ -12,6 +12,8 @@ from llmc.errors import CheckpointError
 from llmc.export.sources.gguf.config import Metadata, head_dim, read_common, read_factors, read_rope, turned_values
 
 GELU = "gelu_pytorch_tanh"
+# How scores of experts become weights, by llama.cpp's numbers.
+SCORES = {1: "softmax", 2: "sigmoid"}
 
 
 def read_config(data: Metadata) -> dict[str, Any]:
@@ -32,6 +34,33 @@ def _biased(data: Metadata, config: Mapping[str, Any], *, partial: bool = False)
 
 def _llama(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_biased(data, config), "mlp_bias": data.has("ffn_gate.bias")}
+
+
+def _mixtral(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**read_rope(data, config), **_experts(data), "model_type": "mixtral", "sliding_window": None}
+
+
+def _experts(data: Metadata, score: str = "softmax") -> dict[str, Any]:
+    stated = SCORES.get(data.get("expert_gating_func", 1))
+    if stated != score:
+        raise data.error("expert_gating_func", str(data.get("expert_gating_func")), f"that of {score}")
+    return {
+        "num_experts": data.get("expert_count"),
+        "num_experts_per_tok": data.get("expert_used_count"),
+        "moe_intermediate_size": data.get("expert_feed_forward_length"),
+    }
+
+
+def _lfm2_moe(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_lfm2(data, config),
+        **_experts(data, "sigmoid"),
+        "model_type": "lfm2_moe",
+        "block_auto_adjust_ff_dim": None,
+        "num_dense_layers": data.get("leading_dense_block_count"),
+        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in data.shapes),
+        "routed_scaling_factor": data.get("expert_weights_scale", 1.0),
+    }
 
 
 def _phi3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +245,7 @@ def _mistral3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 Reader = Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
 ARCHITECTURES: dict[str, Reader] = {
-    "llama": _llama,
+    "llama": lambda data, config: (_mixtral if data.get("expert_count") else _llama)(data, config),
     "mistral3": _mistral3,
     "qwen2": lambda data, config: {**read_rope(data, config), "use_sliding_window": False},
     "qwen3": lambda data, config: {**_biased(data, config), "use_sliding_window": False},
@@ -232,7 +261,24 @@ ARCHITECTURES: dict[str, Reader] = {
     "ernie4_5": lambda data, config: {**read_rope(data, config), "use_bias": data.has("attn_q.bias")},
     "glm4": lambda data, config: _biased(data, config, partial=True),
     "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
     "qwen35": _qwen35,
+    "qwen35moe": lambda data, config: {
+        **_qwen35(data, config),
+        **_experts(data),
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": data.get("expert_shared_feed_forward_length"),
+    },
+    # Without a key for it, llama.cpp normalizes weights of experts but for OLMoE's.
+    "qwen3moe": lambda data, config: {
+        **_biased(data, config),
+        **_experts(data),
+        "model_type": "qwen3_moe",
+        "norm_topk_prob": True,
+        "use_sliding_window": False,
+    },
+    "olmoe": lambda data, config: {**_biased(data, config), **_experts(data), "norm_topk_prob": False},
+    "granitemoe": lambda data, config: {**_granite(data, config), **_experts(data)},
     "exaone4": lambda data, config: {"sliding_window": None, **read_rope(data, config), **_windows(data)},
     # The base of the rope is stored as alpha enlarged it.
     "hunyuan-dense": lambda data, config: {**_biased(data, config), "model_type": "hunyuan_v1_dense"},

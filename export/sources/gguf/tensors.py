@@ -45,11 +45,35 @@ _MODULES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    # Experts by llmc's own names, and what every token goes through beside them.
+    "ffn_gate_inp": "experts.router",
+    "exp_probs_b.bias": "experts.correction",
+    **{f"ffn_{part}_exps": f"experts.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": "mlp.weight_proj",
 }
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_LFM2 = {
+    "token_embd_norm": "model.embedding_norm",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "conv", "out_proj")},
+}
+_QWEN35 = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
 }
 # Whole names stand for tensors whose kind is another there, too.
 _OTHER_MODULES = {
@@ -61,31 +85,15 @@ _OTHER_MODULES = {
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
-    "lfm2": {
-        "token_embd_norm": "model.embedding_norm",
-        "attn_norm": "operator_norm",
-        "ffn_norm": "ffn_norm",
-        **{f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "conv", "out_proj")},
-    },
-    "qwen3_5_text": {
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_qkv": "linear_attn.in_proj_qkv",
-        "attn_gate": "linear_attn.in_proj_z",
-        "ssm_conv1d": "linear_attn.conv1d",
-        "ssm_beta": "linear_attn.in_proj_b",
-        "ssm_alpha": "linear_attn.in_proj_a",
-        "ssm_a": "linear_attn.A_log",
-        "ssm_dt.bias": "linear_attn.dt_bias",
-        "ssm_norm": "linear_attn.norm",
-        "ssm_out": "linear_attn.out_proj",
-    },
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN35),
     "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
     "gpt2": {"attn_qkv": "self_attn.c_attn"},
 }
 # Matrices whose integers a product takes.
 _KEPT = ("_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 # Families whose heads llama.cpp rotates by neighbouring values, Hugging Face by values half a head apart.
-_TURNED = ("llama", "mistral", "ministral3", "granite", "smollm3")
+_TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "smollm3")
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<module>.+?)(?P<kind>\.weight|\.bias|))")
 # Whose rows, of ``ssm_out`` columns, belong to value heads: to their values, or to each as a whole. llama.cpp has the
 # first of each key head, then the second ones; Hugging Face those of one key head together.
@@ -109,6 +117,8 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tup
             raise CheckpointError(f"{path}: {entry.name} is in another file, too; download the files again")
         if name.endswith((".conv.weight", ".conv1d.weight")):  # [channels, taps], there [channels, 1, taps]
             entry = replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))
+        elif name.endswith(".weight_proj.weight"):  # a vector, there a row
+            entry = replace(entry, shape=(1, entry.shape[-1]))
         order = _order(entry, config)
         found[name] = _tensor(path, entry, order, link, _unpacked_type(name, entry, order, config))
     return found, link
@@ -152,7 +162,7 @@ def _order(entry: Entry, config: Mapping[str, Any]) -> Order | None:
     if family in _TURNED and module in ("attn_q", "attn_k"):
         width = head_dim(config)
         return Order(_exchange(rows, (-1, width // 2, 2, 1))) if width and rows % width == 0 else None
-    if family != "qwen3_5_text" or module not in _OF_VALUE_HEADS:
+    if not family.startswith("qwen3_5") or module not in _OF_VALUE_HEADS:
         return None
     keys, values = (config[f"linear_num_{it}_heads"] for it in ("key", "value"))
     width = config["linear_value_head_dim"] if _OF_VALUE_HEADS[module] else 1
@@ -176,6 +186,8 @@ def _unpacked_type(name: str, entry: Entry, order: Order | None, config: Mapping
     """The floats that blocks become, none where they are kept. A table that rows are read from has no place for
     minima, nor for integers that no product shares."""
     layout = LAYOUTS.get(entry.kind)
+    if layout and len(entry.shape) > 2:  # experts
+        return "F16"
     if layout and name == EMBEDDING:
         return "" if config["tie_word_embeddings"] and layout.offsets is None else "F16"
     is_whole = layout and (order is None or order.columns is None or order.run % layout.block == 0)
