@@ -30,7 +30,7 @@ RELEASE = Path("/etc/nv_tegra_release")
 
 @dataclass(frozen=True)
 class Attempt:
-    """Whether something works, and what is there; or why it does not, and what to do."""
+    """An outcome: ``said`` is what is there, or where it does not work, why, and what to do."""
 
     works: bool
     said: str
