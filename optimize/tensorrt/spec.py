@@ -15,8 +15,7 @@ from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
 from llmc.optimize.tensorrt.flags import compiler_flags, use_flags
 from llmc.runtime.diagnose.targets import list_absent_precisions
-from llmc.runtime.host.probe import probe_driver
-from llmc.runtime.host.probe_steps import Device
+from llmc.runtime.host.probe import Device, probe_driver
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, load_library, make_object, nameable_gpus
 

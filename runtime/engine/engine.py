@@ -200,7 +200,6 @@ class Engine:
         self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
 
     def _free(self) -> None:
-        self._outputs.shutdown()
         for part in self._closeable:
             try:
                 part.close()

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 from llmc.runtime.api.handle import mark_serving
@@ -10,7 +11,7 @@ from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, name_error
 from llmc.runtime.engine.sequence import Sequence as Tokens
-from llmc.runtime.host.threads import Pool
+from llmc.runtime.host import threads
 from llmc.runtime.observe.tracing import event, record_spans
 from llmc.runtime.runner.prefill import Floats
 from llmc.runtime.sampling.logprobs import prompt_logprobs
@@ -36,8 +37,6 @@ class OutputProcessor:
         self._model = model
         self._guarded = guarded
         self._ended = ended
-        # A comparison that takes long must not keep others from sampling.
-        self._comparing = Pool(1, "llmc-comparing", mark_serving)
 
     def keep_prompt_logprobs(self, sequence: Tokens, start: int, logits: Floats) -> None:
         """Keep the log-probabilities that a request wants of the prompt chunk that begins at ``start``."""
@@ -70,9 +69,13 @@ class OutputProcessor:
         """All is drawn. Comparing samples with one another may take long, so that is left to another thread."""
         if request.params.consensus is not None:
             request.comparing = True
-            self._comparing.submit(self._deliver, request)
+            threads.start(partial(self._compare, request), "llmc-comparing")
         else:
             self._deliver(request)
+
+    def _compare(self, request: RequestState) -> None:
+        mark_serving()
+        self._deliver(request)
 
     def _deliver(self, request: RequestState) -> None:
         try:
@@ -97,7 +100,3 @@ class OutputProcessor:
             if log.isEnabledFor(logging.INFO):
                 event(log, "request ended", **vars(request.timeline.metrics()))
             record_spans(request.timeline, model=self._model, parent=request.trace)
-
-    def shutdown(self) -> None:
-        """No request is left to be served; those that are being compared end by themselves."""
-        self._comparing.shutdown(wait=False)

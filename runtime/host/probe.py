@@ -1,121 +1,138 @@
-"""The machine to run a model on: driver, GPUs, engine libraries, Jetson.
+"""The CUDA driver and its GPUs, examined by a process of its own, which a broken driver may end or hold for ever.
 
-A broken driver or library can end the process that touches it, or hold it for ever. So each is examined by a process of
-its own (:mod:`llmc.runtime.host.probe_steps`), and what becomes of that process is a finding. Nothing is imported here.
+It needs neither cuda-bindings nor an engine's library.
 """
 
-import importlib.metadata
+import ctypes
 import json
-import platform
-import re
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from llmc.errors import BundleError
 from llmc.runtime.host.apart import command, run_apart
-from llmc.runtime.host.probe_steps import Driver, Library
 from llmc.strict import decode
 
 # A first use of a GPU reads libraries of hundreds of megabytes: a builder took 7 s to make on a server with a T4, and a
 # small board with a cold disk is not to be taken for hanging.
 TIMEOUT_S = 90.0
-ROOT = Path("/")
-LIBRARIES = ("cuda-bindings", "onnxruntime", "tensorrt", "tensorrt-rtx")
-# What building needs beside an engine, what exporting needs beside that, and what all bundles need.
-PACKAGES = ("numpy", "tokenizers", "onnx", "onnx-ir", "ml_dtypes", "torch", "safetensors", "transformers")
-
-
-Found = TypeVar("Found", Driver, Library)
+DRIVER_LIBRARY = "libcuda.so.1"
+# Of cuda.h: CUdevice_attribute.
+COMPUTE_MAJOR, COMPUTE_MINOR, INTEGRATED = 75, 76, 18
 
 
 @dataclass(frozen=True)
-class Probe:
-    """All findings.
+class Device:
+    """A GPU as the CUDA driver describes it; bytes, and ``free_memory`` only of the first one.
+
+    ``integrated`` tells that its memory is the machine's, as on a Jetson.
+    """
+
+    index: int
+    name: str
+    compute_capability: str
+    total_memory: int
+    free_memory: int | None
+    integrated: bool
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The CUDA driver: the CUDA ``version`` that it serves, and its GPUs.
 
     Attributes:
-        platform: operating system and processor, as linux-x86_64.
-        kernel_module: version of NVIDIA's module in the kernel, None where none is loaded.
-        libraries: of :data:`LIBRARIES`, by name.
-        packages: version of each Python package that exporting, building or running needs and that is installed.
-        jetson: release of Jetson Linux, as 36.4.3; empty on any other machine.
+        state: ok, missing (there is none), failed (it returned an error), crashed (it ended its process) or hung.
+        problem: what went wrong.
     """
 
-    platform: str
-    python: str
-    kernel_module: str | None
-    driver: Driver
-    libraries: dict[str, Library]
-    packages: dict[str, str]
-    jetson: str
-
-
-def probe(
-    timeout_s: float = TIMEOUT_S, root: Path = ROOT, commands: Mapping[str, Sequence[str]] | None = None
-) -> Probe:
-    """Examine this machine; takes a second or two, and never more than about twice ``timeout_s``.
-
-    ``root`` is a folder in place of /, and ``commands`` are in place of :func:`step_commands`.
-    """
-    wanted = dict(step_commands() if commands is None else commands)
-    # The driver first, and alone: libraries take memory of the GPU while they are tried.
-    answers = run_apart({"driver": wanted.pop("driver")}, timeout_s)
-    answers |= run_apart(wanted, timeout_s)
-    return Probe(
-        platform=f"{sys.platform}-{platform.machine()}",
-        python=platform.python_version(),
-        kernel_module=_kernel_module(root),
-        driver=_take_finding(Driver, answers["driver"]),
-        libraries={name: _take_finding(Library, answers[name]) for name in LIBRARIES},
-        packages={name: version for name in PACKAGES if (version := _package(name))},
-        jetson=_jetson(root),
-    )
+    state: str
+    problem: str
+    version: str = ""
+    devices: tuple[Device, ...] = ()
 
 
 def probe_driver(timeout_s: float = TIMEOUT_S) -> Driver:
-    """Only the driver and its GPUs; takes a tenth of a second where there is none."""
-    return _take_finding(Driver, run_apart({"driver": step_commands()["driver"]}, timeout_s)["driver"])
-
-
-def step_commands() -> dict[str, list[str]]:
-    return {name: command("llmc.runtime.host.probe_steps:take", name) for name in ("driver", *LIBRARIES)}
-
-
-def _take_finding(kind: type[Found], answer: dict[str, Any]) -> Found:
-    """The finding of a step, or the end of its process; an end after it had answered is a problem too."""
-    found = answer.get("result", answer)
-    if found is not answer:
-        found["problem"] = "; ".join(filter(None, (found["problem"], answer.get("problem"))))
-    defaults = json.loads(json.dumps(asdict(kind("", ""))))
+    """Examine the driver; takes a tenth of a second where there is none."""
+    answer = run_apart({"driver": command(f"{__name__}:describe_driver")}, timeout_s)["driver"]
+    found = answer.get("result") or {"state": "failed", **answer}
     try:
-        return cast(Found, decode(kind, defaults | found))
+        described: Driver = decode(Driver, json.loads(json.dumps(asdict(Driver("", "")))) | found)
     except BundleError as error:
-        return kind("failed", f"the probe's answer makes no sense: {error}")
+        return Driver("failed", f"the probe's answer makes no sense: {error}")
+    return described
 
 
-def _kernel_module(root: Path) -> str | None:
-    """``NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 ...``."""
-    match = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)*)\s", _text(root / "proc/driver/nvidia/version"))
-    return match[1] if match else None
+def describe_driver() -> dict[str, Any]:
+    return asdict(driver())
 
 
-def _jetson(root: Path) -> str:
-    """``# R36 (release), REVISION: 4.3, ...`` -> 36.4.3."""
-    match = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", _text(root / "etc/nv_tegra_release"))
-    return f"{match[1]}.{match[2]}" if match else ""
+# ---------------------------------------------------------------------------------------------------- the CUDA driver
 
 
-def _text(path: Path) -> str:
+class DriverError(Exception):
+    """A call of the driver returned an error; the message names the call and the error."""
+
+
+class Calls:
+    """The driver's functions, each checked."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(text))
+            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+
+    def number(self, name: str, *arguments: Any) -> int:
+        """The int that a function writes where its first argument points."""
+        value = ctypes.c_int()
+        self(name, ctypes.byref(value), *arguments)
+        return value.value
+
+
+def driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
+    """The CUDA version that the driver serves, and its GPUs."""
     try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _package(name: str) -> str:
+        call = Calls(load(DRIVER_LIBRARY))
+    except OSError as error:
+        return Driver("missing", str(error))
+    found = Driver("ok", "")
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+        version = call.number("cuDriverGetVersion")
+        found = replace(found, version=f"{version // 1000}.{version % 1000 // 10}")
+        call("cuInit", 0)
+        devices = tuple(_device(call, index) for index in range(call.number("cuDeviceGetCount")))
+        found = replace(found, devices=devices)
+        if devices:
+            first = replace(devices[0], free_memory=_free_memory(call))
+            found = replace(found, devices=(first, *devices[1:]))
+    except DriverError as error:
+        return replace(found, state="failed", problem=str(error))
+    return found
+
+
+def _device(call: Calls, index: int) -> Device:
+    device, name, size = call.number("cuDeviceGet", index), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    call("cuDeviceGetName", name, 256, device)
+    call("cuDeviceTotalMem_v2", ctypes.byref(size), device)
+    major, minor, integrated = (
+        call.number("cuDeviceGetAttribute", attribute, device)
+        for attribute in (COMPUTE_MAJOR, COMPUTE_MINOR, INTEGRATED)
+    )
+    return Device(index, name.value.decode(), f"{major}.{minor}", size.value, None, bool(integrated))
+
+
+def _free_memory(call: Calls) -> int:
+    """Free memory of the first device; the query needs a context, which takes memory and time itself."""
+    context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    device = call.number("cuDeviceGet", 0)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        call("cuCtxSetCurrent", context)
+        call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    finally:
+        call("cuDevicePrimaryCtxRelease_v2", device)
+    return free.value

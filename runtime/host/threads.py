@@ -13,10 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from functools import partial
-from queue import SimpleQueue
-from typing import Any, TypeVar
 
 from llmc.errors import ResourceError
 
@@ -29,7 +25,6 @@ GRACE_S = 1.0
 # that cannot be interrupted, is left to the end of the process, which is still SIGABRT if the library is left then.
 EXIT_S = 10.0
 
-_T = TypeVar("_T")
 _running: dict[threading.Thread, Callable[[], object]] = {}  # and what tells it to end
 _interrupts: weakref.WeakKeyDictionary[object, Callable[[], object]] = weakref.WeakKeyDictionary()
 _leaving = False
@@ -63,56 +58,6 @@ def start(target: Callable[[], object], name: str, stop: Callable[[], object] = 
             "them, and try again"
         ) from error
     return thread
-
-
-class Pool(Executor):
-    """At most ``size`` threads for one owner, each of which calls ``initializer`` first.
-
-    Each starts when there is work for one more; where no further one can be started, those that there are do it all.
-    """
-
-    def __init__(self, size: int, name: str, initializer: Callable[[], object]) -> None:
-        self._size = size
-        self._name = name
-        self._initializer = initializer
-        self._threads: list[threading.Thread] = []
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-
-    def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
-        """Have ``fn`` called; only the owner does this, and not after :meth:`shutdown`.
-
-        Raises:
-            ResourceError: not even one thread can be started.
-        """
-        if len(self._threads) < self._size:
-            try:
-                self._threads.append(start(self._work, self._name))
-            except ResourceError:
-                if not self._threads:
-                    raise
-        future: Future[_T] = Future()
-        self._jobs.put(partial(_settle, future, partial(fn, *args, **kwargs)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end once all that was submitted is done."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads if wait else ():
-            thread.join()
-
-    def _work(self) -> None:
-        self._initializer()
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # what it holds is not kept until the next one comes
-
-
-def _settle(future: Future[_T], function: Callable[[], _T]) -> None:
-    try:
-        future.set_result(function())
-    except BaseException as error:  # noqa: BLE001  # it is raised where the result is asked for
-        future.set_exception(error)
 
 
 def on_leaving(owner: object, interrupt: Callable[[], object]) -> None:

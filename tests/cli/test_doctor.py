@@ -3,110 +3,52 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from doubles.machines import H200, NO_GPU, ORIN
+from doubles.machines import H200, NO_GPU
 
-from llmc.runtime.host.probe import Probe
-from llmc.runtime.host.probe_steps import Driver, Library
+from llmc.runtime.diagnose.doctor import Attempt, Diagnosis, Outlook, this_machine
+from llmc.runtime.host.probe import Driver
 
-# With six processes of its own, each of which imports a library; a busy machine takes several times the quiet second.
+# With nine processes of its own, each of which imports a library; a busy machine takes several times the quiet seconds.
 PATIENCE_S = 120
+WORKS, LACKS = Attempt(True, "onnxruntime 1.32.0"), Attempt(False, "tensorrt is not installed: install it")
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Probe], None]:
-    """Let the probe find another machine."""
-
-    def plant(found: Probe) -> None:
-        monkeypatch.setattr("llmc.runtime.host.probe.probe", lambda: found)
-
-    return plant
-
-
-def rows(out: str) -> dict[str, str]:
-    """First column -> the rest of the line; what follows under it is left out."""
-    found = {}
-    for line in out.splitlines():
-        name, _, rest = line.partition("  ")
-        if name.strip():
-            found[name] = rest.strip()
-    return found
-
-
-def test_a_server_is_described_in_rows(llmc, machine: Callable[[Probe], None]):
-    machine(H200)
-    ran = llmc("doctor")
-    shown = rows(ran.out)
+def shown(llmc, monkeypatch: pytest.MonkeyPatch, driver: Driver, bundle: Attempt | None = None) -> str:
+    targets = {"cpu": Outlook(WORKS, WORKS), "tensorrt": Outlook(LACKS, LACKS, defers=True)}
+    found = Diagnosis("linux-x86_64", "3.12.3", this_machine(), "", driver, {"numpy": "2.4.6"}, targets, bundle)
+    monkeypatch.setattr("llmc.runtime.diagnose.doctor.diagnose", lambda folder: found)
+    ran = llmc("doctor", *([] if bundle is None else ["."]))
     assert (ran.code, ran.err) == (0, "")
-    assert shown["driver"] == "CUDA 13.0, kernel module 580.95.05"
-    assert shown["GPU 0"] == "NVIDIA H200, compute capability 9.0, 150.00 GB memory, 149.00 GB free"
-    assert shown["tensorrt"] == "11.4.0.106 for CUDA 13: runtime, builder"
-    assert shown["target tensorrt"] == "ready"
-    assert shown["target tensorrt-rtx"] == "can build, not run"
-    assert "tensorrt-rtx does not list compute capability 9.0 (NVIDIA H200): use the target tensorrt or cuda" in ran.out
+    return ran.out
 
 
-def test_crashes_are_rows_of_the_report(llmc, machine: Callable[[Probe], None]):
-    libraries = NO_GPU.libraries | {"tensorrt": Library("crashed", "ended by SIGSEGV")}
-    machine(Probe(**{**vars(NO_GPU), "driver": Driver("hung", "no answer within 20 s"), "libraries": libraries}))
-    ran = llmc("doctor")
-    assert ran.code == 0
-    assert rows(ran.out)["tensorrt"] == "crashed: ended by SIGSEGV"
-    assert rows(ran.out)["driver"] == "hung: no answer within 20 s (CUDA unknown, no kernel module)"
+def test_a_machine_is_described_in_rows(llmc, monkeypatch: pytest.MonkeyPatch):
+    out = shown(llmc, monkeypatch, H200.driver, LACKS)
+    assert "driver           CUDA 13.0\n" in out
+    assert "NVIDIA H200, compute capability 9.0, 150.00 GB memory, 149.00 GB free" in out
+    assert "target tensorrt  can build with --deferred\n" in out
+    assert "run and build: tensorrt is not installed: install it" in out
+    assert ". does not run here" in out
+    assert "hung: no answer (CUDA unknown)" in shown(llmc, monkeypatch, Driver("hung", "no answer"))
+    assert f"none ({NO_GPU.driver.problem})" in shown(llmc, monkeypatch, NO_GPU.driver)
 
 
-def test_json_holds_the_probe_and_the_verdicts(llmc, machine: Callable[[Probe], None]):
-    machine(ORIN)
-    found = json.loads(llmc("doctor", "--json").out)
-    assert found["probe"]["jetson"] == "36.4.3"
-    assert found["targets"]["tensorrt"]["state"] == "not possible"
-    assert found["targets"]["tensorrt"]["runs"] is False
-    assert found["targets"]["cuda"]["obstacles"][0]["blocks"] == ["run"]
-    assert found["bundle"] is None
-
-
-def test_a_bundle_is_judged_and_exit_code_0_stays(llmc, machine: Callable[[Probe], None], tmp_path: Path):
-    machine(NO_GPU)
-    ran = llmc("doctor", tmp_path)
-    assert ran.code == 0
-    assert f"{tmp_path} does not run here" in ran.out
-    assert rows(ran.out)["to do"] == "llmc build CHECKPOINT -o BUNDLE"
-
-
-def test_the_machine_of_this_test_is_diagnosed_without_an_engine_in_the_process():
+def test_this_machine_is_diagnosed_without_an_engine_in_the_process(tiny_bundle: Path):
     code = """
 import sys
 from llmc.cli.main import main
 try:
-    main(["doctor", "--json"])
+    main(["doctor", sys.argv[1], "--json"])
 except SystemExit as stop:
     assert not stop.code, stop.code
 heavy = {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "torch", "onnx"} & set(sys.modules)
 assert not heavy, heavy
 """
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, str(tiny_bundle)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     found = json.loads(ran.stdout)
     assert found["targets"]["cpu"]["state"] in ("ready", "can run, not build")
-
-
-def test_a_built_bundle_runs_on_the_machine_that_built_it(llmc, tiny_bundle: Path):
-    found = json.loads(llmc("doctor", tiny_bundle, "--json").out)["bundle"]
-    assert (found["runs"], found["reasons"]) == (True, [])
-
-
-@pytest.mark.parametrize(("name", "kind"), [("export.json", "an export"), ("config.json", "a checkpoint")])
-def test_what_has_yet_to_be_built_is_named_with_the_command(
-    llmc, machine: Callable[[Probe], None], tmp_path: Path, name: str, kind: str
-):
-    machine(H200)
-    (tmp_path / name).write_text("{}")
-    ran = llmc("doctor", tmp_path, "--json")
-    judged = json.loads(ran.out)["bundle"]
-    assert (ran.code, judged["runs"]) == (0, False)
-    build = f"llmc build {tmp_path} -o BUNDLE"
-    assert judged["reasons"] == [f"{tmp_path} is {kind}, expected a bundle; build one with: {build}"]
-    assert judged["remedy"] == build
+    assert found["bundle"]["works"]

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.machines import NO_GPU, ORIN, RTX_4090
+from doubles.machines import NO_GPU, ORIN, RTX_4090, Probe
 
 from llmc.runtime.bench.stages import ONE_MEMORY, Memories, find_memories
 from llmc.runtime.host.machine import Available
-from llmc.runtime.host.probe import Probe
 
 MB = 1_000_000
 FREE = Available(5_000 * MB, "machine")

@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx
 import pytest
-from doubles.machines import H200, NO_GPU
+from doubles.machines import H200, NO_GPU, Probe
 from doubles.recorded import PLAN, RecordedLibrary
 
 from llmc.bundle import Budget, EngineConfig, Manifest, read_bundle, verify_files
@@ -26,7 +26,6 @@ from llmc.optimize.plan.device import device_plan
 from llmc.optimize.recipe import Request
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.runtime import load
-from llmc.runtime.host.probe import Probe
 from llmc.runtime.model import verify
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"

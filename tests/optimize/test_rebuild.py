@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.machines import H200, NO_GPU
+from doubles.machines import H200, NO_GPU, Probe
 from doubles.recorded import PLAN, RecordedLibrary
 
 from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
@@ -20,7 +20,6 @@ from llmc.optimize.rebuild import rebuild
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime import load
-from llmc.runtime.host.probe import Probe
 from llmc.runtime.model import verify
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 

@@ -7,7 +7,8 @@ import pytest
 
 import llmc
 from llmc.optimize.targets import TARGETS
-from llmc.runtime.diagnose.targets import NEEDS, PRECISIONS, RTX_GPUS, list_absent_precisions
+from llmc.runtime.diagnose.targets import PRECISIONS, list_absent_precisions
+from llmc.runtime.sessions.tensorrt.library import nameable_gpus
 
 PAGES = Path(llmc.__path__[0]) / "recipes"
 
@@ -37,14 +38,6 @@ def test_the_table_of_boards_refuses_what_a_board_lacks():
         assert refused == lacking, boards
 
 
-def test_the_page_names_the_gpus_that_each_library_has_code_for():
-    text = " ".join((PAGES / "gpu.md").read_text(encoding="utf-8").split())
-    *most, last = RTX_GPUS
-    assert f"TensorRT-RTX lists {', '.join(most)} and {last}," in text
-    *most, last = (gpu if "." in gpu else f"{gpu}.x" for gpu in NEEDS["cuda"].gpus)
-    assert f"machine code for the compute capabilities {', '.join(most)} and {last}." in text
-
-
 def test_every_precision_of_a_target_for_gpus_is_in_the_table():
     gpus = {name: set(target.precisions) for name, target in TARGETS.items() if target.has_gpu}
     assert gpus == {name: set(known) for name, known in PRECISIONS.items()}
@@ -66,7 +59,8 @@ def test_what_a_gpu_lacks_is_known_by_its_number(target: str, capability: str, e
     assert list_absent_precisions(target, capability) == expected
 
 
-def test_the_list_of_gpus_is_the_librarys_own():
+def test_the_page_names_the_gpus_that_the_library_lists():
     library = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
-    names = {name for name in library.ComputeCapability.__members__ if name.startswith("SM")}
-    assert names == {f"SM{gpu.replace('.', '')}" for gpu in RTX_GPUS}
+    text = " ".join((PAGES / "gpu.md").read_text(encoding="utf-8").split())
+    *most, last = nameable_gpus(library)
+    assert f"TensorRT-RTX lists {', '.join(most)} and {last}," in text

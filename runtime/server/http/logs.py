@@ -18,9 +18,6 @@ from llmc.runtime.observe.tracing import JsonFormatter, continue_trace, event, f
 
 log = logging.getLogger(__name__)
 
-# The key of the scope under which a stream finds how what comes between its start and its end is sent: past all that
-# stands around it, which looks at its start and its end alone, and would cost each token more than its JSON does.
-PIECES = "llmc.pieces"
 LOGGED_BYTES = 64 << 10  # of what is received, and of what is sent, where they are logged on purpose
 LEVELS = {"llmc": logging.INFO, "uvicorn": logging.INFO, "llmc.runtime.engine.output_processor": logging.WARNING}
 # Requests of supervisors, every few seconds each: their lines would bury the others.
@@ -136,7 +133,6 @@ class RequestLog:
         if scope["type"] == "websocket":
             self._sockets.add(record)
         receive, send = self._record_bytes(record, receive, send)
-        scope[PIECES] = send
         try:
             with continue_trace(scope["headers"]):
                 await self._app(scope, receive, _note_status(record, send))

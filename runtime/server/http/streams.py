@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack, aclosing
-from functools import partial
-from json.encoder import encode_basestring
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -16,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 from llmc.errors import LlmcError
 from llmc.runtime.server.http.aside import SHORT, apart, room_beside
 from llmc.runtime.server.http.errors import ApiError, from_llmc
-from llmc.runtime.server.http.logs import PIECES
 
 T = TypeVar("T")
 PIECE = 256  # items of a list that are encoded in one call
@@ -28,8 +24,6 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 # What is encoded was made here and holds no circle; looking for one takes longer than all the rest.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
-
-_HOLE = secrets.token_hex(16)  # stands for a text while the rest of its chunk is encoded; nobody else can write it
 
 
 def encode_json(value: Any) -> str:
@@ -65,32 +59,6 @@ def event(value: Any, name: str | None = None, encode: Callable[[Any], str] = en
     return f"{head}data: {encode(value)}\n\n".encode()
 
 
-class Chunks:
-    """JSON of the chunks of one stream, of which the members that all begin with are encoded once.
-
-    Args:
-        head: these members, at least one.
-    """
-
-    def __init__(self, head: Mapping[str, Any]) -> None:
-        self._head = encode_json(head)[:-1]
-
-    def __call__(self, **rest: Any) -> str:
-        """The chunk with ``rest``, at least one member, after its head."""
-        return f"{self._head},{encode_json(rest)[1:]}"
-
-    def of_texts(self, rest: Callable[[str], Mapping[str, Any]]) -> Callable[[str], str]:
-        """Make a function that writes chunks which differ in one text only, as nearly all of a stream do.
-
-        All but that text is encoded once.
-
-        Args:
-            rest: the members after the head, with this text among their values once.
-        """
-        before, after = self(**rest(_HOLE)).split(f'"{_HOLE}"')
-        return lambda text: f"{before}{encode_basestring(text)}{after}"
-
-
 class EventStream(Response):
     """Server-sent events, and a comment whenever ``heartbeat_s`` seconds pass without one.
 
@@ -116,15 +84,13 @@ class EventStream(Response):
         self._heartbeat_s = heartbeat_s
         self._heartbeat = heartbeat
         self._sent = 0
-        self._beaten = 0  # of those, at the last beat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it, unless the client leaves before."""
-        pieces: Send = scope.get(PIECES, send)
-        sending = asyncio.ensure_future(self._send(send, pieces))
+        sending = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(_until_gone(receive))
         gone.add_done_callback(lambda gone: gone.cancelled() or (gone.exception(), sending.cancel()))
-        heart = _Heart(partial(self._beat, pieces), self._heartbeat_s)
+        heart = asyncio.ensure_future(self._beat(send))
         async with self._held:
             try:
                 await sending
@@ -133,45 +99,23 @@ class EventStream(Response):
                     raise
             finally:
                 gone.cancel()
-                heart.stop()
+                heart.cancel()
 
-    async def _send(self, send: Send, pieces: Send) -> None:
+    async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._events) as events:  # type: ignore[type-var]
             async for piece in events:
                 self._sent += 1
-                await pieces({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _beat(self, pieces: Send) -> None:
-        if self._sent == self._beaten:
-            await pieces({"type": "http.response.body", "body": self._heartbeat, "more_body": True})
-        self._beaten = self._sent
-
-
-class _Heart:
-    """Runs ``beat`` every ``seconds`` until it is stopped; 0: never. A timer costs a stream less than a task."""
-
-    def __init__(self, beat: Callable[[], Coroutine[Any, Any, None]], seconds: float) -> None:
-        self._beat, self._seconds = beat, seconds
-        self._beating: asyncio.Task[None] | None = None
-        self._timer = self._wait() if seconds else None
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._beating is not None:
-            self._beating.cancel()
-
-    def _wait(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._seconds, self._due)
-
-    def _due(self) -> None:
-        if self._beating is None or self._beating.done():  # a client that does not read holds it up
-            self._beating = asyncio.ensure_future(self._beat())
-            # Whatever hinders a beat hinders what is sent too, where it is told.
-            self._beating.add_done_callback(lambda beating: beating.cancelled() or beating.exception())
-        self._timer = self._wait()
+    async def _beat(self, send: Send) -> None:
+        while self._heartbeat_s:
+            before = self._sent
+            await asyncio.sleep(self._heartbeat_s)
+            if self._sent == before:
+                with suppress(Exception):  # whatever hinders a beat hinders what is sent too, where it is told
+                    await send({"type": "http.response.body", "body": self._heartbeat, "more_body": True})
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -1,8 +1,8 @@
 """OpenAI's chat completions: messages in, messages out, tools and reasoning included."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response, WebSocket
@@ -30,7 +30,7 @@ from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
-from llmc.runtime.server.http.streams import Chunks, EventStream, encode_json, guard_chunks, make_answer, unless_gone
+from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, plain_id, service_at
 from llmc.runtime.server.openai.logprobs import chat_logprobs
@@ -505,25 +505,20 @@ def _call_piece(call: Any) -> dict[str, Any]:
 async def chunks(body: ChatRequest, service: Service, model: Model, handle: ChatHandle) -> AsyncIterator[str]:
     """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage if the client wants it."""
     head = head_of("chat.completion.chunk", body, service)
-    chunk_of = Chunks(head | make_unknown_usage(body.stream_options))
+    usage = make_unknown_usage(body.stream_options)
 
-    def choices(index: int, delta: dict[str, Any], **rest: Any) -> dict[str, Any]:
-        return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}]}
-
-    @cache
-    def of_text(index: int) -> Callable[[str], str]:
-        return chunk_of.of_texts(lambda text: choices(index, {"content": text}))
+    def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
+        return encode_json({**head, **usage, "choices": [choice]})
 
     for index in range(handle.outputs):
-        yield chunk_of(**choices(index, {"role": "assistant", "content": ""}))
+        yield chunk(index, {"role": "assistant", "content": ""})
     async for delta in handle.deltas_async():
-        if delta.content and not (delta.reasoning or delta.tool_calls or delta.logprobs):
-            yield of_text(delta.index)(delta.content)
-        elif (piece := piece_of(delta)) or delta.logprobs:
-            yield chunk_of(**choices(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None)))
+        if (piece := piece_of(delta)) or delta.logprobs:
+            yield chunk(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None))
     result = await handle
     for index, message in enumerate(result.messages):
-        yield chunk_of(**choices(index, {}, finish_reason=message.finish_reason))
+        yield chunk(index, {}, finish_reason=message.finish_reason)
     if asked := make_last_members(body, model, [result]):
         yield encode_json({**head, "choices": [], **asked})
 

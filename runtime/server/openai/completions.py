@@ -29,7 +29,7 @@ from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
-from llmc.runtime.server.http.streams import Chunks, EventStream, encode_json, guard_chunks, make_answer, unless_gone
+from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, service_at, submit_promptly
 from llmc.runtime.server.openai.logprobs import completion_logprobs, text_offsets
@@ -149,13 +149,14 @@ async def merge_deltas(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]
 async def chunks(body: CompletionRequest, service: Service, model: Model, handles: list[Handle]) -> AsyncIterator[str]:
     """The pieces of the answer as JSON, reasons of the end, and the usage if the client wants it."""
     head, outputs = service.head("cmpl", "text_completion", body.model), handles[0].outputs
-    chunk_of = Chunks(head | make_unknown_usage(body.stream_options))
+    usage = make_unknown_usage(body.stream_options)
     lengths = [0] * (outputs * len(handles))
     # Log-probabilities of a prompt, which come before the completion's, are known at the end alone.
     whole = body.is_prompt_alone or (body.echo and body.logprobs is not None)
 
     def chunk(index: int, text: str, **rest: Any) -> str:
-        return chunk_of(choices=[{"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}])
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}
+        return encode_json({**head, **usage, "choices": [choice]})
 
     if body.echo and not whole:
         for index in range(len(lengths)):

@@ -8,10 +8,14 @@ import os
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
 
 import contextlib
+import glob
+import io
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,6 @@ import numpy as np
 from llmc.bundle import version
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, install_command
 from llmc.runtime.host.cuda import EMULATE, STICKY
-from llmc.runtime.host.probe_steps import preload_library
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, size_of
@@ -88,6 +91,25 @@ def open_graph(runtime: Any, file: Path, stream: int, compute: str) -> Graph:
         check_placement(file, session, said)
         return Graph(runtime, session, records)
     raise AssertionError("the last attempt returns or raises")
+
+
+def preload_library(library: Any) -> str:
+    """Load CUDA's libraries as pip installs them, and say what ONNX Runtime says of it.
+
+    It looks for them beside itself only, and not where torch, say, has brought them into another folder of packages;
+    what is loaded already it takes.
+    """
+    load = getattr(library, "preload_dlls", None)
+    if load is None:
+        return ""
+    folders = (sorted(glob.glob(f"{glob.escape(path)}/nvidia/*/lib")) for path in dict.fromkeys(sys.path))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()):  # of one folder it complains of what others have
+        for folder in chain.from_iterable(folders):
+            load(directory=folder)
+    with contextlib.redirect_stdout(said):
+        load()
+    return said.getvalue()
 
 
 def _provider_options(stream: int, compute: str) -> dict[str, str]:

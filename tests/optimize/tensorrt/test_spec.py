@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.machines import H200, NO_GPU, ORIN, RTX_4090, THOR
+from doubles.machines import H200, NO_GPU, ORIN, RTX_4090, THOR, Probe
 from doubles.plans import FULL
 from doubles.recorded import RecordedLibrary, replaced
 
@@ -25,7 +25,6 @@ from llmc.optimize.tensorrt.engine import LEAST_WORKSPACE, compile_engine, profi
 from llmc.optimize.tensorrt.network import Ranges
 from llmc.optimize.tensorrt.spec import FIRST_BUCKET, PREFILL_OUTPUTS, EngineSpec, bucket_sizes, resolve_engine
 from llmc.publish import file_entries
-from llmc.runtime.host.probe import Probe
 from llmc.runtime.sessions.tensorrt.library import Message
 
 LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)

@@ -8,7 +8,6 @@ import pytest
 
 from llmc.errors import ResourceError
 from llmc.runtime.host import threads
-from llmc.runtime.host.threads import Pool
 
 
 class Limit:
@@ -75,15 +74,3 @@ def test_what_keeps_a_thread_busy_is_interrupted_after_a_while(alone: None, monk
     thread = threads.start(busy.wait, "llmc-x", told.set)
     threads._leave()
     assert told.is_set() and not thread.is_alive() and not gone.is_set()
-
-
-def test_what_a_job_raises_reaches_who_asked_and_the_pool_goes_on():
-    with Pool(1, "llmc-x", lambda: None) as pool:
-        for error in (ValueError, SystemExit, KeyboardInterrupt):
-            with pytest.raises(error):
-                pool.submit(_raise, error).result()
-        assert pool.submit(len, "abc").result() == 3
-
-
-def _raise(error: type[BaseException]) -> None:
-    raise error

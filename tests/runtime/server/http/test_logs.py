@@ -5,8 +5,6 @@ import io
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from llmc.runtime.observe.tracing import current_context, event
 from llmc.runtime.server import page
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.logs import Costs, RequestLog, TextFormatter, log_to_stderr, note, route_noted
-from llmc.runtime.server.http.streams import EventStream
 
 SECRET = "a secret"
 HEADERS = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
@@ -74,27 +71,6 @@ def test_bodies_are_written_where_they_are_asked_for(lines: Any):
         answered(fine, bodies=True, body=b"a secret")
     (line,) = lines()
     assert (line["body"], line["answer"]) == ("a secret", "an answer")
-
-
-def test_pieces_of_a_stream_are_written_there_too_though_they_are_sent_past_what_stands_around_it(lines: Any):
-    async def events() -> AsyncIterator[bytes]:
-        yield b"one,"
-        yield b"two"
-
-    passed: list[Any] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        async def around(message: Any) -> None:
-            passed.append(message["type"])
-            await send(message)
-
-        await EventStream(events(), AsyncExitStack(), 0)(scope, receive, around)
-
-    with log_to_stderr("json"):
-        answer = ask(RequestLog(app, bodies=True))
-    (line,) = lines()
-    assert answer.body == b"one,two" and (line["status"], line["answer"]) == (200, "one,two")
-    assert passed == ["http.response.start", "http.response.body"]  # the start and the end
 
 
 @pytest.mark.parametrize("bodies", [False, True])

@@ -1,8 +1,7 @@
-"""Streams: JSON of chunks put together from parts, signs of life, and how a stream ends."""
+"""Streams: JSON in pieces, signs of life, and how a stream ends."""
 
 import asyncio
 import gc
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.runtime.server.http import streams
-from llmc.runtime.server.http.streams import HEARTBEAT, Chunks, EventStream, encode_json, in_pieces
+from llmc.runtime.server.http.streams import HEARTBEAT, EventStream, encode_json, in_pieces
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # halves of characters cannot be sent at all
 VALUES: Any = st.recursive(
@@ -22,32 +21,6 @@ VALUES: Any = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=8,
 )
-HEADS = st.dictionaries(st.sampled_from(["id", "object", "created", 'a"}']), VALUES, min_size=1)
-RESTS = st.dictionaries(st.sampled_from(["choices", "usage", "x_llmc"]), VALUES, min_size=1)
-
-
-@given(HEADS, RESTS)
-def test_a_chunk_is_the_json_of_its_head_and_the_rest(head: dict[str, Any], rest: dict[str, Any]):
-    chunk = Chunks(head)(**rest)
-    assert chunk == encode_json({**head, **rest})
-    assert json.loads(chunk) == {**head, **rest}
-    assert "\n" not in chunk  # which would end the event
-
-
-def test_one_head_begins_all_chunks_of_a_stream():
-    chunks = Chunks({"id": "a", "created": 1})
-    assert [chunks(choices=[]), chunks(choices=["}{"], usage=None)] == [
-        '{"id":"a","created":1,"choices":[]}',
-        '{"id":"a","created":1,"choices":["}{"],"usage":null}',
-    ]
-
-
-@given(HEADS, TEXTS, TEXTS)
-def test_chunks_that_differ_in_a_text_alone_are_those_of_the_whole(head: dict[str, Any], first: str, second: str):
-    chunks = Chunks(head)
-    of_text = chunks.of_texts(lambda text: {"choices": [{"delta": {"content": text}, "index": 0}], "usage": None})
-    for text in (first, second):
-        assert of_text(text) == chunks(choices=[{"delta": {"content": text}, "index": 0}], usage=None)
 
 
 @given(VALUES, st.integers(1, 3))
@@ -61,7 +34,7 @@ def test_what_is_encoded_in_pieces_is_the_same(value: Any, piece: int):
 
 def test_what_json_does_not_know_is_refused():
     with pytest.raises(ValueError, match="not JSON compliant"):
-        Chunks({"id": "a"})(logprob=float("nan"))
+        encode_json({"logprob": float("nan")})
 
 
 class Talk:
