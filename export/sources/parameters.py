@@ -157,7 +157,8 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
 def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> MadeTensor:
     """The rows of each expert's gate, then those of up."""
     half = (shape[0], shape[1] // 2, shape[2])
-    if isinstance(gate, QuantizedTensor) or isinstance(up, QuantizedTensor) or gate.dtype != up.dtype:
+    floats = StoredTensor | MadeTensor
+    if not isinstance(gate, floats) or not isinstance(up, floats) or gate.dtype != up.dtype:
         raise CheckpointError(f"{folder}: gate and up of experts are {gate.dtype} and {up.dtype}; expected one type")
     if not gate.shape == up.shape == half:
         raise CheckpointError(f"{folder}: {explain_shape('gate or up of experts', gate.shape, half)}")
@@ -191,7 +192,7 @@ def _find_expert(folder: Path, name: str, tensor: Weight | None, shape: tuple[in
     return tensor
 
 
-def _read_all(folder: Path, tensors: Sequence[StoredTensor], names: tuple[str, ...]) -> Iterator[Array]:
+def _read_all(folder: Path, tensors: Sequence[StoredTensor], names: tuple[str, ...] = ()) -> Iterator[Array]:
     for number, it in enumerate(tensors):
         matrix = np.memmap(folder / it.file, array_type(it.dtype), "r", it.offset, it.shape)
         is_gate = names == ("up_proj", "up_proj") and number % 2 == 0
