@@ -9,7 +9,8 @@ from llmc.optimize.recipe import PLAIN_BLOCK, WIDER_BLOCK
 
 WORST = 3
 # Largest mean KL, in nats, of a build in float32, which only adds in another order. The families' random tiny models
-# are below 1e-9; a lowering that lost a factor of the logits had 0.8.
+# are below 1e-9; a lowering that lost a factor of the logits had 0.8. Mixtures need no more: float32 and float64 chose
+# the same of 128 random experts in all of 48 layers for 1,500 tokens, and had 7e-12.
 UNROUNDED_KL = 1e-4
 # Largest cross entropy of an unquantized model on llmc's own texts, as a share of that of chance, the logarithm of the
 # vocabulary: SmolLM2-135M has 0.31 and the model of recipes/tiny, with 3 million weights and trained on code, 0.54.
