@@ -7,12 +7,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from llmc.errors import EngineClosedError, UsageError
 from llmc.runtime.api.results import Delta, GenerationResult
-from llmc.runtime.api.wakeups import Waiter
 
 _SERVING = threading.local()
 
@@ -25,6 +24,26 @@ def mark_serving() -> None:
 def is_serving() -> bool:
     """True on a thread that was marked."""
     return getattr(_SERVING, "on", False)
+
+
+class Waiter:
+    """A task's wait for news from other threads, again and again. Make it on the event loop that waits.
+
+    News between two waits are remembered. A wait may end without any.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+
+    def wake(self) -> None:
+        """Bring news; from any thread."""
+        with suppress(RuntimeError):  # the loop was closed, maybe just now, and nobody waits any more
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def wait(self) -> None:
+        await self._news.wait()
+        self._news.clear()
 
 
 class OutputCollector:

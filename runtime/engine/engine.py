@@ -6,9 +6,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -388,9 +388,15 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ failures
 
-    def _guard(self, request: RequestState) -> "_Guard":
+    @contextmanager
+    def _guard(self, request: RequestState) -> Iterator[None]:
         """A context in which an error ends this request alone, unless it concerns all rows."""
-        return _Guard(partial(self._fail, request))
+        try:
+            yield
+        except BaseException as error:
+            if is_fatal(error):
+                raise
+            self._fail(request, name_error(error))
 
     def _fail(self, request: RequestState, error: BaseException) -> None:
         """End a request that cannot go on; its rows are free at once."""
@@ -434,25 +440,6 @@ class Engine:
         with self._lock:
             self._lost, self._closing = lost, True
         return lost
-
-
-class _Guard:
-    """A context that hands errors to ``fail`` and lets only fatal ones out; a class, for a generator costs several
-    times more."""
-
-    __slots__ = ("_fail",)
-
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
-        self._fail = fail
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if error is None or is_fatal(error):
-            return False
-        self._fail(name_error(error))
-        return True
 
 
 def is_fatal(error: BaseException) -> bool:

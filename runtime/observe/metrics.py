@@ -8,7 +8,6 @@ begin at 10 ms, where a small model on an edge device has long ended its step.
 import threading
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -25,10 +24,6 @@ BATCH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 24.0, 32.0,
 # Phases of calls, and outcomes, that are always listed, with 0 where none had it; another one once it happened.
 PHASES = ("prefill", "decode")
 OUTCOMES = ("stop", "length", "cancelled", "deadline", "refused", "error")
-
-# Events that wait to be counted, at most. A step of the model evicts every cache, so counting one event after it takes
-# ten times as long as counting one of many.
-PENDING = 64
 
 # Histograms of seconds by the names of the snapshot's fields.
 _SECONDS = ("ttft", "tpot", "itl", "e2e", "queue")
@@ -144,15 +139,14 @@ _COUNTERS = [name for name, kind in get_type_hints(EngineSnapshot).items() if ki
 class EngineMetrics:
     """Counters, histograms and gauges of one engine.
 
-    Any thread may call any method. It mostly takes a microsecond: events are counted some at a time, or when somebody
-    looks. The engine sets ``read_gauges``, which gives the levels of this moment on the thread of whoever looks.
+    Any thread may call any method. The engine sets ``read_gauges``, which gives the levels of this moment on the thread
+    of whoever looks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.read_gauges: Callable[[], Gauges] = Gauges
         self._began = clock()
-        self._events: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._lock = threading.Lock()
         self._counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self._requests = dict.fromkeys(OUTCOMES, 0)
@@ -166,41 +160,25 @@ class EngineMetrics:
 
     def step(self, phase: str, seconds: float, rows: int) -> None:
         """A call of the session ended: its phase (of :data:`PHASES`), duration and rows."""
-        self._note(self._count_step, phase, seconds, rows)
+        with self._lock:
+            self._step[phase].observe(seconds)
+            self._batch_size.observe(rows)
 
     def count(self, added: Mapping[str, int], outcome: str = "", **seconds: Iterable[float]) -> None:
         """Count an event of a request in one step: ``added`` to counters, its outcome, ``seconds`` by histogram."""
-        self._note(self._count, added, outcome, seconds)
-
-    def _note(self, count: Callable[..., None], *event: Any) -> None:
-        self._events.append((count, event))
-        if len(self._events) >= PENDING:
-            with self._lock:
-                self._settle()
-
-    def _settle(self) -> None:
-        while self._events:
-            count, event = self._events.popleft()
-            count(*event)
-
-    def _count(self, added: Mapping[str, int], outcome: str, seconds: Mapping[str, Iterable[float]]) -> None:
-        for name, number in added.items():
-            self._counters[name] += number
-        for name, values in seconds.items():
-            for value in values:
-                self._histograms[name].observe(value)
-        if outcome:
-            self._requests[outcome] = self._requests.get(outcome, 0) + 1
-
-    def _count_step(self, phase: str, seconds: float, rows: int) -> None:
-        self._step[phase].observe(seconds)
-        self._batch_size.observe(rows)
+        with self._lock:
+            for name, number in added.items():
+                self._counters[name] += number
+            for name, values in seconds.items():
+                for value in values:
+                    self._histograms[name].observe(value)
+            if outcome:
+                self._requests[outcome] = self._requests.get(outcome, 0) + 1
 
     def snapshot(self) -> EngineSnapshot:
         """All numbers of one moment: no event is counted in one and missing in another."""
         gauges = self.read_gauges()
         with self._lock:
-            self._settle()
             histograms = {name: histogram.copy() for name, histogram in self._histograms.items()}
             counted: dict[str, Any] = {**self._counters, **histograms}
             return EngineSnapshot(

@@ -175,32 +175,6 @@ def test_cancelling_a_task_cancels_its_request(make_engine: Any, remembering: An
     assert engine.metrics.snapshot().requests["cancelled"] == 1
 
 
-def test_one_call_into_a_loop_tells_all_who_read_there(monkeypatch: pytest.MonkeyPatch):
-    many = [Pieces() for _ in range(8)]
-
-    async def main() -> tuple[list[list[str]], int]:
-        async def read(pieces: Pieces) -> list[str]:
-            return [text async for text in pieces.handle]
-
-        loop, calls = asyncio.get_running_loop(), list[Any]()
-        reading = [asyncio.ensure_future(read(pieces)) for pieces in many]
-        await asyncio.sleep(0)
-        into = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda f: (calls.append(f), into(f)))
-
-        def step() -> None:  # the loop's thread waits for it, so it cannot answer in between
-            for pieces in many:
-                pieces.put("a", "b")
-                pieces.mailbox.end(RESULT)
-
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join()
-        return await asyncio.gather(*reading), len(calls)
-
-    assert asyncio.run(main()) == ([["a", "b"]] * 8, 1)
-
-
 def test_no_piece_is_missed_however_threads_and_readers_meet():
     """Pieces come while readers of two loops look, wait, are woken and leave."""
     pieces, count = Pieces(), 3000
