@@ -26,6 +26,7 @@ ON_CPUS = {
     "mixtral",
     "granitemoe",
     "lfm2_moe",
+    "gpt_oss",
     "gemma4",
 }
 
