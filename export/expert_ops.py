@@ -217,7 +217,7 @@ def experts(
 
 
 def _activate(both: Tensor, knobs: Knobs) -> Tensor:
-    """What the gate lets through of up, (R, I) of (R, 2*I)."""
+    """Gate and up (R, 2*I) -> what the last product reads (R, I)."""
     if not knobs.limit:
         gate, up = both.chunk(2, -1)
         return functional.silu(gate) * up

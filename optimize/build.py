@@ -187,8 +187,8 @@ def _notes(order: Order) -> list[str]:
     recipe, geometry, found = order.recipe, order.export.geometry, []
     if geometry.coded and recipe.precision != "source":
         found.append(
-            f"the checkpoint stores the weights of {len(geometry.coded)} linears as integers, from which those of "
-            f"{recipe.precision} were made: what both roundings lost adds up"
+            f"the checkpoint stores the weights of {len(geometry.coded)} linears or mixtures as codes, from which "
+            f"those of {recipe.precision} were made: what both roundings lost adds up"
         )
     if recipe.activations == "per-token" and not (recipe.smoothing or recipe.rotated or geometry.coded):
         found.append(

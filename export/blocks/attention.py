@@ -79,6 +79,7 @@ class Attention(nn.Module):
         projected = self.q_norm(q), self.k_norm(k), self.v_norm(v)
         inv_freq = self.rotary_emb.inv_freq if inv_freq is None else inv_freq
         if past is None:
+            assert self.sinks is None, "no encoder has sinks"
             attn = ops.self_attention(*projected, lengths, inv_freq, self.knobs, causal=config.causal)
             return self.o_proj(attn), ()
         sinks = None if self.sinks is None else as_float(self.sinks)

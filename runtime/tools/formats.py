@@ -95,7 +95,7 @@ _TELLING = (
     ("<|START_ACTION|>", "cohere"),
     ("<start_function_call>", "functiongemma"),
     ("<|tool_call>", "gemma4"),
-    ("<|call|>", "harmony"),
+    ("<|channel|>commentary", "harmony"),
     ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),
     ("functools", "functools"),

@@ -81,8 +81,8 @@ class ThinkingGuide:
 
     Once the reasoning has as many tokens as its budget, the tokens of the closing mark are the only ones allowed, even
     if the request bans them. An answer that is guided can only be reached through the closing mark: the reasoning is
-    not allowed to end the sequence. Between reasoning and a guided answer one token of line ends is allowed. Where the
-    model always reasons, a guided answer begins with the opening mark.
+    not allowed to end the sequence. Between reasoning and a guided answer one token of line ends is allowed. Where a
+    mark stands before the answer there is none, and the output begins with the opening mark.
 
     Args:
         thinking: of the request.
@@ -99,7 +99,8 @@ class ThinkingGuide:
         self._begin, self._end = marks.begin.encode(), marks.end.encode()
         self._opener = tokenizer.token_to_id(marks.begin)
         self._closing = tokenizer.encode(marks.end, add_special_tokens=False)
-        self._line_ends = [found[0] for text in ("\n", "\n\n") if len(found := tokenizer.encode(text, False)) == 1]
+        blanks = () if marks.answer else ("\n", "\n\n")
+        self._line_ends = [found[0] for text in blanks if len(found := tokenizer.encode(text, False)) == 1]
         self._eos = list(eos_token_ids)
         self._left = thinking.budget
         self._forced: list[int] = []

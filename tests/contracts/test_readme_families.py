@@ -29,6 +29,7 @@ ON_CPUS = {
     "mixtral",
     "granitemoe",
     "lfm2_moe",
+    "gpt_oss",
     "gemma4",
 }
 

@@ -410,6 +410,9 @@ def add_variables(
     if effort is not None:
         found = {**model.reasoning_variables(effort != "none"), **found}
         _agree(found, "enable_thinking", effort != "none", "reasoning_effort")
+        if "reasoning_effort" in model.chat_template.variables(tools):
+            _agree(found, "reasoning_effort", effort, "reasoning_effort")
+            found["reasoning_effort"] = effort
     if verbosity is not None:
         _agree(found, "verbosity", verbosity, name)
         if "verbosity" in model.chat_template.variables(tools):

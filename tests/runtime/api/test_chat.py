@@ -165,6 +165,52 @@ def test_an_answer_goes_on_as_a_conversation(model: Model, say: Callable[[str], 
     assert "open of look" in prompt and "open of now" in prompt
 
 
+@pytest.fixture
+def harmony(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """The model with a template like that of gpt-oss."""
+    path = Path(__file__).parents[1] / "text" / "templates" / "harmony.jinja"
+    monkeypatch.setattr(model, "_chat_template", ChatTemplate({"default": path.read_text("utf-8")}, {}))
+    return model
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+COMMENTARY = (
+    '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"size": 7, "open": true}'
+)
+
+
+def test_harmony_is_told_apart_and_goes_on(harmony: Model, say: Callable[[str], Any]):
+    given: dict[str, Any] = {"max_tokens": 300, "temperature": 0, "chat_template_kwargs": {"reasoning_effort": "low"}}
+    said = f"{ANALYSIS}A door.<|end|>{FINAL}It is open."
+    message = harmony.chat(ASKED, **given, logits_processors=say(said)).message
+    assert (message.content, message.reasoning) == ("It is open.", "A door.")
+    said = f"{ANALYSIS}A door.<|end|>{COMMENTARY}"
+    handle = harmony.stream_chat(ASKED, tools=TOOLS, **given, logits_processors=say(said))
+    message = joined(list(handle.deltas()))
+    assert (message.content, message.reasoning) == ("", "A door.")
+    assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [
+        ("look", {"size": 7, "open": True})
+    ]
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "open"}
+    prompt = harmony.tokenizer.decode(harmony.chat_tokens([*ASKED, message.to_dict(), result], tools=TOOLS))
+    assert (
+        f"{ANALYSIS}A door.<|end|><|start|>assistant to=functions.look<|channel|>commentary json<|message|>" in prompt
+    )
+    assert prompt.endswith(
+        '<|start|>functions.look to=assistant<|channel|>commentary<|message|>"open"<|end|><|start|>assistant'
+    )
+
+
+def test_a_form_binds_what_harmony_has_behind_its_reasoning(harmony: Model):
+    given: dict[str, Any] = {"reasoning_budget": 9, "max_tokens": 200, "temperature": 1, "seed": 5}
+    result = harmony.chat(ASKED, choice=["yes", "no"], **given)
+    assert result.message.content in ("yes", "no")
+    assert result.outputs[0].text == f"{ANALYSIS}{result.message.reasoning}<|end|>{FINAL}{result.message.content}"
+    message = harmony.chat(ASKED, tools=TOOLS, tool_choice="look", **given).message
+    assert message.content == "" and message.reasoning
+    jsonschema.validate(json.loads(message.tool_calls[0].arguments), SCHEMA)
+
+
 def test_a_message_has_the_form_of_openais(model: Model):
     calls = (ToolCall("a", "now", "{}"),)
     assert Message("", None, calls).to_dict() == {

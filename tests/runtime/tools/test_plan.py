@@ -30,7 +30,7 @@ TEACHING = {
     "olmo3": "Output any function calls within <function_calls></function_calls> XML tags.",
     "functiongemma": "{{ '<start_function_call>call:' + name + '{' }}",
     "gemma4": "{{ '<|tool_call>call:' + name + '{' }}",
-    "harmony": "{{ '<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>' }}<|call|>",
+    "harmony": "{{ '<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>' }}",
     "pythonic": "you must respond with a python list of the function calls.",
 }
 

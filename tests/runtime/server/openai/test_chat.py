@@ -1,6 +1,7 @@
 """OpenAI's chat completions through the official client: texts, tools, reasoning, streams and sockets."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -9,6 +10,9 @@ import pytest
 from websockets.sync.client import connect
 
 from llmc.runtime import Model
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.openai.chat import add_variables
+from llmc.runtime.text.chat_template import ChatTemplate
 
 MESSAGES: Any = [{"role": "user", "content": "Write a function."}]
 GREEDY: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
@@ -281,6 +285,14 @@ def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_ht
     body = {"model": "able", "messages": MESSAGES, "verbosity": "low", "chat_template_kwargs": {"verbosity": "high"}}
     refused = able_http.post("/v1/chat/completions", json=body).json()["error"]
     assert refused["param"] == "chat_template_kwargs" and "contradicts verbosity" in refused["message"]
+
+
+def test_effort_is_told_to_models_whose_template_shows_it():
+    template = ChatTemplate({"default": "{{ reasoning_effort }}{{ messages }}"}, {})
+    model = SimpleNamespace(chat_template=template, reasoning_variables=lambda wanted: {})
+    assert add_variables(model, {}, "low", None, False) == {"reasoning_effort": "low"}
+    with pytest.raises(ApiError, match="contradicts reasoning_effort"):
+        add_variables(model, {"reasoning_effort": "high"}, "low", None, False)
 
 
 def test_a_socket_answers_one_request_after_another(address: str, client: openai.OpenAI):
