@@ -131,10 +131,13 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     while the engine packs it. A table of inputs for each layer is not: its rows are read from a mapped file, whose
     pages the system takes back when memory is short.
     """
+    forms = {choose_embedding_config(each, geometry.tied_head) for each in quant_configs(recipe, geometry).values()}
     graphs, kept = quant_configs(recipe, geometry), [cache for cache in geometry.caches if cache.kind == "kv"]
     # An encoder takes a text in one call, and scores it against itself.
     chunk = limits.max_context if geometry.encoder else min(limits.prefill_chunk, limits.max_context)
-    table, tied = geometry.table, geometry.tied_head
+    table = geometry.table
+    mapped = replace(table, inputs=geometry.layers * geometry.per_layer)
+    experts = sum(expert_bytes(it, stored.stored(it.name)) for stored in graphs.values() for it in geometry.mixtures)
     size = CACHE_BYTES[recipe.cache_type()]
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
     tables = {
@@ -145,10 +148,9 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     return MemoryPlan(
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
-        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
-        embedding=sum(
-            linear_bytes(table, form) for form in {choose_embedding_config(each, tied) for each in graphs.values()}
-        ),
+        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) - experts,
+        experts=experts,
+        embedding=sum(linear_bytes(table, form) for form in forms),
         workspace=activation_bytes(geometry, chunk, 4),
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
         workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
@@ -157,6 +159,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         window_per_token=sum(cache.bytes(1, size) for cache in kept if cache.window),
         window_positions=max((cache.count_held(chunk) for cache in geometry.caches), default=0),
         logits=LOGITS_COPIES * 4 * results,
+        mapped=sum(linear_bytes(mapped, form) for form in forms) if geometry.per_layer else 0,
     )
 
 
