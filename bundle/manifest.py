@@ -301,6 +301,7 @@ class MemoryPlan:
         engine: interpreter, libraries, and the structures of the opened graphs.
         tokenizer: the vocabulary and its merges, as the tokenizers library holds them.
         weights: of all graphs, as the engine's kernels read them.
+        experts: of all graphs' mixtures, the same.
         mapped: of experts that kernels read in the mapped file: resident from their first use until memory is short.
         embedding: its table in each form that a graph has, of which a page is read when a token asks for its row.
         workspace: activations of the largest call.
@@ -309,12 +310,14 @@ class MemoryPlan:
         state: of one row, whatever its length.
         window_per_token: the same of layers with a window, as far as ``window_positions``, which a row holds of them.
         logits: of one row, with what sampling makes of them.
+        per_layer_table: a table whose rows are read from a mapped file, no part of the sum.
     """
 
     engine: Bytes
     tokenizer: Bytes
     logits: Bytes
     weights: Bytes = 0
+    experts: Bytes = 0
     mapped: Bytes = 0
     embedding: Bytes = 0
     workspace: Bytes = 0
@@ -323,6 +326,7 @@ class MemoryPlan:
     state: Bytes = 0
     window_per_token: Bytes = 0
     window_positions: Bytes = 0
+    per_layer_table: Bytes = 0
 
     def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
         """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``batch`` rows."""
@@ -331,9 +335,11 @@ class MemoryPlan:
             "engine": self.engine,
             "tokenizer": self.tokenizer,
             "weights": self.weights,
-            "mapped": self.mapped,
+            **({"experts": self.experts} if self.experts else {}),
+            **({"mapped": self.mapped} if self.mapped else {}),
             "embedding": self.embedding,
-            "cache": batch * (self.state + self.cache_per_token * positions + self.window_per_token * windows),
+            **({"states": batch * self.state} if self.state else {}),
+            "cache": batch * (self.cache_per_token * positions + self.window_per_token * windows),
             "workspace": self.workspace + self.workspace_per_token * positions,
             "logits": self.logits * batch,
         }

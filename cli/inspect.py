@@ -71,7 +71,13 @@ def memory_row(name: str, memory: Memory, note: str = "") -> tuple[str, str]:
 
 
 def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
-    inner = by_layers([f"inner size {mlp.inner}" for mlp in geometry.mlps])
+    inner = by_layers([f"inner size {mlp.inner}" for mlp in geometry.mlps]) or "no MLPs"
+    chosen = [f"{it.chosen} of {it.count} for each token, inner size {it.inner}" for it in geometry.mixtures]
+    states = [
+        f"{it.rule} of {' and '.join('x'.join(map(str, each)) for each in it.state_shapes)} values"
+        for it in geometry.recurrents
+    ]
+    tables = [f"{geometry.vocab_size} rows of {geometry.layers} x {geometry.per_layer}"] if geometry.per_layer else []
     shapes = [f"{it.heads} heads of {it.head_dim}, {it.kv_heads} for keys and values" for it in geometry.attentions]
     reach = [f"the last {it.window} positions" if it.window else "all positions" for it in geometry.attentions]
     head = f", head {'tied to' if geometry.tied_head else 'apart from'} the embedding"
@@ -81,6 +87,8 @@ def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
         ("layers", f"{geometry.layers} of hidden size {geometry.hidden_size}, {inner}"),
         ("attention", by_layers(shapes)),
         ("window", by_layers(reach)),
+        *((name, by_layers(rows)) for name, rows in (("experts", chosen), ("states", states)) if rows),
+        *(("per-layer table", rows) for rows in tables),
         ("vocabulary", f"{geometry.vocab_size}{'' if geometry.encoder else head}"),
         ("positions", str(geometry.max_positions)),
         *end,

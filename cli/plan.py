@@ -176,6 +176,7 @@ def numbers(stage: Stage) -> dict[str, object]:
         "batch": plan.batch,
         "parts": plan.parts,
         "total": plan.total,
+        "per_layer_table": plan.per_layer_table,
         **({"seconds": round(plan.seconds)} if plan.seconds else {}),
         **{name: getattr(verdict, name) if verdict else None for name in known},
     }
@@ -190,6 +191,8 @@ def print_stages(ahead: Ahead) -> None:
         if verdict is not None:
             state = "fits" if verdict.fits else f"{show.size(verdict.missing)} missing"
         rows.append(("peak", f"{show.size(plan.total)}  {state}"))
+        if plan.per_layer_table:
+            rows.append(("per-layer table", f"{show.size(plan.per_layer_table)}  beside: rows are read from its file"))
         if plan.seconds:
             rows.append(("time", show.minutes(plan.seconds)))
         show.print_table((plan.stage + at, ""), rows)

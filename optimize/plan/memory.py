@@ -149,9 +149,12 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     pages the system takes back when memory is short.
     """
     graphs, kept = quant_configs(recipe, geometry), [cache for cache in geometry.caches if cache.kind == "kv"]
+    forms = {choose_embedding_config(each, geometry.tied_head) for each in graphs.values()}
     # An encoder takes a text in one call, and scores it against itself.
     chunk = limits.max_context if geometry.encoder else min(limits.prefill_chunk, limits.max_context)
-    table, tied = geometry.table, geometry.tied_head
+    table = geometry.table
+    per_layer = replace(table, inputs=geometry.layers * geometry.per_layer)
+    experts = sum(expert_bytes(it, stored.stored(it.name)) for stored in graphs.values() for it in geometry.mixtures)
     size = CACHE_BYTES[recipe.cache_type()]
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
     tables = {
@@ -162,11 +165,10 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     return MemoryPlan(
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
-        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
+        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) - experts,
+        experts=experts,
         mapped=mapped_bytes(geometry, recipe),
-        embedding=sum(
-            linear_bytes(table, form) for form in {choose_embedding_config(each, tied) for each in graphs.values()}
-        ),
+        embedding=sum(linear_bytes(table, form) for form in forms),
         workspace=activation_bytes(geometry, chunk, 4),
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
         workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
@@ -175,6 +177,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         window_per_token=sum(cache.bytes(1, size) for cache in kept if cache.window),
         window_positions=max((cache.count_held(chunk) for cache in geometry.caches), default=0),
         logits=LOGITS_COPIES * 4 * results,
+        per_layer_table=sum(linear_bytes(per_layer, form) for form in forms) if geometry.per_layer else 0,
     )
 
 

@@ -132,12 +132,16 @@ class Scheduler:
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the cache may fill without growing, in the memory that it lies in."""
-        return self._plan.parts(self._cache.capacity, self._cache.rows)["cache"]
+        return self._cache_bytes(self._cache.capacity, self._cache.rows)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of it that valid positions fill."""
-        return sum(self._plan.parts(sequence.cached)["cache"] for sequence in self._rows.held)
+        return sum(self._cache_bytes(sequence.cached) for sequence in self._rows.held)
+
+    def _cache_bytes(self, positions: int, rows: int = 1) -> int:
+        parts = self._plan.parts(positions, rows)
+        return parts["cache"] + parts.get("states", 0)
 
     # ------------------------------------------------------------------------------------------ admission
 

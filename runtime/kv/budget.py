@@ -106,6 +106,7 @@ class MemoryEstimate:
         limits: the largest of both that the model or the bundle can serve.
         needed: total bytes for another context and batch.
         seconds: that it takes, roughly; 0 where nobody asks.
+        mapped: bytes of tables beside, of whose file rows are read; the system takes their pages back.
     """
 
     stage: str
@@ -115,6 +116,7 @@ class MemoryEstimate:
     limits: Limits
     needed: Callable[[int, int], int] = field(repr=False, compare=False)
     seconds: float = 0.0
+    per_layer_table: int = 0
 
     @property
     def total(self) -> int:
@@ -162,7 +164,8 @@ def plan_run(plan: MemoryPlan, limits: Limits, context: int | None = None, batch
     """Loading a bundle and running it until ``context`` (default: the longest) tokens are cached in each of ``batch``
     rows; what is reserved beyond takes no memory before it is written."""
     context = limits.max_context if context is None else context
-    return MemoryEstimate("run", plan.parts(context, batch), context, batch, limits, plan.total)
+    parts = plan.parts(context, batch)
+    return MemoryEstimate("run", parts, context, batch, limits, plan.total, per_layer_table=plan.per_layer_table)
 
 
 def plan_load(manifest: Manifest, context: int | None = None, batch: int = 1) -> MemoryEstimate:

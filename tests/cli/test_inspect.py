@@ -1,7 +1,7 @@
 """``llmc inspect``: the right numbers for a checkpoint, an export and a bundle, without an engine."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +9,21 @@ from doubles.geometries import uniform
 
 from llmc import bundle
 from llmc.bundle import read_bundle
+from llmc.cli.inspect import geometry_rows
+from llmc.export.families import read_config
+from llmc.export.keys import Keys
+from llmc.optimize.plan.memory import memory_plan
+from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.targets import capabilities
 from llmc.publish import file_entries
+from llmc.runtime.kv.budget import plan_run
 
 
 @pytest.fixture
 def bundle_folder(tmp_path: Path, manifest: bundle.Manifest) -> Path:
     (tmp_path / "decode.onnx").write_bytes(b"x" * 1500)
     entries = file_entries(tmp_path, ["decode.onnx"])
-    bundle.write_manifest(dataclasses.replace(manifest, files=entries), tmp_path)
+    bundle.write_manifest(replace(manifest, files=entries), tmp_path)
     return tmp_path
 
 
@@ -81,7 +88,6 @@ def test_a_bundles_memory_is_its_own_plan(llmc, bundle_folder: Path):
             "engine": 500,
             "tokenizer": 50,
             "weights": 1000,
-            "mapped": 0,
             "embedding": 200,
             "cache": 16 * 512,
             "workspace": 64 + 8 * 512,
@@ -108,3 +114,39 @@ def test_a_bundle_holds_its_weights_once(tiny_bundle: Path):
     graphs = read_bundle(tiny_bundle).graphs.values()
     stored = (tiny_bundle / "weights.bin").stat().st_size
     assert stored <= 1.1 * sum(graph.weight_bytes for graph in graphs)
+
+
+def test_experts_states_and_per_layer_tables_are_named_and_planned_apart():
+    """What experts and states take of memory, and what is only mapped of a file: no part of the sum."""
+    limits, recipe = bundle.Limits(64, 2, 64), resolve(Request(), capabilities("cpu"), 64, "x")[0]
+    common = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 64}
+    common |= {"head_dim": 16, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "intermediate_size": 96}
+    mixture = {
+        "model_type": "qwen3_5_moe_text",
+        "hidden_act": "silu",
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    found = read_config(Keys(common | mixture, "x")).geometry
+    shown, parts = dict(geometry_rows(found)), memory_plan(found, limits, recipe, 0).parts(64, 2)
+    assert shown["experts"] == "3 of 8 for each token, inner size 32"
+    assert shown["states"] == "delta of 3x8192 and 32x128x128 values"
+    assert parts["experts"] > 4 * 8 * 3 * 32 * 64 and parts["states"] == 2 * 3 * 4 * (3 * 8192 + 32 * 128 * 128)
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    table = {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 6,
+        "hidden_size_per_layer_input": 8,
+        "sliding_window": 16,
+        "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
+    }
+    found = read_config(Keys(common | table, "x")).geometry
+    plan = memory_plan(found, limits, recipe, 0)
+    assert dict(geometry_rows(found))["per-layer table"] == "96 rows of 6 x 8"
+    assert plan.per_layer_table > 96 * 6 * 8
+    assert plan_run(plan, limits).per_layer_table == plan.per_layer_table and plan.total(64) == replace(
+        plan, per_layer_table=0
+    ).total(64)

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "mistral": "llama",
     "ministral3": "mistral3",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "phi": "phi2",
     "granitemoehybrid": "granite",
     "olmo3": "olmo2",
@@ -112,7 +113,8 @@ def _stack_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             base = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
             found |= zip([base.format("gate"), base.format("up")], np.split(array, 2, 1), strict=True)
         else:
-            found[name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")] = array
+            name = name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")
+            found[f"{name}.weight" if name.endswith("layer_scalar") else name] = array
     return {name: np.stack(array) if isinstance(array, list) else array for name, array in found.items()}
 
 
@@ -165,6 +167,28 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
         **_scaling(rope),
         **_windows(config),
         **(_states(config) if family == "qwen3_5_text" else {}),
+        **(_layers(config) if family == "gemma4_text" else {}),
+    }
+
+
+def _layers(config: dict[str, Any]) -> dict[str, Any]:
+    """What differs from layer to layer."""
+    sliding, own = [kind == "sliding_attention" for kind in config["layer_types"]], config["per_layer_config"]
+    full, shared = own[min(own)], config["num_kv_shared_layers"]
+    inner, heads = config["intermediate_size"], config["num_key_value_heads"]
+    return {
+        "feed_forward_length": [inner] * (len(sliding) - shared)
+        + [inner * (1 + config["use_double_wide_mlp"])] * shared,
+        "attention.head_count_kv": [heads if its else full.get("num_key_value_heads", heads) for its in sliding],
+        **{f"attention.{part}_length": full["head_dim"] for part in ("key", "value")},
+        **{f"attention.{part}_length_swa": config["head_dim"] for part in ("key", "value")},
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": sliding,
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "rope.dimension_count": full["head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base_swa": float(config["rope_parameters"]["sliding_attention"]["rope_theta"]),
     }
 
 
@@ -225,6 +249,10 @@ def _factors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     if rope.get("rope_type") == "longrope":
         factors = {kind: np.array(rope[f"{kind}_factor"], np.float32) for kind in ("long", "short")}
         return {f"rope_factors_{kind}.weight": array for kind, array in factors.items()}
+    if rope.get("rope_type") == "proportional":
+        pairs = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+        turning = int(pairs * rope["partial_rotary_factor"])
+        return {"rope_freqs.weight": np.array([1.0] * turning + [1e30] * (pairs - turning), np.float32)}
     if rope.get("rope_type") != "llama3":
         return {}
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -246,7 +274,7 @@ def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str,
     """The converter's tensors of one: rows of rotated heads in pairs as llama.cpp's llama models have them, Gemma's
     norms with one added, weights of GPT-2 turned, those of GPT-NeoX's heads apart, Granite's gate and up apart."""
     family, module, heads = config["model_type"], name.split(".")[-2], _any(config, *HEADS)
-    if family.startswith("gemma") and name.endswith("norm.weight"):
+    if family.startswith("gemma") and family != "gemma4_text" and name.endswith("norm.weight"):
         return {name: array + 1}
     if family == "gpt2" and array.ndim == 2 and module.startswith("c_"):
         return {name: np.ascontiguousarray(array.T)}

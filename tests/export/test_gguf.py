@@ -53,6 +53,8 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "lfm2-short-convolutions": {"conv_bias": False},
     "qwen3_5-delta-and-gates": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "qwen3_moe-first-layer-dense-bf16": {"mlp_only_layers": [], "dtype": "float32"},
+    "gemma4-keys-are-values": {},
+    "gemma4-shared-caches-per-layer-inputs": {"dtype": "float32"},
     "olmoe-unnormalized": {},
     "mixtral-experts": {},
     "granitemoe-experts": {},

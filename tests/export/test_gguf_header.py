@@ -162,6 +162,22 @@ def test_sizes_of_recurrent_layers_that_cannot_be_right_are_named(random_checkpo
     refuses(write_gguf(folder, tmp_path / "model.gguf", metadata={key: value}), *words)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("feed_forward_length", [96] * 5 + [288], ["[96, 96, 96, 96, 96, 288]", "twice it in the last 3 layers"]),
+        ("feed_forward_length", [96.5] * 6, ["a number for each of the 6 layers"]),
+        ("attention.value_length_swa", 8, ["gemma4.attention.value_length_swa is 8", "the width of a head, 16"]),
+        ("attention.sliding_window_pattern", [True, False], ["layer_types=", "6"]),
+        ("attention.shared_kv_layers", 5, ["in the last 5 layers"]),
+        ("expert_count", 128, ["gemma4.expert_count is 128", "expected 0"]),
+    ],
+)
+def test_layers_of_gemma4_that_cannot_be_right_are_named(random_checkpoint, tmp_path, key, value, words):
+    folder = random_checkpoint("gemma4-shared-caches-per-layer-inputs", dtype="float32")
+    refuses(write_gguf(folder, tmp_path / "model.gguf", metadata={key: value}), *words)
+
+
 @pytest.mark.parametrize("kind", ["longrope", "brand-new"])
 def test_a_rope_that_llama_has_not_is_refused(random_checkpoint, tmp_path, kind):
     path = write_gguf(random_checkpoint("llama-biases"), tmp_path / "model.gguf", metadata={"rope.scaling.type": kind})

@@ -9,9 +9,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmc.errors import CheckpointError
-from llmc.export.sources.gguf.config import Metadata, head_dim, read_common, read_factors, read_rope, turned_values
+from llmc.export.sources.gguf.config import (
+    Metadata,
+    check_width,
+    head_dim,
+    read_common,
+    read_factors,
+    read_rope,
+    turned_values,
+)
 
+# A factor by which frequencies are divided until nothing turns.
+ENDLESS = 1e30
 GELU = "gelu_pytorch_tanh"
+# Keys of which each layer has its own value.
+DIFFERING = {"gemma4": ("feed_forward_length", "attention.head_count_kv")}
 # How scores of experts become weights, by llama.cpp's numbers.
 SCORES = {1: "softmax", 2: "sigmoid"}
 
@@ -22,7 +34,11 @@ def read_config(data: Metadata) -> dict[str, Any]:
             f"{data.where}: general.architecture={data.architecture!r:.80} is unsupported in GGUF files; expected one "
             f"of {', '.join(ARCHITECTURES)}; export the checkpoint that the file was converted from"
         )
-    config = {"model_type": data.architecture, "hidden_act": "silu", **read_common(data)}
+    config = {
+        "model_type": data.architecture,
+        "hidden_act": "silu",
+        **read_common(data, DIFFERING.get(data.architecture, ())),
+    }
     config |= ARCHITECTURES[data.architecture](data, config)
     data.finish()
     return config
@@ -98,6 +114,53 @@ def _gemma3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": data.get("attention.sliding_window"),
         "sliding_window_pattern": data.get("attention.sliding_window_pattern", 6),
         "query_pre_attn_scalar": _gemma_scalar(config, 62),
+        "final_logit_softcapping": data.get("final_logit_softcapping"),
+    }
+
+
+def _gemma4(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that see all positions have heads of their own size, of which a part turns: other factors are endless."""
+    windowed, shared = data.each("attention.sliding_window_pattern") or [], _size(data, "attention.shared_kv_layers", 0)
+    full, width = [index for index, its in enumerate(windowed) if not its], data.get("attention.key_length_swa")
+    heads, inner = data.of_layers("attention.head_count_kv"), data.of_layers("feed_forward_length")
+    if inner != inner[:1] * (len(inner) - shared) + inner[-1:] * shared or inner[-1] not in (inner[0], 2 * inner[0]):
+        raise data.error(
+            "feed_forward_length", str(inner), f"one width, and it or twice it in the last {shared} layers"
+        )
+    for key, expected in (("attention.value_length_swa", width), ("rope.dimension_count_swa", width)):
+        if data.get(key, expected) != expected:
+            raise data.error(key, str(data.get(key)), f"the width of a head, {expected}")
+    check_width(data, config, "rope.dimension_count")
+    factors = [1.0]
+    if "rope_freqs.weight" in data.shapes:
+        factors = read_factors(data, "rope_freqs.weight", head_dim(config) // 2)
+    turning = factors.count(1.0)
+    if min(factors[turning:], default=ENDLESS) < ENDLESS:
+        raise data.error("rope_freqs.weight", "of other factors", f"1, then {ENDLESS:g} and more")
+    return {
+        "rope_theta": None,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": turning / len(factors),
+                "rope_theta": config.get("rope_theta", 1_000_000.0),
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": data.get("rope.freq_base_swa", 10_000.0)},
+        },
+        "model_type": "gemma4_text",
+        "hidden_act": None,
+        "hidden_activation": GELU,
+        "layer_types": ["sliding_attention" if its else "full_attention" for its in windowed],
+        "head_dim": width,
+        "global_head_dim": config.get("head_dim"),
+        "num_key_value_heads": next((heads[i] for i, its in enumerate(windowed) if its), heads[0]),
+        "num_global_key_value_heads": heads[full[0]] if full else None,
+        "attention_k_eq_v": bool(full) and f"blk.{full[0]}.attn_v.weight" not in data.shapes,
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] != inner[0],
+        "num_kv_shared_layers": shared,
+        "sliding_window": data.get("attention.sliding_window"),
+        "hidden_size_per_layer_input": data.get("embedding_length_per_layer_input") or 0,
         "final_logit_softcapping": data.get("final_logit_softcapping"),
     }
 
@@ -192,8 +255,8 @@ def _qwen35(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     data.skip("rope.dimension_sections")
     sizes = {name: _size(data, key) for key, name in _SIZES.items()}
     sizes["linear_value_head_dim"] //= sizes["linear_num_value_heads"]
-    more, recurrent = data.get("nextn_predict_layers") or 0, data.each("attention.recurrent_layers")
-    layers = _size(data, "block_count") - (_size(data, "nextn_predict_layers") if more else 0)
+    more, recurrent = _size(data, "nextn_predict_layers", 0), data.each("attention.recurrent_layers")
+    layers = _size(data, "block_count") - more
     kinds = None if recurrent is None else ["linear_attention" if its else "full_attention" for its in recurrent]
     return {
         **read_rope(data, config, partial=True),
@@ -206,9 +269,10 @@ def _qwen35(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _size(data: Metadata, key: str) -> int:
-    size = data.get(key)
-    if type(size) is not int or not 0 < size < 1 << 20:
+def _size(data: Metadata, key: str, least: int = 1) -> int:
+    """A number that sizes are computed with; 0 may be left out where it is allowed."""
+    size = data.get(key, None if least else 0)
+    if type(size) is not int or not least <= size < 1 << 20:
         raise data.error(key, repr(size), "a number above 0")
     return size
 
@@ -252,6 +316,7 @@ ARCHITECTURES: dict[str, Reader] = {
     "gemma": lambda data, config: {**read_rope(data, config), "hidden_act": GELU},
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "phi2": lambda data, config: {**_partial(data, config), "model_type": "phi", "hidden_act": "gelu_new"},
     "phi3": _phi3,
     "granite": _granite,

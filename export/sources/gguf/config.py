@@ -1,6 +1,6 @@
 """Rebuilds from a GGUF file's metadata what all architectures share of ``config.json``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,17 @@ class Metadata:
             raise self.error(key, repr(value), f"a period of the {layers} layers, or a value for each")
         return [(i + 1) % value != 0 for i in range(layers)]
 
+    def of_layers(self, key: str) -> list[Any]:
+        """The value under a key for each layer; one number is that of all."""
+        self._read.add(key)
+        value, layers = self.values.get(f"{self.architecture}.{key}"), self.get("block_count")
+        if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
+            raise self.error("block_count", repr(layers), "a number of layers")
+        found = value.tolist() if isinstance(value, np.ndarray) else [value] * layers
+        if len(found) != layers or any(type(item) is not int for item in found):
+            raise self.error(key, repr(value), f"a number for each of the {layers} layers")
+        return found
+
     def has(self, tensor: str) -> bool:
         """True if the first layer has this tensor."""
         return f"blk.0.{tensor}" in self.shapes
@@ -97,8 +108,10 @@ class Metadata:
         )
 
 
-def read_common(data: Metadata) -> dict[str, Any]:
-    config = {name: value for key, name in _COMMON.items() if (value := data.get(key)) is not None}
+def read_common(data: Metadata, differing: Collection[str] = ()) -> dict[str, Any]:
+    """What all architectures say, but for keys that differ from layer to layer, which its own reader takes apart."""
+    keys = {key: name for key, name in _COMMON.items() if key not in differing}
+    config = {name: value for key, name in keys.items() if (value := data.get(key)) is not None}
     config["vocab_size"] = data.shapes.get("token_embd.weight", (0,))[0]
     config["tie_word_embeddings"] = "output.weight" not in data.shapes
     if data.get("vocab_size", config["vocab_size"]) != config["vocab_size"]:

@@ -29,6 +29,7 @@ STORED = ("F32", "F16", "BF16")
 # Number of weights that are unpacked at a time: 16 MiB as float32.
 PIECE = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PER_LAYER = "model.embed_tokens_per_layer.weight"
 _MODULES = {
     "token_embd": "model.embed_tokens",
     "position_embd": "model.embed_positions",
@@ -56,6 +57,16 @@ _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA4 = {
+    **_SANDWICH,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
 }
 _LFM2 = {
     "token_embd_norm": "model.embedding_norm",
@@ -85,13 +96,17 @@ _OTHER_MODULES = {
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
+    "gemma4_text": _GEMMA4,
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN35),
     "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
     "gpt2": {"attn_qkv": "self_attn.c_attn"},
 }
 # Matrices whose integers a product takes.
-_KEPT = ("_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+_KEPT = (
+    *("_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj_qkv.weight", "in_proj_z.weight"),
+    *("per_layer_input_gate.weight", "per_layer_projection.weight"),
+)
 # Families whose heads llama.cpp rotates by neighbouring values, Hugging Face by values half a head apart.
 _TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "smollm3")
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<module>.+?)(?P<kind>\.weight|\.bias|))")
@@ -188,7 +203,7 @@ def _unpacked_type(name: str, entry: Entry, order: Order | None, config: Mapping
     layout = LAYOUTS.get(entry.kind)
     if layout and len(entry.shape) > 2:  # experts
         return "F16"
-    if layout and name == EMBEDDING:
+    if layout and name in (EMBEDDING, PER_LAYER):
         return "" if config["tie_word_embeddings"] and layout.offsets is None else "F16"
     is_whole = layout and (order is None or order.columns is None or order.run % layout.block == 0)
     return "" if is_whole and (name.endswith(_KEPT) or name == HEAD) else "F32"
