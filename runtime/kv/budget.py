@@ -106,7 +106,7 @@ class MemoryEstimate:
         limits: the largest of both that the model or the bundle can serve.
         needed: total bytes for another context and batch.
         seconds: that it takes, roughly; 0 where nobody asks.
-        mapped: bytes of tables beside, of whose file rows are read; the system takes their pages back.
+        per_layer_table: bytes of a table beside, of whose file rows are read; the system takes their pages back.
     """
 
     stage: str
