@@ -393,7 +393,7 @@ class Geometry:
 
     @property
     def cpu_only(self) -> str:
-        """What of the model is lowered for CPUs alone, in words; empty if every target takes the model."""
+        """Parts of the model that are lowered for CPUs alone, in words; empty if every target takes the model."""
         parts = {
             "recurrent layers": self.recurrents,
             "mixtures of experts": self.mixtures,

@@ -276,7 +276,7 @@ class Recipe:
         return {self.precision, self.head, *self.layers.values()}
 
     def rotates(self, phase: str) -> bool:
-        """Whether the graph of a phase has the residual stream in another basis; a shared one is decode's."""
+        """True if the graph of a phase has the residual stream in another basis; a shared one is decode's."""
         return ("decode" if phase == "shared" else phase) in self.rotated
 
     def cache_type(self) -> str:
