@@ -171,7 +171,7 @@ class RecurrentConfig:
 
     @property
     def conv_scales(self) -> tuple[float, ...]:
-        """What multiplies each of the convolution's channels, of values, keys and queries."""
+        """The factor of each of the convolution's channels, which are those of values, keys and queries."""
         keys = self.key_heads * self.key_dim
         return tuple(it for it, run in zip(self.scales[1:4], (self.inner, keys, keys), strict=True) for _ in range(run))
 

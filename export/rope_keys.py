@@ -171,5 +171,5 @@ def _magnitude(config: Keys, keys: Keys, factor: float) -> float:
 
 
 def compute_attention_factor(factor: float, scale: float | None) -> float:
-    """What yarn's paper advises to multiply attention by, on both sides, where positions are spread by ``factor``."""
+    """The length of queries and keys that yarn's paper advises where positions are spread by ``factor``."""
     return 0.1 * (scale or 0.0) * log(factor) + 1.0 if factor > 1 else 1.0

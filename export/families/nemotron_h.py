@@ -82,7 +82,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _read_kinds(keys: Keys) -> list[str]:
-    """What each layer is, by a list or by a string of one letter for each."""
+    """The kind of each layer, from a list or from a string of one letter for each."""
     types, pattern = keys.raw("layer_types"), keys.raw("hybrid_override_pattern")
     found = [NEW_NAMES.get(str(it), str(it)) for it in types] if isinstance(types, list) else []
     letters = [KINDS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else list(found)
