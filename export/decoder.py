@@ -27,6 +27,13 @@ class TakePositions(nn.Module):
         return ops.take_positions(hidden, indices)
 
 
+class Sum(nn.Module):
+    """A module only so that its node in the graph has another name than the residual sums."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
 class Positions(nn.Module):
     """lengths (B), indices of new tokens (B, O) -> their positions (B, O)."""
 
@@ -48,7 +55,7 @@ class DecoderLayer(nn.Module):
             self.self_attn = kind(layer.attention, rope, hidden_size, config.norm)
         if layer.recurrent is not None:
             self.recurrent = Recurrent(layer.recurrent, hidden_size, config.norm)
-        self.residual_scale = Scale(config.residual_scale)
+        self.residual_scale, self.mixers, self.feeders = Scale(config.residual_scale), Sum(), Sum()
         self.attention_scale, self.recurrent_scale = Scale(layer.attention_scale), Scale(layer.recurrent_scale)
         if layer.mlp is not None:
             self.mlp = MLP(layer.mlp, hidden_size)
@@ -109,12 +116,12 @@ class DecoderLayer(nn.Module):
             return attended, presents
         assert past is not None and new_lengths is not None
         recurred, states = self.recurrent(read, past[2:], new_lengths)
-        return attended + self.recurrent_scale(recurred), (*presents, *states)
+        return self.mixers(attended, self.recurrent_scale(recurred)), (*presents, *states)
 
     def _feed(self, read: Tensor) -> Tensor:
         """The sum of what experts and the MLP make, or one of them."""
         parts = [part(read) for part in (self.experts, self.mlp) if part is not None]
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]  # type: ignore[no-any-return]
+        return parts[0] if len(parts) == 1 else self.feeders(*parts)  # type: ignore[no-any-return]
 
     def _normalize(self, name: str, x: Tensor) -> Tensor:
         return self.get_submodule(name)(x) if name else x

@@ -36,12 +36,8 @@ def recurrent_layers(
 def read_mamba(keys: Keys, inner: int, default_groups: int = 1, default_state: int = 256) -> RecurrentConfig:
     """Mamba 2, whose values are ``inner`` wide in all heads; heads of a group share keys and queries."""
     keys.skip("mamba_chunk_size", "mamba_expand")
-    heads, groups, stated = (
-        keys.integer("mamba_n_heads", 128),
-        keys.integer("mamba_n_groups", default_groups),
-        keys.raw("mamba_d_head"),
-    )
-    width = inner // heads
+    heads, groups = keys.integer("mamba_n_heads", 128), keys.integer("mamba_n_groups", default_groups)
+    width, stated = inner // heads, keys.raw("mamba_d_head")
     if stated not in (None, "auto", width) or width * heads != inner:
         raise keys.error("mamba_d_head", stated, f"{inner} values in all of mamba_n_heads={heads} heads")
     if heads % groups:

@@ -246,7 +246,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "nemotron_h-one-part-per-layer": {
         "model_type": "nemotron_h",
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
         "head_dim": 32,
         "mamba_num_heads": 8,
         "mamba_head_dim": 16,

@@ -115,8 +115,9 @@ def test_the_graph_can_be_cut_between_layers(case, model):
     producers = {value.name: node.name for node in model.graph for value in node.outputs}
     assert producers["hidden.0"].startswith(("model.embed_tokens", "embedding_scale", "residual"))
     mlps = {part.layer for part in (*geometry.mlps, *geometry.mixtures)}
+    both = mlps & {part.layer for part in (*geometry.attentions, *geometry.recurrents)}
     for i in range(geometry.layers if not geometry.layer_scalars else 0):
-        assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual" + ("_1" if i in mlps else "")
+        assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual" + ("_1" if i in both else "")
     readers = {node.name: [value.name for value in node.inputs] for node in model.graph}
     linear = geometry.linear["model.layers.1.self_attn.q_proj"]
     assert readers[linear.reads if linear.producer else linear.name][0] == "hidden.1"
@@ -163,13 +164,14 @@ def stored_bytes(file: Path) -> dict[str, bytes]:
 
 
 def test_the_file_stays_small_and_keeps_no_trace_of_the_exporter(case, model):
-    assert (case.export / "decoder.onnx").stat().st_size < 22_000 * len(read_checkpoint(case.checkpoint).config.layers)
+    assert (case.export / "decoder.onnx").stat().st_size < 32_000 * len(read_checkpoint(case.checkpoint).config.layers)
     assert not any(node.metadata_props or node.doc_string for node in model.graph)
     assert {node.op_type for node in model.graph} <= {
         *("Add", "Cast", "CachedAttention", "Constant", "CumSum", "Div", "Gather", "GatherND", "Gelu"),
         *("LayerNormalization", "LessOrEqual", "MatMul", "Mul", "RMSNormalization", "Relu", "Reshape", "RotatedHeads"),
         *("Sigmoid", "Sub", "Tanh", "Transpose", "Unsqueeze", "CausalConv", "LinearAttention", "Slice", "Softplus"),
-        *("Exp", "Neg", "Softmax", "Experts", "SharedAttention"),
+        *("Exp", "Neg", "Softmax", "Experts", "SharedAttention", "CastLike", "Clip", "Concat", "GreaterOrEqual"),
+        *("Pad", "ReduceSum", "TopK", "Where"),
     }
 
 
