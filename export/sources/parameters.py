@@ -153,7 +153,7 @@ def _find_expert(folder: Path, name: str, tensor: Weight | None, shape: tuple[in
     return tensor
 
 
-def _read_all(folder: Path, tensors: Sequence[StoredTensor], names: tuple[str, ...]) -> Iterator[Array]:
+def _read_all(folder: Path, tensors: Sequence[StoredTensor], names: tuple[str, ...] = ()) -> Iterator[Array]:
     for number, it in enumerate(tensors):
         matrix = np.memmap(folder / it.file, array_type(it.dtype), "r", it.offset, it.shape)
         is_gate = names == ("up_proj", "up_proj") and number % 2 == 0
