@@ -171,12 +171,6 @@ class RecurrentConfig:
         """True if each group has weights of its own behind the norm, which then has ones."""
         return self.rule == "mamba2" and self.key_heads > 1 and self.normed
 
-    @property
-    def conv_scales(self) -> tuple[float, ...]:
-        """Factors of the convolution's channels: of values, keys and queries."""
-        keys = self.key_heads * self.key_dim
-        return tuple(it for it, run in zip(self.scales[1:4], (self.inner, keys, keys), strict=True) for _ in range(run))
-
 
 @dataclass(frozen=True)
 class MlpConfig:

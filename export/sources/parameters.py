@@ -17,6 +17,7 @@ from llmc.errors import CheckpointError
 from llmc.export.config import (
     STEEP,
     DecoderConfig,
+    RecurrentConfig,
     attentions,
     linears,
     list_packed_parameters,
@@ -74,8 +75,8 @@ def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, fou
     assert mixer is not None
     if mixer.scaled_apart and (name := f"{item.name}.norm.weight") in found:
         converted[f"{item.name}.norm_scale"] = found[name]
-    if set(mixer.conv_scales) != {1.0} and (name := f"{item.name}.conv.weight") in found:
-        view = partial(_scale_rows, np.array(mixer.conv_scales, np.float32))
+    if set(mixer.scales[1:4]) != {1.0} and (name := f"{item.name}.conv.weight") in found:
+        view = partial(_scale_channels, mixer)
         converted[name] = _make_view(folder, found[name], view, found[name].shape, "F32")
     return converted
 
@@ -239,7 +240,10 @@ def _plus_one(weight: Array) -> Array:
     return found
 
 
-def _scale_rows(scales: Array, weight: Array) -> Array:
+def _scale_channels(mixer: RecurrentConfig, weight: Array) -> Array:
+    """The weight of a convolution, whose channels are those of values, keys and queries."""
+    keys = mixer.key_heads * mixer.key_dim
+    scales = np.repeat(np.array(mixer.scales[1:4], np.float32), (mixer.inner, keys, keys))
     found: Array = weight.astype(np.float32) * scales[:, None, None]
     return found
 
