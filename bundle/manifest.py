@@ -301,7 +301,7 @@ class MemoryPlan:
         engine: interpreter, libraries, and the structures of the opened graphs.
         tokenizer: the vocabulary and its merges, as the tokenizers library holds them.
         weights: of all graphs, as the engine's kernels read them.
-        mapped: of experts that kernels read in the mapped file: resident from their first use until memory is short.
+        mapped_experts: that kernels read in the mapped file: resident from their first use until memory is short.
         embedding: its table in each form that a graph has, of which a page is read when a token asks for its row.
         workspace: activations of the largest call.
         workspace_per_token: attention's scores of that call and the rotary tables, per cached position.
@@ -315,7 +315,7 @@ class MemoryPlan:
     tokenizer: Bytes
     logits: Bytes
     weights: Bytes = 0
-    mapped: Bytes = 0
+    mapped_experts: Bytes = 0
     embedding: Bytes = 0
     workspace: Bytes = 0
     workspace_per_token: Bytes = 0
@@ -331,7 +331,7 @@ class MemoryPlan:
             "engine": self.engine,
             "tokenizer": self.tokenizer,
             "weights": self.weights,
-            "mapped": self.mapped,
+            **({"mapped experts": self.mapped_experts} if self.mapped_experts else {}),
             "embedding": self.embedding,
             "cache": batch * (self.state + self.cache_per_token * positions + self.window_per_token * windows),
             "workspace": self.workspace + self.workspace_per_token * positions,

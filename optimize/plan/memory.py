@@ -114,7 +114,7 @@ def expert_bytes(item: Experts, config: QuantConfig) -> int:
     return round(stored * (EXPERT_COPIES if isinstance(config, WeightOnly) else 1))
 
 
-def mapped_bytes(geometry: Geometry, recipe: Recipe) -> int:
+def mapped_expert_bytes(geometry: Geometry, recipe: Recipe) -> int:
     """Bytes of experts that kernels read in the mapped file, once for all graphs."""
     stored = next(iter(quant_configs(recipe, geometry).values()))
     return sum(_coded_bytes(item) for item in geometry.mixtures if stored.stored(item.name) == Mxfp4())
@@ -163,7 +163,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()),
-        mapped=mapped_bytes(geometry, recipe),
+        mapped_experts=mapped_expert_bytes(geometry, recipe),
         embedding=sum(
             linear_bytes(table, form) for form in {choose_embedding_config(each, tied) for each in graphs.values()}
         ),

@@ -81,7 +81,6 @@ def test_a_bundles_memory_is_its_own_plan(llmc, bundle_folder: Path):
             "engine": 500,
             "tokenizer": 50,
             "weights": 1000,
-            "mapped": 0,
             "embedding": 200,
             "cache": 16 * 512,
             "workspace": 64 + 8 * 512,

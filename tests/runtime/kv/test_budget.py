@@ -65,7 +65,6 @@ def test_the_parts_follow_the_formula():
         "engine": 60 * MB,
         "tokenizer": 5 * MB,
         "weights": 100 * MB,
-        "mapped": 0,
         "embedding": 30 * MB,
         "cache": 10_000 * 300 * 2,
         "workspace": 20 * MB + 2_000 * 300,
