@@ -60,7 +60,7 @@ ROTATING = 2 * 4 + 2
 RETAINED = 1
 # A layer of the reference as the engine runs it: float32 weights folded from the stored type, and packed for kernels.
 REFERENCE_COPIES = 2
-# Between an expert's codes and its floats lie their numbers, values and blocks.
+# Between an expert's codes and its floats lie numbers, values and their products.
 EXPERT_STEPS = 4
 # TensorRT-RTX 1.7's builder with its kernels, and what it holds of each byte of weights beside the mapped file: slopes
 # between one layer and three of an 8B model. Floats are laid out anew, nibbles unpacked.
