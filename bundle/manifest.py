@@ -302,7 +302,7 @@ class MemoryPlan:
         tokenizer: the vocabulary and its merges, as the tokenizers library holds them.
         weights: of all graphs, as the engine's kernels read them.
         experts: of all graphs' mixtures, the same.
-        mapped: of experts that kernels read in the mapped file: resident from their first use until memory is short.
+        mapped_experts: that kernels read in the mapped file: resident from their first use until memory is short.
         embedding: its table in each form that a graph has, of which a page is read when a token asks for its row.
         workspace: activations of the largest call.
         workspace_per_token: attention's scores of that call and the rotary tables, per cached position.
@@ -318,7 +318,7 @@ class MemoryPlan:
     logits: Bytes
     weights: Bytes = 0
     experts: Bytes = 0
-    mapped: Bytes = 0
+    mapped_experts: Bytes = 0
     embedding: Bytes = 0
     workspace: Bytes = 0
     workspace_per_token: Bytes = 0
@@ -336,7 +336,7 @@ class MemoryPlan:
             "tokenizer": self.tokenizer,
             "weights": self.weights,
             **({"experts": self.experts} if self.experts else {}),
-            **({"mapped": self.mapped} if self.mapped else {}),
+            **({"mapped experts": self.mapped_experts} if self.mapped_experts else {}),
             "embedding": self.embedding,
             **({"states": batch * self.state} if self.state else {}),
             "cache": batch * (self.cache_per_token * positions + self.window_per_token * windows),

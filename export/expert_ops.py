@@ -129,13 +129,8 @@ def _dequantize(stack: str) -> str:
     """The matrix [N, K] of expert ``e`` of a stack in MXFP4, as ``{stack}_float``."""
     return f"""
             {stack}_codes = Gather <axis = 0> ({stack}, e)
-            {stack}_low = BitwiseAnd ({stack}_codes, low_half)
-            {stack}_high = BitShift <direction = "RIGHT"> ({stack}_codes, half)
-            {stack}_low_column = Unsqueeze ({stack}_low, last_axis)
-            {stack}_high_column = Unsqueeze ({stack}_high, last_axis)
-            {stack}_pairs = Concat <axis = -1> ({stack}_low_column, {stack}_high_column)
-            {stack}_numbers = Cast <to = 6> ({stack}_pairs)
-            {stack}_values = Gather (levels, {stack}_numbers)
+            {stack}_numbers = Cast <to = 6> ({stack}_codes)
+            {stack}_values = Gather (pairs, {stack}_numbers)
             {stack}_blocks = Reshape ({stack}_values, of_blocks)
             {stack}_exponents = Gather <axis = 0> ({stack}_scales, e)
             {stack}_exponents_float = Cast <to = 1> ({stack}_exponents)
@@ -147,20 +142,21 @@ def _dequantize(stack: str) -> str:
 """
 
 
+# Values of MXFP4's codes, and both of each byte.
+E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+_PAIRS = ", ".join(f"{E2M1[byte & 15]}, {E2M1[byte >> 4]}" for byte in range(256))
+
 # The clamped form with stacks in MXFP4: uint8 (E, 2*I, N/2) and (E, N, I/2), of two values the first in the low half,
 # and scales uint8 (E, 2*I, N/32) and (E, N, I/32), exponents of two with 127 added.
 _MXFP4 = _CLAMPED.replace("down_bias)", "down_bias, gate_up_scales, down_scales)").replace(
     "    alpha_float =",
     """
-    low_half = Constant <value = uint8 {15}> ()
-    half = Constant <value = uint8 {4}> ()
-    levels = Constant <value_floats = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0,
-        -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]> ()
+    pairs = Constant <value = float[256, 2] {PAIRS}> ()
     middle = Constant <value_float = 127.0> ()
     two = Constant <value_float = 2.0> ()
     of_blocks = Constant <value_ints = [0, -1, 32]> ()
     of_rows = Constant <value_ints = [0, -1]> ()
-    alpha_float =""",
+    alpha_float =""".replace("PAIRS", _PAIRS),
 )
 for _stack in ("gate_up", "down"):
     _read = f"""

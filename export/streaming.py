@@ -14,6 +14,7 @@ from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import PER_LAYER_NORM
 from llmc.export.decoder import DecoderLayer
+from llmc.export.expert_ops import E2M1
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
 from llmc.export.sources.checkpoint import EMBEDDING, HEAD, read_json
@@ -30,9 +31,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "I4": torch.int8,  # two in each
 }
-
-# Values of MXFP4's codes.
-E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
 class StreamedDecoder:

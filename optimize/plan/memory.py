@@ -60,7 +60,7 @@ ROTATING = 2 * 4 + 2
 RETAINED = 1
 # A layer of the reference as the engine runs it: float32 weights folded from the stored type, and packed for kernels.
 REFERENCE_COPIES = 2
-# Between an expert's codes and its floats lie their numbers, values and blocks.
+# Between an expert's codes and its floats lie numbers, values and their products.
 EXPERT_STEPS = 4
 # TensorRT-RTX 1.7's builder with its kernels, and what it holds of each byte of weights beside the mapped file: slopes
 # between one layer and three of an 8B model. Floats are laid out anew, nibbles unpacked.
@@ -114,7 +114,7 @@ def expert_bytes(item: Experts, config: QuantConfig) -> int:
     return round(stored * (EXPERT_COPIES if isinstance(config, WeightOnly) else 1))
 
 
-def mapped_bytes(geometry: Geometry, recipe: Recipe) -> int:
+def mapped_expert_bytes(geometry: Geometry, recipe: Recipe) -> int:
     """Bytes of experts that kernels read in the mapped file, once for all graphs."""
     stored = next(iter(quant_configs(recipe, geometry).values()))
     return sum(_coded_bytes(item) for item in geometry.mixtures if stored.stored(item.name) == Mxfp4())
@@ -167,7 +167,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) - experts,
         experts=experts,
-        mapped=mapped_bytes(geometry, recipe),
+        mapped_experts=mapped_expert_bytes(geometry, recipe),
         embedding=sum(linear_bytes(table, form) for form in forms),
         workspace=activation_bytes(geometry, chunk, 4),
         # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.

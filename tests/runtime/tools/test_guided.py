@@ -181,6 +181,14 @@ TWO = {
 }
 
 
+@pytest.mark.parametrize("vocabulary", ["special"], indirect=True)
+def test_texts_and_json_stand_behind_harmonys_header(vocabulary: Vocabulary):
+    plan, header = plan_of("harmony", FEW, "auto"), FORMATS["harmony"].frame[0]
+    assert vocabulary.allows(plan, f"{header}Some text")
+    assert vocabulary.allows(plan, f'{header}{{"open": true}}', json_schema=SCHEMA)
+    assert not vocabulary.allows(plan, f"{header}Some text", json_schema=SCHEMA)
+
+
 def test_an_answer_may_be_json_or_calls(vocabulary: Vocabulary):
     plan, form = plan_of("hermes", FEW, "auto"), {"json_schema": SCHEMA}
     assert vocabulary.allows(plan, '{"open": true}', **form)
