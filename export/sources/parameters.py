@@ -5,6 +5,7 @@ Tensors that need no conversion stay references to the files; the others are con
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -118,19 +119,47 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
     return stacked
 
 
-def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> MadeTensor:
+def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Weight:
     """The rows of each expert's gate, then those of up."""
     half = (shape[0], shape[1] // 2, shape[2])
-    if isinstance(gate, QuantizedTensor) or isinstance(up, QuantizedTensor) or gate.dtype != up.dtype:
-        raise CheckpointError(f"{folder}: gate and up of experts are {gate.dtype} and {up.dtype}; expected one type")
+    kinds = [it.kind if isinstance(it, QuantizedTensor) else it.dtype for it in (gate, up)]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(f"{folder}: gate and up of experts are {kinds[0]} and {kinds[1]}; expected one type")
     if not gate.shape == up.shape == half:
         raise CheckpointError(f"{folder}: {explain_shape('gate or up of experts', gate.shape, half)}")
+    if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
+        return _join_codes(gate, up)
+    assert not isinstance(gate, QuantizedTensor) and not isinstance(up, QuantizedTensor)
 
     def pieces() -> Iterator[Array]:
         for both in zip(_read_rows(folder, gate), _read_rows(folder, up), strict=True):
             yield np.concatenate(both)[None]
 
     return MadeTensor(gate.dtype, shape, pieces)
+
+
+def _join_codes(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
+    count, (rows, columns) = gate.stacked, gate.codes.shape
+
+    def join(read: Callable[[QuantizedTensor], Array]) -> Array:
+        halves = [(found := read(it)).reshape(count, -1, found.shape[1]) for it in (gate, up)]
+        joined: Array = np.concatenate(halves, 1).reshape(-1, halves[0].shape[2])
+        return joined
+
+    def read_codes(tensor: QuantizedTensor) -> Array:
+        assert isinstance(tensor.codes, MadeTensor)
+        return np.concatenate(list(tensor.codes.pieces()))
+
+    def read_offsets(tensor: QuantizedTensor) -> Array:
+        assert tensor.offsets is not None
+        return tensor.offsets()
+
+    return replace(
+        gate,
+        codes=MadeTensor(gate.dtype, (2 * rows, columns), lambda: iter([join(read_codes)])),
+        scales=lambda: join(lambda it: it.scales()),
+        offsets=gate.offsets and (lambda: join(read_offsets)),
+    )
 
 
 def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:

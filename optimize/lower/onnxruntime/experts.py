@@ -14,7 +14,7 @@ from llmc.errors import BuildError
 from llmc.inventory import Experts
 from llmc.optimize.lower.context import Float16, Float32, LoweringContext, WeightOnly
 from llmc.optimize.lower.onnxruntime.recurrent import inline_vectors
-from llmc.optimize.lower.raising import find_vector
+from llmc.optimize.lower.raising import find_weight
 from llmc.optimize.lower.rewrite import (
     LLMC,
     MICROSOFT,
@@ -27,9 +27,9 @@ from llmc.optimize.lower.rewrite import (
     vector,
 )
 from llmc.optimize.quantize import rtn
-from llmc.optimize.quantize.grid import Float, Grid, pack_blocks, pack_zero_points
+from llmc.optimize.quantize.grid import Float, Grid, Quantized, pack_blocks, pack_zero_points
 from llmc.optimize.weights.store import grid_name
-from llmc.optimize.weights.tensors import in_parallel
+from llmc.optimize.weights.tensors import CodedTensor, Weight, in_parallel, sizes
 
 # int8 arithmetic inside QMoE; with float activations a token of 4-bit experts takes three times as long.
 ACCURACY_INT8 = 4
@@ -91,7 +91,7 @@ def fit_block(grid: Grid, item: Experts) -> Grid:
 
 def _emit_integers(node: ir.Node, item: Experts, logits: ir.Value, grid: Grid, context: LoweringContext) -> ir.Value:
     emit = Emitter(node, main="QMoE")
-    stacks = [_pack(node, part, grid, context) for part in range(2)]
+    stacks = [_pack(node, item, part, grid, context) for part in range(2)]
     (gate_up, gate_up_scales, *gate_up_zeros), (down, down_scales, *down_zeros) = (
         [initializer(emit.graph, tensor) for tensor in stack] for stack in stacks
     )
@@ -109,18 +109,26 @@ def _emit_integers(node: ir.Node, item: Experts, logits: ir.Value, grid: Grid, c
     )
 
 
-def _pack(node: ir.Node, part: int, grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
-    """Codes uint8 [E, N, K * bits / 8], scales float32 [E, N, K / block] and, on an asymmetric grid, zero points."""
-    tensor = find_vector(node.inputs[3 + part])
+def _pack(node: ir.Node, item: Experts, part: int, grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
+    """Codes uint8 [E, N, K * bits / 8], scales float32 [E, N, K / block] and, on an asymmetric grid, zero points: the
+    checkpoint's own where they are on the grid, else the nearest."""
+    tensor = find_weight(node.inputs[3 + part])
 
     def make() -> list[NDArray[np.generic]]:
+        is_kept = isinstance(tensor, CodedTensor) and context.calibrated.keeps(tensor, grid)
+        kept = context.calibrated.quantize_stacked([tensor], grid) if is_kept else None
+
         def pack_expert(expert: int) -> list[NDArray[np.generic]]:
-            found = rtn.quantize(_read_expert(tensor, expert, part == 0, context), grid)
+            if kept is None:
+                found = rtn.quantize(_read_expert(tensor, item, expert, part == 0, context), grid)
+            else:
+                rows = len(kept.values) // item.count
+                found = _reorder(kept.rows(expert * rows, (expert + 1) * rows), _order(rows, part == 0))
             codes = pack_blocks(found.values, grid).reshape(len(found.values), -1)
             zeros = [] if found.zero_points is None else [pack_zero_points(found.zero_points, grid)]
             return [codes, found.scales, *zeros]
 
-        experts = in_parallel(pack_expert, range(_count(tensor)))
+        experts = in_parallel(pack_expert, range(item.count))
         return [np.stack(arrays) for arrays in zip(*experts, strict=True)]
 
     name = f"{tensor.name}.experts.{grid_name(grid)}"
@@ -129,16 +137,16 @@ def _pack(node: ir.Node, part: int, grid: Grid, context: LoweringContext) -> lis
 
 def _emit_floats(node: ir.Node, item: Experts, logits: ir.Value, dtype: str, context: LoweringContext) -> ir.Value:
     emit = Emitter(node, main="MoE")
-    stacks = [_convert(emit, _store(node, part, dtype, context)) for part in range(2)]
+    stacks = [_convert(emit, _store(node, item, part, dtype, context)) for part in range(2)]
     inputs = node.inputs[0], logits, stacks[0], None, stacks[1]
     return emit("MoE", *inputs, domain=MICROSOFT, k=item.chosen, **ATTRIBUTES)
 
 
-def _store(node: ir.Node, part: int, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
-    tensor = find_vector(node.inputs[3 + part])
+def _store(node: ir.Node, item: Experts, part: int, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
+    tensor = find_weight(node.inputs[3 + part])
 
     def make() -> list[NDArray[np.generic]]:
-        experts = [_read_expert(tensor, expert, part == 0, context) for expert in range(_count(tensor))]
+        experts = [_read_expert(tensor, item, expert, part == 0, context) for expert in range(item.count)]
         return [np.stack(experts).astype(dtype, copy=False)]
 
     return context.weights.add([f"{tensor.name}.experts.{dtype}"], make)[0]
@@ -148,11 +156,18 @@ def _convert(emit: Emitter, tensor: ir.ExternalTensor) -> ir.Value:
     return emit_conversion(emit, initializer(emit.graph, tensor), tensor.dtype, ir.DataType.FLOAT)
 
 
-def _read_expert(tensor: ir.ExternalTensor, expert: int, in_turn: bool, context: LoweringContext) -> Float:
+def _read_expert(tensor: Weight, item: Experts, expert: int, in_turn: bool, context: LoweringContext) -> Float:
     """One expert's matrix, float32 [N, K]; of gate and up the rows ``in_turn`` instead of one behind the other."""
-    matrix: Float = context.calibrated.rows(tensor, expert, expert + 1)[0]
-    return matrix.reshape(2, -1, matrix.shape[1]).swapaxes(0, 1).reshape(matrix.shape) if in_turn else matrix
+    rows = sizes(tensor)[0] // item.count  # 1, or of integers those of a matrix
+    read: Float = context.calibrated.rows(tensor, expert * rows, (expert + 1) * rows)
+    matrix = read.reshape(-1, read.shape[-1])
+    return matrix[_order(len(matrix), in_turn)]
 
 
-def _count(tensor: ir.ExternalTensor) -> int:
-    return int(tensor.shape.numpy()[0])
+def _order(rows: int, in_turn: bool) -> NDArray[np.int64]:
+    return np.arange(rows).reshape(2, -1).T.ravel() if in_turn else np.arange(rows)
+
+
+def _reorder(found: Quantized, order: NDArray[np.int64]) -> Quantized:
+    zeros = None if found.zero_points is None else found.zero_points[order]
+    return Quantized(found.values[order], found.scales[order], found.grid, zeros)
