@@ -210,6 +210,7 @@ class Experts:
         chosen: how many of them each token goes through.
         inner: width of each, which computes ``down(silu(gate x) * up x)``.
         width: of a token.
+        codes: what the checkpoint stores their weights as, None of floats.
     """
 
     name: str
@@ -218,6 +219,7 @@ class Experts:
     chosen: Count
     inner: Width
     width: Width
+    codes: Codes | None = None
 
     @property
     def parts(self) -> tuple[Linear, Linear]:

@@ -69,9 +69,19 @@ def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bund
     names |= {inventory.HEAD: EMBEDDING} if geometry.tied_head else {}
     found = {name: tensors.get(weight) for name, weight in names.items()}
     kinds = {name: tensor.kind for name, tensor in found.items() if isinstance(tensor, QuantizedTensor)}
-    return replace(
-        geometry, linears=tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
-    )
+    linears = tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
+    return replace(geometry, linears=linears, mixtures=tuple(_with_codes(it, tensors) for it in geometry.mixtures))
+
+
+def _with_codes(item: inventory.Experts, tensors: Mapping[str, Weight]) -> inventory.Experts:
+    """Of two kinds the more bits and the smaller block, for one grid serves both products."""
+    stacks = [tensors.get(f"{part.name}.weight") for part in item.parts]
+    kinds = [stack.kind for stack in stacks if isinstance(stack, QuantizedTensor)]
+    if len(kinds) < len(stacks):
+        return item
+    bits, block = max(kind.bits for kind in kinds), min(kind.block for kind in kinds)
+    terms = [any(getattr(kind, term) for kind in kinds) for term in ("zero_points", "offsets")]
+    return replace(item, codes=inventory.Codes(bits, block, *terms))
 
 
 def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]:

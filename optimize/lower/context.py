@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from llmc.bundle import Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
-from llmc.inventory import HEAD, SCORE, SENSITIVE, Attention, Linear
+from llmc.inventory import HEAD, SCORE, SENSITIVE, Attention, Codes, Linear
 from llmc.optimize.quantize.grid import Float, Grid
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
@@ -205,7 +205,9 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
         for name in (geometry.sensitive if pattern == SENSITIVE else (pattern,))
     )
     if recipe.precision == "source":
-        layers = (*((linear.name, _find_own_grid(linear, single)) for linear in geometry.coded), *layers)
+        own = {linear.name: _find_own_grid(linear, single) for linear in geometry.coded}
+        own |= {item.name: _find_expert_grid(item.codes) for item in geometry.mixtures if item.codes}
+        layers = (*own.items(), *layers)
     layers += tuple((linear.name, Computed() if single else Float32()) for linear in geometry.linears if linear.exact)
     stored = QuantConfigs(weights[recipe.precision], head, layers)
     if single:
@@ -232,6 +234,11 @@ def _find_own_grid(linear: Linear, single: bool) -> WeightOnly:
             f"with --int{codes.bits}, which chooses them anew"
         )
     return WeightOnly(Grid(codes.bits, block, not codes.zero_points, single, codes.offsets))
+
+
+def _find_expert_grid(codes: Codes) -> WeightOnly:
+    """The grid of experts that are stored as integers: minima become zero points, which a 4-bit grid needs."""
+    return WeightOnly(Grid(codes.bits, codes.block, codes.bits == 8 or not (codes.zero_points or codes.offsets)))
 
 
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:
