@@ -111,11 +111,18 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
             if f"{part.name}.weight" in found or own[0] not in found:
                 continue
             parts = [_find_expert(folder, name, found.get(name), rows, item.count) for name in own]
-            if len({tensor.dtype for tensor in parts}) > 1:
+            if len({(it.dtype, it.block if isinstance(it, QuantizedTensor) else 0) for it in parts}) > 1:
                 raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one of all")
-            shape = (item.count, part.outputs, part.inputs)
+            coded = [it for it in parts if isinstance(it, QuantizedTensor)]
+            floats = [it for it in parts if isinstance(it, StoredTensor)]
             stacked = {name: tensor for name, tensor in stacked.items() if name not in own}
-            stacked[f"{part.name}.weight"] = MadeTensor(parts[0].dtype, shape, partial(_read_all, folder, parts))
+            stacked[f"{part.name}.weight"] = (
+                _stack_codes(folder, coded, item.count)
+                if coded
+                else MadeTensor(
+                    parts[0].dtype, (item.count, part.outputs, part.inputs), partial(_read_all, folder, floats)
+                )
+            )
     return stacked
 
 
@@ -163,12 +170,37 @@ def _join_codes(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
 
 
 def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
+    return (row for piece in _read_pieces(folder, tensor) for row in piece)
+
+
+def _read_pieces(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
     files = folder if folder.is_dir() else folder.parent  # of a model in one file
-    pieces = tensor.pieces() if isinstance(tensor, MadeTensor) else _read_all(files, [tensor])
-    return (row for piece in pieces for row in piece)
+    return tensor.pieces() if isinstance(tensor, MadeTensor) else _read_all(files, [tensor])
 
 
-def _find_expert(folder: Path, name: str, tensor: Weight | None, shape: tuple[int, ...], count: int) -> StoredTensor:
+def _stack_codes(folder: Path, parts: Sequence[QuantizedTensor], count: int) -> QuantizedTensor:
+    (rows, columns), block = parts[0].codes.shape, parts[0].block
+    groups = (rows, columns // block)
+
+    def zero_points() -> Array:
+        return np.concatenate([it.zero_points() if it.zero_points else np.zeros(groups, np.int8) for it in parts])
+
+    return QuantizedTensor(
+        MadeTensor(
+            parts[0].dtype,
+            (len(parts) * rows, columns),
+            lambda: (piece for it in parts for piece in _read_pieces(folder, it.codes)),
+        ),
+        block,
+        lambda: np.concatenate([it.scales() for it in parts]),
+        zero_points if any(it.zero_points for it in parts) else None,
+        stacked=count,
+    )
+
+
+def _find_expert(
+    folder: Path, name: str, tensor: Weight | None, shape: tuple[int, ...], count: int
+) -> StoredTensor | QuantizedTensor:
     if tensor is None:
         raise CheckpointError(
             f"{folder}: tensor {name} is missing; config.json asks for {count} experts in each of these layers: "
@@ -176,10 +208,10 @@ def _find_expert(folder: Path, name: str, tensor: Weight | None, shape: tuple[in
         )
     if tensor.shape != shape:
         raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, shape)}")
-    if not isinstance(tensor, StoredTensor):
+    if isinstance(tensor, MadeTensor) or (isinstance(tensor, QuantizedTensor) and tensor.order is not None):
         raise CheckpointError(
-            f"{folder}: {name} is quantized, and llmc reads experts in floats; export the checkpoint that it was made "
-            "from"
+            f"{folder}: {name} is in float8, or has act-order, which llmc does not read of experts; "
+            "export the checkpoint that it was made from"
         )
     return tensor
 
