@@ -397,6 +397,7 @@ class Geometry:
         parts = {
             "recurrent layers": self.recurrents,
             "mixtures of experts": self.mixtures,
+            "attention with sinks": any(item.sinks for item in self.attentions),
             "layers that read the caches of others": self.shares,
             "scaled layers": self.layer_scalars,
         }

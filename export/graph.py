@@ -219,7 +219,7 @@ def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
     for name, stored in tensors.items():
         if f"{name}.scales" not in tensors or stored.dtype == "U8":
             continue
-        codes = graph.initializers[name]
+        codes, shape = graph.initializers[name], graph.initializers[name].shape
         block = stored.shape[1] // tensors[f"{name}.scales"].shape[1]
         parts = [_declare_initializer(graph, f"{name}.{part}", tensors) for part in ("scales", "zero_points")]
         node = ir.node("DequantizeLinear", [codes, *filter(None, parts)], {"axis": 1, "block_size": block})
@@ -231,15 +231,17 @@ def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
             made.append(ir.node("Reshape", [made[-1].outputs[0], rows]))
         if (order := _declare_initializer(graph, f"{name}.order", tensors)) is not None:
             made.append(ir.node("Gather", [made[-1].outputs[0], order], {"axis": 1}))
+        if shape is not None and len(shape) > 2:  # of all experts, one below the other
+            made.append(ir.node("Reshape", [made[-1].outputs[0], _shape_initializer(graph, shape.numpy())]))
         for number, step in enumerate(made):
-            again = any(step.op_type == other.op_type for other in made[:number])
-            step.name = f"{name}.{step.op_type.lower()}{'_1' if again else ''}"
+            before = sum(step.op_type == other.op_type for other in made[:number])
+            step.name = f"{name}.{step.op_type.lower()}{f'_{before}' if before else ''}"
             step.outputs[0].name = f"{step.name}.out"
             step.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-        made[-1].outputs[0].shape = ir.Shape(stored.shape)
+        made[-1].outputs[0].shape = shape
         codes.replace_all_uses_with(made[-1].outputs[0])
         node.replace_input_with(0, codes)
-        codes.type = ir.TensorType(IR_TYPES[stored.dtype])
+        codes.type, codes.shape = ir.TensorType(IR_TYPES[stored.dtype]), ir.Shape(stored.shape)
         graph.insert_before(graph[0], made)
 
 

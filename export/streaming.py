@@ -176,7 +176,7 @@ class StreamedDecoder:
         return values.view(shape)
 
     def _fill(self, module: nn.Module, prefix: str) -> None:
-        weights = {name: self.rows(prefix + name) for name, _ in module.named_parameters()}
+        weights = {name: self.rows(prefix + name).view(it.shape) for name, it in module.named_parameters()}
         module.load_state_dict(weights, assign=True)
         module.to(self.device).eval().requires_grad_(False)
 

@@ -74,11 +74,16 @@ def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bund
 
 
 def _with_codes(item: inventory.Experts, tensors: Mapping[str, Weight]) -> inventory.Experts:
+    """Of two kinds of integers the more bits and the smaller block, for one grid serves both products."""
     stacks = [tensors.get(f"{part.name}.weight") for part in item.parts]
-    kinds = {it.kind if isinstance(it, Mxfp4Tensor) else None for it in stacks}
-    if len(kinds) > 1:
+    kinds = [stack.kind for stack in stacks if isinstance(stack, QuantizedTensor | Mxfp4Tensor)]
+    if len({kind.kind for kind in kinds}) > 1 or (len(kinds) == 1 and kinds[0].kind == "mxfp4"):
         raise CheckpointError(f"only some weights of {item.name} are in MXFP4, expected all or none; download it again")
-    return replace(item, codes=kinds.pop())
+    if len(kinds) < len(stacks):
+        return item
+    bits, block = max(kind.bits for kind in kinds), min(kind.block for kind in kinds)
+    terms = [any(getattr(kind, term) for kind in kinds) for term in ("zero_points", "offsets")]
+    return replace(item, codes=inventory.Codes(bits, block, terms[0], terms[1], kinds[0].kind))
 
 
 def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]:

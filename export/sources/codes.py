@@ -34,6 +34,7 @@ class QuantizedTensor:
         zero_points: makes them, int8 [N, K / block]; None where all are zero.
         offsets: makes them, float32 [N, K / block]; None where all are zero.
         order: int32 [K] if columns are permuted: column k of W is column order[k] of ``codes``; else None.
+        stacked: matrices of as many experts, one below the other; 0 of one that is none of an expert.
     """
 
     codes: StoredTensor | MadeTensor
@@ -42,10 +43,12 @@ class QuantizedTensor:
     zero_points: Callable[[], NDArray[np.int8]] | None = None
     offsets: Callable[[], NDArray[np.float32]] | None = None
     order: NDArray[np.int32] | None = None
+    stacked: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
+        rows, columns = self.codes.shape
+        return (self.stacked, rows // self.stacked, columns) if self.stacked else (rows, columns)
 
     @property
     def dtype(self) -> str:
@@ -58,7 +61,7 @@ class QuantizedTensor:
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
         """The stored tensors, by the suffix of the matrix's name."""
-        scales, groups = self.scales, (self.shape[0], self.shape[1] // self.block)
+        scales, groups = self.scales, (self.codes.shape[0], self.codes.shape[1] // self.block)
         found: dict[str, StoredTensor | MadeTensor] = {"": self.codes}
         found[".scales"] = MadeTensor("F32", groups, lambda: iter([scales()]))
         if (zeros := self.zero_points) is not None:

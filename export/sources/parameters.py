@@ -5,6 +5,7 @@ Tensors that need no conversion stay references to the files; the others are con
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -147,22 +148,36 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
             if f"{part.name}.weight" in found or own[0] not in found:
                 continue
             parts = [_find_expert(folder, name, found.get(name), rows, item.count) for name in own]
-            if len({tensor.dtype for tensor in parts}) > 1:
+            if len({(it.dtype, it.block if isinstance(it, QuantizedTensor) else 0) for it in parts}) > 1:
                 raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one of all")
-            shape = (item.count, part.outputs, part.inputs)
+            coded = [it for it in parts if isinstance(it, QuantizedTensor)]
+            floats = [it for it in parts if isinstance(it, StoredTensor)]
+            if coded and experts.squared:
+                raise CheckpointError(
+                    f"{folder}: {own[0]} is quantized, and llmc reads experts without a gate in floats; export the "
+                    "checkpoint that it was made from"
+                )
             stacked = {name: tensor for name, tensor in stacked.items() if name not in own}
-            stacked[f"{part.name}.weight"] = MadeTensor(parts[0].dtype, shape, partial(_read_all, folder, parts, names))
+            shape = (item.count, part.outputs, part.inputs)
+            stacked[f"{part.name}.weight"] = (
+                _stack_codes(folder, coded, item.count)
+                if coded
+                else MadeTensor(parts[0].dtype, shape, partial(_read_all, folder, floats, names))
+            )
     return stacked
 
 
-def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> MadeTensor:
+def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Weight:
     """The rows of each expert's gate, then those of up."""
     half = (shape[0], shape[1] // 2, shape[2])
-    floats = StoredTensor | MadeTensor
-    if not isinstance(gate, floats) or not isinstance(up, floats) or gate.dtype != up.dtype:
-        raise CheckpointError(f"{folder}: gate and up of experts are {gate.dtype} and {up.dtype}; expected one type")
+    kinds = [it.kind if isinstance(it, QuantizedTensor) else it.dtype for it in (gate, up)]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(f"{folder}: gate and up of experts are {kinds[0]} and {kinds[1]}; expected one type")
     if not gate.shape == up.shape == half:
         raise CheckpointError(f"{folder}: {explain_shape('gate or up of experts', gate.shape, half)}")
+    if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
+        return _join_codes(gate, up)
+    assert isinstance(gate, StoredTensor | MadeTensor) and isinstance(up, StoredTensor | MadeTensor)
 
     def pieces() -> Iterator[Array]:
         for both in zip(_read_rows(folder, gate), _read_rows(folder, up), strict=True):
@@ -171,13 +186,62 @@ def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Mad
     return MadeTensor(gate.dtype, shape, pieces)
 
 
+def _join_codes(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
+    count, (rows, columns) = gate.stacked, gate.codes.shape
+
+    def join(read: Callable[[QuantizedTensor], Array]) -> Array:
+        halves = [(found := read(it)).reshape(count, -1, found.shape[1]) for it in (gate, up)]
+        joined: Array = np.concatenate(halves, 1).reshape(-1, halves[0].shape[2])
+        return joined
+
+    def read_codes(tensor: QuantizedTensor) -> Array:
+        assert isinstance(tensor.codes, MadeTensor)
+        return np.concatenate(list(tensor.codes.pieces()))
+
+    def read_offsets(tensor: QuantizedTensor) -> Array:
+        assert tensor.offsets is not None
+        return tensor.offsets()
+
+    return replace(
+        gate,
+        codes=MadeTensor(gate.dtype, (2 * rows, columns), lambda: iter([join(read_codes)])),
+        scales=lambda: join(lambda it: it.scales()),
+        offsets=gate.offsets and (lambda: join(read_offsets)),
+    )
+
+
 def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
+    return (row for piece in _read_pieces(folder, tensor) for row in piece)
+
+
+def _read_pieces(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
     files = folder if folder.is_dir() else folder.parent  # of a model in one file
-    pieces = tensor.pieces() if isinstance(tensor, MadeTensor) else _read_all(files, [tensor])
-    return (row for piece in pieces for row in piece)
+    return tensor.pieces() if isinstance(tensor, MadeTensor) else _read_all(files, [tensor])
 
 
-def _find_expert(folder: Path, name: str, tensor: Weight | None, shape: tuple[int, ...], count: int) -> StoredTensor:
+def _stack_codes(folder: Path, parts: Sequence[QuantizedTensor], count: int) -> QuantizedTensor:
+    (rows, columns), block = parts[0].codes.shape, parts[0].block
+    groups = (rows, columns // block)
+
+    def zero_points() -> Array:
+        return np.concatenate([it.zero_points() if it.zero_points else np.zeros(groups, np.int8) for it in parts])
+
+    return QuantizedTensor(
+        MadeTensor(
+            parts[0].dtype,
+            (len(parts) * rows, columns),
+            lambda: (piece for it in parts for piece in _read_pieces(folder, it.codes)),
+        ),
+        block,
+        lambda: np.concatenate([it.scales() for it in parts]),
+        zero_points if any(it.zero_points for it in parts) else None,
+        stacked=count,
+    )
+
+
+def _find_expert(
+    folder: Path, name: str, tensor: Weight | None, shape: tuple[int, ...], count: int
+) -> StoredTensor | QuantizedTensor:
     if tensor is None:
         raise CheckpointError(
             f"{folder}: tensor {name} is missing; config.json asks for {count} experts in each of these layers: "
@@ -185,10 +249,10 @@ def _find_expert(folder: Path, name: str, tensor: Weight | None, shape: tuple[in
         )
     if tensor.shape != shape:
         raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, shape)}")
-    if not isinstance(tensor, StoredTensor):
+    if not isinstance(tensor, StoredTensor | QuantizedTensor) or getattr(tensor, "order", None) is not None:
         raise CheckpointError(
-            f"{folder}: {name} is quantized, and llmc reads experts in floats; export the checkpoint that it was made "
-            "from"
+            f"{folder}: {name} is in float8, or has act-order, which llmc does not read of experts; "
+            "export the checkpoint that it was made from"
         )
     return tensor
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from llmc.bundle import Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
-from llmc.inventory import HEAD, SCORE, SENSITIVE, Attention, Experts, Linear
+from llmc.inventory import HEAD, SCORE, SENSITIVE, Attention, Codes, Experts, Linear
 from llmc.optimize.quantize.grid import Float, Grid
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
@@ -210,7 +210,7 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
         for name in (geometry.sensitive if pattern == SENSITIVE else (pattern,))
     )
     if recipe.precision == "source":
-        layers = (*((linear.name, _find_own_grid(linear, single)) for linear in geometry.coded), *layers)
+        layers = (*((part.name, _find_own_grid(part, single)) for part in geometry.coded), *layers)
     layers += tuple((linear.name, Computed() if single else Float32()) for linear in geometry.linears if linear.exact)
     stored = QuantConfigs(weights[recipe.precision], head, layers)
     if single:
@@ -223,10 +223,11 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
 
 def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4:
     """The grid that holds a linear's own codes: where engines want other blocks, theirs lie within the checkpoint's."""
-    if isinstance(linear, Experts):
-        return Mxfp4()
-    codes, row = linear.codes, linear.codes is not None and linear.codes.block == linear.inputs
+    codes = linear.codes
     assert codes is not None
+    if isinstance(linear, Experts):
+        return Mxfp4() if codes.kind == "mxfp4" else _find_expert_grid(codes)
+    row = codes.block == linear.inputs
     if single and codes.bits == 8 and row and not codes.zero_points:
         return WeightOnly(Grid(8, positive=True))
     blocks = (128, 64, 32) if single else (256, 128, 64, 32, 16)
@@ -239,6 +240,11 @@ def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4
             f"with --int{codes.bits}, which chooses them anew"
         )
     return WeightOnly(Grid(codes.bits, block, not codes.zero_points, single, codes.offsets))
+
+
+def _find_expert_grid(codes: Codes) -> WeightOnly:
+    """The grid of experts that are stored as integers: minima become zero points, which a 4-bit grid needs."""
+    return WeightOnly(Grid(codes.bits, codes.block, codes.bits == 8 or not (codes.zero_points or codes.offsets)))
 
 
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:

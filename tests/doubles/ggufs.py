@@ -328,10 +328,10 @@ def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     """Any codes, with scales that make weights of about 0.1."""
     weights, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
     random = np.random.default_rng(len(kind) + size)
-    blocks = random.integers(0, 256, (shape[0], shape[1] // weights, size), np.uint8)
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // weights, size), np.uint8)
     for place in PLACES[kind]:
-        scale = random.uniform(1e-4, 3e-4, blocks.shape[:2]).astype(np.float16)
+        scale = random.uniform(1e-4, 3e-4, blocks.shape[:-1]).astype(np.float16)
         blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
     if kind == "MXFP4":
-        blocks[..., 0] = random.integers(120, 124, blocks.shape[:2])
-    return blocks.reshape(shape[0], -1)
+        blocks[..., 0] = random.integers(120, 124, blocks.shape[:-1])
+    return blocks.reshape(*shape[:-1], -1)

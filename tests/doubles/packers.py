@@ -28,6 +28,14 @@ BASE = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 
 
 @dataclass(frozen=True)
@@ -228,13 +236,19 @@ def write_checkpoint(scheme: Scheme, folder: Path, **config: Any) -> Written:
                 matrix = random_matrix(rng, tuple(parameter.shape), scheme.grid)
                 matrices[name.removesuffix(".weight")] = matrix
                 parameter.copy_(torch.from_numpy(matrix.floats))
+            elif parameter.dim() == 3:  # of all experts, who have tensors of their own
+                at, parts = name.rpartition(".")[0], ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+                for module, rows in ((f"{at}.{e}", stack) for e, stack in enumerate(parameter)):
+                    for part, own in zip(parts, rows.chunk(len(parts)), strict=True):
+                        matrices[f"{module}.{part}"] = random_matrix(rng, tuple(own.shape), scheme.grid)
+                        own.copy_(torch.from_numpy(matrices[f"{module}.{part}"].floats))
     tensors = {
         name: tensor.numpy()
         for name, tensor in model.state_dict().items()
-        if not (name == "lm_head.weight" and model.config.tie_word_embeddings)
+        if not (name == "lm_head.weight" and model.config.tie_word_embeddings) and tensor.dim() < 3
     }
     for module, matrix in matrices.items():
-        del tensors[f"{module}.weight"]
+        tensors.pop(f"{module}.weight", None)
         tensors |= {f"{module}.{part}": array for part, array in scheme.pack(matrix).items()}
     write_tensors(folder, tensors, {"bfloat16": "weight_scale"}.get(scheme.grid.scale_type, ""))
     settings = {**model.config.to_dict(), "quantization_config": scheme.config}

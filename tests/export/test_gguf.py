@@ -1,5 +1,6 @@
 """GGUF files: what was a Hugging Face checkpoint computes what it computed before, or what its rounded weights do."""
 
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ MIXED = {
     "blk.0.ffn_down.weight": "Q6_K",
     "output.weight": "BF16",
 }
+# Of an expert.
+PARTS = ("gate", "up", "down")
 # Largest difference of logits (up to 12) from transformers with the same weights, in float32: sums in other orders.
 # To leave the rows of q and k in pairs costs more than 1.
 LOGIT_TOLERANCE = 5e-4
@@ -86,7 +89,7 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
         stored = np.concatenate(list(tensor.codes.pieces()))
         codes = stored if tensor.dtype == "I8" else (stored[..., None] << np.uint8([4, 0])).view(np.int8) >> 4
         offsets = np.repeat(tensor.offsets(), tensor.block, axis=1) if tensor.offsets else np.float32(0)
-        return codes.reshape(tensor.shape) * scales + offsets
+        return (codes.reshape(tensor.codes.shape) * scales + offsets).reshape(tensor.shape)
     if isinstance(tensor, MadeTensor):
         return np.concatenate(list(tensor.pieces())).reshape(tensor.shape)
     data = (checkpoint.folder / tensor.file).read_bytes()[tensor.offset : tensor.offset + tensor.length]
@@ -217,3 +220,29 @@ def test_an_export_of_blocks_computes_what_transformers_computes_with_them(mixed
     with torch.no_grad():
         expected = unpacked(torch.from_numpy(ids)).logits.numpy()
     assert np.abs(logits - expected).max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_experts_keep_their_integers(kind, random_checkpoint, onnxruntime_run, tmp_path):
+    """Gate and up in one stack, and the graph computes with what they stand for."""
+    changes = {"dtype": "float32", "hidden_size": 256, "moe_intermediate_size": 256, "tie_word_embeddings": True}
+    folder = random_checkpoint.__wrapped__("qwen3_moe-first-layer-dense-bf16", **changes, mlp_only_layers=[])
+    kinds = defaultdict(lambda: "F32", {f"blk.{i}.ffn_{part}_exps.weight": kind for i in (0, 1) for part in PARTS})
+    path = write_gguf(folder, tmp_path / "model.gguf", kinds)
+    stored, found = {it.name: it for it in gguf.GGUFReader(path).tensors}, read_checkpoint(path)
+    parts = [stored[f"blk.1.ffn_{part}_exps.weight"] for part in PARTS]
+    gate, up, down = (gguf.dequantize(it.data, it.tensor_type) for it in parts)
+    for name, expected in (("gate_up", np.concatenate([gate, up], 1)), ("down", down)):
+        tensor = found.tensors[f"model.layers.1.experts.{name}_proj.weight"]
+        assert isinstance(tensor, QuantizedTensor) and tensor.shape == expected.shape
+        np.testing.assert_array_equal(values(found, f"model.layers.1.experts.{name}_proj.weight"), expected)
+    streamed = StreamedDecoder(export(path, tmp_path / "export").output).layer(1).experts
+    np.testing.assert_array_equal(streamed.down_proj.weight.numpy(), down)
+    feeds = {
+        "input_ids": np.arange(9)[None],
+        "past_lengths": np.zeros(1, np.int64),
+        "logit_indices": np.arange(9)[None],
+    }
+    caches = read_export(tmp_path / "export").geometry.caches
+    feeds |= {name: np.zeros(it.shape_of(1, 9), np.float32) for it in caches for name in it.inputs}
+    assert np.isfinite(onnxruntime_run(tmp_path / "export")(feeds)[0]).all()

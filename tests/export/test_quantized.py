@@ -39,6 +39,23 @@ def test_logits_equal_those_of_the_floats(case, onnxruntime_run):
     assert np.abs(found - written.logits(IDS)).max() <= LOGIT_TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq", "int8-channel"])
+def test_experts_with_codes_of_their_own_become_stacks(name, tmp_path, onnxruntime_run):
+    """As Qwen3-30B-A3B's quantized checkpoints have them."""
+    written = packers.write_checkpoint(packers.SCHEMES[name], tmp_path / "checkpoint", **packers.MIXTURE)
+    exported = export(tmp_path / "checkpoint", tmp_path / "export").output
+    found = logits(onnxruntime_run(exported), exported)
+    assert np.abs(found - written.logits(IDS)).max() <= LOGIT_TOLERANCE
+    [item] = read_export(exported).geometry.mixtures
+    assert item.codes is not None and item.codes.zero_points == (name == "awq")
+
+
+def test_experts_whose_columns_are_sorted_are_refused(tmp_path):
+    packers.write_checkpoint(packers.SCHEMES["gptq-zeros-act-order"], tmp_path, **packers.MIXTURE)
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight .*act-order, which llmc does not read"):
+        read_checkpoint(tmp_path)
+
+
 def test_the_tolerance_notices_a_zero_point_off_by_one(tmp_path, onnxruntime_run):
     written = packers.write_checkpoint(packers.SCHEMES["gptq"], tmp_path / "checkpoint")
     config = (tmp_path / "checkpoint" / "config.json").read_text()

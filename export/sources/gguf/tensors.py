@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,6 @@ def _unpacked_type(name: str, entry: Entry, order: Order | None, config: Mapping
     """The floats that blocks become, none where they are kept. A table that rows are read from has no place for
     minima, nor for integers that no product shares."""
     layout = LAYOUTS.get(entry.kind)
-    if layout and len(entry.shape) > 2:  # experts
-        return "F16"
     if layout and name in (EMBEDDING, PER_LAYER):
         return "" if config["tie_word_embeddings"] and layout.offsets is None else "F16"
     is_whole = layout and (order is None or order.columns is None or order.run % layout.block == 0)
@@ -218,7 +217,9 @@ def _tensor(path: Path, entry: Entry, order: Order | None, link: bool, unpacked:
             return StoredTensor(path.name, entry.offset, entry.length, entry.kind, entry.shape)
         return MadeTensor(entry.kind, entry.shape, lambda: rows(partial(_plain, entry)))
     if not unpacked:
-        return _codes(path, entry, rows)
+        flat = replace(entry, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
+        kept = _codes(path, flat, partial(_rows, path, flat, order))
+        return replace(kept, stacked=entry.shape[0] if len(entry.shape) > 2 else 0)
     return MadeTensor(unpacked, entry.shape, lambda: rows(partial(_unpack_rows, path, entry, unpacked)))
 
 

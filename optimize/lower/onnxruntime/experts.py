@@ -19,7 +19,7 @@ from llmc.errors import BuildError
 from llmc.inventory import Experts
 from llmc.optimize.lower.context import Float16, Float32, LoweringContext, Mxfp4, WeightOnly
 from llmc.optimize.lower.onnxruntime.recurrent import inline_vectors
-from llmc.optimize.lower.raising import find_vector
+from llmc.optimize.lower.raising import find_vector, find_weight
 from llmc.optimize.lower.rewrite import (
     LLMC,
     MICROSOFT,
@@ -32,9 +32,9 @@ from llmc.optimize.lower.rewrite import (
     vector,
 )
 from llmc.optimize.quantize import rtn
-from llmc.optimize.quantize.grid import Float, Grid, pack_blocks, pack_zero_points
+from llmc.optimize.quantize.grid import Float, Grid, Quantized, pack_blocks, pack_zero_points
 from llmc.optimize.weights.store import grid_name
-from llmc.optimize.weights.tensors import Mxfp4Stack, in_parallel, sizes
+from llmc.optimize.weights.tensors import CodedTensor, Mxfp4Stack, Weight, in_parallel, sizes
 
 # int8 arithmetic inside QMoE; with float activations a token of 4-bit experts takes three times as long.
 ACCURACY_INT8 = 4
@@ -101,7 +101,7 @@ def fit_block(grid: Grid, item: Experts) -> Grid:
 
 
 def _emit_integers(node: ir.Node, item: Experts, logits: ir.Value, grid: Grid, context: LoweringContext) -> ir.Value:
-    packed = [_pack(_Stack.of(node, part), grid, context) for part in range(2)]
+    packed = [_pack(_Stack.of(node, item, part), grid, context) for part in range(2)]
     numbers = {"expert_weight_bits": grid.bits, "block_size": grid.block, "accuracy_level": ACCURACY_INT8}
     attributes = {**numbers, "weights_prepacked": 0}
     return _emit_qmoe(node, item, logits, packed, context, [it for _, _, *zeros in packed for it in zeros], attributes)
@@ -109,7 +109,7 @@ def _emit_integers(node: ir.Node, item: Experts, logits: ir.Value, grid: Grid, c
 
 def _emit_mxfp4(node: ir.Node, item: Experts, logits: ir.Value, context: LoweringContext) -> ir.Value:
     """The checkpoint's own bytes, which the kernel reads where the file is mapped."""
-    kept = [_keep(_Stack.of(node, part), context) for part in range(2)]
+    kept = [_keep(_Stack.of(node, item, part), context) for part in range(2)]
     [ones] = context.weights.add([f"const.ones.{item.count}"], lambda: [np.ones(item.count, np.float32)])
     return _emit_qmoe(node, item, logits, kept, context, [None] * 4 + [ones, ones], MXFP4)
 
@@ -138,32 +138,48 @@ def _emit_qmoe(
 class _Stack:
     """The weights [E, N, K] of one product of all experts; ``in_turn``, if the rows of gate and up are to be put so."""
 
-    tensor: ir.ExternalTensor | Mxfp4Stack
+    tensor: Weight | Mxfp4Stack
     name: str
     count: int
     in_turn: bool
 
     @classmethod
-    def of(cls, node: ir.Node, part: int) -> "_Stack":
-        found, scales = find_vector(node.inputs[3 + part]), node.inputs[SCALES + part : SCALES + part + 1]
-        tensor = Mxfp4Stack(found, find_vector(scales[0])) if scales else found
+    def of(cls, node: ir.Node, item: Experts, part: int) -> "_Stack":
+        found, scales = find_weight(node.inputs[3 + part]), node.inputs[SCALES + part : SCALES + part + 1]
+        tensor = Mxfp4Stack(find_vector(node.inputs[3 + part]), find_vector(scales[0])) if scales else found
         in_turn = part == 0 and len(node.inputs) == PLAIN_INPUTS
-        return cls(tensor, f"{found.name}.experts", sizes(found)[0], in_turn)
+        return cls(tensor, f"{found.name}.experts", item.count, in_turn)
 
     def read(self, expert: int, context: LoweringContext) -> Float:
         """One expert's matrix, float32 [N, K], of gate and up with the rows in turn."""
         if isinstance(self.tensor, Mxfp4Stack):
             return self.tensor.matrix(expert)
-        matrix: Float = context.calibrated.rows(self.tensor, expert, expert + 1)[0]
-        return matrix.reshape(2, -1, matrix.shape[1]).swapaxes(0, 1).reshape(matrix.shape) if self.in_turn else matrix
+        rows = sizes(self.tensor)[0] // self.count  # 1, or of integers those of a matrix
+        read: Float = context.calibrated.rows(self.tensor, expert * rows, (expert + 1) * rows)
+        matrix = read.reshape(-1, read.shape[-1])
+        return matrix[self.order(len(matrix))]
+
+    def order(self, rows: int) -> NDArray[np.int64]:
+        """Where the rows of one expert's matrix are read from."""
+        return np.arange(rows).reshape(2, -1).T.ravel() if self.in_turn else np.arange(rows)
 
 
 def _pack(stack: _Stack, grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
-    """Codes uint8 [E, N, K * bits / 8], scales float32 [E, N, K / block] and, on an asymmetric grid, zero points."""
+    """Codes uint8 [E, N, K * bits / 8], scales float32 [E, N, K / block] and, on an asymmetric grid, zero points: the
+    checkpoint's own where they are on the grid, else the nearest."""
+    tensor = stack.tensor
 
     def make() -> list[NDArray[np.generic]]:
+        kept = None
+        if isinstance(tensor, CodedTensor) and context.calibrated.keeps(tensor, grid):
+            kept = context.calibrated.quantize_stacked([tensor], grid)
+
         def pack_expert(expert: int) -> list[NDArray[np.generic]]:
-            found = rtn.quantize(stack.read(expert, context), grid)
+            if kept is None:
+                found = rtn.quantize(stack.read(expert, context), grid)
+            else:
+                rows = len(kept.values) // stack.count
+                found = _reorder(kept.rows(expert * rows, (expert + 1) * rows), stack.order(rows))
             codes = pack_blocks(found.values, grid).reshape(len(found.values), -1)
             zeros = [] if found.zero_points is None else [pack_zero_points(found.zero_points, grid)]
             return [codes, found.scales, *zeros]
@@ -188,7 +204,7 @@ def _keep(stack: _Stack, context: LoweringContext) -> list[ir.ExternalTensor]:
 
 def _emit_floats(node: ir.Node, item: Experts, logits: ir.Value, dtype: str, context: LoweringContext) -> ir.Value:
     emit, biases = Emitter(node, main="MoE"), _store_biases(node, context)
-    stacks = [_convert(emit, _store(_Stack.of(node, part), dtype, context)) for part in range(2)]
+    stacks = [_convert(emit, _store(_Stack.of(node, item, part), dtype, context)) for part in range(2)]
     added = [None if tensor is None else initializer(emit.graph, tensor) for tensor in biases]
     inputs = node.inputs[0], logits, stacks[0], added[0], stacks[1], added[1]
     return emit("MoE", *inputs, domain=MICROSOFT, k=item.chosen, **_list_attributes(node))
@@ -222,3 +238,8 @@ def _list_attributes(node: ir.Node) -> dict[str, Any]:
         return {**ATTRIBUTES, **PLAIN}
     alpha, limit = (node.attributes[name].as_float() for name in ("alpha", "limit"))
     return {**ATTRIBUTES, "activation_alpha": alpha, "activation_beta": 1.0, "swiglu_limit": limit}
+
+
+def _reorder(found: Quantized, order: NDArray[np.int64]) -> Quantized:
+    zeros = None if found.zero_points is None else found.zero_points[order]
+    return Quantized(found.values[order], found.scales[order], found.grid, zeros)

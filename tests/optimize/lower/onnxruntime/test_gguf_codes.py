@@ -93,3 +93,24 @@ def test_one_sum_of_blocks_serves_all_that_read_the_same(one_layer, lowering, de
     for node in sums:
         node.op_type = "ReduceMean"
     assert difference(decoder(lowered.write(), lowered.geometry)(ids), expected) > allowed
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
+def test_experts_are_the_files_to_the_last_bit_but_for_minima(kind, make_case, lowering, tmp_path):
+    """Rows of gate and up in turn. Minima have no place: such experts are rounded anew, with zero points."""
+    changes = {"dtype": "float32", "mlp_only_layers": [], "hidden_size": 256, "moe_intermediate_size": 256}
+    case = make_case("qwen3_moe-first-layer-dense-bf16", tmp_path, **changes, num_hidden_layers=1)
+    kinds = defaultdict(lambda: "Q8_0", {f"blk.0.ffn_{part}_exps.weight": kind for part in ("gate", "up", "down")})
+    path = write_gguf(case.checkpoint, tmp_path / "model.gguf", kinds)
+    stored = {it.name: gguf.dequantize(it.data, it.tensor_type) for it in gguf.GGUFReader(path).tensors}
+    [node] = as_source(lowering(export(path, tmp_path / "gguf").output)).nodes("QMoE")
+    gate, up, down = (stored[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+    bits, has_zeros = node.attributes["expert_weight_bits"].as_int(), len(node.inputs) > 11
+    assert (bits, has_zeros) == (8 if kind == "Q8_0" else 4, kind == "Q4_K")
+    for at, expected in ((2, np.stack([gate, up], 2).reshape(8, 512, 256)), (5, down)):
+        if not has_zeros:
+            data = read(node.inputs[at], np.uint8)
+            codes = np.stack([data & 15, data >> 4], axis=-1) if bits == 4 else data
+            levels = codes.reshape(expected.shape).astype(np.float32) - (1 << (bits - 1))
+            scales = read(node.inputs[at + 1], np.float32).reshape(*expected.shape[:2], -1)
+            np.testing.assert_array_equal(levels * np.repeat(scales, 32, 2), expected)

@@ -92,6 +92,25 @@ def test_one_sort_serves_all_that_read_the_same(lowering, case):
     assert len(sorts) == (4 if scheme.grid.ordered else 0)  # q, k and v, then o, gate and up, down
 
 
+def test_experts_have_the_checkpoints_codes_and_zero_points(lowering, tmp_path):
+    """Of gate and up the rows in turn."""
+    written = packers.write_checkpoint(packers.SCHEMES["awq"], tmp_path / "checkpoint", **packers.MIXTURE)
+    lowered = start(lowering, export(tmp_path / "checkpoint", tmp_path / "export").output).finish()
+    [node] = lowered.nodes("QMoE")
+    at = "model.layers.0.mlp.experts"
+    for place, (first, second) in ((2, ("gate_proj", "up_proj")), (5, ("down_proj", "down_proj"))):
+        for expert in range(4):
+            halves = [written.matrices[f"{at}.{expert}.{part}"] for part in (first, second)]
+            for held, values in ((place, "levels"), (11 + (place == 5), "zeros")):
+                expected = np.stack([getattr(half, values) for half in halves], 1)
+                expected = expected.reshape(-1, expected.shape[2]) if place == 2 else expected[:, 0]
+                packed = node.inputs[held].const_value
+                data = np.fromfile(packed.path, np.uint8, packed.length, offset=packed.offset)
+                data = data.reshape(packed.shape.numpy())[expert]
+                found = np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1)
+                np.testing.assert_array_equal(found[:, : expected.shape[1]], expected)
+
+
 def test_linears_of_different_orders_stay_apart(lowering, decoder, ids, tmp_path):
     scheme = packers.SCHEMES["gptq-zeros-act-order"]
     grid = replace(scheme.grid, own_order=True)
