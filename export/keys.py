@@ -187,7 +187,7 @@ class Keys:
         """Read keys of a family's own (``names`` to the common ones) by the common names; messages keep theirs."""
         for own, name in names.items():
             if (value := self._values.get(own)) is not None:
-                if self._values.get(name, value) != value:
+                if name in self._values and self._values[name] != value:
                     raise self.error(own, value, f"the same as {name}={self._values[name]!r:.80}")
                 self._values = {key: kept for key, kept in self._values.items() if key != own} | {name: value}
                 self._own_names[name] = own

@@ -39,7 +39,7 @@ class RopeRules:
 
 def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) -> tuple[Rope, ...]:
     """The rope of the full-attention layers and, if it differs, that of the windowed layers."""
-    styles = [name for name in ("rope_scaling", "rope_parameters") if keys.raw(name)]
+    styles = [name for name in ("rope_scaling", "rope_parameters") if keys.raw(name) not in (None, {})]
     if len(styles) == 2 and keys.raw(styles[0]) != keys.raw(styles[1]):
         raise keys.error("rope_scaling", keys.raw("rope_scaling"), "the same as rope_parameters, or only one of them")
     inner = keys.inside(styles[0]) if styles else None
@@ -49,7 +49,9 @@ def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) 
     if inner is None or styles == ["rope_scaling"]:
         return reader.read(inner, "rope_theta", rules.theta), reader.read(None, *rules.local)
     kinds = {"full_attention": ("rope_theta", rules.theta), "sliding_attention": rules.local}
-    found = tuple(reader.read(inner.inside(kind) if inner.raw(kind) else None, *base) for kind, base in kinds.items())
+    found = tuple(
+        reader.read(None if inner.raw(kind) is None else inner.inside(kind), *base) for kind, base in kinds.items()
+    )
     inner.finish()
     return found
 

@@ -12,7 +12,6 @@ RENAMED = (*hybrids.RENAMED, ("feed_forward", "mlp"), ("final_layernorm", "norm"
 
 def read(keys: Keys) -> DecoderConfig:
     """Linears add no bias, so that multipliers of what they read are multipliers of what they make."""
-    keys.choice("hidden_act", ("silu",), "silu")
     keys.skip("layer_types", "layers_block_type", "num_logits_to_keep", "mlp_expansion_factor")
     for name, wanted in (("projectors_bias", False), ("mlp_bias", False), ("mamba_use_mlp", True)):
         if keys.flag(name, wanted) != wanted:

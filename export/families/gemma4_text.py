@@ -14,8 +14,9 @@ def read(keys: Keys) -> DecoderConfig:
     """The last ``num_kv_shared_layers`` read the cache of the last layer before them with the same kind of window."""
     if keys.flag("enable_moe_block"):
         raise keys.error("enable_moe_block", True, "false, since Gemma 4 with experts (26B-A4B) is not supported")
-    if keys.raw("rope_parameters") is None:
-        raise keys.error("rope_parameters", None, "an object with full_attention and sliding_attention")
+    ropes = keys.raw("rope_parameters")
+    if not isinstance(ropes, dict) or not (ropes.get("full_attention") and ropes.get("sliding_attention")):
+        raise keys.error("rope_parameters", ropes, "an object with full_attention and sliding_attention")
     if keys.raw("use_bidirectional_attention") not in (None, "vision"):  # over images, which are left out
         raise keys.error("use_bidirectional_attention", keys.raw("use_bidirectional_attention"), "null or 'vision'")
     keys.skip("num_experts", "top_k_experts", "moe_intermediate_size", *OWN, "per_layer_config")

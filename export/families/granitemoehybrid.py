@@ -34,7 +34,7 @@ def read(keys: Keys) -> DecoderConfig:
         experts = read_experts(keys, keys.integer("intermediate_size"), normalized=True, count=8)
         config = put_experts(config, experts, shared=config.layers[0].mlp)
     types, config = keys.raw("layer_types"), apply_multipliers(config, keys)
-    attends = types is not None and set(map(str, types)).isdisjoint(KINDS)
+    attends = isinstance(types, list) and set(map(str, types)).isdisjoint(KINDS)
     keys.skip(*(f"mamba_{name}" for name in hybrids.SIZES), "time_step_limit")
     inner = keys.integer("mamba_expand", 2) * config.hidden_size
     mixer = None if attends else hybrids.read_mamba(keys, inner)  # without such layers its sizes fit no model

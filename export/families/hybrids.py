@@ -36,6 +36,7 @@ def recurrent_layers(
 def read_mamba(keys: Keys, inner: int, default_groups: int = 1, default_state: int = 256) -> RecurrentConfig:
     """Mamba 2, whose values are ``inner`` wide in all heads; heads of a group share keys and queries."""
     keys.skip("mamba_chunk_size", "mamba_expand")
+    keys.choice("hidden_act", ("silu",), "silu")
     heads, groups = keys.integer("mamba_n_heads", 128), keys.integer("mamba_n_groups", default_groups)
     width, stated = inner // heads, keys.raw("mamba_d_head")
     if stated not in (None, "auto", width) or width * heads != inner:

@@ -17,4 +17,4 @@ def read(keys: Keys) -> DecoderConfig:
     """Experts are ``intermediate_size`` wide."""
     keys.rename({"num_local_experts": "num_experts"})
     experts = read_experts(keys, keys.integer("intermediate_size"), normalized=True, count=8)
-    return replace(put_experts(mistral.read(keys), experts), renamed=(*RENAMED, *OWN))
+    return replace(put_experts(mistral.read(keys, 1_000_000.0), experts), renamed=(*RENAMED, *OWN))

@@ -21,6 +21,7 @@ def read(keys: Keys, inner: int | None = None) -> DecoderConfig:
     """
     if not keys.flag("attn_output_gate", True):
         raise keys.error("attn_output_gate", False, "true")
+    keys.choice("hidden_act", ("silu",), "silu")  # of the convolutions too
     keys.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers")
     key_heads, value_heads = keys.integer("linear_num_key_heads", 16), keys.integer("linear_num_value_heads", 32)
     key_dim, value_dim = keys.integer("linear_key_head_dim", 128), keys.integer("linear_value_head_dim", 128)

@@ -219,10 +219,15 @@ def _match(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
             raise CheckpointError(_explain_missing(folder, name, config))
         if found[name].shape != shape:
             raise CheckpointError(f"{folder}: {explain_shape(name, found[name].shape, shape)}")
-        if isinstance(found[name], StoredTensor) and found[name].dtype not in FLOATS:
+        if isinstance(found[name], StoredTensor | MadeTensor) and found[name].dtype not in FLOATS:
             raise CheckpointError(
                 f"{folder}: {name} has dtype {found[name].dtype}, but {CONFIG_FILE} does not say how it is quantized; "
                 "get its quantization_config, or the checkpoint that it was made from"
+            )
+        if isinstance(found[name], Mxfp4Tensor) and f"{name.removesuffix('weight')}bias" not in expected:
+            raise CheckpointError(
+                f"{folder}: {name} is in MXFP4, which llmc reads of experts with biases alone (gpt_oss); export the "
+                "checkpoint that it was made from"
             )
     for name in sorted(found.keys() - expected.keys()):
         if name == HEAD:

@@ -29,7 +29,7 @@ from llmc.export.config import (
 )
 from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
-from llmc.export.sources.safetensors import StoredTensor
+from llmc.export.sources.safetensors import FLOATS, StoredTensor
 from llmc.inventory import Recurrent
 
 Tensors = dict[str, Weight]
@@ -47,7 +47,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
     found = _stack_experts(folder, config, _canonical(folder, config, stored))
     shapes, parameters = parameter_shapes(config), Tensors(found)
     for packed, names in list_packed_parameters(config).items():
-        if packed in found:
+        if packed in found and names[0] in shapes:  # a layer may lack that part
             del parameters[packed]
             parts = [shapes[name] for name in names]
             parameters |= dict(
@@ -57,7 +57,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, We
         if isinstance(found[name], Mxfp4Tensor):
             continue
         shape = found[name].shape
-        parameters[name] = _make_view(folder, found[name], _turn_each, (shape[0], *shape[:0:-1]))
+        parameters[name] = _make_view(folder, found[name], _turn_each, (*shape[:1], *shape[:0:-1]))
     for name in _list_offset_norms(config) & found.keys():
         parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
     for item in recurrents(config):
@@ -327,4 +327,4 @@ def _make_view(
         for start in range(0, len(rows), step):
             yield rows[start : start + step]
 
-    return MadeTensor(dtype or tensor.dtype, shape, pieces)
+    return MadeTensor(dtype if dtype and tensor.dtype in FLOATS else tensor.dtype, shape, pieces)

@@ -156,6 +156,8 @@ def test_absent_keys_mean_what_transformers_takes_them_for():
     assert attention(without(LLAMA2_7B, "num_key_value_heads")).kv_heads == 32
     assert attention(without(QWEN3_06B, "head_dim")).head_dim == 128
     assert read(without(LLAMA32_1B, "rope_theta", "rope_scaling")).ropes == (Rope(64, 10000.0),)
+    mixtral = {**MISTRAL_7B, "model_type": "mixtral", "num_experts_per_tok": 2}
+    assert read(without(mixtral, "rope_theta")).ropes == (Rope(128, 1e6),)
     assert not read(without(LLAMA32_1B, "tie_word_embeddings")).tied_head
 
 
@@ -244,6 +246,10 @@ LIMITED = {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 2
         ("deepseek_v2", {**LIMITED, "topk_group": 1}, ["topk_group=1", "with 6 experts or more"]),
         ("falcon_h1", {"mlp_bias": True}, ["mlp_bias=True", "expected false"]),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, ["ssm_multipliers=[1.0]", "5 numbers"]),
+        ("granitemoehybrid", {"hidden_act": "gelu"}, ["hidden_act='gelu'", "one of silu"]),
+        ("granitemoehybrid", {"layer_types": 2}, ["layer_types=2", "32 entries"]),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, ["hidden_act='gelu'", "one of silu"]),
+        ("nemotron_h", {"conv_kernel": float("nan")}, ["conv_kernel=nan", "a whole number"]),
         ("granitemoehybrid", {"mamba_n_groups": 3}, ["mamba_n_groups=3", "a divisor of mamba_n_heads=128"]),
         ("nemotron_h", {"layers_block_type": ["mamba", "rwkv"]}, ["layers_block_type=", "not rwkv"]),
         ("nemotron_h", {"moe_latent_size": 64}, ["moe_latent_size=64", "expected null"]),
@@ -256,6 +262,7 @@ LIMITED = {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 2
         ("gemma", {"hidden_activation": "gelu"}, ["hidden_activation='gelu'", "gelu_pytorch_tanh"]),
         ("gemma4_text", {"enable_moe_block": True}, ["enable_moe_block=True", "26B-A4B"]),
         ("gemma4_text", {"num_kv_shared_layers": 29}, ["num_kv_shared_layers=29", "a layer of each kind"]),
+        ("gemma4_text", {"rope_parameters": {"sliding_attention": {}}}, ["rope_parameters=", "full_attention and"]),
         ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 64}}}, ["per_layer_config=", "and for no other"]),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention='all'"]),
         ("gpt2", {"n_embd": "768"}, ["n_embd='768'", "a whole number"]),
@@ -362,6 +369,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (SMOLLM3, {"no_rope_layers": [1, 0]}, ["no_rope_layers=[1, 0]", "36 entries, each 1 (rotates) or 0"]),
     (LLAMA2_7B, {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, ["rope_scaling: beta=1", "not known"]),
     (LLAMA2_7B, {"rope_scaling": "linear"}, ["rope_scaling='linear'", "an object"]),
+    (LLAMA2_7B, {"rope_scaling": []}, ["rope_scaling=[]", "an object"]),
     (
         LLAMA32_1B,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},

@@ -1,6 +1,7 @@
 """Checkpoints of mixtures: experts in tensors of their own or in one, beside states, and what is refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -148,6 +149,49 @@ def test_experts_that_contradict_the_config_are_refused(mixtral, edit, words):
 )
 def test_rules_that_are_not_computed_are_refused(mixtral, changes, words):
     folder = mixtral(lambda tensors: None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match=words):
+        read_checkpoint(folder)
+
+
+def retype(name, dtype):
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
+def pack_mxfp4(tensors):
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors |= {f"{name}_blocks": torch.zeros(8, 64, 1, 16, dtype=torch.uint8)}
+    tensors |= {f"{name}_scales": torch.zeros(8, 64, 1, dtype=torch.uint8)}
+    for expert in range(8):
+        del tensors[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"]
+
+
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+GPT_OSS, DOWN = "gpt_oss-sinks-clamped-experts-bf16", "model.layers.0.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "changes", "words"),
+    [
+        ("qwen3_5-delta-and-gates", retype("model.norm.weight", torch.int32), {}, "model.norm.weight has dtype I32"),
+        (GPT_OSS, retype(DOWN, torch.int8), {}, "down_proj.weight has dtype I8"),
+        (GPT_OSS, lambda tensors: tensors.update({DOWN: torch.zeros(())}), {}, r"down_proj.weight has shape \[\]"),
+        ("qwen3_moe-first-layer-dense-bf16", pack_mxfp4, MXFP4, "down_proj.weight is in MXFP4, .*biases alone"),
+        (
+            "granitemoehybrid-mamba-bf16",
+            lambda tensors: None,
+            {"layer_types": ["attention", "mamba"]},
+            r"layers.0.self_attn.q_proj.weight is missing",
+        ),
+    ],
+    ids=["integers for a norm", "integers for experts", "a number for experts", "MXFP4", "layers the other way round"],
+)
+def test_tensors_of_another_kind_are_refused(random_checkpoint, tmp_path, name, edit, changes, words):
+    folder = shutil.copytree(random_checkpoint(name), tmp_path / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(CheckpointError, match=words):
