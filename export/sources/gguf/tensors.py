@@ -156,7 +156,7 @@ def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
 
 
 def _is_left_out(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether the config says it, too, or it is of a layer that predicts further tokens."""
+    """True of what the config says, too, and of layers that predict further tokens."""
     match = _NAME.fullmatch(name)
     layer = int((match and match["layer"]) or -1)
     return name in _CONSUMED or (config.get("mtp_num_hidden_layers", 0) > 0 and layer >= config["num_hidden_layers"])
@@ -164,7 +164,7 @@ def _is_left_out(name: str, config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Order:
-    """Where in the file the rows of a tensor lie, one after another, or its columns, ``run`` neighbours together."""
+    """Places in the file of a tensor's rows, one after another, or of its columns, ``run`` neighbours together."""
 
     rows: NDArray[np.int64] | None = None
     columns: NDArray[np.int64] | None = None
