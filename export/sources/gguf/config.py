@@ -109,7 +109,7 @@ class Metadata:
 
 
 def read_common(data: Metadata, differing: Collection[str] = ()) -> dict[str, Any]:
-    """Keys that all architectures have; those that differ from layer to layer its own reader takes apart."""
+    """The keys of all architectures, without those that differ from layer to layer, which its own reader reads."""
     keys = {key: name for key, name in _COMMON.items() if key not in differing}
     config = {name: value for key, name in keys.items() if (value := data.get(key)) is not None}
     config["vocab_size"] = data.shapes.get("token_embd.weight", (0,))[0]
