@@ -160,7 +160,7 @@ class _Stack:
         return matrix[self.order(len(matrix))]
 
     def order(self, rows: int) -> NDArray[np.int64]:
-        """Where the rows of one expert's matrix are read from."""
+        """Places that the rows of one expert's matrix are read from."""
         return np.arange(rows).reshape(2, -1).T.ravel() if self.in_turn else np.arange(rows)
 
 
