@@ -19,6 +19,7 @@ from llmc.publish import link, stage_folder
 def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable[[str], None]) -> ExportReport:
     progress("reading the checkpoint")
     source = read_checkpoint(checkpoint)
+    geometry = source.geometry
     with stage_folder(output, force=force) as staging:
         progress("linking weights and tokenizer")
         new_bytes = _place_files(source, staging)
@@ -27,12 +28,12 @@ def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable
         progress("exporting the graph")
         model = build_graph(source.config, tensors, staging)
         progress("checking the graph")
-        check_graph(model, source.geometry)
+        check_graph(model, geometry)
         ir.save(model, staging / bundle.DECODER_FILE)
         bundle.write_manifest(_manifest(source), staging)
         new_bytes += sum((staging / name).stat().st_size for name in (bundle.DECODER_FILE, bundle.EXPORT_MANIFEST))
         files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
-    return ExportReport(output, files, new_bytes, 0.0, source.geometry, source.source, source.notes)
+    return ExportReport(output, files, new_bytes, 0.0, geometry, source.source, source.notes)
 
 
 def _manifest(source: Checkpoint) -> bundle.ExportManifest:

@@ -323,7 +323,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# Those that every target takes; mixtures of experts are built for CPUs alone.
 # Those without layers that are lowered for CPUs alone.
 DENSE = tuple(
     name

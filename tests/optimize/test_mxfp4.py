@@ -156,6 +156,12 @@ def change(source: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]],
     return target
 
 
+def put_floats(tensors: dict[str, torch.Tensor]) -> None:
+    for part in ("blocks", "scales"):
+        del tensors[f"{EXPERT}_{part}"]
+    tensors[EXPERT] = torch.zeros(8, 96, 64)
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
@@ -175,12 +181,14 @@ def change(source: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]],
             ),
             r"down_proj.weight has shape \[4, 64, 96\], but config.json asks for \[8, 64, 96\]",
         ),
+        (put_floats, r"only some weights of model.layers.0.experts are in MXFP4"),
     ],
-    ids=["no blocks", "no scales", "fewer scales", "no block", "fewer experts"],
+    ids=["no blocks", "no scales", "fewer scales", "no block", "fewer experts", "floats beside"],
 )
 def test_tensors_that_contradict_each_other_are_refused(gpt_oss, tmp_path, edit, words):
     with pytest.raises(CheckpointError, match=words):
-        read_checkpoint(change(gpt_oss[0], tmp_path / "c", edit))
+        export(change(gpt_oss[0], tmp_path / "c", edit), tmp_path / "e")
+    assert not (tmp_path / "e").exists()
 
 
 @pytest.mark.parametrize(
