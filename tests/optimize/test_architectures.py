@@ -101,9 +101,9 @@ def test_a_state_is_planned_once_for_each_row(hybrid: Any, tmp_path: Path):
     manifest = build(hybrid.export, tmp_path / "bundle", max_context=128, max_batch=4).manifest
     states = [cache for cache in manifest.geometry.caches if cache.kind == "state"]
     assert states and manifest.memory.state == sum(4 * int(np.prod(cache.shape)) for cache in states)
-    short, long = (manifest.memory.parts(length, 2)["cache"] for length in (1, 101))
-    assert long - short == 200 * manifest.memory.cache_per_token
-    assert short == 2 * (manifest.memory.state + manifest.memory.cache_per_token)
+    short, long = (manifest.memory.parts(length, 2) for length in (1, 101))
+    assert long["cache"] - short["cache"] == 200 * manifest.memory.cache_per_token
+    assert long["states"] == short["states"] == 2 * manifest.memory.state
     assert manifest.target.engine_minimum == "1.32"
 
 
