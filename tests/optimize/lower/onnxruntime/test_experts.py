@@ -89,8 +89,8 @@ class Graph:
         node.outputs[0].name, node.outputs[0].type = "y", given[0].type
         opsets = {"": 24, "llmc": 1, "com.microsoft": 1}
         graph = ir.Graph(given, node.outputs, nodes=[node], initializers=values, opset_imports=opsets, name="experts")
-        functions = map(ir.serde.deserialize_function, expert_ops.functions())
-        return ir.Model(graph, ir_version=12, functions=list(functions))
+        plain = ir.serde.deserialize_function(expert_ops.functions()[0])
+        return ir.Model(graph, ir_version=12, functions=[plain])
 
     def lower(self, form: QuantConfig) -> ir.Model:
         model, listed = self.model(), SimpleNamespace(mixtures=(self.item,))
@@ -115,8 +115,9 @@ class Graph:
     def torch(self, router: Callable[[], tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
         import torch
 
-        tensors = map(torch.from_numpy, (self.x, *router(), *self.stacks.values()))
-        return expert_ops.experts(*tensors, self.item.chosen, self.normalized).numpy()
+        x, scores, weights, *stacks = map(torch.from_numpy, (self.x, *router(), *self.stacks.values()))
+        knobs = expert_ops.Knobs(self.item.chosen, self.normalized, alpha=1.0, limit=0.0)
+        return expert_ops.experts(x, scores, weights, stacks, [], knobs).numpy()
 
 
 @pytest.mark.parametrize("normalized", [True, False], ids=["normalized", "as they are"])
