@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmc.export.ops import DOMAIN, DOMAIN_VERSION
+from llmc.export.ops import emit_node
 
 EXPERTS = "Experts"
 
@@ -190,14 +190,8 @@ def experts(
     """
     if torch.compiler.is_exporting():
         numbers = {"alpha": knobs.alpha, "limit": knobs.limit} if knobs.limit else {}
-        return torch.onnx.ops.symbolic(
-            f"{DOMAIN}::{EXPERTS}",
-            [x, scores, weights, *stacks, *biases],
-            {"chosen": knobs.chosen, "normalized": int(knobs.normalized), **numbers},
-            dtype=x.dtype,
-            shape=x.shape,
-            version=DOMAIN_VERSION,
-        )
+        attributes = {"chosen": knobs.chosen, "normalized": int(knobs.normalized), **numbers}
+        return emit_node(EXPERTS, [x, scores, weights, *stacks, *biases], attributes, x)[0]
     indices = scores.topk(knobs.chosen, -1).indices
     factors = weights.gather(-1, indices)
     factors = factors / factors.sum(-1, keepdim=True) if knobs.normalized else factors

@@ -4,6 +4,7 @@
 any conforming runtime runs it, and a target replaces the node as a whole.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -318,14 +319,8 @@ def cached_attention(
         keys, values = _scatter(past_k, new_keys, positions), _scatter(past_v, new_values, positions)  # (B, KV, C, D)
         mask = _mask(past_k.shape[2], positions, knobs)
         return _attend(queries, keys, values, mask, knobs, sinks), keys, values
-    attn, present_k, present_v = torch.onnx.ops.symbolic_multi_out(
-        f"{DOMAIN}::{CACHED_ATTENTION}",
-        [q, k, v, past_k, past_v, past_lengths, *([] if sinks is None else [sinks]), inv_freq],
-        _attributes(inv_freq, knobs),
-        dtypes=[q.dtype, past_k.dtype, past_v.dtype],
-        shapes=[q.shape, past_k.shape, past_v.shape],
-        version=DOMAIN_VERSION,
-    )
+    inputs = [q, k, v, past_k, past_v, past_lengths, *([] if sinks is None else [sinks]), inv_freq]
+    attn, present_k, present_v = emit_node(CACHED_ATTENTION, inputs, _attributes(inv_freq, knobs), q, past_k, past_v)
     return attn, present_k, present_v
 
 
@@ -338,14 +333,8 @@ def shared_attention(
     """
     if torch.compiler.is_exporting():
         numbers = _attributes(inv_freq, knobs)
-        return torch.onnx.ops.symbolic(
-            f"{DOMAIN}::{SHARED_ATTENTION}",
-            [q, *present, positions, inv_freq],
-            {name: value for name, value in numbers.items() if name not in ("growth", "period")},
-            dtype=q.dtype,
-            shape=q.shape,
-            version=DOMAIN_VERSION,
-        )
+        numbers = {name: value for name, value in numbers.items() if name not in ("growth", "period")}
+        return emit_node(SHARED_ATTENTION, [q, *present, positions, inv_freq], numbers, q)[0]
     queries = _rotate(_heads(q, q.shape[-1] // knobs.num_heads), positions, inv_freq, knobs)
     return _attend(queries, *present, _mask(present[0].shape[2], positions, knobs), knobs)
 
@@ -358,14 +347,8 @@ def self_attention(
     While torch exports, it emits one ``llmc::SelfAttention`` node instead of computing.
     """
     if torch.compiler.is_exporting():
-        return torch.onnx.ops.symbolic(
-            f"{DOMAIN}::{SELF_ATTENTION}",
-            [q, k, v, lengths, inv_freq],
-            {**_attributes(inv_freq, knobs), "causal": int(causal)},
-            dtype=q.dtype,
-            shape=q.shape,
-            version=DOMAIN_VERSION,
-        )
+        numbers = {**_attributes(inv_freq, knobs), "causal": int(causal)}
+        return emit_node(SELF_ATTENTION, [q, k, v, lengths, inv_freq], numbers, q)[0]
     places = torch.arange(q.shape[1], device=q.device)
     queries, keys, values = _rotate_projections(q, k, v, places[None], inv_freq, knobs)
     distance = places[:, None] - places  # (S, S), of a query from a key
@@ -381,14 +364,8 @@ def rotated_heads(x: Tensor, past_lengths: Tensor, inv_freq: Tensor, knobs: Knob
     """Rotate heads x (B, S, H*D); while torch exports, it emits one ``llmc::RotatedHeads`` node instead."""
     if torch.compiler.is_exporting():
         shared = {name: _attributes(inv_freq, knobs)[name] for name in ("rotary_dim", "interleaved", "magnitude")}
-        return torch.onnx.ops.symbolic(
-            f"{DOMAIN}::{ROTATED_HEADS}",
-            [x, past_lengths, inv_freq],
-            {"num_heads": x.shape[-1] // head_dim, **shared},
-            dtype=x.dtype,
-            shape=x.shape,
-            version=DOMAIN_VERSION,
-        )
+        numbers = {"num_heads": x.shape[-1] // head_dim, **shared}
+        return emit_node(ROTATED_HEADS, [x, past_lengths, inv_freq], numbers, x)[0]
     positions = past_lengths[:, None] + torch.arange(x.shape[1], device=x.device)  # (B, S)
     return _rotate(_heads(x, head_dim), positions, inv_freq, knobs).transpose(1, 2).flatten(2)
 
@@ -401,6 +378,18 @@ def take_positions(hidden: Tensor, indices: Tensor) -> Tensor:
     shape = (*indices.shape, hidden.shape[-1])
     # GatherND needs one node; aten.gather would first expand the indices to (B, O, N).
     return torch.onnx.ops.symbolic("GatherND", [hidden, index], {"batch_dims": 1}, dtype=hidden.dtype, shape=shape)
+
+
+def emit_node(operator: str, inputs: Sequence[Tensor], attributes: dict[str, Any], *like: Tensor) -> Sequence[Tensor]:
+    """The outputs of one node of llmc's in the graph that torch exports, of the types and shapes of ``like``."""
+    return torch.onnx.ops.symbolic_multi_out(
+        f"{DOMAIN}::{operator}",
+        inputs,
+        attributes,
+        dtypes=[each.dtype for each in like],
+        shapes=[each.shape for each in like],
+        version=DOMAIN_VERSION,
+    )
 
 
 def _attributes(inv_freq: Tensor, knobs: Knobs) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import onnx.parser
 import torch
 from torch import Tensor
 
-from llmc.export.ops import DOMAIN, DOMAIN_VERSION
+from llmc.export.ops import emit_node
 
 CAUSAL_CONV, LINEAR_ATTENTION = "CausalConv", "LinearAttention"
 
@@ -160,14 +160,8 @@ def causal_conv(x: Tensor, weight: Tensor, past: Tensor, new_lengths: Tensor) ->
     While torch exports, it emits one ``llmc::CausalConv`` node instead of computing.
     """
     if torch.compiler.is_exporting():
-        y, present = torch.onnx.ops.symbolic_multi_out(
-            f"{DOMAIN}::{CAUSAL_CONV}",
-            [x, weight, past, new_lengths],
-            {"channels": weight.shape[0]},
-            dtypes=[x.dtype, past.dtype],
-            shapes=[x.shape, past.shape],
-            version=DOMAIN_VERSION,
-        )
+        inputs = [x, weight, past, new_lengths]
+        y, present = emit_node(CAUSAL_CONV, inputs, {"channels": weight.shape[0]}, x, past)
         return y, present
     joined = torch.cat([past, x], 1)
     y = torch.nn.functional.conv1d(joined.mT, weight, groups=weight.shape[0]).mT
@@ -184,14 +178,7 @@ def linear_attention(
     """
     if torch.compiler.is_exporting():
         numbers = {**asdict(knobs), "delta": float(knobs.delta)}
-        y, present = torch.onnx.ops.symbolic_multi_out(
-            f"{DOMAIN}::{LINEAR_ATTENTION}",
-            [q, k, v, past, decay, beta, new_lengths],
-            numbers,
-            dtypes=[v.dtype, past.dtype],
-            shapes=[v.shape, past.shape],
-            version=DOMAIN_VERSION,
-        )
+        y, present = emit_node(LINEAR_ATTENTION, [q, k, v, past, decay, beta, new_lengths], numbers, v, past)
         return y, present
     queries, keys = (_spread(part, knobs) for part in (q, k))  # (B, S, Hv, dk)
     values = v.view(*v.shape[:-1], knobs.value_heads, -1)  # (B, S, Hv, dv)
