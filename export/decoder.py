@@ -65,7 +65,7 @@ class DecoderLayer(nn.Module):
         of_mixers = (place.before_attention, place.after_attention) if layer.attention or layer.recurrent else ()
         of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp or layer.experts else ()
         of_inputs = ("post_per_layer_input_norm",) if config.per_layer else ()
-        for name in filter(None, {*of_mixers, *of_mlp, *of_inputs}):
+        for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_inputs))):
             self.add_module(name, Norm(hidden_size, config.norm))
         self.per_layer_input_gate = None
         if config.per_layer:

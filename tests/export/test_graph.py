@@ -13,6 +13,7 @@ from safetensors import safe_open
 from llmc.bundle import GRAPH_CONTRACT_VERSION, read_export
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import parameter_shapes
+from llmc.export.decoder import DecoderLayer
 from llmc.export.graph import check_graph
 from llmc.export.ops import functions
 from llmc.export.recurrent_ops import functions as recurrent_functions
@@ -221,3 +222,10 @@ def test_an_inventory_of_another_count_is_noticed(invented_case, parts):
     for wrong in (listed[1:], (*listed, replace(listed[0], name="another")), listed[::-1]):
         with pytest.raises(AssertionError, match="the inventory lists"):
             check_graph(model, replace(geometry, **{parts: wrong}))
+
+
+def test_norms_are_listed_in_the_order_of_the_layer_whatever_the_seed_of_hashes(random_checkpoint):
+    """The order of modules is that of the file's tensors: two exports of a checkpoint are the same bytes."""
+    layer = DecoderLayer(read_checkpoint(random_checkpoint("gemma3-two-ropes")).config, 0)
+    places = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    assert [name for name, _ in layer.named_children() if name.endswith("layernorm")] == [*places]
