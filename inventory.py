@@ -33,6 +33,7 @@ Rule = Literal["conv", "delta", "mamba2"]
 NormKind = Literal["rms", "layer"]
 Result = Literal["embeddings", "scores"]
 Pooling = Literal["last", "mean"]
+ExpertActivation = Literal["silu", "gelu_tanh"]
 
 # Ranges of what comes from a file, far beyond the largest decoders there are, and small enough that a product of a few
 # of them is a number of bytes that somebody can be told.
@@ -212,10 +213,11 @@ class Experts:
         layer: index of its layer.
         count: of experts.
         chosen: how many of them each token goes through.
-        inner: width of each, which computes ``down(silu(gate x) * up x)``.
+        inner: width of each, which computes ``down(activation(gate x) * up x)``.
         width: of a token.
         bias: whether router and experts add biases, gate and up are clamped and their rows are in turn (gpt-oss).
         codes: what the checkpoint stores their weights as, None of floats.
+        activation: of the gate.
     """
 
     name: str
@@ -226,6 +228,7 @@ class Experts:
     width: Width
     bias: bool = False
     codes: Codes | None = None
+    activation: ExpertActivation = "silu"
 
     @property
     def parts(self) -> tuple[Linear, Linear]:

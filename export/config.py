@@ -15,6 +15,7 @@ from llmc.inventory import (
     Attention,
     Cache,
     Encoder,
+    ExpertActivation,
     Experts,
     Geometry,
     Linear,
@@ -207,6 +208,9 @@ class ExpertsConfig:
         best: experts of a group whose scores are added where groups are compared.
         squared: whether checkpoints have experts without a gate, of relu(x) ** 2: their ``up_proj``, times STEEP, is
             here the gate too, and ``scale`` has the factor.
+        activation: see :class:`llmc.inventory.Experts`.
+        routed_apart: whether the router reads the residual stream through a norm of its own, and the weights of those
+            chosen are multiplied by a factor of each expert, behind all else.
     """
 
     count: int
@@ -223,6 +227,8 @@ class ExpertsConfig:
     chosen_groups: int = 1
     best: int = 1
     squared: bool = False
+    activation: ExpertActivation = "silu"
+    routed_apart: bool = False
 
     @property
     def clamped(self) -> bool:
@@ -250,7 +256,8 @@ class Placement:
     """Module names of a layer's norms by their place, empty where there is none.
 
     ``x + after(part(before(x)))`` is computed with the attention as the part and then with the MLP; if ``parallel``,
-    both read the same x, and through one norm where they name the same.
+    both read the same x, and through one norm where they name the same. Experts beside an MLP read what it reads, or x
+    through a norm of their own; both have a norm before they are added, then.
     """
 
     before_attention: str
@@ -258,6 +265,9 @@ class Placement:
     before_mlp: str
     after_mlp: str
     parallel: bool = False
+    before_experts: str = ""
+    after_experts: str = ""
+    after_dense: str = ""
 
 
 PRE = Placement("input_layernorm", "", "post_attention_layernorm", "")
@@ -441,11 +451,10 @@ def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
         found += _recurrent_linears(layer.recurrent, config.hidden_size, index, read)
     read = _read(place.before_mlp, path, path if place.parallel else f"{path}.residual")
     if layer.experts is not None:
-        bias = layer.experts.clamped
-        read = (read[0], "")  # a factor per input cannot be moved: experts read it too
-        found.append(
-            Linear(f"{path}.experts.router", layer.experts.count, config.hidden_size, bias, *read, index, exact=True)
-        )
+        router, bias = f"{path}.experts.router", layer.experts.clamped
+        read = read if place.before_experts else (read[0], "")  # a factor cannot be moved where experts read it too
+        source = f"{router}_norm" if layer.experts.routed_apart else read[0]
+        found.append(Linear(router, layer.experts.count, config.hidden_size, bias, source, "", index, exact=True))
     if layer.mlp is not None:
         found += _mlp_linears(layer.mlp, config.hidden_size, index, read)
     if config.per_layer:
@@ -528,7 +537,9 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
         rows.append(("recurrent.norm", layer.recurrent.norm_size, False))
     rows.append((place.after_attention, hidden, False))
     if layer.mlp is not None or layer.experts is not None:
-        rows += [(place.before_mlp, hidden, not place.parallel), (place.after_mlp, hidden, False)]
+        rows += [(place.before_mlp, hidden, not place.parallel), (place.before_experts, hidden, False)]
+        rows += [("experts.router_norm", hidden, False)] if layer.experts and layer.experts.routed_apart else []
+        rows += [(name, hidden, False) for name in (place.after_experts, place.after_dense, place.after_mlp)]
     if config.per_layer:
         rows.append(("post_per_layer_input_norm", hidden, False))
     first: dict[str, tuple[int, bool]] = {}  # attention and MLP may share a norm
@@ -597,7 +608,10 @@ def mlps(config: DecoderConfig) -> tuple[Mlp, ...]:
 def mixtures(config: DecoderConfig) -> tuple[Experts, ...]:
     """Every mixture of experts in the order of the layers."""
     return tuple(
-        Experts(f"{_path(index)}.experts", index, it.count, it.chosen, it.inner, config.hidden_size, it.clamped)
+        Experts(
+            *(f"{_path(index)}.experts", index, it.count, it.chosen, it.inner, config.hidden_size, it.clamped),
+            activation=it.activation,
+        )
         for index, it in enumerate(layer.experts for layer in config.layers)
         if it is not None
     )
@@ -648,6 +662,8 @@ def _layer_shapes(layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from ((f"recurrent.{name}", shape) for name, shape in _recurrent_shapes(layer.recurrent))
     if layer.experts is not None and layer.experts.corrected:
         yield "experts.correction", (layer.experts.count,)
+    if layer.experts is not None and layer.experts.routed_apart:
+        yield "experts.per_expert_scale", (layer.experts.count,)
 
 
 def _recurrent_shapes(mixer: RecurrentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -60,10 +60,11 @@ class DecoderLayer(nn.Module):
         if layer.mlp is not None:
             self.mlp = MLP(layer.mlp, hidden_size)
         if layer.experts is not None:
-            self.experts = Experts(layer.experts, hidden_size)
+            self.experts = Experts(layer.experts, hidden_size, config.norm)
         place = self.placement
         of_mixers = (place.before_attention, place.after_attention) if layer.attention or layer.recurrent else ()
-        of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp or layer.experts else ()
+        of_mlp = (place.before_mlp, place.after_mlp, place.before_experts, place.after_experts, place.after_dense)
+        of_mlp = of_mlp if layer.mlp or layer.experts else ()
         of_inputs = ("post_per_layer_input_norm",) if config.per_layer else ()
         for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_inputs))):
             self.add_module(name, Norm(hidden_size, config.norm))
@@ -96,7 +97,7 @@ class DecoderLayer(nn.Module):
         if self.mlp is not None or self.experts is not None:
             if not place.parallel or place.before_mlp != place.before_attention:
                 read = self._normalize(place.before_mlp, x if place.parallel else y)
-            y = y + self.residual_scale(self._normalize(place.after_mlp, self._feed(read)))
+            y = y + self.residual_scale(self._normalize(place.after_mlp, self._feed(read, y)))
         if self.per_layer_input_gate is not None:
             inner = self.act_fn(self.per_layer_input_gate(y)) * per_layer
             y = y + self._normalize("post_per_layer_input_norm", self.per_layer_projection(inner))
@@ -118,9 +119,14 @@ class DecoderLayer(nn.Module):
         recurred, states = self.recurrent(read, past[2:], new_lengths)
         return self.mixers(attended, self.recurrent_scale(recurred)), (*presents, *states)
 
-    def _feed(self, read: Tensor) -> Tensor:
+    def _feed(self, read: Tensor, stream: Tensor) -> Tensor:
         """The sum of what experts and the MLP make, or one of them."""
-        parts = [part(read) for part in (self.experts, self.mlp) if part is not None]
+        place, parts = self.placement, list[Tensor]()
+        if self.experts is not None:
+            own = self._normalize(place.before_experts, stream) if place.before_experts else read
+            parts.append(self._normalize(place.after_experts, self.experts(own, stream)))
+        if self.mlp is not None:
+            parts.append(self._normalize(place.after_dense, self.mlp(read)))
         return parts[0] if len(parts) == 1 else self.feeders(*parts)  # type: ignore[no-any-return]
 
     def _normalize(self, name: str, x: Tensor) -> Tensor:

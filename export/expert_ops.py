@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
 import onnx.parser
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmc.export.ops import emit_node
+from llmc.inventory import ExpertActivation
 
 EXPERTS = "Experts"
 
@@ -71,12 +73,31 @@ Experts <chosen, normalized> (x, scores, weights, gate_up, down) => (y)
 }
 """
 
-# The same with biases (E, 2*I) and (E, N), the rows of gate and up in turn, and another activation, as of gpt-oss:
+
+
+def _edit(text: str, *changes: tuple[str, str]) -> str:
+    """``text`` with the first occurrence of each passage, which must be there, replaced."""
+    for before, after in changes:
+        assert before in text, f"the function lacks: {before}"
+        text = text.replace(before, after, 1)
+    return text
+
+
+# The same with gelu, approximated by tanh, in the place of silu.
+_GELU = _edit(
+    _EXPERTS,
+    ("normalized>", "normalized, activation>"),
+    ("            opening = Sigmoid (gate)\n", ""),
+    ("Mul (gate, opening)", 'Gelu <approximate = "tanh"> (gate)'),
+)
+
+# The same as the first with biases (E, 2*I) and (E, N), the rows of gate and up in turn, and another activation, as of gpt-oss:
 # (up + 1) * gate * sigmoid(alpha * gate), where gate is at most the limit, and up between it and its negative.
-_CLAMPED = (
-    _EXPERTS.replace("chosen, normalized>", "chosen, normalized, alpha, limit>")
-    .replace("gate_up, down)", "gate_up, down, gate_up_bias, down_bias)")
-    .replace(
+_CLAMPED = _edit(
+    _EXPERTS,
+    ("chosen, normalized>", "chosen, normalized, alpha, limit>"),
+    ("gate_up, down)", "gate_up, down, gate_up_bias, down_bias)"),
+    (
         "    one =",
         """
     alpha_float = Constant <value_float: float = @alpha> ()
@@ -84,9 +105,8 @@ _CLAMPED = (
     least = Neg (limit_float)
     one_float = Constant <value_float = 1.0> ()
     one =""",
-        1,
-    )
-    .replace(
+    ),
+    (
         """
             both = MatMul (read, gate_up_turned)
             gate, up = Split <axis = -1, num_outputs = 2> (both)
@@ -112,8 +132,8 @@ _CLAMPED = (
             lifted = Add (up, one_float)
             inner = Mul (active, lifted)
 """,
-    )
-    .replace(
+    ),
+    (
         "            made = MatMul (inner, down_turned)\n",
         """
             made_free = MatMul (inner, down_turned)
@@ -121,7 +141,7 @@ _CLAMPED = (
             down_bias_float = CastLike (down_bias_stored, x)
             made = Add (made_free, down_bias_float)
 """,
-    )
+    ),
 )
 
 
@@ -148,37 +168,43 @@ _PAIRS = ", ".join(f"{E2M1[byte & 15]}, {E2M1[byte >> 4]}" for byte in range(256
 
 # The clamped form with stacks in MXFP4: uint8 (E, 2*I, N/2) and (E, N, I/2), of two values the first in the low half,
 # and scales uint8 (E, 2*I, N/32) and (E, N, I/32), exponents of two with 127 added.
-_MXFP4 = _CLAMPED.replace("down_bias)", "down_bias, gate_up_scales, down_scales)").replace(
-    "    alpha_float =",
-    """
+_MXFP4 = _edit(
+    _CLAMPED,
+    ("down_bias)", "down_bias, gate_up_scales, down_scales)"),
+    (
+        "    alpha_float =",
+        """
     pairs = Constant <value = float[256, 2] {PAIRS}> ()
     middle = Constant <value_float = 127.0> ()
     two = Constant <value_float = 2.0> ()
     of_blocks = Constant <value_ints = [0, -1, 32]> ()
     of_rows = Constant <value_ints = [0, -1]> ()
     alpha_float =""".replace("PAIRS", _PAIRS),
+    ),
 )
 for _stack in ("gate_up", "down"):
     _read = f"""
             {_stack}_stored = Gather <axis = 0> ({_stack}, e)
             {_stack}_float = CastLike ({_stack}_stored, x)
 """
-    _MXFP4 = _MXFP4.replace(_read, _dequantize(_stack))
+    _MXFP4 = _edit(_MXFP4, (_read, _dequantize(_stack)))
 
 
 def functions() -> list[onnx.FunctionProto]:
     """The semantic operator as ONNX functions of standard operators (opset 24), in each form that it has."""
-    return [onnx.parser.parse_function(text) for text in (_EXPERTS, _CLAMPED, _MXFP4)]
+    return [onnx.parser.parse_function(text) for text in (_EXPERTS, _GELU, _CLAMPED, _MXFP4)]
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """The attributes of the operator, explained above; those of the clamped form are left out where the limit is 0."""
+    """The attributes of the operator, explained above; those of the clamped form are left out where the limit is 0, and
+    the activation where it is silu."""
 
     chosen: int
     normalized: bool
     alpha: float
     limit: float
+    activation: ExpertActivation = "silu"
 
 
 def experts(
@@ -189,8 +215,9 @@ def experts(
     While torch exports, it emits one ``llmc::Experts`` node instead of computing.
     """
     if torch.compiler.is_exporting():
-        numbers = {"alpha": knobs.alpha, "limit": knobs.limit} if knobs.limit else {}
-        attributes = {"chosen": knobs.chosen, "normalized": int(knobs.normalized), **numbers}
+        more: dict[str, Any] = {"alpha": knobs.alpha, "limit": knobs.limit} if knobs.limit else {}
+        more |= {"activation": knobs.activation} if knobs.activation != "silu" else {}
+        attributes = {"chosen": knobs.chosen, "normalized": int(knobs.normalized), **more}
         return emit_node(EXPERTS, [x, scores, weights, *stacks, *biases], attributes, x)[0]
     indices = scores.topk(knobs.chosen, -1).indices
     factors = weights.gather(-1, indices)
@@ -210,6 +237,6 @@ def _activate(both: Tensor, knobs: Knobs) -> Tensor:
     """Gate and up (R, 2*I) -> what the last product reads (R, I)."""
     if not knobs.limit:
         gate, up = both.chunk(2, -1)
-        return functional.silu(gate) * up
+        return (functional.silu(gate) if knobs.activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
     gate, up = both[:, ::2].clamp(max=knobs.limit), both[:, 1::2].clamp(-knobs.limit, knobs.limit)
     return (up + 1) * gate * torch.sigmoid(knobs.alpha * gate)

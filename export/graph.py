@@ -335,10 +335,11 @@ def _clear_metadata(model: ir.Model) -> None:
 
 
 def _sign(model: ir.Model) -> None:
-    used = {(node.op_type, len(node.inputs)) for node in model.graph}  # some have a form with more inputs
+    # Some have a form with more inputs, or with another activation.
+    used = {(node.op_type, len(node.inputs), "activation" in node.attributes) for node in model.graph}
     for text in (*ops.functions(), *recurrent_ops.functions(), *expert_ops.functions()):
         function = ir.serde.deserialize_function(text)
-        if (function.name, len(function.inputs)) in used:
+        if (function.name, len(function.inputs), "activation" in function.attributes) in used:
             model.functions[function.identifier()] = function
     model.graph.name = "decoder"
     model.ir_version = IR_VERSION

@@ -3,23 +3,35 @@
 from dataclasses import replace
 
 from llmc.export.config import SANDWICH, AttentionConfig, DecoderConfig, Layer, NormConfig
+from llmc.export.families.mixtures import read_experts
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder, windows_by_pattern
 
 # Of the layers that see all positions: in published configs, and for each layer as transformers saves them.
 OWN = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
 
+# Of layers with experts beside the MLP: both read the residual stream, and the router through a norm of its own.
+BESIDE = replace(
+    SANDWICH,
+    before_experts="pre_feedforward_layernorm_2",
+    after_experts="post_feedforward_layernorm_2",
+    after_dense="post_feedforward_layernorm_1",
+)
+RENAMED = (
+    *(("router.proj", "experts.router"), ("router.scale", "experts.router_norm.weight")),
+    ("router.per_expert_scale", "experts.per_expert_scale"),
+    *((f"experts.{part}_proj", f"experts.{part}_proj.weight") for part in ("gate_up", "down")),
+)
+
 
 def read(keys: Keys) -> DecoderConfig:
     """The last ``num_kv_shared_layers`` read the cache of the last layer before them with the same kind of window."""
-    if keys.flag("enable_moe_block"):
-        raise keys.error("enable_moe_block", True, "false, since Gemma 4 with experts (26B-A4B) is not supported")
     ropes = keys.raw("rope_parameters")
     if not isinstance(ropes, dict) or not (ropes.get("full_attention") and ropes.get("sliding_attention")):
         raise keys.error("rope_parameters", ropes, "an object with full_attention and sliding_attention")
     if keys.raw("use_bidirectional_attention") not in (None, "vision"):  # over images, which are left out
         raise keys.error("use_bidirectional_attention", keys.raw("use_bidirectional_attention"), "null or 'vision'")
-    keys.skip("num_experts", "top_k_experts", "moe_intermediate_size", *OWN, "per_layer_config")
+    keys.skip(*OWN, "per_layer_config")
     bias, windows = keys.flag("attention_bias"), windows_by_pattern(keys, default=6)
     config = read_decoder(
         keys,
@@ -55,14 +67,26 @@ def read(keys: Keys) -> DecoderConfig:
     if per_layer and rows != config.vocab_size:
         raise keys.error("vocab_size_per_layer_input", rows, f"vocab_size={config.vocab_size}")
     return replace(
-        config,
-        layers=_share(keys, config.layers),
+        _add_experts(keys, config),
         ropes=(replace(config.ropes[0], dim=head_dim), *config.ropes[1:]),
         embedding_scale=config.hidden_size**0.5,
         logit_softcap=keys.optional_number("final_logit_softcapping") or 0.0,
         per_layer=per_layer,
         layer_scalars=True,
     )
+
+
+def _add_experts(keys: Keys, config: DecoderConfig) -> DecoderConfig:
+    config = replace(config, layers=_share(keys, config.layers))
+    if not keys.flag("enable_moe_block"):
+        keys.skip("num_experts", "top_k_experts", "moe_intermediate_size")
+        return config
+    keys.rename({"top_k_experts": "num_experts_per_tok"})
+    keys.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    experts = read_experts(keys, keys.integer("moe_intermediate_size"), normalized=True)
+    experts = replace(experts, activation="gelu_tanh", routed_apart=True)
+    layers = tuple(replace(layer, placement=BESIDE, experts=experts) for layer in config.layers)
+    return replace(config, layers=layers, renamed=RENAMED)
 
 
 def _read_own(keys: Keys, full: list[int]) -> tuple[int, int | None]:

@@ -169,6 +169,18 @@ CASES: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 0,
     },
+    "gemma4-experts-beside-mlp": {
+        **GEMMA4,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 32,
+    },
     "gemma4-shared-caches-per-layer-inputs": {
         **GEMMA4,
         "num_hidden_layers": 6,

@@ -233,6 +233,7 @@ def test_yarn_extends_the_context_where_the_config_still_says_the_original_one()
     assert read(QWEN25_05B, max_position_embeddings=131_072, rope_scaling=YARN).max_positions == 131_072
 
 
+GEMMA4_26B = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 LIMITED = {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 2}
 
 
@@ -260,7 +261,8 @@ LIMITED = {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 2
         ("stablelm", {"qk_layernorm": True}, ["qk_layernorm=True", "weights for each head"]),
         ("phi", {"tie_word_embeddings": True}, ["tie_word_embeddings=True", "the head adds a bias"]),
         ("gemma", {"hidden_activation": "gelu"}, ["hidden_activation='gelu'", "gelu_pytorch_tanh"]),
-        ("gemma4_text", {"enable_moe_block": True}, ["enable_moe_block=True", "26B-A4B"]),
+        ("gemma4_text", GEMMA4_26B | {"top_k_experts": 129}, ["top_k_experts=129", "at most num_experts=128"]),
+        ("gemma4_text", GEMMA4_26B | {"hidden_activation": "silu"}, ["hidden_activation='silu'"]),
         ("gemma4_text", {"num_kv_shared_layers": 29}, ["num_kv_shared_layers=29", "a layer of each kind"]),
         ("gemma4_text", {"rope_parameters": {"sliding_attention": {}}}, ["rope_parameters=", "full_attention and"]),
         ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 64}}}, ["per_layer_config=", "and for no other"]),
