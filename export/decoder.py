@@ -63,10 +63,10 @@ class DecoderLayer(nn.Module):
             self.experts = Experts(layer.experts, hidden_size, config.norm)
         place = self.placement
         of_mixers = (place.before_attention, place.after_attention) if layer.attention or layer.recurrent else ()
-        of_mlp = (place.before_mlp, place.after_mlp, place.before_experts, place.after_experts, place.after_dense)
-        of_mlp = of_mlp if layer.mlp or layer.experts else ()
+        of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp or layer.experts else ()
+        of_parts = (place.before_experts, place.after_experts, place.after_dense)
         of_inputs = ("post_per_layer_input_norm",) if config.per_layer else ()
-        for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_inputs))):
+        for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_parts, *of_inputs))):
             self.add_module(name, Norm(hidden_size, config.norm))
         self.per_layer_input_gate = None
         if config.per_layer:
@@ -127,7 +127,7 @@ class DecoderLayer(nn.Module):
             parts.append(self._normalize(place.after_experts, self.experts(own, stream)))
         if self.mlp is not None:
             parts.append(self._normalize(place.after_dense, self.mlp(read)))
-        return parts[0] if len(parts) == 1 else self.feeders(*parts)  # type: ignore[no-any-return]
+        return parts[0] if len(parts) == 1 else self.feeders(*parts)
 
     def _normalize(self, name: str, x: Tensor) -> Tensor:
         return self.get_submodule(name)(x) if name else x

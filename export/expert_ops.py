@@ -74,7 +74,6 @@ Experts <chosen, normalized> (x, scores, weights, gate_up, down) => (y)
 """
 
 
-
 def _edit(text: str, *changes: tuple[str, str]) -> str:
     """``text`` with the first occurrence of each passage, which must be there, replaced."""
     for before, after in changes:
@@ -91,8 +90,8 @@ _GELU = _edit(
     ("Mul (gate, opening)", 'Gelu <approximate = "tanh"> (gate)'),
 )
 
-# The same as the first with biases (E, 2*I) and (E, N), the rows of gate and up in turn, and another activation, as of gpt-oss:
-# (up + 1) * gate * sigmoid(alpha * gate), where gate is at most the limit, and up between it and its negative.
+# The same as the first with biases (E, 2*I) and (E, N), the rows of gate and up in turn, and another activation, as of
+# gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), where gate is at most the limit, and up between it and its negative.
 _CLAMPED = _edit(
     _EXPERTS,
     ("chosen, normalized>", "chosen, normalized, alpha, limit>"),

@@ -110,8 +110,9 @@ def expert_bytes(item: Experts, config: QuantConfig) -> int:
         return 0
     if isinstance(config, WeightOnly):
         config = WeightOnly(fit_block(config.grid, item))
-    stored = item.count * sum(linear_bytes(part, config) for part in item.parts)
-    return round(stored * (EXPERT_COPIES if isinstance(config, WeightOnly) else 1))
+    apart = item.activation != "silu"  # a product for each expert
+    stored = item.count * sum(linear_bytes(it, config, copies=BLOCK_COPIES if apart else 1) for it in item.parts)
+    return round(stored * (EXPERT_COPIES if isinstance(config, WeightOnly) and not apart else 1))
 
 
 def mapped_expert_bytes(geometry: Geometry, recipe: Recipe) -> int:

@@ -1,6 +1,7 @@
 """The weight file of a bundle: packed tensors, appended to one file."""
 
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,11 @@ class WeightFile:
                 self._append(name, np.ascontiguousarray(array))
         return [self._tensors[name] for name in names]
 
-    def view(self, tensor: ir.ExternalTensor, shape: Sequence[int]) -> ir.ExternalTensor:
-        """The same bytes in another shape, for an operator that wants them so."""
-        name = f"{tensor.name}.{'x'.join(map(str, shape))}"
-        return self._reference(name, tensor.offset or 0, tensor.length or 0, tensor.dtype, shape)
+    def view(self, tensor: ir.ExternalTensor, shape: Sequence[int], part: int = 0) -> ir.ExternalTensor:
+        """The same bytes in another shape, for an operator that wants them so, or of a stack those of one part."""
+        name, length = f"{tensor.name}.{'x'.join(map(str, shape))}", int(prod(shape) * tensor.dtype.itemsize)
+        name += f".{part}" if length < (tensor.length or 0) else ""
+        return self._reference(name, (tensor.offset or 0) + part * length, length, tensor.dtype, shape)
 
     def close(self) -> None:
         self._file.close()

@@ -27,7 +27,10 @@ def mixture(exported):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [*(("olmoe-unnormalized", it) for it in MOST_KL), ("deepseek_v2-latent-keys-grouped-experts", "int8")],
+    [
+        *((name, it) for name in ("olmoe-unnormalized", "gemma4-experts-beside-mlp") for it in MOST_KL),
+        ("deepseek_v2-latent-keys-grouped-experts", "int8"),
+    ],
 )
 def test_a_mixture_is_built_and_runs_alone_as_together(exported, tmp_path, name, precision):
     manifest = build(exported(name).export, tmp_path / "b", precision=precision, max_context=64).manifest

@@ -3,11 +3,13 @@
 Both choose by a softmax; of experts that score the same QMoE takes others than TopK does, and it normalizes weights
 whatever it is told. So experts are chosen before them: they get the logarithms of these experts' weights, which they
 normalize, and nothing of the others. Both want the rows of gate and up in turn. QMoE takes MXFP4 as checkpoints store
-it, computes with floats, and reads of the mapped file only the experts that were chosen.
+it, computes with floats, and reads of the mapped file only the experts that were chosen. Neither has gelu: such
+experts are a product each, of the rows that chose it, and all else is done once for the rows of all.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -17,14 +19,14 @@ from numpy.typing import NDArray
 
 from llmc.errors import BuildError
 from llmc.inventory import Experts
-from llmc.optimize.lower.context import Float16, Float32, LoweringContext, Mxfp4, WeightOnly
+from llmc.optimize.lower.context import Float16, Float32, LoweringContext, Mxfp4, QuantConfig, WeightOnly
 from llmc.optimize.lower.onnxruntime.recurrent import inline_vectors
 from llmc.optimize.lower.raising import find_vector, find_weight
 from llmc.optimize.lower.rewrite import (
     LLMC,
     MICROSOFT,
     Emitter,
-    emit_conversion,
+    constant,
     initializer,
     nodes_of,
     replace,
@@ -55,9 +57,12 @@ def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::Experts -> MoE or QMoE; the number of mixtures."""
     nodes = list(nodes_of(graph, "Experts", LLMC))
     listed = {item.name: item for item in context.geometry.mixtures}
-    inline_vectors(graph, [f"{name}.correction" for name in listed], context)
+    inline_vectors(graph, [f"{name}.{it}" for name in listed for it in ("correction", "per_expert_scale")], context)
     for node in nodes:
         item = listed[node.name or ""]
+        if item.activation == "gelu_tanh":
+            replace(node, _emit_products(node, item, context))
+            continue
         logits, total = _emit_choice(node, item)
         match context.quant.stored(item.name):
             case Float32():
@@ -69,12 +74,65 @@ def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
             case WeightOnly(grid):
                 output = _emit_integers(node, item, logits, fit_block(grid, item), context)
             case config:
-                raise BuildError(
-                    f"{item.name} is to be stored as {config}, which experts cannot; expected fp32, fp16, int8 or int4"
-                )
+                raise _refuse(item, config)
         is_normalized = node.attributes["normalized"].as_int()
         replace(node, output if is_normalized else Emitter(node)("Mul", output, total))
     return len(nodes)
+
+
+def _emit_products(node: ir.Node, item: Experts, context: LoweringContext) -> ir.Value:
+    """The pairs of a token and an expert that it chose, in the order of the experts, of which each has some or none."""
+    emit, (x, scores, weights) = Emitter(node), node.inputs[:3]
+    graph, end = emit.graph, vector(emit.graph, [-1])
+    chosen = emit.many("TopK", [scores, vector(graph, [item.chosen])], 2, axis=-1)[1]
+    picked = emit("GatherElements", weights, chosen, axis=-1)
+    if node.attributes["normalized"].as_int():
+        picked = emit("Div", picked, emit("ReduceSum", picked, end, keepdims=1))
+    pairs = emit("Reshape", chosen, end)
+    every, size = emit("Shape", pairs), vector(graph, [-1, item.width])
+    experts = constant(graph, f"const.experts.{item.count}", np.arange(item.count)[:, None])
+    hits = emit("Cast", emit("Equal", pairs, experts), to=ir.DataType.INT64)
+    counts = emit("ReduceSum", hits, end, keepdims=0)
+    order = emit.many("TopK", [pairs, every], 2, axis=-1, largest=0)[1]
+    tokens = emit("Div", order, scalar(graph, item.chosen, np.int64))
+    both = _emit_product(node, item, 0, emit("Gather", emit("Reshape", x, size), tokens), counts, context)
+    gate, up = emit.many("Split", [both], 2, axis=-1, num_outputs=2)
+    inner = emit("Mul", emit("Gelu", gate, approximate="tanh"), up)
+    made = _emit_product(node, item, 1, inner, counts, context)
+    places = emit.many("TopK", [order, every], 2, axis=-1, largest=0)[1]
+    by_token = emit("Reshape", emit("Gather", made, places), vector(graph, [-1, item.chosen, item.width]))
+    factors = emit("Reshape", picked, vector(graph, [-1, 1, item.chosen]))
+    return emit("Reshape", emit("MatMul", factors, by_token), emit("Shape", x))
+
+
+def _emit_product(
+    node: ir.Node, item: Experts, part: int, rows: ir.Value, counts: ir.Value, context: LoweringContext
+) -> ir.Value:
+    """Rows [P, K], the first ``counts[0]`` of them of the first expert -> [P, N]."""
+    stack, linear = _Stack.of(node, item, part), item.parts[part]
+    emit = Emitter(node, linear.name)
+    runs = emit.many("Split", [rows, counts], item.count, axis=0)
+    match context.quant.stored(item.name):
+        case WeightOnly(grid):
+            grid = fit_block(grid, item)
+            groups = linear.inputs // grid.block
+            numbers: dict[str, Any] = {"K": linear.inputs, "N": linear.outputs}
+            numbers |= {"bits": grid.bits, "block_size": grid.block, "accuracy_level": ACCURACY_INT8}
+            shapes = [[linear.outputs, groups, grid.block * grid.bits // 8], [linear.outputs, groups]]
+            shapes += [] if grid.symmetric else [[linear.outputs, -(-groups * grid.bits // 8)]]
+            stored = list(zip(_pack(stack, grid, context), shapes, strict=True))
+            operator = partial(emit, "MatMulNBits", **numbers)
+        case Float32() | Float16() as kind:
+            dtype = "float32" if isinstance(kind, Float32) else "float16"
+            stored = [(_store(stack, dtype, context), [linear.outputs, linear.inputs])]
+            operator = partial(emit, "FusedMatMul", transB=1)
+        case config:
+            raise _refuse(item, config)
+    products = []
+    for expert, run in enumerate(runs):
+        own = [_convert(emit, context.weights.view(tensor, shape, expert)) for tensor, shape in stored]
+        products.append(operator(run, *own, domain=MICROSOFT))
+    return emit("Concat", *products, axis=0)
 
 
 def _emit_choice(node: ir.Node, item: Experts) -> tuple[ir.Value, ir.Value]:
@@ -87,6 +145,12 @@ def _emit_choice(node: ir.Node, item: Experts) -> tuple[ir.Value, ir.Value]:
     logits = emit("ScatterElements", nothing, chosen, emit("Log", picked), axis=-1)
     total = emit("ReduceSum", picked, vector(emit.graph, [-1]), keepdims=1)
     return emit("Reshape", logits, vector(emit.graph, [-1, item.count])), total
+
+
+def _refuse(item: Experts, config: QuantConfig) -> BuildError:
+    return BuildError(
+        f"{item.name} is to be stored as {config}, which experts cannot; expected fp32, fp16, int8 or int4"
+    )
 
 
 def fit_block(grid: Grid, item: Experts) -> Grid:
@@ -147,7 +211,7 @@ class _Stack:
     def of(cls, node: ir.Node, item: Experts, part: int) -> "_Stack":
         found, scales = find_weight(node.inputs[3 + part]), node.inputs[SCALES + part : SCALES + part + 1]
         tensor = Mxfp4Stack(find_vector(node.inputs[3 + part]), find_vector(scales[0])) if scales else found
-        in_turn = part == 0 and len(node.inputs) == PLAIN_INPUTS
+        in_turn = part == 0 and len(node.inputs) == PLAIN_INPUTS and item.activation == "silu"
         return cls(tensor, f"{found.name}.experts", item.count, in_turn)
 
     def read(self, expert: int, context: LoweringContext) -> Float:
@@ -219,7 +283,9 @@ def _store(stack: _Stack, dtype: str, context: LoweringContext) -> ir.ExternalTe
 
 
 def _convert(emit: Emitter, tensor: ir.ExternalTensor) -> ir.Value:
-    return emit_conversion(emit, initializer(emit.graph, tensor), tensor.dtype, ir.DataType.FLOAT)
+    """Floats of 16 bits as those of 32; all else as it is."""
+    value = initializer(emit.graph, tensor)
+    return emit("Cast", value, to=ir.DataType.FLOAT) if tensor.dtype == ir.DataType.FLOAT16 else value
 
 
 def _store_biases(node: ir.Node, context: LoweringContext) -> list[ir.ExternalTensor | None]:

@@ -22,6 +22,7 @@ from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
 
 ITEM = Experts("model.layers.0.experts", 0, count=8, chosen=3, inner=32, width=64)
+ITEMS = {"silu": ITEM, "gelu": replace(ITEM, activation="gelu_tanh")}
 TOKENS = 7
 # Root mean square of the difference over that of the result. Floats are summed in another order; 8-bit activations, of
 # which QMoE has 8-bit experts alone, are rounded to a 127th of the largest of 32. Planted errors cost 0.1 and more.
@@ -84,13 +85,15 @@ class Graph:
                 tensor = ir.ExternalTensor(file.name, offset, data.nbytes, ir.DataType.FLOAT, **place)
                 values.append(ir.val(f"{name}.weight", const_value=tensor))
                 offset += data.nbytes
+        gelu = self.item.activation == "gelu_tanh"
         attributes = {"chosen": self.item.chosen, "normalized": int(self.normalized)}
+        attributes |= {"activation": self.item.activation} if gelu else {}
         node = ir.node("Experts", [*given, *values], attributes, domain="llmc", name=self.item.name)
         node.outputs[0].name, node.outputs[0].type = "y", given[0].type
         opsets = {"": 24, "llmc": 1, "com.microsoft": 1}
         graph = ir.Graph(given, node.outputs, nodes=[node], initializers=values, opset_imports=opsets, name="experts")
-        plain = ir.serde.deserialize_function(expert_ops.functions()[0])
-        return ir.Model(graph, ir_version=12, functions=[plain])
+        form = ir.serde.deserialize_function(expert_ops.functions()[gelu])
+        return ir.Model(graph, ir_version=12, functions=[form])
 
     def lower(self, form: QuantConfig) -> ir.Model:
         model, listed = self.model(), SimpleNamespace(mixtures=(self.item,))
@@ -101,7 +104,7 @@ class Graph:
             assert lower_experts(model.graph, context) == 1
         model.functions.clear()
         for node in model.graph:
-            if node.op_type == "QMoE":  # float activations, where its kernels have them
+            if node.op_type in ("QMoE", "MatMulNBits"):  # float activations, where its kernels have them
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
         return model
 
@@ -116,22 +119,24 @@ class Graph:
         import torch
 
         x, scores, weights, *stacks = map(torch.from_numpy, (self.x, *router(), *self.stacks.values()))
-        knobs = expert_ops.Knobs(self.item.chosen, self.normalized, alpha=1.0, limit=0.0)
+        knobs = expert_ops.Knobs(self.item.chosen, self.normalized, 1.0, 0.0, self.item.activation)
         return expert_ops.experts(x, scores, weights, stacks, [], knobs).numpy()
 
 
 @pytest.mark.parametrize("normalized", [True, False], ids=["normalized", "as they are"])
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("form", FORMS)
-def test_lowered_experts_equal_the_portable_operator(tmp_path, form, router, normalized):
-    graph, (config, tolerance) = Graph(tmp_path, normalized), FORMS[form]
+@pytest.mark.parametrize("item", ITEMS)
+def test_lowered_experts_equal_the_portable_operator(tmp_path, item, form, router, normalized):
+    graph, (config, tolerance) = Graph(tmp_path, normalized, ITEMS[item]), FORMS[form]
     wanted = graph.run(graph.model(lambda matrix: stood_for(matrix, config, "float32")), router)
     assert relative_difference(graph.run(graph.lower(config), router), wanted) <= tolerance
 
 
+@pytest.mark.parametrize("item", ITEMS)
 @pytest.mark.parametrize("router", [softmax, sigmoid_and_bias])  # which of equals torch chooses nobody says
-def test_the_portable_operator_equals_torch(tmp_path, router):
-    graph = Graph(tmp_path, normalized=False)
+def test_the_portable_operator_equals_torch(tmp_path, router, item):
+    graph = Graph(tmp_path, False, ITEMS[item])
     assert relative_difference(graph.run(graph.model(), router), graph.torch(router)) <= FLOAT_TOLERANCE
 
 
