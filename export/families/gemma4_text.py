@@ -20,7 +20,12 @@ BESIDE = replace(
 RENAMED = (
     *(("router.proj", "experts.router"), ("router.scale", "experts.router_norm.weight")),
     ("router.per_expert_scale", "experts.per_expert_scale"),
-    *((f"experts.{part}_proj", f"experts.{part}_proj.weight") for part in ("gate_up", "down")),
+    # With the last word in GGUF files alone; the longest name counts.
+    *(
+        (f"experts.{part}_proj{end}", f"experts.{part}_proj.weight")
+        for part in ("gate_up", "down")
+        for end in ("", ".weight")
+    ),
 )
 
 

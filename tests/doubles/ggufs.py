@@ -78,6 +78,8 @@ def write_gguf(
     for name, array in (_stack_experts(load(checkpoint)) | _factors(config)).items():
         for part, arranged in _arranged(config, name, array).items():
             new = part if part.startswith("rope_") else names.get_name(part, try_suffixes=(".weight", ".bias"))
+            if new is None and (scale := re.fullmatch(r".*\.(\d+)\.router\.(scale|per_expert_scale)", part)):
+                new = f"blk.{scale[1]}.{'ffn_gate_inp' if scale[2] == 'scale' else 'ffn_down_exps'}.scale"
             assert new is not None, part
             plain = arranged.ndim == 1 or "ffn_gate_inp" in new or "conv" in new
             kind = "F32" if plain else kinds if isinstance(kinds, str) else kinds[new]
@@ -114,7 +116,7 @@ def _stack_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             found |= zip([base.format("gate"), base.format("up")], np.split(array, 2, 1), strict=True)
         else:
             name = name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")
-            found[f"{name}.weight" if name.endswith("layer_scalar") else name] = array
+            found[f"{name}.weight" if name.endswith(("layer_scalar", "up_proj", "down_proj")) else name] = array
     return {name: np.stack(array) if isinstance(array, list) else array for name, array in found.items()}
 
 
@@ -161,7 +163,7 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
         "expert_count": experts,
-        "expert_used_count": config.get("num_experts_per_tok") if experts else None,
+        "expert_used_count": _any(config, "num_experts_per_tok", "top_k_experts") if experts else None,
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
         "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
         **_scaling(rope),

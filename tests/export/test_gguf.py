@@ -55,6 +55,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "qwen3_5-delta-and-gates": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     "qwen3_moe-first-layer-dense-bf16": {"mlp_only_layers": [], "dtype": "float32"},
     "gemma4-keys-are-values": {},
+    "gemma4-experts-beside-mlp": {},
     "gemma4-shared-caches-per-layer-inputs": {"dtype": "float32"},
     "olmoe-unnormalized": {},
     "mixtral-experts": {},

@@ -137,7 +137,9 @@ def _gemma4(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     turning = factors.count(1.0)
     if min(factors[turning:], default=ENDLESS) < ENDLESS:
         raise data.error("rope_freqs.weight", "of other factors", f"1, then {ENDLESS:g} and more")
+    experts = {**_experts(data), "enable_moe_block": True} if data.get("expert_count") else {}
     return {
+        **experts,
         "rope_theta": None,
         "rope_parameters": {
             "full_attention": {

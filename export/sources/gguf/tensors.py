@@ -68,6 +68,11 @@ _GEMMA4 = {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale.weight": "layer_scalar",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    **{f"post_ffw_norm_{it}": f"post_feedforward_layernorm_{it}" for it in (1, 2)},
+    "ffn_gate_up_exps": "experts.gate_up_proj",
+    "ffn_gate_inp.scale": "experts.router_norm.weight",
+    "ffn_down_exps.scale": "experts.per_expert_scale",
 }
 _LFM2 = {
     "token_embd_norm": "model.embedding_norm",
