@@ -165,11 +165,29 @@ def without_zero_points(node: ir.Node) -> None:
     node.replace_input_with(11, None)
 
 
-@pytest.mark.parametrize("plant", [all_considered, normalized_anyway, gate_for_up, without_zero_points])
-def test_a_planted_error_exceeds_the_tolerances(tmp_path, plant):
-    graph = Graph(tmp_path, normalized=False)
+def weights_of_another(node: ir.Node) -> None:
+    """The first expert has those of the last."""
+    node.replace_input_with(1, node.graph.initializers[node.inputs[1].name.removesuffix("0") + "7"])
+
+
+def rows_left_in_order(node: ir.Node) -> None:
+    """Products are not put back in the order of the tokens."""
+    *_, places = (it for it in node.graph if it.op_type == "TopK")
+    [(gather, index)] = places.outputs[1].uses()
+    gather.replace_input_with(index, places.inputs[0])
+
+
+PLANTS = {
+    "silu": [all_considered, normalized_anyway, gate_for_up, without_zero_points],
+    "gelu": [weights_of_another, rows_left_in_order],
+}
+
+
+@pytest.mark.parametrize(("item", "plant"), [(item, plant) for item, plants in PLANTS.items() for plant in plants])
+def test_a_planted_error_exceeds_the_tolerances(tmp_path, item, plant):
+    graph = Graph(tmp_path, False, ITEMS[item])
     wanted, model = graph.run(graph.model(lambda matrix: stood_for(matrix, INT4, "float32")), ties), graph.lower(INT4)
-    plant(next(node for node in model.graph if node.op_type == "QMoE"))
+    plant(next(node for node in model.graph if node.op_type in ("QMoE", "MatMulNBits")))
     assert relative_difference(graph.run(model, ties), wanted) > 5 * ROUNDING_TOLERANCE
 
 
