@@ -192,6 +192,9 @@ class Keys:
                 self._values = {key: kept for key, kept in self._values.items() if key != own} | {name: value}
                 self._own_names[name] = own
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number in its range of :data:`RANGES`; ``default`` also stands for null."""
         value, (low, high) = self._get(name, default), RANGES[name]

@@ -120,7 +120,8 @@ class _Reader:
                 raise keys.error("rope_theta", theta, "more than 1, of which yarn takes the logarithm")
             scaling |= _read_rising(keys, "beta_slow", "beta_fast", 1.0, 32.0)
             magnitude = _magnitude(self.config, keys, scaling["factor"])
-            scaling |= {"truncate": keys.flag("truncate", True), "magnitude": magnitude}
+            # transformers takes null for false.
+            scaling |= {"truncate": keys.flag("truncate", "truncate" not in keys), "magnitude": magnitude}
         return scaling
 
     def _original(self, keys: Keys) -> int:

@@ -90,8 +90,12 @@ def take_order(
     check_unchanged(source, export)
     abilities, geometry = capabilities(target), export.geometry
     if geometry.cpu_only and target != "cpu":
+        why = ", whose session keeps no states" if geometry.has_states else ""
+        if geometry.mixtures and target == "tensorrt-rtx":
+            why = why or ", whose parser (1.7) takes no NonZero, by which experts find their tokens"
         raise UsageError(
-            f"{geometry.model_type} has {geometry.cpu_only}, which llmc lowers for cpu alone; the target is {target}"
+            f"{geometry.model_type} has {geometry.cpu_only}, which llmc lowers for cpu alone; "
+            f"the target is {target}{why}"
         )
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked

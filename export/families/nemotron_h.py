@@ -84,6 +84,8 @@ def read(keys: Keys) -> DecoderConfig:
 def _read_kinds(keys: Keys) -> list[str]:
     """The kind of each layer, from a list or from a string of one letter for each."""
     types, pattern = keys.raw("layer_types"), keys.raw("hybrid_override_pattern")
+    if not isinstance(types, list | None):
+        raise keys.error("layer_types", types, "a list of the kinds of layers")
     found = [NEW_NAMES.get(str(it), str(it)) for it in types] if isinstance(types, list) else []
     letters = [KINDS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else list(found)
     name, stated = ("layer_types", types) if found else ("hybrid_override_pattern", pattern)

@@ -26,14 +26,15 @@ class ModelDrafter:
 
     Each sequence has a row of that model's cache, as many as its bundle's ``max_batch``; the one that was idle longest
     makes room for a new one. The model reads a prompt in chunks, one or two tokens in steps. Rejected drafts are left
-    in the cache and overwritten.
+    in the cache and overwritten; states become again what they were before all drafts, and those that came true are fed
+    anew.
 
     Args:
         model: a loaded :class:`llmc.runtime.Model`, which the drafter takes over and closes.
         target: the loaded bundle that is drafted for.
 
     Raises:
-        DraftError: the two have different tokenizers, or the model cannot take drafts back.
+        DraftError: the two have different tokenizers.
     """
 
     costs_by_token = True
@@ -42,11 +43,6 @@ class ModelDrafter:
         check_same_tokenizer(model, target)
         self._model = model
         self._session = model.runner.session
-        if not self._session.cache.can_rewind:
-            raise DraftError(
-                f"{model.folder}: its layers keep a state of the last token only, which cannot go back over rejected "
-                "drafts; draft with a model without such layers, or with 'lookup'"
-            )
         self._context = model.runner.max_context
         self._chunk = model.runner.prefill_chunk
         self._known_ids = model.manifest.geometry.vocab_size
@@ -63,13 +59,15 @@ class ModelDrafter:
         if count < 1 or not tokens:
             return []
         sequence = self._sequence(key)
-        sequence.agree(tokens)
+        self._agree(sequence, tokens)
         if max(tokens[sequence.cached :]) >= self._known_ids or not self._reserve(len(tokens) + count - 1):
             return []
         # One or two tokens, as after an accepted proposal, are fed in steps.
         phase = Phase.DECODE if len(tokens) - sequence.cached <= STEPS else Phase.PREFILL
         for logits in prefill(self._session.run, sequence, self._chunk, phase=phase):  # noqa: B007  # the last ones
             self._session.cache.let_go(sequence.row, sequence.cached)
+        if count > 1 and not self._session.cache.can_rewind:
+            sequence.before = self._session.cache.read_states(sequence.row, sequence.cached)
         while True:
             token = int(logits[-1, : self._vocab_size].argmax())
             if len(sequence.drafts) == count - 1:
@@ -77,6 +75,16 @@ class ModelDrafter:
             past = len(tokens) + len(sequence.drafts)
             logits = self._session.run(batch(Phase.DECODE, np.array([[token]]), [past], [0], sequence.row))[0]
             sequence.drafts.append(token)
+
+    def _agree(self, sequence: "_Sequence", tokens: Sequence[int]) -> None:
+        """Go back over rejected drafts; states whose tokens are the same once more begin anew."""
+        read, fed = sequence.cached, sequence.cached + len(sequence.drafts)
+        sequence.agree(tokens)
+        if sequence.cached < fed and not self._session.cache.can_rewind:
+            sequence.cached = read if sequence.before is not None and read < len(tokens) else 0
+            if sequence.cached and sequence.before is not None:
+                self._session.cache.write_states(sequence.row, read, sequence.before)
+        sequence.before = None
 
     def forget(self, key: int) -> None:
         sequence = self._sequences.pop(key, None)

@@ -1,9 +1,10 @@
 """The service on a real socket, in a thread of the tests' own process."""
 
 import asyncio
+import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +35,17 @@ Verbosity: {{ verbosity }}<|im_end|>
 {% endif %}{% endif %}"""
 
 
-def retold(bundle: Path, folder: Path, template: str = ABLE_TEMPLATE) -> Path:
-    """A copy of a bundle with another chat template."""
+def retold(bundle: Path, folder: Path, template: str = ABLE_TEMPLATE, marks: Sequence[str] = ()) -> Path:
+    """A copy of a bundle with another chat template; ``marks`` are special tokens, in the place of its last ones."""
     shutil.copytree(bundle, folder)
+    if marks:
+        told = json.loads((folder / "tokenizer.json").read_text())
+        vocab = told["model"]["vocab"]
+        for name, mark in zip(sorted(vocab, key=vocab.__getitem__)[-len(marks) :], marks, strict=True):
+            vocab[mark] = vocab.pop(name)
+            told["added_tokens"].append({**told["added_tokens"][0], "content": mark, "id": vocab[mark]})
+        told["model"]["merges"] = [pair for pair in told["model"]["merges"] if "".join(pair) in vocab]
+        (folder / "tokenizer.json").write_text(json.dumps(told))
     (folder / "chat_template.jinja").write_text(template)
     manifest = read_bundle(bundle)
     write_manifest(replace(manifest, files=file_entries(folder, manifest.files)), folder)

@@ -14,6 +14,7 @@ from llmc.errors import CancelledError, UsageError
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
 from llmc.runtime.api.handle import GenerationResult, Handle
+from llmc.runtime.speculation.model_drafter import ModelDrafter
 
 HYBRIDS = (
     *("qwen3_5-delta-and-gates", "lfm2-short-convolutions", "nemotron_h-one-part-per-layer"),
@@ -139,8 +140,24 @@ def test_rejected_drafts_leave_no_trace(bundle: Path, monkeypatch: pytest.Monkey
         assert [handle.result().token_ids for handle in handles] == wanted
 
 
+def test_a_model_with_states_drafts_and_takes_back_what_was_rejected(bundle: Path):
+    with load(bundle, prefix_cache_bytes=0) as model:
+        wanted = [generate(model, prompt) for prompt in PROMPTS]
+        drafter = ModelDrafter(load(bundle, threads=model.threads), model)
+        other = list(wanted[1])
+        for key, end in enumerate((0, 1, 3, 3, NEW), 1):  # what comes, comes as nobody drafted it
+            tokens = PROMPTS[0] + other[:end]
+            assert drafter.propose(0, tokens, 5) == drafter.propose(key, tokens, 5)
+            drafter.forget(key)
+        drafter.close()
+    with load(bundle, prefix_cache_bytes=0, draft=bundle) as model:
+        results = [model.generate(prompt, **GREEDY) for prompt in PROMPTS]
+        assert [result.token_ids for result in results] == wanted
+        assert any(result.metrics.accepted for result in results)
+
+
 def test_other_targets_are_refused_by_name(hybrid: Any, tmp_path: Path):
-    with pytest.raises(UsageError, match="has recurrent layers, which llmc lowers for cpu alone; the target is cuda"):
+    with pytest.raises(UsageError, match=r"has recurrent layers, .* the target is cuda, whose session keeps"):
         build(hybrid.export, tmp_path / "bundle", target="cuda")
 
 

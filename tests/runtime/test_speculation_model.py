@@ -160,14 +160,6 @@ def test_it_drafts_to_the_end_of_its_context_and_no_further(drafting_bundle: Pat
         assert drafter.propose(0, [*tokens, 1, 2, 3], 8) == []
 
 
-def test_a_draft_model_that_cannot_take_drafts_back_is_refused(
-    draft: Model, target: Model, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(draft.runner.session.cache, "can_rewind", False)
-    with pytest.raises(DraftError, match=r"keep a state .* cannot go back over rejected drafts; draft with a model"):
-        ModelDrafter(draft, target)
-
-
 # --------------------------------------------------------------------------------------------------------- tokenizers
 
 

@@ -1,16 +1,22 @@
 """OpenAI's chat completions through the official client: texts, tools, reasoning, streams and sockets."""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 import openai
 import pytest
+from doubles.serving import retold, serving
 from websockets.sync.client import connect
 
 from llmc.runtime import Model
+from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.guarded import guard_app
 from llmc.runtime.server.openai.chat import add_variables
 from llmc.runtime.text.chat_template import ChatTemplate
 
@@ -316,3 +322,74 @@ def test_a_message_cancels_the_request_of_a_socket(address: str):
         while "error" not in (found := json.loads(socket.recv())):
             pass
         assert "cancelled" in found["error"]["message"]
+
+
+HARMONY_MARKS = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "call", "constrain")]
+THOUGHT = "<|channel|>analysis<|message|>How many?<|end|><|start|>assistant<|channel|>"
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "called", "reason"),
+    [
+        (f"{THOUGHT}final<|message|>Seven.", "Seven.", [], "stop"),
+        (
+            f'{THOUGHT}commentary to=functions.add <|constrain|>json<|message|>{{"a": 7}}',
+            None,
+            [("add", '{"a": 7}')],
+            "tool_calls",
+        ),
+    ],
+    ids=["text", "call"],
+)
+def test_a_stream_of_harmony_joins_to_the_whole(
+    harmony: openai.OpenAI,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    content: str | None,
+    called: list[tuple[str, str]],
+    reason: str,
+):
+    """A stand-in for gpt-oss: the small model with its template, made to say what it would say."""
+    stream_chat = Model.stream_chat
+    monkeypatch.setattr(Model, "stream_chat", lambda self, *a, **k: stream_chat(self, *a, **k, **speak(self, said)))
+    asked: dict[str, Any] = {**GREEDY, "tools": [TOOL], "max_tokens": 300}
+    whole = harmony.chat.completions.create(**asked).choices[0]
+    message = whole.message
+    assert (message.content, message.reasoning_content) == (content, "How many?")  # type: ignore[attr-defined]
+    calls = [call.function for call in message.tool_calls or [] if call.type == "function"]
+    assert ([(call.name, call.arguments) for call in calls], whole.finish_reason) == (called, reason)
+
+    found = [chunk.choices[0] for chunk in harmony.chat.completions.create(stream=True, **asked)]
+    deltas = [choice.delta for choice in found]
+    thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    texts = [delta.content or "" for delta in deltas]
+    pieces = [call.function for delta in deltas for call in delta.tool_calls or [] if call.function]
+    assert ("".join(thoughts), "".join(texts), found[-1].finish_reason) == ("How many?", content or "", reason)
+    assert sum(map(bool, thoughts)) > 1 and sum(map(bool, (*texts, *pieces))) > 1
+    assert "".join(piece.arguments or "" for piece in pieces) == "".join(given for _, given in called)
+    assert [piece.name for piece in pieces if piece.name] == [name for name, _ in called]
+
+
+@pytest.fixture(scope="module")
+def harmony(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A client of the small model with a template like that of gpt-oss."""
+    template = (Path(__file__).parents[2] / "text" / "templates" / "harmony.jinja").read_text("utf-8")
+    bundle = retold(tiny_bundle, tmp_path_factory.mktemp("harmony") / "bundle", template, HARMONY_MARKS)
+    with (
+        serving(ServerConfig(models={"tiny": bundle}, threads=1), guard_app) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def speak(model: Model, text: str) -> dict[str, Any]:
+    """Arguments that make the model say a text and end."""
+    tokens = [*model.tokenizer.encode(text, add_special_tokens=False), model.manifest.generation.eos_token_ids[0]]
+    start: list[int] = []
+
+    def process(so_far: tuple[int, ...], logits: np.ndarray) -> np.ndarray:
+        start[:] = start or [len(so_far)]
+        logits[tokens[min(len(so_far) - start[0], len(tokens) - 1)]] = 1000
+        return logits
+
+    return {"logits_processors": [process]}
