@@ -24,7 +24,7 @@ from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
 from llmc.export.sources.codes import Weight
 from llmc.export.sources.made import MadeTensor, array_type
-from llmc.export.sources.parameters import PIECE, Tensors, list_transposed, read_pieces, rename_tensors
+from llmc.export.sources.parameters import PIECE, Tensors, read_pieces, rename_tensors
 from llmc.export.sources.safetensors import FLOATS, Shard, StoredTensor, read_shard
 from llmc.origin import find_own_file
 from llmc.strict import read_json
@@ -235,7 +235,8 @@ def merge_adapters(folder: Path, config: DecoderConfig, found: Tensors, adapters
         factors = {f"{module}.weight": factors for module, factors in it.factors.items()}
         for name, item in rename_tensors(it.folder, config, factors).items():
             name, base = _find_base(folder, config, merged, it, name)
-            merged[name] = _add(folder, it, name, base, item, item.embeds or name in list_transposed(config))
+            turned = item.embeds or (config.transposed and name.removesuffix(".weight") not in (EMBEDDING, HEAD))
+            merged[name] = _add(folder, it, name, base, item, turned)
     return merged
 
 

@@ -66,7 +66,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     for name in _list_norms_of_ones(config, shapes):
         parameters[name] = MadeTensor("F32", shapes[name], partial(_ones, shapes[name]))
     plain = {name for name, tensor in found.items() if not isinstance(tensor, QuantizedTensor)}
-    for name in list_transposed(config) & plain:
+    for name in _list_transposed(config) & plain:
         parameters[name] = _make_view(folder, found[name], np.transpose, found[name].shape[::-1])
     return parameters
 
@@ -100,7 +100,7 @@ def _list_offset_norms(config: DecoderConfig) -> set[str]:
     return {f"{name}.weight" for name in listed} if config.norm.offset else set()
 
 
-def list_transposed(config: DecoderConfig) -> set[str]:
+def _list_transposed(config: DecoderConfig) -> set[str]:
     return {f"{linear.name}.weight" for linear in linears(config)[:-1]} if config.transposed else set()
 
 

@@ -56,7 +56,7 @@ def train(model, folder: Path, **config):
     return found.eval()
 
 
-@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:`is_gradient_checkpointing`")  # of PEFT
 @pytest.mark.parametrize("name", TRAINED)
 def test_logits_equal_peft(name, random_checkpoint, transformers_model, onnxruntime_run, tmp_path):
     base, config = TRAINED[name]
