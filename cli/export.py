@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     "adapters",
     multiple=True,
     metavar="FOLDER[:SCALE]",
-    help="Add a LoRA or DoRA adapter, a folder of PEFT, to the weights, SCALE times (1). Repeatable.",
+    help="Add a LoRA or DoRA adapter, a folder of PEFT or a GGUF file, to the weights, SCALE times (1). Repeatable.",
 )
 @output_option
 @force_option
@@ -57,7 +57,7 @@ def split_adapter(text: str) -> tuple[Path, float]:
     """``FOLDER:SCALE`` or ``FOLDER``, whose name may have a colon, too."""
     folder, _, scale = text.rpartition(":")
     try:
-        return (Path(text), 1.0) if not folder or Path(text).is_dir() else (Path(folder), float(scale))
+        return (Path(text), 1.0) if not folder or Path(text).exists() else (Path(folder), float(scale))
     except ValueError:
         return Path(text), 1.0
 

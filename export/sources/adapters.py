@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's folders, added to a checkpoint's weights.
+"""LoRA adapters in PEFT's folders, or in GGUF files for a model in such files, added to a checkpoint's weights.
 
     W' = W + scale * B @ A,   and of DoRA   W' = magnitude * (W + scale * B @ A) / |W + scale * B @ A|, row by row.
 
@@ -23,6 +23,7 @@ from llmc.errors import CheckpointError, UsageError, printable
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
 from llmc.export.sources.codes import Weight
+from llmc.export.sources.gguf import SUFFIX, read_factors, read_header
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.parameters import PIECE, Tensors, read_pieces, rename_tensors
 from llmc.export.sources.safetensors import FLOATS, Shard, StoredTensor, read_shard
@@ -83,15 +84,46 @@ class Adapter:
     notes: tuple[str, ...]
 
 
-def read_adapter(folder: Path, scale: float, base: Path) -> Adapter:
-    """Read and check a PEFT folder with an adapter for ``base``, which counts ``scale`` times.
+def read_adapter(path: Path, scale: float, base: Path, config: Mapping[str, Any]) -> Adapter:
+    """Read and check an adapter, which counts ``scale`` times, for ``base`` with the checked ``config``.
 
     Raises:
-        CheckpointError: it is broken, or no plain LoRA or DoRA.
+        CheckpointError: it is broken, no plain LoRA or DoRA, or in another format than the base.
         UsageError: ``scale`` is no number from -100 to 100.
     """
     if not -100 <= scale <= 100:
-        raise UsageError(f"{folder}: the scale {scale:g} of the adapter is unsupported; expected -100 to 100")
+        raise UsageError(f"{path}: the scale {scale:g} of the adapter is unsupported; expected -100 to 100")
+    packed = [it.suffix == SUFFIX and not it.is_dir() for it in (path, base)]
+    if packed[0] != packed[1]:  # rows and norms have another order and form there
+        raise CheckpointError(
+            f"{path}: an adapter in {'a GGUF file' if packed[0] else 'a folder'} for {base}; expected a folder of PEFT "
+            "for a Hugging Face checkpoint, and a GGUF file for a model in GGUF files"
+        )
+    return _read_gguf(path, scale, config) if packed[0] else _read_peft(path, scale, base)
+
+
+def _read_gguf(path: Path, scale: float, config: Mapping[str, Any]) -> Adapter:
+    header = read_header(path)
+    kind = [header.metadata.get(f"{name}.type") for name in ("general", "adapter")]
+    alpha = header.metadata.get("adapter.lora.alpha")
+    others = header.metadata.keys() & {"adapter.alora.invocation_tokens"}
+    if kind != ["adapter", "lora"] or type(alpha) is not float or not 0 <= alpha <= 1e6 or others:
+        raise CheckpointError(
+            f"{path} is {kind[0]!r:.40} of type {kind[1]!r:.40} with alpha {alpha!r:.40}; expected a LoRA adapter, as "
+            "convert_lora_to_gguf.py writes it"
+        )
+    factors = {}
+    for name, found in read_factors(header, config).items():
+        a, b = (found.get(part) for part in ("lora_a", "lora_b"))
+        if a is None or b is None or not 0 < len(a) == b.shape[1]:
+            raise CheckpointError(f"{path}: {name} has no two factors of one rank; convert the adapter again")
+        share = alpha / len(a) if alpha else 1.0  # llama.cpp's rule
+        factors[name.removesuffix(".weight")] = Factors(a, b, scale * share, None, embeds=False)
+    merged = MergedAdapter(printable(path.name), sha256_file(path), float(scale))
+    return Adapter(path, merged, factors, {}, ())
+
+
+def _read_peft(folder: Path, scale: float, base: Path) -> Adapter:
     keys, path = Keys(_read_config(folder), str(folder / ADAPTER_FILE)), _find_weights(folder)
     rank, alpha, dora = _read_keys(keys)
     parts, whole = _sort_tensors(read_shard(path))

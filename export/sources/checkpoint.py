@@ -101,14 +101,14 @@ def read_checkpoint(path: Path, adapters: Sequence[tuple[Path, float]] = ()) -> 
 
     A CheckpointError names what is missing, broken or unsupported.
     """
-    read = _read_gguf if path.suffix == SUFFIX and not path.is_dir() else _read_folder
-    return read(path, [read_adapter(folder, scale, path) for folder, scale in adapters])
+    return (_read_gguf if path.suffix == SUFFIX and not path.is_dir() else _read_folder)(path, adapters)
 
 
-def _read_gguf(path: Path, adapters: Sequence[Adapter]) -> Checkpoint:
+def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     found = read_gguf(path)
     keys = Keys(found.config, str(path))
     config = read_config(keys)
+    adapters = [read_adapter(adapter, scale, path, found.config) for adapter, scale in named]
     generation, left_out = _generation(Keys(found.generation, str(path)), found.generation, config)
     plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
     tensors = _match(path, config, _merge(path, plain, found.tensors, adapters))  # the converter did all that
@@ -118,7 +118,7 @@ def _read_gguf(path: Path, adapters: Sequence[Adapter]) -> Checkpoint:
     return Checkpoint(path.parent, config, generation, tensors, files, source, notes, found.texts)
 
 
-def _read_folder(folder: Path, adapters: Sequence[Adapter]) -> Checkpoint:
+def _read_folder(folder: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is no folder; expected a GGUF file or a local Hugging Face checkpoint folder, as this command "
@@ -131,6 +131,7 @@ def _read_folder(folder: Path, adapters: Sequence[Adapter]) -> Checkpoint:
     keys, ending = Keys(values, str(folder / CONFIG_FILE)), read_ending(folder, values)
     quantization = read_quantization(keys)
     config = read_config(keys)
+    adapters = [read_adapter(adapter, scale, folder, values) for adapter, scale in named]
     _check_tokenizer(folder, config.vocab_size)
     generation, left_out = _read_generation(folder, config)
     shards = tuple(read_shards(folder))

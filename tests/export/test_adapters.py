@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
+from doubles.ggufs import write_gguf
 from safetensors.numpy import load_file, save_file
 
 from llmc.bundle import read_export
@@ -148,6 +150,41 @@ def test_what_does_not_fit_is_refused(name, llama, tmp_path):
     with pytest.raises(CheckpointError) as error:
         read_checkpoint(llama, [(folder, 1.0)])
     assert message in str(error.value)
+
+
+def write_gguf_adapter(path: Path, found: dict[str, np.ndarray], alpha: float | None = 6.0) -> Path:
+    """Factors of q_proj as llama.cpp's converter writes them: rows of its heads in pairs."""
+    a, b = found.values()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    if alpha is not None:
+        writer.add_float32("adapter.lora.alpha", alpha)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", a)
+    writer.add_tensor("blk.0.attn_q.weight.lora_b", b.reshape(4, 2, 8, -1).swapaxes(1, 2).reshape(b.shape).copy())
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
+    return path
+
+
+def test_a_gguf_adapter_gives_the_weights_of_its_peft_folder(llama, tmp_path):
+    model = write_gguf(llama, tmp_path / "model.gguf")
+    adapter = write_gguf_adapter(tmp_path / "sql.gguf", tensors())
+    export(model, tmp_path / "export", adapters=[(adapter, 0.5)])
+    a, b = tensors().values()
+    base = load_file(llama / "model.safetensors")[f"{Q}.weight"]
+    rows = StreamedDecoder(tmp_path / "export").rows(f"{Q}.weight").numpy()
+    np.testing.assert_allclose(rows, base + 0.5 * 6 / 4 * b @ a, atol=1e-5)
+    with pytest.raises(CheckpointError, match="an adapter in a GGUF file for"):
+        read_checkpoint(llama, [(adapter, 1.0)])
+    with pytest.raises(CheckpointError, match="has no two factors of one rank"):
+        read_checkpoint(
+            model,
+            [(write_gguf_adapter(tmp_path / "b.gguf", tensors(rank=4) | dict(list(tensors(rank=3).items())[:1])), 1.0)],
+        )
+    with pytest.raises(CheckpointError, match="of type 'lora' with alpha None; expected a LoRA adapter"):
+        read_checkpoint(model, [(write_gguf_adapter(tmp_path / "c.gguf", tensors(), None), 1.0)])
 
 
 def test_a_tied_table_is_not_changed_alone(random_checkpoint, tmp_path):

@@ -71,7 +71,7 @@ FILES = {
     "a config that is no UTF-8": (holding("config.json", b"\xff"), ["config.json cannot be read as JSON"]),
     "an adapter beside it": (
         holding("adapter_config.json", b"{}"),
-        ["adapter_config.json belongs to an adapter, which llmc would leave out; export its base model with it: llmc export BASE --adapter"],
+        ["adapter_config.json belongs to an adapter, which llmc would leave out; export its base model with it: llmc"],
     ),
 }
 
