@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmc.bundle import CONFIG_FILE, MADE_FILE, TOKENIZER_FILES, ExportManifest
+from llmc.bundle import CONFIG_FILE, MADE_FILE, TOKENIZER_FILES, ExportManifest, MergedAdapter
 from llmc.errors import CheckpointError
 from llmc.strict import open_regular, parse_json
 
@@ -78,8 +78,9 @@ def copy_tokenizer(source: Path, target: Path) -> int:
 # ------------------------------------------------------------------------------------------------------- fingerprint
 
 
-def fingerprint(config: bytes, shards: Iterable[Path]) -> str:
-    """A hash of ``config.json``, and of the header, the size and samples of every tensor of each safetensors file.
+def fingerprint(config: bytes, shards: Iterable[Path], adapters: tuple[MergedAdapter, ...] = ()) -> str:
+    """A hash of ``config.json``, of merged adapters, and of the header, the size and samples of every tensor of each
+    safetensors file.
 
     A GGUF file is taken for 1024 tensors of one size. Of a tensor it reads 4 KiB at the beginning, in the middle and at
     the end: milliseconds for a small model, and no more for larger weights. It sees a model that was trained on; a
@@ -90,6 +91,8 @@ def fingerprint(config: bytes, shards: Iterable[Path]) -> str:
         ValueError: one has no sound header.
     """
     digest = hashlib.sha256(config)
+    for adapter in adapters:
+        digest.update(f"{adapter.sha256} {adapter.scale!r}".encode())
     for path in shards:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -140,7 +143,7 @@ def check_unchanged(folder: Path, manifest: ExportManifest) -> None:
     try:
         if all(path.stat().st_nlink == 1 for path in shards):
             return
-        found = fingerprint((folder / CONFIG_FILE).read_bytes(), shards)
+        found = fingerprint((folder / CONFIG_FILE).read_bytes(), shards, manifest.source.adapters)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: its weights cannot be read ({error}); export the checkpoint again") from error
     if found != manifest.source.fingerprint:

@@ -128,14 +128,24 @@ class Quality:
 
 
 @dataclass(frozen=True)
+class MergedAdapter:
+    """A LoRA adapter that was added to the weights: its folder's name, a hash of its files, and its factor."""
+
+    name: str
+    sha256: str
+    scale: float
+
+
+@dataclass(frozen=True)
 class Source:
-    """Origin of the weights. ``fingerprint`` covers config.json, every shard's header and size, and samples of
-    every tensor's bytes."""
+    """Origin of the weights. ``fingerprint`` covers config.json, every shard's header and size, samples of every
+    tensor's bytes, and adapters."""
 
     name: str
     fingerprint: str
     dtype: str
     parameters: Annotated[int, range(1 << 50)]
+    adapters: Annotated[tuple[MergedAdapter, ...], range(65)] = ()
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,18 @@ if TYPE_CHECKING:
 
 @click.command("export")
 @click.argument("checkpoint", type=source_path)
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="FOLDER[:SCALE]",
+    help="Add a LoRA or DoRA adapter, a folder of PEFT or a GGUF file, to the weights, SCALE times (1). Repeatable.",
+)
 @output_option
 @force_option
 @json_option
 @debug_option
-def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool) -> None:
+def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool, adapters: tuple[str, ...]) -> None:
     """Export CHECKPOINT, a local Hugging Face folder or a GGUF file, as a portable ONNX decoder.
 
     The weights stay where they are on disk: the output folder holds links to the checkpoint's files, or copies of
@@ -37,11 +44,22 @@ def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool) -
         refuse_bundle(checkpoint, "a checkpoint")
     check_export(checkpoint)
     with cleanly_stopped(), show.progress() as progress:
-        report = export(checkpoint, output, force=force, progress=progress)
+        report = export(
+            checkpoint, output, adapters=[split_adapter(it) for it in adapters], force=force, progress=progress
+        )
     if as_json:
         show.print_json(report)
     else:
         print_report(report)
+
+
+def split_adapter(text: str) -> tuple[Path, float]:
+    """``FOLDER:SCALE`` or ``FOLDER``, whose name may have a colon, too."""
+    folder, _, scale = text.rpartition(":")
+    try:
+        return (Path(text), 1.0) if not folder or Path(text).exists() else (Path(folder), float(scale))
+    except ValueError:
+        return Path(text), 1.0
 
 
 def print_report(report: ExportReport) -> None:
@@ -50,6 +68,7 @@ def print_report(report: ExportReport) -> None:
     show.print_rows(
         [
             ("model", f"{source.name} ({geometry.model_type}, {geometry.layers} layers)"),
+            *(("adapter", f"{it.name}, {it.scale:g} times") for it in source.adapters),
             ("weights", f"{show.amount(source.parameters)} parameters, {source.dtype}"),
             *((name, show.size(count)) for name, count in report.files.items()),
             ("new on disk", show.size(report.new_bytes)),

@@ -1,7 +1,7 @@
 """Checkpoint -> portable graph: a Hugging Face folder or GGUF in, ``decoder.onnx`` with weights by reference out."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +18,17 @@ def require_packages() -> None:
 
 
 def export(
-    checkpoint: Path, output: Path, *, force: bool = False, progress: Callable[[str], None] | None = None
+    checkpoint: Path,
+    output: Path,
+    *,
+    adapters: Sequence[tuple[Path, float]] = (),
+    force: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> ExportReport:
     """Export a local Hugging Face checkpoint, or a model in GGUF files of which ``checkpoint`` is the first, into the
     folder ``output``. Weights that need no conversion are neither read nor copied.
 
+    ``adapters`` are PEFT folders, each with a factor, which are added to the weights in this order.
     ``progress`` is told each step in a few words. An existing ``output`` is replaced only with ``force``.
 
     Raises:
@@ -35,5 +41,5 @@ def export(
     require_packages()
     from llmc.export.writer import write_export  # it imports torch
 
-    report = write_export(Path(checkpoint), Path(output), force, progress or (lambda step: None))
+    report = write_export(Path(checkpoint), Path(output), adapters, force, progress or (lambda step: None))
     return replace(report, seconds=time.perf_counter() - start)

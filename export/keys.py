@@ -160,6 +160,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "bits": (1, 64),
     "num_bits": (1, 64),
     "group_size": (-1, 1 << 20),
+    # Of adapters.
+    "r": (1, 1 << 16),
+    "lora_alpha": (1e-6, 1e6),
     # Defaults of generation, as sampling takes them; 0 of top_p would keep no token.
     "temperature": (0, 1e6),
     "top_k": (0, (1 << 31) - 1),

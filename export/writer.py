@@ -1,6 +1,6 @@
 """Writes the export folder: graph, hard-linked weights, copies of config and tokenizer, manifest; published whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -16,9 +16,11 @@ from llmc.origin import copy_own
 from llmc.publish import link, stage_folder
 
 
-def write_export(checkpoint: Path, output: Path, force: bool, progress: Callable[[str], None]) -> ExportReport:
+def write_export(
+    checkpoint: Path, output: Path, adapters: Sequence[tuple[Path, float]], force: bool, progress: Callable[[str], None]
+) -> ExportReport:
     progress("reading the checkpoint")
-    source = read_checkpoint(checkpoint)
+    source = read_checkpoint(checkpoint, adapters)
     geometry = source.geometry
     with stage_folder(output, force=force) as staging:
         progress("linking weights and tokenizer")

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -14,12 +14,13 @@ from llmc.export.config import DecoderConfig, attentions, parameter_shapes
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
+from llmc.export.sources.adapters import Adapter, merge_adapters, read_adapter
 from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, flatten_tensors
 from llmc.export.sources.gguf import SUFFIX, read_gguf
 from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.modules import prefix_names, read_ending, replace_head
 from llmc.export.sources.packing import unpack_weights
-from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape
+from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape, rename_tensors
 from llmc.export.sources.quantization import read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
 from llmc.origin import find_own_file, fingerprint
@@ -94,28 +95,30 @@ def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]
     return sizes
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk.
+def read_checkpoint(path: Path, adapters: Sequence[tuple[Path, float]] = ()) -> Checkpoint:
+    """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk. Adapters, folders
+    with how many times each counts, are added in their order.
 
     A CheckpointError names what is missing, broken or unsupported.
     """
-    return _read_gguf(path) if path.suffix == SUFFIX and not path.is_dir() else _read_folder(path)
+    return (_read_gguf if path.suffix == SUFFIX and not path.is_dir() else _read_folder)(path, adapters)
 
 
-def _read_gguf(path: Path) -> Checkpoint:
+def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     found = read_gguf(path)
     keys = Keys(found.config, str(path))
     config = read_config(keys)
+    adapters = [read_adapter(adapter, scale, path, found.config) for adapter, scale in named]
     generation, left_out = _generation(Keys(found.generation, str(path)), found.generation, config)
     plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
-    tensors = _match(path, config, decoder_tensors(path, plain, found.tensors))  # the converter did all that
-    source = _source(path.stem, found.texts[CONFIG_FILE].encode(), found.files, tensors)
-    notes = (*keys.notes, *left_out, *found.notes)
+    tensors = _match(path, config, _merge(path, plain, found.tensors, adapters))  # the converter did all that
+    source = _source(path.stem, found.texts[CONFIG_FILE].encode(), found.files, tensors, adapters)
+    notes = (*keys.notes, *left_out, *found.notes, *_notes(adapters))
     files = found.files if found.linked else ()
     return Checkpoint(path.parent, config, generation, tensors, files, source, notes, found.texts)
 
 
-def _read_folder(folder: Path) -> Checkpoint:
+def _read_folder(folder: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is no folder; expected a GGUF file or a local Hugging Face checkpoint folder, as this command "
@@ -128,13 +131,14 @@ def _read_folder(folder: Path) -> Checkpoint:
     keys, ending = Keys(values, str(folder / CONFIG_FILE)), read_ending(folder, values)
     quantization = read_quantization(keys)
     config = read_config(keys)
+    adapters = [read_adapter(adapter, scale, folder, values) for adapter, scale in named]
     _check_tokenizer(folder, config.vocab_size)
     generation, left_out = _read_generation(folder, config)
     shards = tuple(read_shards(folder))
     stored = unpack_weights(
         folder, {name: item for shard in shards for name, item in shard.tensors.items()}, quantization
     )
-    found = decoder_tensors(folder, config, prefix_names(stored) if ending else stored)
+    found = _merge(folder, config, prefix_names(stored) if ending else stored, adapters)
     if ending is not None:
         config, found = replace_head(folder, config, ending, found)
     elif not all(item.causal for item in attentions(config)):
@@ -146,14 +150,24 @@ def _read_folder(folder: Path) -> Checkpoint:
     if any(isinstance(tensor, MadeTensor) for tensor in stored.values()):
         keys.note("weights in float8 are dequantized to float32, for no kernel multiplies with their blocks")
     files = tuple(shard.path for shard in shards)
-    source = _source(folder.resolve().name, (folder / CONFIG_FILE).read_bytes(), files, tensors)
-    return Checkpoint(folder, config, generation, tensors, files, source, (*keys.notes, *left_out))
+    source = _source(folder.resolve().name, (folder / CONFIG_FILE).read_bytes(), files, tensors, adapters)
+    notes = (*keys.notes, *left_out, *_notes(adapters))
+    return Checkpoint(folder, config, generation, tensors, files, source, notes)
+
+
+def _merge(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight], adapters: Sequence[Adapter]) -> Tensors:
+    renamed = rename_tensors(folder, config, stored)
+    return decoder_tensors(folder, config, merge_adapters(folder, config, renamed, adapters))
+
+
+def _notes(adapters: Sequence[Adapter]) -> list[str]:
+    return [note for adapter in adapters for note in adapter.notes]
 
 
 def _refuse_adapter(folder: Path) -> None:
     if not os.path.lexists(folder / ADAPTER_FILE):
         return
-    merged = "merge it into its base model (peft: merge_and_unload, save_pretrained) and export the result"
+    merged = f"export its base model with it: llmc export BASE --adapter {folder}"
     if os.path.lexists(folder / CONFIG_FILE):
         raise CheckpointError(
             f"{folder}: {ADAPTER_FILE} belongs to an adapter, which llmc would leave out; {merged}, or move "
@@ -297,11 +311,15 @@ def _generation(keys: Keys, values: Mapping[str, Any], config: DecoderConfig) ->
     return generation, keys.notes
 
 
-def _source(name: str, config: bytes, files: Iterable[Path], tensors: Mapping[str, Weight]) -> bundle.Source:
+def _source(
+    name: str, config: bytes, files: Iterable[Path], tensors: Mapping[str, Weight], adapters: Sequence[Adapter]
+) -> bundle.Source:
+    merged = tuple(adapter.merged for adapter in adapters)
     sizes = weight_bytes(flatten_tensors(tensors).values())
     return bundle.Source(
         name=printable(name),
-        fingerprint=fingerprint(config, files),
+        fingerprint=fingerprint(config, files, merged),
         dtype=max(sizes, key=lambda dtype: sizes[dtype]),
         parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()),
+        adapters=merged,
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,17 +34,18 @@ from llmc.inventory import Recurrent
 
 Tensors = dict[str, Weight]
 Array = NDArray[Any]
+T = TypeVar("T")
 
 # Number of values that are converted at a time.
 PIECE = 1 << 20
 
 
-def decoder_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]) -> Tensors:
-    """All tensors by parameter name, unknown ones by their own name.
+def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Tensors:
+    """All tensors by parameter name, unknown ones by their own name, from what :func:`rename_tensors` gives.
 
     Quantized weights are always stored [outputs, inputs].
     """
-    found = _stack_experts(folder, config, _canonical(folder, config, stored))
+    found = _stack_experts(folder, config, renamed)
     shapes, parameters = parameter_shapes(config), Tensors(found)
     for packed, names in list_packed_parameters(config).items():
         if packed in found and names[0] in shapes:  # a layer may lack that part
@@ -113,8 +114,9 @@ def explain_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) 
     return f"{name} has shape {list(found)}, but config.json asks for {list(expected)}"
 
 
-def _canonical(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]) -> Tensors:
-    names, found = dict(config.renamed), Tensors()
+def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
+    """What a checkpoint stores, by llmc's own names, without the parts that are left out."""
+    names, found = dict(config.renamed), dict[str, T]()
     longest_first = sorted(map(re.escape, names), key=len, reverse=True)
     words = re.compile(rf"(?<![^.])(?:{'|'.join(longest_first)})(?![^.])")
     for own, tensor in stored.items():
@@ -211,10 +213,10 @@ def _join_codes(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
 
 
 def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
-    return (row for piece in _read_pieces(folder, tensor) for row in piece)
+    return (row for piece in read_pieces(folder, tensor) for row in piece)
 
 
-def _read_pieces(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
+def read_pieces(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
     files = folder if folder.is_dir() else folder.parent  # of a model in one file
     return tensor.pieces() if isinstance(tensor, MadeTensor) else _read_all(files, [tensor])
 
@@ -230,7 +232,7 @@ def _stack_codes(folder: Path, parts: Sequence[QuantizedTensor], count: int) -> 
         MadeTensor(
             parts[0].dtype,
             (len(parts) * rows, columns),
-            lambda: (piece for it in parts for piece in _read_pieces(folder, it.codes)),
+            lambda: (piece for it in parts for piece in read_pieces(folder, it.codes)),
         ),
         block,
         lambda: np.concatenate([it.scales() for it in parts]),
@@ -315,14 +317,15 @@ def _scale_channels(mixer: RecurrentConfig, weight: Array) -> Array:
 def _make_view(
     folder: Path, tensor: Weight, view: Callable[[Array], Array], shape: tuple[int, ...], dtype: str = ""
 ) -> MadeTensor:
-    if not isinstance(tensor, StoredTensor):
+    if not isinstance(tensor, StoredTensor | MadeTensor):
         raise CheckpointError(
             f"{folder}: a quantized tensor {list(tensor.shape)} holds parameters in an order that is not read from "
             "codes; export the checkpoint that it was made from"
         )
 
     def pieces() -> Iterator[Array]:
-        rows = view(np.memmap(folder / tensor.file, array_type(tensor.dtype), "r", tensor.offset, tensor.shape))
+        whole = list(read_pieces(folder, tensor))
+        rows = view(np.concatenate(whole) if len(whole) > 1 else whole[0])
         step = max(1, PIECE * len(rows) // rows.size)
         for start in range(0, len(rows), step):
             yield rows[start : start + step]

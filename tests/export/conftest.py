@@ -454,6 +454,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
 
 
 @pytest.fixture(scope="session")
+def transformers_model() -> Callable[[Path], Reference]:
+    """Opens a checkpoint in transformers."""
+    return Reference
+
+
+@pytest.fixture(scope="session")
 def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A folder with the random checkpoint of a name, or of a config, which is not exported."""
 

@@ -71,7 +71,7 @@ FILES = {
     "a config that is no UTF-8": (holding("config.json", b"\xff"), ["config.json cannot be read as JSON"]),
     "an adapter beside it": (
         holding("adapter_config.json", b"{}"),
-        ["adapter_config.json belongs to an adapter, which llmc would leave out; merge it"],
+        ["adapter_config.json belongs to an adapter, which llmc would leave out; export its base model with it: llmc"],
     ),
 }
 
@@ -92,7 +92,7 @@ def test_an_adapter_alone_is_no_model(checkpoint):
     (checkpoint.folder / "adapter_config.json").write_text("{}")
     (checkpoint.folder / "config.json").unlink()
     (checkpoint.folder / WEIGHTS).rename(checkpoint.folder / "adapter_model.safetensors")
-    refuses(checkpoint, "is an adapter (adapter_config.json) and no whole model; merge it into its base model")
+    refuses(checkpoint, "is an adapter (adapter_config.json) and no whole model; export its base model with it")
 
 
 # ------------------------------------------------------------------------------------------------ shards

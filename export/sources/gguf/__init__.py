@@ -15,10 +15,10 @@ from llmc.export.sources.codes import Weight
 from llmc.export.sources.gguf.architectures import read_config
 from llmc.export.sources.gguf.config import Metadata
 from llmc.export.sources.gguf.header import SUFFIX, Header, read_header
-from llmc.export.sources.gguf.tensors import count_unpacked_types, decoder_tensors, read_small
+from llmc.export.sources.gguf.tensors import count_unpacked_types, decoder_tensors, read_factors, read_small
 from llmc.export.sources.gguf.tokenizer import read_tokenizer
 
-__all__ = ["SUFFIX", "GgufModel", "read_gguf"]
+__all__ = ["SUFFIX", "GgufModel", "read_factors", "read_gguf", "read_header"]
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 # Most files of one model, more than any published one has.
@@ -57,7 +57,7 @@ def read_gguf(path: Path) -> GgufModel:
     metadata = headers[0].metadata
     if metadata.get("general.type") == "adapter":
         raise CheckpointError(
-            f"{path} is an adapter and no whole model; merge it into its base model (llama-export-lora)"
+            f"{path} is an adapter and no whole model; export its base model with it: llmc export BASE --adapter {path}"
         )
     places = {entry.name: (header.path, entry) for header in headers for entry in header.tensors}
 

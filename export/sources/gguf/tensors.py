@@ -154,6 +154,24 @@ def parameter(name: str, family: str) -> str:
     return f"{layer}{modules.get(match['own']) or modules[match['module']] + match['kind']}"
 
 
+def read_factors(header: Header, config: Mapping[str, Any]) -> dict[str, dict[str, NDArray[np.float32]]]:
+    """An adapter's ``lora_a`` [r, inputs] and ``lora_b`` [outputs, r] by parameter name, in Hugging Face's order."""
+    found: dict[str, dict[str, NDArray[np.float32]]] = {}
+    for entry in header.tensors:
+        name, _, part = entry.name.rpartition(".")
+        if entry.kind not in STORED or len(entry.shape) != 2 or part not in ("lora_a", "lora_b"):
+            raise CheckpointError(
+                f"{header.path}: {entry.name} is {entry.kind} {list(entry.shape)}, expected matrices ....weight.lora_a "
+                f"and lora_b in {', '.join(STORED)}; convert the adapter again (convert_lora_to_gguf.py)"
+            )
+        order = _order(replace(entry, name=name), config) or Order()
+        order = replace(order, columns=None) if part == "lora_b" else replace(order, rows=None)
+        pieces = _rows(header.path, entry, order, partial(_plain, entry))
+        whole = np.concatenate([_check_numbers(header.path, entry, piece) for piece in pieces])
+        found.setdefault(parameter(name, config["model_type"]), {})[part] = whole.astype(np.float32)
+    return found
+
+
 def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
     if entry.kind != "F32" or len(entry.shape) != 1:
         raise CheckpointError(f"{path}: {entry.name} is {entry.kind} {list(entry.shape)}, expected a vector in F32")
