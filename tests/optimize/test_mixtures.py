@@ -8,9 +8,10 @@ from llmc.errors import UsageError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.layers import calibrate
-from llmc.optimize.lower.context import quant_configs
-from llmc.optimize.plan.memory import EXPERT_COPIES
+from llmc.optimize.lower.context import WeightOnly, quant_configs
+from llmc.optimize.plan.memory import BLOCK_COPIES, EXPERT_COPIES, expert_bytes, linear_bytes
 from llmc.optimize.progress import silent
+from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime import load
@@ -74,3 +75,11 @@ def test_the_plan_counts_every_expert(mixture, tmp_path):
     geometry, memory = read_export(mixture).geometry, build(mixture, tmp_path / "b", max_context=64).manifest.memory
     codes_and_scales = sum(item.size for item in geometry.mixtures) * (1 + 4 / 32)
     assert memory.parts(1)["experts"] == round(EXPERT_COPIES * codes_and_scales)
+
+
+def test_products_of_each_expert_are_planned_as_linears(exported):
+    geometry = read_export(exported("gemma4-experts-beside-mlp").export).geometry
+    int8 = WeightOnly(Grid(8, 32))
+    for item in geometry.mixtures:
+        linears = sum(linear_bytes(part, int8, copies=BLOCK_COPIES) for part in item.parts)
+        assert item.activation == "gelu_tanh" and expert_bytes(item, int8) == item.count * linears

@@ -54,7 +54,7 @@ MXFP4: dict[str, Any] = {"quant_type": "fp4", "expert_weight_bits": 4, "block_si
 
 
 def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
-    """llmc::Experts -> MoE or QMoE; the number of mixtures."""
+    """llmc::Experts -> MoE, QMoE or products of each expert; the number of mixtures."""
     nodes = list(nodes_of(graph, "Experts", LLMC))
     listed = {item.name: item for item in context.geometry.mixtures}
     inline_vectors(graph, [f"{name}.{it}" for name in listed for it in ("correction", "per_expert_scale")], context)
