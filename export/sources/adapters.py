@@ -61,7 +61,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """What is added to one module's weight: ``scale * b @ a``, with a [r, inputs] and b [outputs, r].
+    """The change of one module's weight: ``scale * b @ a``, with a [r, inputs] and b [outputs, r].
 
     ``magnitude`` [outputs] is DoRA's; ``embeds`` says that the weight is the transposed, a table of ``inputs`` rows.
     """
