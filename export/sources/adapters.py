@@ -61,7 +61,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """What is added to one module's weight: ``scale * b @ a``, with a [r, inputs] and b [outputs, r].
+    """The change of one module's weight: ``scale * b @ a``, with a [r, inputs] and b [outputs, r].
 
     ``magnitude`` [outputs] is DoRA's; ``embeds`` says that the weight is the transposed, a table of ``inputs`` rows.
     """
@@ -99,7 +99,10 @@ def read_adapter(path: Path, scale: float, base: Path, config: Mapping[str, Any]
             f"{path}: an adapter in {'a GGUF file' if packed[0] else 'a folder'} for {base}; expected a folder of PEFT "
             "for a Hugging Face checkpoint, and a GGUF file for a model in GGUF files"
         )
-    return _read_gguf(path, scale, config) if packed[0] else _read_peft(path, scale, base)
+    found = _read_gguf(path, scale, config) if packed[0] else _read_peft(path, scale, base)
+    if not found.factors and not found.whole:
+        raise CheckpointError(f"{path}: there are no tensors in this adapter, expected some; download it again")
+    return found
 
 
 def _read_gguf(path: Path, scale: float, config: Mapping[str, Any]) -> Adapter:

@@ -115,7 +115,7 @@ def explain_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) 
 
 
 def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
-    """What a checkpoint stores, by llmc's own names, without the parts that are left out."""
+    """Tensors of a checkpoint by llmc's own names, without the parts that are left out."""
     names, found = dict(config.renamed), dict[str, T]()
     longest_first = sorted(map(re.escape, names), key=len, reverse=True)
     words = re.compile(rf"(?<![^.])(?:{'|'.join(longest_first)})(?![^.])")

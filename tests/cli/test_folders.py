@@ -31,7 +31,7 @@ def test_an_adapter_is_refused_by_name_beside_base_weights_and_alone(llmc, unbui
     for folder, words in ((unbuilt["a checkpoint"], "an adapter, which llmc would"), (tmp_path / "alone", "no whole")):
         (folder / "adapter_config.json").write_text("{}")
         ran = llmc(*order, folder, *(("-o", tmp_path / "out") if order[0] in ("export", "build") else ()))
-        assert (ran.code, ran.out) == (1, "") and words in ran.err and "merge it into its base model" in ran.err
+        assert (ran.code, ran.out) == (1, "") and words in ran.err and "export its base model with it" in ran.err
 
 
 def test_inspect_shows_an_export(llmc, tiny_export: Path):

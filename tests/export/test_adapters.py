@@ -139,6 +139,7 @@ REFUSED = {
     "another width": (tensors(inputs=32), {}, "q_proj.weight as [64, 32], but"),
     "a module too much": (tensors("model.layers.9.self_attn.q_proj"), {}, "layers.9.self_attn.q_proj.weight, which"),
     "an expert": (tensors("model.layers.0.mlp.experts.1.up_proj"), {}, "lacks or has as one expert of several"),
+    "nothing": ({}, {}, "there are no tensors in this adapter"),
     "another whole tensor": ({f"{Q}.bias": np.ones(63, np.float32)}, {}, "q_proj.bias as [63], but"),
 }
 
