@@ -204,7 +204,8 @@ class Target:
 class Calibration:
     """The text that calibrated the weights: ``samples`` windows of ``length`` tokens of the file ``text``.
 
-    ``default`` tells that nobody gave a text and the one that comes with llmc was used.
+    ``default`` tells that nobody gave a text and the one that comes with llmc was used; ``experts`` how many experts
+    it calibrated, ``nearest`` how many were rounded to nearest, for too few of its tokens went through them.
     """
 
     text: str
@@ -212,6 +213,8 @@ class Calibration:
     default: bool
     samples: Annotated[int, range(1 << 31)]
     length: Positions
+    experts: Annotated[int, range(1 << 24)] = 0
+    nearest: Annotated[int, range(1 << 24)] = 0
 
 
 @dataclass(frozen=True)
