@@ -31,8 +31,9 @@ from llmc.runtime.host.machine import usable_threads
 TOKENS_PER_CALL = 2048
 # Number of the head's weights that are quantized at a time.
 HEAD_PIECE = 1 << 24
-# Tokens of an expert from which GPTQ chooses its integers; below, they are the nearest: too few say nothing of others.
-FEWEST_TOKENS = 32
+# Tokens of an expert from which GPTQ chooses its integers; below, they are the nearest. On held-out tokens of a trained
+# model 256 wide, 32 and 128 tokens lost 1.39 and 1.04 of what the nearest lose, 512 lost 0.60.
+FEWEST_TOKENS = 256
 STATE = "state"
 
 

@@ -84,14 +84,14 @@ def compare(decoder, store):
 
 
 def test_a_text_chooses_integers_of_experts_that_lose_less(mixture, tmp_path, monkeypatch):
-    decoder, store = choose(mixture, tmp_path / "a", 16)
+    decoder, store = choose(mixture, tmp_path / "a", 64)
     assert compare(decoder, store) <= MOST_LOSS
     assert store.read("state")["experts"].tolist() == [16, 0]
     folded = {name.rpartition(":")[2] for name in store.read("layer-000") if name.startswith(("rows:", "columns:"))}
     assert not any("experts" in name or "post_attention" in name for name in folded)
     read = Read.rows  # planted: inputs of no direction
     monkeypatch.setattr(Read, "rows", lambda self, *which: torch.randn_like(read(self, *which)))
-    assert compare(*choose(mixture, tmp_path / "b", 16)) > MOST_LOSS
+    assert compare(*choose(mixture, tmp_path / "b", 64)) > MOST_LOSS
 
 
 def test_experts_that_saw_few_tokens_are_rounded_to_nearest(mixture, tmp_path):
