@@ -15,6 +15,7 @@ from llmc import __version__
 from llmc.bundle import Calibration, ExportManifest, Recipe
 from llmc.errors import ResourceError, UsageError, require
 from llmc.optimize.lower.context import quant_configs
+from llmc.optimize.lower.onnxruntime.experts import FEWEST_TOKENS
 from llmc.optimize.progress import Progress
 from llmc.optimize.recipe import needs_calibration
 from llmc.optimize.weights.store import Calibrated
@@ -130,7 +131,7 @@ def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "Calibra
     """A hash of all inputs of calibration. Keys are not sorted: the last matching pattern of layers wins."""
     # Engines have other integers; apart from that, the set of graphs does not matter.
     phases = "single" if recipe.phases == "single" else ""
-    settled = {"name": "", "budget": None, "phases": phases, "activations": "", "rotated": ()}
+    settled = {"name": "", "budget": None, "phases": phases, "activations": "", "rotated": (), "experts": FEWEST_TOKENS}
     decided = {**asdict(recipe), **settled}
     weights = [export.source.fingerprint, weights_identity(source)]
     digest = hashlib.sha256(json.dumps([__version__, weights, decided]).encode())

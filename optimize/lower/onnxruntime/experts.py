@@ -42,6 +42,9 @@ ACCURACY_INT8 = 4
 PLAIN_INPUTS, SCALES = 5, 7
 # The least block that the operator's kernels have.
 LEAST_BLOCK = 16
+# Tokens of an expert from which GPTQ chooses its integers; below, they are the nearest. On held-out tokens of a trained
+# model 256 wide, 32 and 128 tokens lost 1.39 and 1.04 of what the nearest lose, 512 lost 0.60.
+FEWEST_TOKENS = 256
 # Logits of experts that were not chosen: their softmax is 0.
 LEAST = float(np.finfo(np.float32).min)
 # down(silu(gate x) * up x), gate and up in turn; weights of the chosen experts are normalized.
