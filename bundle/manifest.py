@@ -214,7 +214,8 @@ class Target:
 class Calibration:
     """The text that calibrated the weights: ``samples`` windows of ``length`` tokens of the file ``text``.
 
-    ``default`` tells that nobody gave a text and the one that comes with llmc was used.
+    ``default`` tells that nobody gave a text and the one that comes with llmc was used; ``experts`` how many experts
+    it calibrated, ``nearest`` of how many the last product was rounded to nearest, for too few tokens went through them.
     """
 
     text: str
@@ -222,6 +223,8 @@ class Calibration:
     default: bool
     samples: Annotated[int, range(1 << 31)]
     length: Positions
+    experts: Annotated[int, range(1 << 24)] = 0
+    nearest: Annotated[int, range(1 << 24)] = 0
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,9 @@ def calibration_rows(recipe: Recipe) -> list[tuple[str, str]]:
     if used is None:
         return [("calibrated on", "nothing: rounded to nearest")] if "int4" in recipe.precisions() else []
     origin = f"{used.text}, which comes with llmc" if used.default else used.text
-    return [("calibrated on", f"{origin}: {used.samples} x {used.length} tokens")]
+    every = used.experts + used.nearest
+    experts = f"; {used.experts} of {every} experts, of the others not the last product" if every else ""
+    return [("calibrated on", f"{origin}: {used.samples} x {used.length} tokens{experts}")]
 
 
 # SmolLM2-135M at 1.03 writes no sense, and at 0.36 whole sentences.

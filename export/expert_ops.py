@@ -1,6 +1,6 @@
 """The semantic operator of mixtures of experts: its computation in torch and its equivalent ONNX function."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,11 +207,18 @@ class Knobs:
 
 
 def experts(
-    x: Tensor, scores: Tensor, weights: Tensor, stacks: Sequence[Tensor], biases: Sequence[Tensor], knobs: Knobs
+    x: Tensor,
+    scores: Tensor,
+    weights: Tensor,
+    stacks: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    knobs: Knobs,
+    watch: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """The experts that score highest, token by token -> (B, S, N).
 
-    While torch exports, it emits one ``llmc::Experts`` node instead of computing.
+    While torch exports, it emits one ``llmc::Experts`` node instead of computing; else ``watch`` is told an expert and
+    what its products read, (R, N) and (R, I).
     """
     if torch.compiler.is_exporting():
         more: dict[str, Any] = {"alpha": knobs.alpha, "limit": knobs.limit} if knobs.limit else {}
@@ -227,6 +234,8 @@ def experts(
         gate_up, down = (stack[expert].float() for stack in stacks)
         of_gate_up, of_down = (bias[expert].float() for bias in biases) if biases else (None, None)
         inner = _activate(functional.linear(x[row, token], gate_up, of_gate_up), knobs)
+        if watch:
+            watch(expert, x[row, token], inner)
         made = functional.linear(inner, down, of_down)
         y[row, token] += factors[row, token, slot].unsqueeze(-1) * made
     return y

@@ -1,5 +1,7 @@
 """Mixtures of experts."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +40,7 @@ class Experts(nn.Module):
         self.gate_up_proj = Stacked(config.count, hidden_size, 2 * config.inner, bias=config.clamped)
         self.down_proj = Stacked(config.count, config.inner, hidden_size, bias=config.clamped)
         self.scale = Scale(config.scale)
+        self.watch: Callable[[int, Tensor, Tensor], None] | None = None  # see expert_ops.experts
 
     def forward(self, x: Tensor, stream: Tensor) -> Tensor:
         apart = self.config.routed_apart
@@ -54,7 +57,6 @@ class Experts(nn.Module):
             weights = weights / total * as_float(self.per_expert_scale)
         parts = self.gate_up_proj, self.down_proj
         biases = [part.bias for part in parts if part.bias is not None]
-        y: Tensor = self.scale(
-            expert_ops.experts(x, scores, weights, [part.weight for part in parts], biases, self.knobs)
-        )
+        stacks = [part.weight for part in parts]
+        y: Tensor = self.scale(expert_ops.experts(x, scores, weights, stacks, biases, self.knobs, self.watch))
         return y

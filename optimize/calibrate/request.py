@@ -102,6 +102,7 @@ def calibrate_weights(
     try:
         store = calibrate(decoder, samples.ids, recipe, decided, folder, progress)
         store.settle()
+        calibrated, nearest = store.read("state")["experts"].tolist()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -109,7 +110,7 @@ def calibrate_weights(
             f"{folder}: the disk of the cache is full; free some space there, or set LLMC_CACHE to another folder"
         ) from error
     disk_cache.prune("calibration", KEPT_BYTES)
-    return Calibrated(store), used
+    return Calibrated(store), replace(used, experts=calibrated, nearest=nearest)
 
 
 def check_windows(request: CalibrationRequest, longest: int) -> tuple[int, int]:
@@ -129,7 +130,7 @@ def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "Calibra
     """A hash of all inputs of calibration. Keys are not sorted: the last matching pattern of layers wins."""
     # Engines have other integers; apart from that, the set of graphs does not matter.
     phases = "single" if recipe.phases == "single" else ""
-    settled = {"name": "", "budget": None, "phases": phases, "activations": "", "rotated": ()}
+    settled = {"name": "", "budget": None, "phases": phases, "activations": "", "rotated": (), "experts": "gptq"}
     decided = {**asdict(recipe), **settled}
     weights = [export.source.fingerprint, weights_identity(source)]
     digest = hashlib.sha256(json.dumps([__version__, weights, decided]).encode())

@@ -280,10 +280,12 @@ def _estimate_calibrating(geometry: Geometry, recipe: Recipe, samples: int, leng
     # Second moments of what linears of a layer read, where the scheme looks at them.
     read = [(group[0].layer, group[0].inputs) for group in geometry.readers if group[0].layer is not None]
     moments = max(sum(inputs**2 for layer, inputs in read if layer == index) for index in range(geometry.layers))
+    # Experts' moments are made one after the other, of rows that are kept.
+    rows = max((sum(part.inputs for part in item.parts) * item.chosen for item in geometry.mixtures), default=0)
     inverse = GPTQ_MATRICES * 4 * max(inputs for _, inputs in read) ** 2
     return {
         "engine": INTERPRETER + BUILDER + TORCH,
         "layer": 2 * 4 * _largest_layer(geometry),
-        "second moments": 4 * moments + inverse if recipe.scheme != "rtn" else 0,
+        "second moments": 4 * moments + inverse + 4 * samples * length * rows if recipe.scheme != "rtn" else 0,
         "activations": 2 * 4 * samples * length * geometry.hidden_size,
     }

@@ -18,10 +18,15 @@ ROUNDING, GPTQ = 70e-9, 160e-9
 def estimate_build(geometry: Geometry, recipe: Recipe, tokens: int, cores: int) -> float:
     """Seconds that a build takes that calibrates on so many tokens, on cores that do nothing else."""
     layers = [group for group in geometry.readers if group[0].layer is not None]
-    weights = sum(linear.size for group in layers for linear in group)
+    linears, experts = (sum(linear.size for group in layers for linear in group), geometry.mixtures)
+    weights = linears + sum(item.size for item in experts)
     seconds = ROUNDING * (weights + geometry.table.size)
     if needs_calibration(recipe):
-        seconds += tokens * 4 * weights / FLOPS_PER_CORE
+        used = linears + sum(item.size * item.chosen / item.count for item in experts)
+        seconds += tokens * 4 * used / FLOPS_PER_CORE
     if recipe.scheme == "gptq":
-        seconds += tokens * sum(group[0].inputs ** 2 for group in layers) / FLOPS_PER_CORE + GPTQ * weights
+        read = sum(group[0].inputs ** 2 for group in layers)
+        read += sum(item.chosen * part.inputs**2 for item in experts for part in item.parts)
+        factors = sum(item.count * part.inputs**3 / 3 for item in experts for part in item.parts)
+        seconds += (tokens * read + factors) / FLOPS_PER_CORE + GPTQ * weights
     return seconds / cores

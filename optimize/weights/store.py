@@ -138,8 +138,15 @@ class Calibrated:
         changed = any(f"{kind}:{tensor.name}" in arrays for kind in ("rows", "columns"))
         fits = tensor.block == inputs or (grid.block > 0 and tensor.block % grid.block == 0)
         kind = (tensor.bits, tensor.zero_points is None, tensor.offsets is not None)
-        chosen = f"values:{grid_name(grid)}:{tensor.name}" in arrays
+        chosen = self.chosen(tensor.name, grid)
         return not changed and not chosen and fits and kind == (grid.bits, grid.symmetric, grid.shifted)
+
+    def chosen(self, tensor: str, grid: Grid) -> Quantized | None:
+        """The integers that calibration chose for a matrix, or for those of all experts one below the other."""
+        arrays, key = self._arrays(tensor), f"{grid_name(grid)}:{tensor}"
+        if f"values:{key}" not in arrays:
+            return None
+        return Quantized(arrays[f"values:{key}"], arrays[f"scales:{key}"], grid, arrays.get(f"zeros:{key}"))
 
     def quantize_stacked(self, tensors: Sequence[Weight], grid: Grid) -> Quantized:
         """Stacked matrices on ``grid``: the checkpoint's own integers where they are on it, columns as they are stored;
@@ -153,10 +160,8 @@ class Calibrated:
         assert tensor.name is not None
         if isinstance(tensor, CodedTensor) and tensor.order is None and self.keeps(tensor, grid):
             return [keep_codes(tensor, grid)]
-        key = f"{grid_name(grid)}:{tensor.name}"
-        arrays = self._arrays(tensor.name)
-        if f"values:{key}" in arrays:
-            return [Quantized(arrays[f"values:{key}"], arrays[f"scales:{key}"], grid, arrays.get(f"zeros:{key}"))]
+        if chosen := self.chosen(tensor.name, grid):
+            return [chosen]
         spans = pieces(sizes(tensor))
         return list(in_parallel(lambda span: rtn.quantize(self.rows(tensor, *span), grid), spans))
 

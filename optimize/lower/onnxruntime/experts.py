@@ -164,6 +164,13 @@ def fit_block(grid: Grid, item: Experts) -> Grid:
     return Grid(grid.bits, block, grid.symmetric)
 
 
+def keeps_codes(item: Experts, grid: Grid) -> bool:
+    """True if the checkpoint's own integers are of the kind of ``grid``."""
+    codes = item.codes
+    kind = codes and (codes.kind, codes.bits, not codes.zero_points, codes.offsets)
+    return kind == ("integer", grid.bits, grid.symmetric, grid.shifted)
+
+
 def _emit_integers(node: ir.Node, item: Experts, logits: ir.Value, grid: Grid, context: LoweringContext) -> ir.Value:
     packed = [_pack(_Stack.of(node, item, part), grid, context) for part in range(2)]
     numbers = {"expert_weight_bits": grid.bits, "block_size": grid.block, "accuracy_level": ACCURACY_INT8}
@@ -214,6 +221,11 @@ class _Stack:
         in_turn = part == 0 and len(node.inputs) == PLAIN_INPUTS and item.activation == "silu"
         return cls(tensor, f"{found.name}.experts", item.count, in_turn)
 
+    @property
+    def weight(self) -> str:
+        """Its name in the checkpoint."""
+        return self.name.removesuffix(".experts")
+
     def read(self, expert: int, context: LoweringContext) -> Float:
         """One expert's matrix, float32 [N, K], of gate and up with the rows in turn."""
         if isinstance(self.tensor, Mxfp4Stack):
@@ -230,11 +242,11 @@ class _Stack:
 
 def _pack(stack: _Stack, grid: Grid, context: LoweringContext) -> list[ir.ExternalTensor]:
     """Codes uint8 [E, N, K * bits / 8], scales float32 [E, N, K / block] and, on an asymmetric grid, zero points: the
-    checkpoint's own where they are on the grid, else the nearest."""
+    checkpoint's own where they are on the grid, else those that calibration chose, or else the nearest."""
     tensor = stack.tensor
 
     def make() -> list[NDArray[np.generic]]:
-        kept = None
+        kept = context.calibrated.chosen(stack.weight, grid)
         if isinstance(tensor, CodedTensor) and context.calibrated.keeps(tensor, grid):
             kept = context.calibrated.quantize_stacked([tensor], grid)
 

@@ -34,7 +34,10 @@ class Calls:
         self.folders.append(folder)
         self.ids.append(ids)
         self.forms.append(forms)
-        return Store(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        store = Store(folder)
+        store.write("state", {"hidden": np.zeros(0), "experts": np.zeros(2, np.int64)})
+        return store
 
 
 @pytest.fixture

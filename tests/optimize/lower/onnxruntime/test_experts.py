@@ -15,11 +15,13 @@ from doubles.lowerings import open_session, relative_difference, stood_for
 from llmc.errors import BuildError
 from llmc.export import expert_ops
 from llmc.inventory import Experts
+from llmc.optimize.calibrate.layers import arrays_of
 from llmc.optimize.lower.context import Float16, Float32, QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.onnxruntime.experts import lower_experts
+from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights.file import WeightFile
-from llmc.optimize.weights.store import Calibrated
+from llmc.optimize.weights.store import Calibrated, Store
 
 ITEM = Experts("model.layers.0.experts", 0, count=8, chosen=3, inner=32, width=64)
 ITEMS = {"silu": ITEM, "gelu": replace(ITEM, activation="gelu_tanh")}
@@ -95,11 +97,11 @@ class Graph:
         form = ir.serde.deserialize_function(expert_ops.functions()[gelu])
         return ir.Model(graph, ir_version=12, functions=[form])
 
-    def lower(self, form: QuantConfig) -> ir.Model:
+    def lower(self, form: QuantConfig, calibrated: Calibrated | None = None) -> ir.Model:
         model, listed = self.model(), SimpleNamespace(mixtures=(self.item,))
         with closing(WeightFile(self.folder)) as weights:
             context: Any = SimpleNamespace(
-                geometry=listed, quant=QuantConfigs(form, form), weights=weights, calibrated=Calibrated()
+                geometry=listed, quant=QuantConfigs(form, form), weights=weights, calibrated=calibrated or Calibrated()
             )
             assert lower_experts(model.graph, context) == 1
         model.functions.clear()
@@ -131,6 +133,17 @@ def test_lowered_experts_equal_the_portable_operator(tmp_path, item, form, route
     graph, (config, tolerance) = Graph(tmp_path, normalized, ITEMS[item]), FORMS[form]
     wanted = graph.run(graph.model(lambda matrix: stood_for(matrix, config, "float32")), router)
     assert relative_difference(graph.run(graph.lower(config), router), wanted) <= tolerance
+
+
+def test_integers_that_calibration_chose_are_stored(tmp_path):
+    graph, arrays = Graph(tmp_path, normalized=True), dict[str, np.ndarray]()
+    for name, stack in graph.stacks.items():
+        arrays |= arrays_of(f"{name}.weight", rtn.quantize(-stack.reshape(-1, stack.shape[-1]), INT4.grid))
+    store = Store(tmp_path)
+    store.write("layer-000", arrays)
+    wanted = graph.run(graph.model(lambda matrix: stood_for(-matrix, INT4, "float32")), softmax)
+    found = graph.run(graph.lower(INT4, Calibrated(store)), softmax)
+    assert relative_difference(found, wanted) <= FLOAT_TOLERANCE
 
 
 @pytest.mark.parametrize("item", ITEMS)
