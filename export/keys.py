@@ -19,6 +19,7 @@ IRRELEVANT = frozenset({
     "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
     "model_max_length", "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels",
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_past", "output_scores", "pad_token_id",
+    "perceiver_config", "pixel_shuffle_factor",
     "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
     "return_dict_in_generate", "sentence_transformers", "sep_token_id", "suppress_tokens", "task_specific_params",
     "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
@@ -38,10 +39,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "normalization_function": ("rmsnorm",),
     "partial_rotary_factor": (1,),
     "pruned_heads": ({},),
+    "qk_layer_norms": (False,),
     "rope_interleaved": (False,),
     "tie_encoder_decoder": (False,),
     "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
+    "use_resampler": (False,),
 }
 _MISSING = object()
 # The range of every number that is read: what lies beyond cannot be meant, and would be computed with all the same.

@@ -30,6 +30,7 @@ FAMILIES = {
     "granitemoe": "llmc.export.families.granitemoe:read",
     "granitemoehybrid": "llmc.export.families.granitemoehybrid:read",
     "hunyuan_v1_dense": "llmc.export.families.hunyuan_v1_dense:read",
+    "idefics3": "llmc.export.families.smolvlm:read",
     "lfm2": "llmc.export.families.lfm2:read",
     "lfm2_moe": "llmc.export.families.lfm2_moe:read",
     "llama": "llmc.export.families.llama:read",
@@ -52,6 +53,7 @@ FAMILIES = {
     "qwen3_moe": "llmc.export.families.qwen3_moe:read",
     "seed_oss": "llmc.export.families.seed_oss:read",
     "smollm3": "llmc.export.families.smollm3:read",
+    "smolvlm": "llmc.export.families.smolvlm:read",
     "stablelm": "llmc.export.families.stablelm:read",
     "starcoder2": "llmc.export.families.starcoder2:read",
 }
@@ -76,12 +78,13 @@ def read_config(keys: Keys) -> DecoderConfig:
 _VISION = (
     *("boi_token_index", "eoi_token_index", "image_token_id", "image_token_index", "mm_tokens_per_image"),
     *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_config"),
-    "vision_feature_layer",
+    *("scale_factor", "vision_feature_layer"),
 )
 _RENAMED = (
     ("language_model.model", "model"),
     ("model.language_model", "model"),  # as transformers saves it from 4.52 on
     ("language_model.lm_head", "lm_head"),
+    ("model.text_model", "model"),
 )
 
 
@@ -106,5 +109,5 @@ def read_text_part(
         config,
         model_type=str(keys.raw("model_type")),
         renamed=(*config.renamed, *_RENAMED),
-        left_out=(*config.left_out, "vision_tower", "multi_modal_projector", "visual"),
+        left_out=(*config.left_out, "vision_tower", "multi_modal_projector", "visual", "vision_model", "connector"),
     )

@@ -50,19 +50,29 @@ KINDS = {
         "vision_config": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
         "image_token_id": 95,
     },
+    "smolvlm": {
+        "text_config": {
+            **{name: TEXT[name] for name in TEXT if name not in ("model_type", "layer_types", "sliding_window")},
+            "model_type": "llama",
+            "pad_token_id": 0,
+        },
+        "vision_config": {**SIZES, "image_size": 28, "patch_size": 14},
+        "image_token_id": 95,
+    },
 }
+KINDS["idefics3"] = KINDS["smolvlm"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Gemma with a vision tower, as transformers saves it."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     config = AutoConfig.for_model(request.param, **KINDS[request.param])
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.25)
@@ -76,7 +86,7 @@ def test_the_text_part_computes_what_the_whole_computes_of_text(
     checkpoint: Path, tmp_path: Path, onnxruntime_run: Callable[[Path], Callable[..., list[np.ndarray]]]
 ):
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForImageTextToText
 
     output = export(checkpoint, tmp_path / "export").output
     ids = np.random.default_rng(1).integers(0, 90, (2, 20))
@@ -88,7 +98,7 @@ def test_the_text_part_computes_what_the_whole_computes_of_text(
     places = np.tile(np.arange(20), (2, 1))
     run = onnxruntime_run(output)
     found = run({"input_ids": ids, "past_lengths": np.zeros(2, np.int64), "logit_indices": places, **caches})[0]
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)).logits.numpy()
     assert np.abs(found - expected).max() < LOGIT_TOLERANCE
@@ -98,7 +108,7 @@ def test_tensors_are_known_by_both_prefixes_and_the_rest_is_left_out(checkpoint:
     from safetensors.numpy import load_file, save_file
 
     stored = load_file(checkpoint / "model.safetensors")
-    assert any("vision_tower" in name for name in stored)
+    assert any("vision_" in name for name in stored)
     if not any(name.startswith("language_model.model.") for name in stored):
         pytest.skip("this one has always been saved by the other prefix")
     other = {
