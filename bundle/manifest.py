@@ -215,7 +215,7 @@ class Calibration:
     """The text that calibrated the weights: ``samples`` windows of ``length`` tokens of the file ``text``.
 
     ``default`` tells that nobody gave a text and the one that comes with llmc was used; ``experts`` how many experts
-    it calibrated, ``nearest`` of how many the last product was rounded to nearest, for too few tokens went through them.
+    it calibrated, ``nearest`` of how many the last product was rounded to nearest, as too few tokens went through them.
     """
 
     text: str

@@ -31,8 +31,8 @@ from llmc.runtime.host.machine import usable_threads
 TOKENS_PER_CALL = 2048
 # Number of the head's weights that are quantized at a time.
 HEAD_PIECE = 1 << 24
-# Tokens that what all experts read counts as, beside an expert's own. On held-out tokens of a trained model 256 wide, the
-# first product of experts with 8, 32, 128 and 512 own tokens loses 0.58, 0.57, 0.56 and 0.50 of what the nearest loses;
+# Tokens that what all experts read counts as, beside an expert's own. On held-out tokens of a model 256 wide, the
+# first product of experts with 8, 32, 128 and 512 own tokens loses 0.58, 0.57, 0.56, 0.50 of what the nearest loses;
 # with their own alone it would lose 1.19, 1.39, 1.04 and 0.60.
 SHARED_TOKENS = 256
 STATE = "state"
