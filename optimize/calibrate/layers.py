@@ -260,7 +260,7 @@ class _Layer:
 
 
 class Read:
-    """What each expert's two products read, [tokens, width] and [tokens, inner], in the order it came."""
+    """Rows that each expert's two products read, [tokens, width] and [tokens, inner], in the order they came."""
 
     def __init__(self, item: Experts) -> None:
         self._parts: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(item.count)]
