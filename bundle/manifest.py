@@ -8,7 +8,7 @@ from typing import Annotated
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
 from llmc.inventory import Geometry, Positions
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 GRAPH_CONTRACT_VERSION = 5
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
