@@ -156,7 +156,8 @@ def _read_peft(folder: Path, scale: float, base: Path) -> Adapter:
 def _read_config(folder: Path) -> dict[str, Any]:
     found = find_own_file(folder, ADAPTER_FILE) if folder.is_dir() else None
     if found is None:
-        raise CheckpointError(f"{folder}: no {ADAPTER_FILE}; expected an adapter's folder, as PEFT writes it")
+        lacking = f"no {ADAPTER_FILE}" if folder.is_dir() else "no such folder"
+        raise CheckpointError(f"{folder}: {lacking}; expected an adapter's folder, as PEFT writes it")
     try:
         values = read_json(found)
     except (OSError, ValueError) as error:
