@@ -82,10 +82,9 @@ def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
 
 def _emit_products(node: ir.Node, item: Experts, context: LoweringContext) -> ir.Value:
     """The pairs of a token and an expert that it chose, in the order of the experts, of which each has some or none."""
-    emit, (x, scores, weights) = Emitter(node), node.inputs[:3]
+    emit, x = Emitter(node), node.inputs[0]
     graph, end = emit.graph, vector(emit.graph, [-1])
-    chosen = emit.many("TopK", [scores, vector(graph, [item.chosen])], 2, axis=-1)[1]
-    picked = emit("GatherElements", weights, chosen, axis=-1)
+    chosen, picked = _choose(emit, node, item)
     if node.attributes["normalized"].as_int():
         picked = emit("Div", picked, emit("ReduceSum", picked, end, keepdims=1))
     pairs = emit("Reshape", chosen, end)
@@ -138,13 +137,18 @@ def _emit_product(
 def _emit_choice(node: ir.Node, item: Experts) -> tuple[ir.Value, ir.Value]:
     """Logits [B * S, E], of which a softmax gives each chosen expert its share, and the sum [B, S, 1] of the chosen
     experts' weights."""
-    emit, (scores, weights) = Emitter(node), node.inputs[1:3]
-    chosen = emit.many("TopK", [scores, vector(emit.graph, [item.chosen])], 2, axis=-1)[1]
-    picked = emit("GatherElements", weights, chosen, axis=-1)
-    nothing = emit("Expand", scalar(emit.graph, LEAST, np.float32), emit("Shape", weights))
+    emit = Emitter(node)
+    chosen, picked = _choose(emit, node, item)
+    nothing = emit("Expand", scalar(emit.graph, LEAST, np.float32), emit("Shape", node.inputs[2]))
     logits = emit("ScatterElements", nothing, chosen, emit("Log", picked), axis=-1)
     total = emit("ReduceSum", picked, vector(emit.graph, [-1]), keepdims=1)
     return emit("Reshape", logits, vector(emit.graph, [-1, item.count])), total
+
+
+def _choose(emit: Emitter, node: ir.Node, item: Experts) -> tuple[ir.Value, ir.Value]:
+    """The experts that score highest, of equal ones the first, and their weights [B, S, chosen]."""
+    chosen = emit.many("TopK", [node.inputs[1], vector(emit.graph, [item.chosen])], 2, axis=-1)[1]
+    return chosen, emit("GatherElements", node.inputs[2], chosen, axis=-1)
 
 
 def _refuse(item: Experts, config: QuantConfig) -> BuildError:

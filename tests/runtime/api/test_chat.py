@@ -3,12 +3,13 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
+from doubles.speaking import speak
 
 from llmc.runtime import Model, load
 from llmc.runtime.api.chat import ChatHandle, Message, MessageDelta, ToolCall
@@ -46,20 +47,7 @@ def model(tiny_bundle: Path) -> Iterator[Model]:
 
 @pytest.fixture
 def say(model: Model) -> Callable[[str], list[Callable[..., Any]]]:
-    """A logits processor that makes the model say a text and end, as far as a grammar lets it."""
-
-    def make(text: str) -> list[Callable[..., Any]]:
-        tokens = [*model.tokenizer.encode(text, add_special_tokens=False), model.manifest.generation.eos_token_ids[0]]
-        start: list[int] = []
-
-        def process(so_far: tuple[int, ...], logits: np.ndarray) -> np.ndarray:
-            start[:] = start or [len(so_far)]
-            logits[tokens[min(len(so_far) - start[0], len(tokens) - 1)]] = 1000
-            return logits
-
-        return [process]
-
-    return make
+    return partial(speak, model)
 
 
 def joined(deltas: list[MessageDelta]) -> Message:

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
-import numpy as np
 import openai
 import pytest
 from doubles.serving import retold, serving
+from doubles.speaking import speak
 from websockets.sync.client import connect
 
 from llmc.runtime import Model
@@ -351,7 +351,9 @@ def test_a_stream_of_harmony_joins_to_the_whole(
 ):
     """A stand-in for gpt-oss: the small model with its template, made to say what it would say."""
     stream_chat = Model.stream_chat
-    monkeypatch.setattr(Model, "stream_chat", lambda self, *a, **k: stream_chat(self, *a, **k, **speak(self, said)))
+    monkeypatch.setattr(
+        Model, "stream_chat", lambda self, *a, **k: stream_chat(self, *a, **k, logits_processors=speak(self, said))
+    )
     asked: dict[str, Any] = {**GREEDY, "tools": [TOOL], "max_tokens": 300}
     whole = harmony.chat.completions.create(**asked).choices[0]
     message = whole.message
@@ -380,16 +382,3 @@ def harmony(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
-
-
-def speak(model: Model, text: str) -> dict[str, Any]:
-    """Arguments that make the model say a text and end."""
-    tokens = [*model.tokenizer.encode(text, add_special_tokens=False), model.manifest.generation.eos_token_ids[0]]
-    start: list[int] = []
-
-    def process(so_far: tuple[int, ...], logits: np.ndarray) -> np.ndarray:
-        start[:] = start or [len(so_far)]
-        logits[tokens[min(len(so_far) - start[0], len(tokens) - 1)]] = 1000
-        return logits
-
-    return {"logits_processors": [process]}
