@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 64_000_000
 COMMON = "Common parameters"
 SAMPLING_NAMES = frozenset(PARAMETERS)
-LOADING = ("threads", "max_context", "memory", "self_test", "verify", "emulate")
+LOADING = ("threads", "max_context", "memory", "self_test", "verify", "emulate", "device")
 
 # ---------------------------------------------------------------------------------------------------- kinds of values
 
@@ -193,6 +193,7 @@ answering_options = add_options(
         verify_option,
         debug_option,
         *_sampling_options(),
+        engine_option("--device", type=click.IntRange(min=0), default=0, help="Number of the GPU.  [default: 0]"),
         engine_option("--max-context", type=int, help="Longest sequence in tokens.  [default: the bundle's]"),
         *ENGINE_OPTIONS,
     ]

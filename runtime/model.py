@@ -77,6 +77,7 @@ def load(
     verify: bool | None = None,
     memory: int | None = None,
     emulate: bool = False,
+    device: int = 0,
     **options: Any,
 ) -> "Model":
     """Load a bundle; if a build replaces it meanwhile, the new one, and never a mixture.
@@ -94,6 +95,7 @@ def load(
         memory: bytes that this process may take, in which the whole of ``max_context`` must fit; where none was named,
             the context is lowered to what fits, with a warning. Default: what is available, checked as the cache grows.
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
+        device: the number of the GPU, of those that are visible, that a bundle for GPUs runs on.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
@@ -122,7 +124,7 @@ def load(
                 session = EncoderSession(folder, manifest, workers)
                 runner = TextEncoder(folder, manifest, session, tokenizer.result(), context)
             else:
-                runner = SingleRunner(open_session(folder, manifest, workers), context, chunk)
+                runner = SingleRunner(open_session(folder, manifest, workers, device), context, chunk)
             model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
         try:
             check_once(model, self_test)

@@ -36,9 +36,6 @@ DEFAULT_CONTEXT = 32768
 ENGINE_CONTEXT = 4096
 # The W8A8 graph takes hardly longer for 8 rows than for one, and unused ones cost nothing.
 DEFAULT_BATCH = 8
-# Attention costs the square of a chunk, and activations of 512 tokens outgrow the caches: 256 is 5 % faster than 512
-# at a prompt of 512, equal at 2,048, and takes half the workspace.
-DEFAULT_CHUNK = 256
 # Of a model that embeds or ranks: a text is one call, and attention scores it against itself, which takes the square.
 ENCODER_CONTEXT = 2048
 BITS = {"int8": 8, "int4": 4}
@@ -91,7 +88,7 @@ class Request:
             on CPUs.
         max_context: longest sequence; default: the checkpoint's, at most 32,768.
         max_batch: requests that may run at once; default 8. Rows take memory when they are used.
-        prefill_chunk: prompt tokens per call; default 256.
+        prefill_chunk: prompt tokens per call; default 256, for cuda 2,048.
         budget: what quality the bundle must keep, or the build fails.
         engine: how a TensorRT engine is compiled.
         expected: results on the small model, for tests and readers; not used by builds.
@@ -236,7 +233,7 @@ def resolve(
         max_context=context,
         max_batch=check_between("max_batch", either(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
         prefill_chunk=min(
-            context, check_between("prefill_chunk", either(request.prefill_chunk, DEFAULT_CHUNK), 1, 65536)
+            context, check_between("prefill_chunk", either(request.prefill_chunk, target.chunk), 1, 65536)
         ),
     )
     recipe = Recipe(

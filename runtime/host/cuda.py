@@ -31,13 +31,16 @@ ADVICE = {
     999: "the driver failed to start; restart the machine or reload the nvidia kernel modules",
 }
 MB = 1_000_000
+# ONNX Runtime records CUDA graphs in a mode in which no thread of the process may take or free the GPU's memory (CUDA's
+# error 900), so whoever does either of both holds this.
+RECORDING = threading.RLock()
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
     """A GPU: its compute capability, as 8.7, memory in bytes, and the newest CUDA that the driver speaks, as 13.0.
 
-    The memory of an ``integrated`` GPU is the machine's own, as on a Jetson.
+    The memory of an ``integrated`` GPU is the machine's own, as on a Jetson. ``index`` is its number among the visible.
     """
 
     name: str
@@ -45,24 +48,26 @@ class DeviceInfo:
     total_memory: int
     integrated: bool
     driver_version: str
+    index: int = 0
 
     def __str__(self) -> str:
         return f"{self.name} ({self.compute_capability}), driver for CUDA {self.driver_version}"
 
 
 class Driver:
-    """The first GPU through the driver API, in its primary context, which libraries share. Any thread may call it.
+    """A GPU through the driver API, in its primary context, which libraries share. Any thread may call it.
 
-    Addresses, streams and graphs are integers; sizes are bytes. ``api`` is the module ``cuda.bindings.driver``.
+    Addresses, streams and graphs are integers; sizes are bytes. ``api`` is the module ``cuda.bindings.driver``,
+    ``index`` the number of the GPU among the visible ones.
     """
 
-    def __init__(self, api: Any) -> None:
-        self._api = api
+    def __init__(self, api: Any, index: int = 0) -> None:
+        self._api, self._index = api, index
         self._local = threading.local()
         self._lost: str | None = None
         self._context: Any = None
         self._start()
-        self._device = self._call("finding GPU 0", "cuDeviceGet", 0)
+        self._device = self._call(f"finding GPU {index}", "cuDeviceGet", index)
         self._info = self._describe()
         self._context = self._call("opening the GPU", "cuDevicePrimaryCtxRetain", self._device)
         try:
@@ -107,6 +112,7 @@ class Driver:
             total_memory=int(self._call("asking for the GPU's memory", "cuDeviceTotalMem", self._device)),
             integrated=bool(attribute("CU_DEVICE_ATTRIBUTE_INTEGRATED")),
             driver_version=self._version,
+            index=self._index,
         )
 
     def activate(self) -> None:
@@ -122,20 +128,24 @@ class Driver:
 
     def alloc(self, size: int) -> int:
         """Device memory, aligned to 256 bytes at least; its contents are undefined."""
-        return int(self._call_bound(f"allocating {size} bytes of GPU memory", "cuMemAlloc", size))
+        with RECORDING:
+            return int(self._call_bound(f"allocating {size} bytes of GPU memory", "cuMemAlloc", size))
 
     def free(self, address: int) -> None:
-        self._call_bound("freeing GPU memory", "cuMemFree", address)
+        with RECORDING:
+            self._call_bound("freeing GPU memory", "cuMemFree", address)
 
     def alloc_host(self, size: int) -> int:
         """Pinned host memory; on an integrated GPU the device reads and writes it in place."""
         flags = int(self._api.CU_MEMHOSTALLOC_PORTABLE)
         if self._info.integrated:
             flags |= int(self._api.CU_MEMHOSTALLOC_DEVICEMAP)
-        return int(self._call_bound(f"allocating {size} bytes of pinned memory", "cuMemHostAlloc", size, flags))
+        with RECORDING:
+            return int(self._call_bound(f"allocating {size} bytes of pinned memory", "cuMemHostAlloc", size, flags))
 
     def free_host(self, address: int) -> None:
-        self._call_bound("freeing pinned memory", "cuMemFreeHost", address)
+        with RECORDING:
+            self._call_bound("freeing pinned memory", "cuMemFreeHost", address)
 
     def device_address(self, host: int) -> int:
         """The device's address of pinned host memory; integrated GPUs only."""
@@ -233,8 +243,8 @@ class Driver:
         return "no memory is left" if int(code) else f"{int(values[0]) // MB} of {int(values[1]) // MB} MB are free"
 
 
-def open_driver() -> Driver:
-    """The first of the visible GPUs; MissingExtraError or GpuError says what is missing or broken, and what to do."""
+def open_driver(index: int = 0) -> Driver:
+    """A visible GPU by its number; MissingExtraError or GpuError says what is missing or broken, and what to do."""
     try:
         api = require("cuda.bindings.driver", "gpu")
     except MissingExtraError as error:
@@ -247,7 +257,7 @@ def open_driver() -> Driver:
             f"cuda-bindings is installed and cannot be loaded ({text_of(error)}): pip uninstall cuda-bindings, then "
             + install_command("tensorrt")
         ) from error
-    return Driver(api)
+    return Driver(api, index)
 
 
 def _format_version(version: int) -> str:

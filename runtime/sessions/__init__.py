@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmc.bundle import Manifest, Target
-from llmc.errors import BundleError
+from llmc.errors import BundleError, UsageError
 from llmc.runtime.sessions.base import Batch, Phase, Session
 
 __all__ = ["Batch", "Phase", "Session", "emulate_target", "open_session"]
@@ -22,10 +22,11 @@ EMULATOR = "1.28"
 EMULATED_BYTES = 7
 
 
-def open_session(folder: Path, manifest: Manifest, threads: int) -> Session:
-    """Open the bundle's graphs with the engine that they were built for.
+def open_session(folder: Path, manifest: Manifest, threads: int, device: int = 0) -> Session:
+    """Open the bundle's graphs with the engine that they were built for; ``device`` is the number of a visible GPU.
 
     Raises:
+        UsageError: a GPU's number, for a bundle that runs on the CPU.
         BundleError: this llmc has no such engine, or the engine refuses the graphs.
         MissingExtraError: the engine's library is not installed.
         GpuError: GPU, driver or engine library are missing or unsupported.
@@ -34,7 +35,10 @@ def open_session(folder: Path, manifest: Manifest, threads: int) -> Session:
     if name not in ENGINES:
         raise BundleError(f"{folder}: built for the engine {name!r}, this llmc has {', '.join(ENGINES)}; upgrade llmc")
     module, _, attribute = ENGINES[name].partition(":")
-    session: Session = getattr(importlib.import_module(module), attribute)(folder, manifest, threads)
+    if device and manifest.device is None:
+        raise UsageError(f"device is {device}, but {folder} runs on the CPU; leave it out")
+    chosen = {"device": device} if device else {}
+    session: Session = getattr(importlib.import_module(module), attribute)(folder, manifest, threads, **chosen)
     return session
 
 

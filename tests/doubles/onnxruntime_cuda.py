@@ -16,6 +16,7 @@ import onnx
 import onnxruntime as ort
 from doubles.cuda import FakeDriver, RuleBrokenError
 
+from llmc.runtime.host.cuda import RECORDING
 from llmc.runtime.sessions.onnxruntime.cuda_provider import PROVIDER
 
 
@@ -132,6 +133,8 @@ class FakeSession:
             if number in self.recorded:
                 self.runtime.replays += 1
             times = 1 if number in self.recorded else 2
+            if times == 2 and not RECORDING._is_owned():  # type: ignore[attr-defined]
+                raise RuleBrokenError("another thread may take memory of the GPU while this one records")
             binding_then = self.recorded.setdefault(number, binding)
             if binding_then.places != binding.places:
                 raise RuleBrokenError(f"recording {number} was made with other addresses or shapes")
@@ -164,7 +167,7 @@ class FakeBinding:
 
     def _bind(self, bind: Callable[..., None], name: str, device: str, number: int, *place: Any) -> None:
         dtype, shape, address = place
-        assert (device, number) == ("cuda", 0)
+        assert (device, number) == ("cuda", self.driver.device.index)
         self.places[name] = address, int(np.prod(shape)) * np.dtype(dtype).itemsize
         self.driver.check_device(*self.places[name])
         bind(name, "cpu", 0, dtype, shape, address)

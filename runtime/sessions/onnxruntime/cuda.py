@@ -66,7 +66,8 @@ class CudaSession(DeviceSession):
     Args:
         folder, manifest: of the bundle.
         threads: of no use here.
-        driver: the GPU; default: the first one that is visible. It is closed with the session.
+        device: the number of the GPU among those that are visible.
+        driver: of the GPU; default: opened, and closed with the session.
         runtime: onnxruntime, or what behaves alike.
 
     Raises:
@@ -76,12 +77,19 @@ class CudaSession(DeviceSession):
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, threads: int, *, driver: Driver | None = None, runtime: Any = None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        threads: int,
+        *,
+        device: int = 0,
+        driver: Driver | None = None,
+        runtime: Any = None,
     ) -> None:
         self._runtime = require("onnxruntime", "gpu") if runtime is None else runtime
         check_provider(self._runtime, manifest.target.engine_minimum)
         self.engine_version = str(self._runtime.__version__)
-        super().__init__(folder, manifest, open_driver() if driver is None else driver)
+        super().__init__(folder, manifest, open_driver(device) if driver is None else driver)
         with self._free_on_error():
             self._open(manifest)
 
@@ -93,7 +101,7 @@ class CudaSession(DeviceSession):
         self._make_cache()
         graph = self._folder / manifest.graphs["decode"].file
         check_weights(graph, manifest.files)
-        self._graph = open_graph(self._runtime, graph, self._stream, self.cache.dtype.name)
+        self._graph = open_graph(self._runtime, graph, self._driver.device.index, self._stream, self.cache.dtype.name)
         self._bound: OrderedDict[_Call, Binding] = OrderedDict()
         self._recordings = 0
         self._close_later(self._forget_graph)  # before the memory that it is bound to, and its stream

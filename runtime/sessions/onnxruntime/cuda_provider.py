@@ -23,7 +23,7 @@ import numpy as np
 
 from llmc.bundle import version
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, install_command
-from llmc.runtime.host.cuda import EMULATE, STICKY
+from llmc.runtime.host.cuda import EMULATE, RECORDING, STICKY
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, size_of
@@ -36,6 +36,10 @@ PROVIDER = "CUDAExecutionProvider"
 NOT_RECORDED = -1  # the number of a recording that is none
 # What ONNX Runtime may compute on the host: shapes, which it has there.
 HOST_OPERATORS = frozenset({"Shape", "Cast", "Squeeze", "Range", "Expand"})
+# Flash attention, memory-efficient attention and plain products (bits of ONNX Runtime's AttentionBackend), beside its
+# own kernel for steps. Left to itself it takes cuDNN's from compute capability 9.0 on, which makes a plan, in 55 to 400
+# ms, for every length of a call and every growth of the cache (onnxruntime issue 32383).
+ATTENTION_KERNELS = 1 | 2 | 16
 # How ONNX Runtime words what CUDA and cuBLAS return, and memory that its arena does not get.
 FAILURE = re.compile(r"CUDA failure (\d+)|CUBLAS failure|CUDA error|CUDNN failure", re.IGNORECASE)
 NO_MEMORY = ("Failed to allocate memory", "out of memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -71,25 +75,27 @@ class Graph:
 
     runtime: Any
     session: Any
+    device: int
     records: bool
 
 
-def open_graph(runtime: Any, file: Path, stream: int, compute: str) -> Graph:
-    """Open a graph on the GPU's stream; BundleError if it is refused, GpuError if it would run on the CPU."""
+def open_graph(runtime: Any, file: Path, device: int, stream: int, compute: str) -> Graph:
+    """Open a graph on a stream of a GPU; BundleError if it is refused, GpuError if it would run on the CPU."""
     said = " ".join(preload_library(runtime).split())[:300]
-    options = _provider_options(stream, compute)
+    options = _provider_options(device, stream, compute)
     # In float32 attention is made of many operators, among them some whose sizes the host hands over.
     recording = [True, False] if compute == "float16" else [False]
     for records in recording:
         try:
-            session = _open_session(runtime, file, {**options, "enable_cuda_graph": str(int(records))})
+            with RECORDING:
+                session = _open_session(runtime, file, {**options, "enable_cuda_graph": str(int(records))})
         except Exception as error:
             if not records or "graph capture" not in str(error):
                 raise
             log.warning("ONNX Runtime cannot record %s as a CUDA graph (%s)", file.name, _line(error))
             continue
         check_placement(file, session, said)
-        return Graph(runtime, session, records)
+        return Graph(runtime, session, device, records)
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -112,10 +118,11 @@ def preload_library(library: Any) -> str:
     return said.getvalue()
 
 
-def _provider_options(stream: int, compute: str) -> dict[str, str]:
+def _provider_options(device: int, stream: int, compute: str) -> dict[str, str]:
     return {
-        "device_id": "0",
+        "device_id": str(device),
         "user_compute_stream": str(stream),
+        "sdpa_kernel": str(ATTENTION_KERNELS),
         # The arena grows by what is asked for, and not to the next power of two: memory is planned.
         "arena_extend_strategy": "kSameAsRequested",
         # The norms' sums in float32; in float16 the squares of large activations overflow.
@@ -182,11 +189,11 @@ class Binding:
         self._io = graph.session.io_binding()
         for bind, block, parts in zip((self._io.bind_input, self._io.bind_output), blocks, places, strict=True):
             for name, part in parts.items():
-                bind(name, "cuda", 0, part.dtype, part.shape, block.device + part.offset)
+                bind(name, "cuda", graph.device, part.dtype, part.shape, block.device + part.offset)
         tensors, dtype = caches
         for tensor, address, shape in tensors:
-            self._io.bind_input(tensor.past, "cuda", 0, dtype, shape, address)
-            self._io.bind_output(tensor.present, "cuda", 0, dtype, shape, address)
+            self._io.bind_input(tensor.past, "cuda", graph.device, dtype, shape, address)
+            self._io.bind_output(tensor.present, "cuda", graph.device, dtype, shape, address)
 
     def fill(self, batch: Batch) -> None:
         """Put a batch into the inputs; without places of logits, ask for those of the first token."""
@@ -197,7 +204,10 @@ class Binding:
     def run(self, stream: int) -> None:
         """Queue the call and the copies around it; the outputs are there once the stream is synchronized."""
         self._blocks[0].upload(self._sizes[0], stream)
-        self._graph.session.run_with_iobinding(self._io, self._options())
+        options = self._options()
+        # Its first run takes memory, and its second is recorded.
+        with RECORDING if self._runs <= 2 else contextlib.nullcontext():
+            self._graph.session.run_with_iobinding(self._io, options)
         self._blocks[1].download(0, self._sizes[1], stream)
 
     def _options(self) -> Any:

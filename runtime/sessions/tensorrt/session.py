@@ -33,7 +33,8 @@ class TensorRTSession(DeviceSession):
         folder: the bundle.
         manifest: of the bundle.
         threads: of no use here.
-        driver: the GPU; default: the first one that is visible. It is closed with the session.
+        device: the number of the GPU among those that are visible.
+        driver: of the GPU; default: opened, and closed with the session.
         library: tensorrt or tensorrt_rtx; default: what the bundle was built for.
 
     Raises:
@@ -43,11 +44,18 @@ class TensorRTSession(DeviceSession):
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, threads: int, *, driver: Driver | None = None, library: Any = None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        threads: int,
+        *,
+        device: int = 0,
+        driver: Driver | None = None,
+        library: Any = None,
     ) -> None:
         self._library = load_library(manifest.target.engine) if library is None else library
         self.engine_version = library_version(self._library)
-        super().__init__(folder, manifest, open_driver() if driver is None else driver)
+        super().__init__(folder, manifest, open_driver(device) if driver is None else driver)
         with self._free_on_error():
             self._config = require_config(folder, manifest)
             self._open(manifest)

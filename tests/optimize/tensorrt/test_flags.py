@@ -1,18 +1,18 @@
-"""Flags of the library's compiler: for Thor alone, and only while an engine is built."""
+"""Flags of the library's compiler: by version, and only while an engine is built."""
 
 import os
 
 import pytest
 
-from llmc.optimize.tensorrt.flags import FLAGS, FLAGS_OF_11, VARIABLE, compiler_flags, use_flags
+from llmc.optimize.tensorrt.flags import DUAL_PRODUCTS, FLAGS, TILES, VARIABLE, compiler_flags, use_flags
 
 
 @pytest.mark.parametrize(
-    ("version", "gpu", "expected"),
-    [("10.16.2", "8.7", ""), ("10.16.2", "11.0", FLAGS), ("11.4.1", "11.0", f"{FLAGS_OF_11} {FLAGS}")],
+    ("version", "gpu", "more"),
+    [("10.16.2", "11.0", ""), ("11.0.0", "8.9", ""), ("11.0.0", "10.0", DUAL_PRODUCTS), ("11.4.1", "8.9", TILES)],
 )
-def test_flags_are_for_thor_by_version(version: str, gpu: str, expected: str):
-    assert compiler_flags(version, gpu) == expected
+def test_flags_go_by_version_and_the_gpus_generation(version: str, gpu: str, more: str):
+    assert compiler_flags(version, gpu) == FLAGS + more
 
 
 @pytest.mark.parametrize("before", [None, "-their:own=1"])

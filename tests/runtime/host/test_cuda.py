@@ -3,6 +3,7 @@
 import enum
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from doubles.geometries import uniform
 from llmc.bundle import Manifest
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.runtime.host import cuda
-from llmc.runtime.host.cuda import DeviceInfo, Driver, open_driver
+from llmc.runtime.host.cuda import RECORDING, DeviceInfo, Driver, open_driver
 from llmc.runtime.kv.device_cache import DeviceCache
 
 CUresult = enum.IntEnum(
@@ -118,6 +119,21 @@ def test_opening_describes_the_gpu_and_takes_its_primary_context(api: Api):
     driver.close()
     driver.close()
     assert api.names().count("cuDevicePrimaryCtxRelease") == 1
+
+
+def test_any_visible_gpu_can_be_opened(api: Api):
+    assert Driver(api, 3).device.index == 3
+    assert ("cuDeviceGet", 3) in api.calls
+
+
+def test_memory_waits_while_another_thread_records(driver: Driver, api: Api):
+    with RECORDING:
+        thread = threading.Thread(target=driver.alloc, args=(256,), daemon=True)
+        thread.start()
+        thread.join(0.2)
+        assert api.names().count("cuMemAlloc") == 0
+    thread.join(10)
+    assert api.names().count("cuMemAlloc") == 1
 
 
 def test_a_copy_of_rows_names_both_sides_in_one_space_of_addresses(driver: Driver, api: Api):

@@ -1,6 +1,7 @@
 """The CUDA session on doubles: a GPU in host memory, and ONNX Runtime's CPU kernels behind its CUDA provider."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from doubles.cuda import ORIN, SERVER, FakeDriver
 from doubles.onnxruntime_cuda import EngineError, FakeOnnxRuntime
 
 from llmc.bundle import Manifest, read_bundle
-from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
+from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
+from llmc.runtime import load
 from llmc.runtime.sessions import Batch, Phase, Session, emulate_target, open_session
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider
@@ -183,6 +185,16 @@ def test_a_library_that_cannot_record_is_used_without(fp16_bundle, opened, caplo
 def test_float32_is_not_recorded_and_not_rounded_to_tf32(built, opened, precision, wanted):
     options = opened(built(precision))._runtime.options
     assert (options["enable_cuda_graph"], options["use_tf32"]) == wanted
+
+
+def test_attention_is_never_cudnns_and_the_gpu_is_the_one_asked_for(fp16_bundle, opened):
+    options = opened(fp16_bundle, FakeDriver(replace(SERVER, index=1)))._runtime.options
+    assert (options["sdpa_kernel"], options["device_id"]) == ("19", "1")
+
+
+def test_a_gpus_number_is_refused_for_a_bundle_that_runs_on_the_cpu(tiny_bundle):
+    with pytest.raises(UsageError, match=r"device is 1, but .* runs on the CPU; leave it out"):
+        load(tiny_bundle, device=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
