@@ -56,4 +56,4 @@ def test_logits_of_the_position_before_are_beyond_every_limit(check):
 def test_a_bundle_that_is_none_is_refused(check, capsys):
     with pytest.raises(SystemExit):
         check.main(["vulkan/*"])
-    assert "there are cuda/0.5b/fp16" in capsys.readouterr().err
+    assert "there are cuda/1b/fp16" in capsys.readouterr().err
