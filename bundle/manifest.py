@@ -8,8 +8,8 @@ from typing import Annotated
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
 from llmc.inventory import Geometry, Positions
 
-SCHEMA_VERSION = 12
-GRAPH_CONTRACT_VERSION = 5
+SCHEMA_VERSION = 13
+GRAPH_CONTRACT_VERSION = 6
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
 DECODER_FILE = "decoder.onnx"
