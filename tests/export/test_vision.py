@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles import seeing
+from doubles import towers
 
 from llmc.bundle import read_export
 from llmc.errors import CheckpointError
@@ -25,7 +25,7 @@ Run = Callable[[str, dict[str, np.ndarray]], np.ndarray]
 
 @pytest.fixture(scope="module", params=KINDS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing.write_seeing(tmp_path_factory.mktemp(request.param), request.param)
+    return towers.write_seeing(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def reference(checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def tiles() -> np.ndarray:
-    return np.random.default_rng(0).normal(0, 1, (3, 3, seeing.TILE, seeing.TILE)).astype(np.float32)
+    return np.random.default_rng(0).normal(0, 1, (3, 3, towers.TILE, towers.TILE)).astype(np.float32)
 
 
 def get_features(reference: Any, tiles: np.ndarray) -> np.ndarray:
@@ -71,7 +71,7 @@ def measure(found: np.ndarray, expected: np.ndarray) -> float:
 
 def test_rows_are_those_of_transformers(run: Run, reference: Any, tiles: np.ndarray):
     found = run("vision", {"pixel_values": tiles})
-    assert found.shape == (3 * seeing.TOKENS, 64)
+    assert found.shape == (3 * towers.TOKENS, 64)
     assert measure(found, get_features(reference, tiles)) < TOLERANCE
 
 
@@ -85,7 +85,7 @@ def feed(exported: Path, ids: np.ndarray, rows: np.ndarray) -> dict[str, np.ndar
     """Inputs of the decoder, whose image tokens are the rows in their order."""
     batch, length = ids.shape
     indices = np.full(ids.shape, -1)
-    indices[ids == seeing.IMAGE] = np.arange((ids == seeing.IMAGE).sum())
+    indices[ids == towers.IMAGE] = np.arange((ids == towers.IMAGE).sum())
     feeds = {
         "input_ids": ids,
         "past_lengths": np.zeros(batch, np.int64),
@@ -103,7 +103,7 @@ def test_a_batch_with_images_has_the_logits_of_transformers(
     import torch
 
     ids = np.random.default_rng(1).integers(3, 4000, (2, 20))
-    ids[0, 2:6] = ids[1, 1:5] = ids[1, 9:13] = seeing.IMAGE
+    ids[0, 2:6] = ids[1, 1:5] = ids[1, 9:13] = towers.IMAGE
     found = run("decoder", feed(exported, ids, run("vision", {"pixel_values": tiles})))
     pixels = np.zeros((2, 2, *tiles.shape[1:]), np.float32)
     pixels[0, 0], pixels[1] = tiles[0], tiles[1:]
@@ -124,7 +124,7 @@ def test_text_alone_has_the_logits_of_transformers(run: Run, reference: Any, exp
 def test_the_manifest_tells_how_images_become_rows(exported: Path):
     vision = read_export(exported).geometry.vision
     assert vision is not None
-    assert (vision.tile, vision.patch, vision.tokens, vision.token_id) == (32, 4, seeing.TOKENS, seeing.IMAGE)
+    assert (vision.tile, vision.patch, vision.tokens, vision.token_id) == (32, 4, towers.TOKENS, towers.IMAGE)
     assert vision.tiling == Tiling(128, True, "lanczos", 0.00392156862745098, (0.5,) * 3, (0.5,) * 3)
     assert vision.most_tiles == 17
     assert len(vision.linears) == 2 + 6 * vision.layers
@@ -143,7 +143,7 @@ def test_processors_of_both_layouts_are_read(checkpoint: Path, tmp_path: Path, n
     folder = copy(checkpoint, tmp_path)
     if nested:
         (folder / "preprocessor_config.json").unlink()
-        seeing.write_json(folder / "processor_config.json", {**seeing.PROCESSOR, "image_processor": seeing.IMAGES})
+        towers.write_json(folder / "processor_config.json", {**towers.PROCESSOR, "image_processor": towers.IMAGES})
     assert read_checkpoint(folder).geometry.vision == read_checkpoint(checkpoint).geometry.vision
 
 
@@ -172,14 +172,14 @@ REFUSED = [
     ("config.json", {"image_token_id": 4097}, "no token <image> with the number 4097"),
     ("config.json", {"scale_factor": 3}, "image_size=32 is unsupported; expected a multiple of 12"),
     ("config.json", {"vision_config": {"model_type": "clip_vision_model"}}, "model_type='clip_vision_model'"),
-    ("config.json", {"vision_config": {**seeing.CONFIG["vision_config"], "rope": 1}}, "rope=1 is not known to llmc"),
-    ("config.json", {"vision_config": {**seeing.CONFIG["vision_config"], "num_attention_heads": 5}}, "a divisor of"),
-    ("config.json", {"vision_config": {**seeing.CONFIG["vision_config"], "num_channels": 4}}, "3, for red, green"),
-    ("config.json", {"vision_config": {**seeing.CONFIG["vision_config"], "num_hidden_layers": 1}}, "is unused by"),
-    ("config.json", {"vision_config": {**seeing.CONFIG["vision_config"], "num_hidden_layers": 3}}, "is missing"),
+    ("config.json", {"vision_config": {**towers.CONFIG["vision_config"], "rope": 1}}, "rope=1 is not known to llmc"),
+    ("config.json", {"vision_config": {**towers.CONFIG["vision_config"], "num_attention_heads": 5}}, "a divisor of"),
+    ("config.json", {"vision_config": {**towers.CONFIG["vision_config"], "num_channels": 4}}, "3, for red, green"),
+    ("config.json", {"vision_config": {**towers.CONFIG["vision_config"], "num_hidden_layers": 1}}, "is unused by"),
+    ("config.json", {"vision_config": {**towers.CONFIG["vision_config"], "num_hidden_layers": 3}}, "is missing"),
     (
         "config.json",
-        {"vision_config": {**seeing.CONFIG["vision_config"], "image_size": 400}},
+        {"vision_config": {**towers.CONFIG["vision_config"], "image_size": 400}},
         "image_size / patch_size",
     ),
 ]
@@ -188,7 +188,7 @@ REFUSED = [
 @pytest.mark.parametrize(("file", "changes", "message"), REFUSED, ids=[message[:30] for *_, message in REFUSED])
 def test_what_is_not_understood_is_refused(checkpoint: Path, tmp_path: Path, file: str, changes: Any, message: str):
     folder = copy(checkpoint, tmp_path)
-    seeing.write_json(folder / file, {**json.loads((folder / file).read_text()), **changes})
+    towers.write_json(folder / file, {**json.loads((folder / file).read_text()), **changes})
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(folder)
 
