@@ -19,6 +19,8 @@ PER_LAYER = "model.embed_tokens_per_layer"
 PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 # What recipes call :attr:`Geometry.sensitive`.
 SENSITIVE = "sensitive"
+# Of the tower of a model that sees, whose modules are ``vision.patch_embedding``, ``vision.layers.0...``.
+TOWER = "vision"
 # What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
 DENSE, SCORE = "dense", "score"
 
@@ -370,6 +372,8 @@ class Vision:
         tokens: rows that each tile becomes.
         token_id: of the token whose embedding a row replaces.
         tiling, markers: how images become tiles, and what stands around them in a prompt.
+        layers: of the tower.
+        linears: in the order of the computation.
     """
 
     tile: Pixels
@@ -378,6 +382,8 @@ class Vision:
     token_id: Annotated[int, range(1 << 24)]
     tiling: Tiling
     markers: Markers
+    layers: Count
+    linears: tuple[Linear, ...]
 
     @property
     def most_tiles(self) -> int:

@@ -13,6 +13,7 @@ GRAPH_CONTRACT_VERSION = 6
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
 DECODER_FILE = "decoder.onnx"
+VISION_FILE = "vision.onnx"
 MADE_FILE = "made.bin"  # weights of an export that no file of its checkpoint holds as the graph reads them
 WEIGHTS_FILE = "weights.bin"
 CONFIG_FILE = "config.json"

@@ -23,6 +23,7 @@ from llmc.bundle.manifest import (
     SCHEMA_VERSION,
     TOKENIZER_FILE,
     TOKENIZER_FILES,
+    VISION_FILE,
     ExportManifest,
     Manifest,
 )
@@ -225,7 +226,7 @@ def read_export(folder: Path) -> ExportManifest:
     manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")
     if not manifest.geometry.is_sound:
         raise BundleError(f"{folder}: the geometry in {EXPORT_MANIFEST} cannot be right; export the checkpoint again")
-    for name in (DECODER_FILE, TOKENIZER_FILE):
+    for name in (DECODER_FILE, TOKENIZER_FILE, *([VISION_FILE] if manifest.geometry.vision else [])):
         if _size(folder / name) is None:
             raise BundleError(f"{folder}: {name} is missing; export the checkpoint again")
     return manifest

@@ -63,6 +63,9 @@ def test_an_export_of_a_model_that_sees_survives_the_disk(tmp_path: Path, export
     bundle.write_manifest(seeing, tmp_path)
     for name in ("decoder.onnx", "tokenizer.json"):
         (tmp_path / name).write_bytes(CONTENT)
+    with pytest.raises(BundleError, match=r"vision.onnx is missing"):
+        bundle.read_export(tmp_path)
+    (tmp_path / "vision.onnx").write_bytes(CONTENT)
     assert bundle.read_export(tmp_path) == seeing
 
 

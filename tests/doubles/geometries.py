@@ -2,7 +2,7 @@
 
 from llmc.bundle import Geometry
 from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, NormConfig, Rope
-from llmc.inventory import Markers, Tiling, Vision
+from llmc.inventory import Linear, Markers, Tiling, Vision
 
 # What export writes for SmolVLM2.
 VISION = Vision(
@@ -19,6 +19,8 @@ VISION = Vision(
         single=("<fake_token_around_image><global-img>",),
         after=("<fake_token_around_image>",),
     ),
+    layers=12,
+    linears=(Linear("vision.patch_embedding", 768, 768, True, "vision", "", None, exact=True),),
 )
 
 
