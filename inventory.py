@@ -19,12 +19,16 @@ PER_LAYER = "model.embed_tokens_per_layer"
 PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 # What recipes call :attr:`Geometry.sensitive`.
 SENSITIVE = "sensitive"
+# Of the tower of a model that sees, whose modules are ``vision.patch_embedding``, ``vision.layers.0...``.
+TOWER = "vision"
 # What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
 DENSE, SCORE = "dense", "score"
 
 # A row of the cache can always go back so far: over drafts that were rejected, and to the border of a block of the
 # prefix cache. What windows have passed is let go of once so many positions came together.
 BACK, LET_GO_STEP = 64, 256
+# Of one image: published models cut it into 4 x 4.
+MOST_TILES = 257
 # Bytes of a state's value.
 STATE_BYTES = 4
 
@@ -34,6 +38,7 @@ NormKind = Literal["rms", "layer"]
 Result = Literal["embeddings", "scores"]
 Pooling = Literal["last", "mean"]
 ExpertActivation = Literal["silu", "gelu_tanh"]
+Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 
 # Ranges of what comes from a file, far beyond the largest decoders there are, and small enough that a product of a few
 # of them is a number of bytes that somebody can be told.
@@ -42,6 +47,9 @@ Count = Annotated[int, range(1, 1 << 12)]  # layers, heads
 Width = Annotated[int, range(1, 1 << 20)]
 Vocabulary = Annotated[int, range(1, 1 << 24)]
 Positions = Annotated[int, range(1, 1 << 28)]
+Pixels = Annotated[int, range(1, 4097)]
+Channels = Annotated[tuple[float, ...], range(3, 4)]  # a number for each of red, green and blue
+Lines = Annotated[tuple[str, ...], range(1, 17)]  # of a text, which newlines join
 
 
 @dataclass(frozen=True)
@@ -312,6 +320,88 @@ class Encoder:
 
 
 @dataclass(frozen=True)
+class Markers:
+    """Texts around the tokens of an image in a prompt, with which they are one text for the tokenizer. In ``tile``,
+    ``{row}`` and ``{column}`` stand for a tile's place, which begins with 1.
+
+    Attributes:
+        image: the token's own text, which templates write once for an image.
+        tile: in front of each tile of an image that is cut.
+        row_end: behind the last tile of each row.
+        whole: behind all tiles, in front of the view of the whole image.
+        single: in front of an image that is not cut.
+        after: behind every image.
+    """
+
+    image: str
+    tile: Lines
+    row_end: Lines
+    whole: Lines
+    single: Lines
+    after: Lines
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How pixels become tiles: an RGB image is resized until its longest edge has ``longest_edge`` pixels, then to the
+    next multiples of a tile, and cut; where that makes more than one tile, the image resized to one tile follows.
+
+    Attributes:
+        longest_edge: pixels.
+        cut: whether images are cut at all; else they are resized to one tile instead.
+        filter: by which all this is resized, as Pillow calls it.
+        rescale: factor of the values 0 ... 255.
+        mean, std: are then subtracted and divided by.
+    """
+
+    longest_edge: Pixels
+    cut: bool
+    filter: Filter
+    rescale: float
+    mean: Channels
+    std: Channels
+
+
+@dataclass(frozen=True)
+class Vision:
+    """A tower that makes rows of embeddings of images, which stand in the places of a prompt's image tokens.
+
+    Attributes:
+        tile: pixels of each side of what the tower sees at a time.
+        patch: pixels of each side of a patch.
+        tokens: rows that each tile becomes.
+        token_id: of the token whose embedding a row replaces.
+        tiling, markers: how images become tiles, and what stands around them in a prompt.
+        layers: of the tower.
+        linears: in the order of the computation.
+    """
+
+    tile: Pixels
+    patch: Pixels
+    tokens: Positions
+    token_id: Annotated[int, range(1 << 24)]
+    tiling: Tiling
+    markers: Markers
+    layers: Count
+    linears: tuple[Linear, ...]
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles of the largest image, the view of the whole included."""
+        side = -(-self.tiling.longest_edge // self.tile)
+        return side * side + 1 if self.tiling.cut and side > 1 else 1
+
+    def is_sound(self, vocab_size: int) -> bool:
+        return (
+            self.tile % self.patch == 0
+            and self.tokens <= (self.tile // self.patch) ** 2
+            and self.token_id < vocab_size
+            and self.most_tiles <= MOST_TILES
+            and min(*self.tiling.std, self.tiling.rescale) > 0
+        )
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Sizes of a decoder, and its inventory.
 
@@ -327,6 +417,7 @@ class Geometry:
         encoder: its end where it embeds or ranks; None where it has a head and generates.
         per_layer: values that each layer gets of a table [vocab_size, layers * per_layer], 0 without one.
         layer_scalars: whether each layer ends with a factor of its own.
+        vision: of a model that sees: the decoder takes rows of embeddings in the places of tokens' own.
     """
 
     model_type: str
@@ -346,6 +437,7 @@ class Geometry:
     mixtures: tuple[Experts, ...] = ()
     per_layer: Annotated[int, range(1 << 16)] = 0
     layer_scalars: bool = False
+    vision: Vision | None = None
 
     @property
     def table(self) -> Linear:
@@ -403,6 +495,7 @@ class Geometry:
             "attention with sinks": any(item.sinks for item in self.attentions),
             "layers that read the caches of others": self.shares,
             "scaled layers": self.layer_scalars,
+            "a tower for images": self.vision,
         }
         return " and ".join(words for words, found in parts.items() if found)
 
@@ -499,6 +592,7 @@ class Geometry:
                 for item in self.recurrents
             )
             and all(self._is_routed(item) for item in self.mixtures)
+            and (self.vision is None or self.vision.is_sound(self.vocab_size))
         )
 
     def _is_routed(self, item: Experts) -> bool:

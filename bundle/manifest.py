@@ -8,11 +8,12 @@ from typing import Annotated
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
 from llmc.inventory import Geometry, Positions
 
-SCHEMA_VERSION = 12
-GRAPH_CONTRACT_VERSION = 5
+SCHEMA_VERSION = 13
+GRAPH_CONTRACT_VERSION = 6
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
 DECODER_FILE = "decoder.onnx"
+VISION_FILE = "vision.onnx"
 MADE_FILE = "made.bin"  # weights of an export that no file of its checkpoint holds as the graph reads them
 WEIGHTS_FILE = "weights.bin"
 CONFIG_FILE = "config.json"

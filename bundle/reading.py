@@ -23,6 +23,7 @@ from llmc.bundle.manifest import (
     SCHEMA_VERSION,
     TOKENIZER_FILE,
     TOKENIZER_FILES,
+    VISION_FILE,
     ExportManifest,
     Manifest,
 )
@@ -195,7 +196,8 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "limits": limits.prefill_chunk <= limits.max_context <= g.max_positions,
         "graphs": manifest.graphs.keys() == {"encode"}
         if g.encoder
-        else "decode" in manifest.graphs and manifest.graphs.keys() <= {"prefill", "decode"},
+        else {"decode"} <= manifest.graphs.keys() - ({"vision"} if g.vision else set()) <= {"prefill", "decode"}
+        and ("vision" in manifest.graphs) == (g.vision is not None),
         "generation": max((*generation.eos_token_ids, generation.bos_token_id or 0)) < g.vocab_size
         and (generation.temperature or 0) >= 0
         and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p)),
@@ -224,7 +226,7 @@ def read_export(folder: Path) -> ExportManifest:
     manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")
     if not manifest.geometry.is_sound:
         raise BundleError(f"{folder}: the geometry in {EXPORT_MANIFEST} cannot be right; export the checkpoint again")
-    for name in (DECODER_FILE, TOKENIZER_FILE):
+    for name in (DECODER_FILE, TOKENIZER_FILE, *([VISION_FILE] if manifest.geometry.vision else [])):
         if _size(folder / name) is None:
             raise BundleError(f"{folder}: {name} is missing; export the checkpoint again")
     return manifest

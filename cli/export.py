@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     metavar="FOLDER[:SCALE]",
     help="Add a LoRA or DoRA adapter, a folder of PEFT or a GGUF file, to the weights, SCALE times (1). Repeatable.",
 )
+@click.option("--text-only", is_flag=True, help="Leave the part that sees images out.")
 @output_option
 @force_option
 @json_option
 @debug_option
-def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool, adapters: tuple[str, ...]) -> None:
+def export_command(
+    checkpoint: Path, output: Path, force: bool, as_json: bool, adapters: tuple[str, ...], text_only: bool
+) -> None:
     """Export CHECKPOINT, a local Hugging Face folder or a GGUF file, as a portable ONNX decoder.
 
     The weights stay where they are on disk: the output folder holds links to the checkpoint's files, or copies of
@@ -42,10 +45,15 @@ def export_command(checkpoint: Path, output: Path, force: bool, as_json: bool, a
 
     if not (checkpoint / CONFIG_FILE).exists():
         refuse_bundle(checkpoint, "a checkpoint")
-    check_export(checkpoint)
+    check_export(checkpoint, text_only)
     with cleanly_stopped(), show.progress() as progress:
         report = export(
-            checkpoint, output, adapters=[split_adapter(it) for it in adapters], force=force, progress=progress
+            checkpoint,
+            output,
+            adapters=[split_adapter(it) for it in adapters],
+            text_only=text_only,
+            force=force,
+            progress=progress,
         )
     if as_json:
         show.print_json(report)

@@ -146,7 +146,7 @@ def _tokenizer_folder(checkpoint: Checkpoint) -> Iterator[Path]:
         yield Path(name)
 
 
-def check_export(checkpoint: Path) -> None:
+def check_export(checkpoint: Path, text_only: bool = False) -> None:
     """Refuse to export where memory does not suffice, or a tokenizer that does not work. A broken checkpoint is the
     exporter's to report.
     """
@@ -156,7 +156,7 @@ def check_export(checkpoint: Path) -> None:
     from llmc.runtime.text.trial import try_tokenizer
 
     try:
-        found = read_checkpoint(checkpoint)
+        found = read_checkpoint(checkpoint, text_only=text_only)
     except LlmcError:
         return
     plan = export_plan(found.geometry)

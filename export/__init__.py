@@ -1,4 +1,6 @@
-"""Checkpoint -> portable graph: a Hugging Face folder or GGUF in, ``decoder.onnx`` with weights by reference out."""
+"""Checkpoint -> portable graph: a Hugging Face folder or GGUF in, ``decoder.onnx`` with weights by reference out.
+
+Of a model that sees ``vision.onnx`` comes with it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,13 +24,15 @@ def export(
     output: Path,
     *,
     adapters: Sequence[tuple[Path, float]] = (),
+    text_only: bool = False,
     force: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ExportReport:
     """Export a local Hugging Face checkpoint, or a model in GGUF files of which ``checkpoint`` is the first, into the
     folder ``output``. Weights that need no conversion are neither read nor copied.
 
-    ``adapters`` are PEFT folders, each with a factor, which are added to the weights in this order.
+    ``adapters`` are PEFT folders, each with a factor, which are added to the weights in this order. ``text_only``
+    leaves the tower of a model that sees out.
     ``progress`` is told each step in a few words. An existing ``output`` is replaced only with ``force``.
 
     Raises:
@@ -41,5 +45,5 @@ def export(
     require_packages()
     from llmc.export.writer import write_export  # it imports torch
 
-    report = write_export(Path(checkpoint), Path(output), adapters, force, progress or (lambda step: None))
+    report = write_export(Path(checkpoint), Path(output), adapters, text_only, force, progress or (lambda step: None))
     return replace(report, seconds=time.perf_counter() - start)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from llmc.export.vision import TowerConfig
 from llmc.inventory import (
     DENSE,
     EMBEDDING,
@@ -26,6 +27,7 @@ from llmc.inventory import (
     Recurrent,
     Result,
     Rule,
+    Vision,
 )
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
@@ -343,7 +345,8 @@ class DecoderConfig:
             here.
         left_out: modules whose tensors belong to another part of the model; words of names, between dots.
         encoder: its end where it embeds or ranks, and has no head.
-        per_layer, layer_scalars: see :class:`llmc.inventory.Geometry`.
+        per_layer, layer_scalars, vision: see :class:`llmc.inventory.Geometry`.
+        tower: that makes its ``vision``, where the checkpoint has one that llmc reads.
     """
 
     model_type: str
@@ -370,6 +373,8 @@ class DecoderConfig:
     encoder: EncoderConfig | None = None
     per_layer: int = 0
     layer_scalars: bool = False
+    tower: TowerConfig | None = None
+    vision: Vision | None = None
 
     @property
     def first_shared(self) -> int | None:
@@ -405,6 +410,7 @@ class DecoderConfig:
             mixtures=mixtures(self),
             per_layer=self.per_layer,
             layer_scalars=self.layer_scalars,
+            vision=self.vision,
         )
 
 
@@ -633,7 +639,7 @@ def caches(config: DecoderConfig) -> tuple[Cache, ...]:
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of :mod:`llmc.export.decoder`, computed without torch."""
+    """Name and shape of every tensor of :mod:`llmc.export.decoder`, and of its tower, computed without torch."""
     shapes: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
     if config.learned_positions:
         shapes[f"{POSITIONS}.weight"] = (config.max_positions, config.hidden_size)
@@ -651,7 +657,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for item in mixtures(config):
         shapes |= {f"{part.name}.weight": (item.count, part.outputs, part.inputs) for part in item.parts}
         shapes |= {f"{part.name}.bias": (item.count, part.outputs) for part in item.parts if part.bias}
-    return shapes
+    return shapes if config.tower is None else shapes | config.tower.parameter_shapes
 
 
 def _layer_shapes(layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:

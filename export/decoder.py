@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llmc.export import ops
 from llmc.export.blocks.attention import Attention
@@ -32,6 +33,14 @@ class Sum(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
+
+
+class EmbeddingRows(nn.Module):
+    """x (B, S, N), rows (R, N), indices (B, S) -> x with a row wherever its index is not -1. That is the last row to a
+    Gather, so at least one must be there."""
+
+    def forward(self, x: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
+        return torch.where((indices >= 0).unsqueeze(-1), functional.embedding(indices, rows), x)
 
 
 class Positions(nn.Module):
@@ -163,7 +172,7 @@ class Decoder(nn.Module):
             map(Scale, (config.hidden_size**-0.5, max(config.per_layer, 1) ** 0.5, 2**-0.5))
         )
         self.logit_rows, self.shared_rows, self.shared_inputs = TakePositions(), TakePositions(), TakePositions()
-        self.logit_positions = Positions()
+        self.logit_positions, self.embedding_rows = Positions(), EmbeddingRows()
         self.logit_softcap = Softcap(config.logit_softcap)
         self.lm_head = (
             TiedHead() if config.tied_head else Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
@@ -177,13 +186,16 @@ class Decoder(nn.Module):
         logit_indices: Tensor,
         pasts: Sequence[Tensors],
         new_lengths: Tensor | None = None,
+        rows: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, list[Tensors], list[Tensor], list[Tensor]]:
-        """ids (B, S), lengths (B), indices (B, O), the tensors of each layer's caches and, where one is a state, new
-        lengths (B) -> logits (B, O, V), caches, and the values (B, S, N) before the first layer and after each, and
-        each layer's own input. They are outputs so that the graph can be cut there. Layers that read caches of others
-        compute only rows whose logits are wanted."""
+        """ids (B, S), lengths (B), indices (B, O), the tensors of each layer's caches, where one is a state new lengths
+        (B), and where the model sees indices (B, S) of rows and these (R, N) -> logits (B, O, V), caches, and the
+        values (B, S, N) before the first layer and after each, and each layer's own input. They are outputs so that the
+        graph can be cut there. Layers that read caches of others compute only rows whose logits are wanted."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
-        borders, presents = [self.embed(input_ids, past_lengths)], list[Tensors]()
+        embedded = self.embed(input_ids, past_lengths)
+        borders = [embedded if rows is None else self.embedding_rows(embedded, rows[1], rows[0])]
+        presents = list[Tensors]()
         x, places, inputs = borders[0], past_lengths, self.embed_per_layer(input_ids, borders[0])
         for index, (layer, past) in enumerate(zip(self.model.layers, pasts, strict=True)):
             own = inputs[index] if inputs else None

@@ -22,7 +22,7 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
 import ast
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmc import __version__, bundle, inventory
@@ -54,40 +55,43 @@ _RECURRENT = (recurrent_ops.CAUSAL_CONV, recurrent_ops.LINEAR_ATTENTION)
 _NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, *_RECURRENT, ops.ROTATED_HEADS, expert_ops.EXPERTS}
 _NAMED_LIKE_MODULE |= {"Gather", "GatherND"}
 # Sizes to trace with: at least 2 (torch specialises 0 and 1), and all different, so that none is confused with another.
-_BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY = 2, 5, 3, 7
+_BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY, _ROWS = 2, 5, 3, 7, 11
 
 
 def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
     """Export the decoder and refer to its weights in the files of ``base``."""
     geometry = config.geometry
-    model = _trace(config, tensors)
+    model = trace(lambda: (Encoder if config.encoder else Decoder)(config), tensors, *_samples(geometry))
     graph = model.graph
     inputs = [graph.outputs.pop() for _ in range(geometry.layers * bool(geometry.per_layer))][::-1]
     borders = [graph.outputs.pop() for _ in range(geometry.layers + 1)][::-1]
     _name_contract(graph, geometry)  # first: the next step finds by the dimensions' names what a Reshape keeps
-    _fold_reshapes(graph)
-    common_passes.IdentityEliminationPass()(model)
-    common_passes.RemoveUnusedNodesPass()(model)  # removes nodes that computed the shapes of folded Reshapes
     for name, frequencies in _frequencies(config).items():
         graph.initializers[name].const_value = ir.tensor(frequencies, name=name)
-    _name_nodes(graph)
-    _dequantize(graph, tensors)
-    _read_mxfp4(graph, tensors)
-    _point_to_weights(graph, tensors, base)
+    finish_graph(model, tensors, base)
     for i, hidden in enumerate(borders):  # so that the graph can be cut between layers
         hidden.name = f"hidden.{i}"
     for i, own in enumerate(inputs):
         own.name = f"per_layer.{i}"
-    _clear_metadata(model)
-    _sign(model)
     return model
 
 
-def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
-    """Check the graph as ONNX (structure, types and shapes), and that the inventory lists its nodes.
+def finish_graph(model: ir.Model, tensors: Mapping[str, StoredTensor], base: Path, name: str = "decoder") -> None:
+    """Tidy what :func:`trace` gave, whose inputs and outputs have names, and refer to the weights in ``base``."""
+    graph = model.graph
+    _fold_reshapes(graph)
+    common_passes.IdentityEliminationPass()(model)
+    common_passes.RemoveUnusedNodesPass()(model)  # removes nodes that computed the shapes of folded Reshapes
+    _name_nodes(graph)
+    _dequantize(graph, tensors)
+    _read_mxfp4(graph, tensors)
+    _point_to_weights(graph, tensors, base)
+    _clear_metadata(model)
+    _sign(model, name)
 
-    Weights are checked as inputs, since onnx refuses external data in a hard-linked file.
-    """
+
+def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
+    """Check the graph as ONNX, and that the inventory lists its nodes."""
     listed = {
         ("MatMul",): [linear.name for linear in geometry.linears],
         _NORMS: [norm.name for norm in geometry.norms],
@@ -96,11 +100,22 @@ def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
         (expert_ops.EXPERTS,): [item.name for item in geometry.mixtures],
         (recurrent_ops.LINEAR_ATTENTION,): [item.name for item in geometry.recurrents if item.rule != "conv"],
     }
+    check_nodes(model, listed)
+    check_onnx(model)
+
+
+def check_nodes(model: ir.Model, listed: Mapping[tuple[str, ...], list[str]]) -> None:
+    """Check that the nodes of some operators have these names, in this order."""
     for operators, names in listed.items():
         nodes = [node.name for node in model.graph if node.op_type in operators]
         assert nodes == names, (
             f"the inventory lists {len(names)} of {len(nodes)} {operators[0]} nodes, or in another order"
         )
+
+
+def check_onnx(model: ir.Model) -> None:
+    """Check structure, types and shapes. Weights are checked as inputs, since onnx refuses external data in a
+    hard-linked file."""
     proto = ir.to_proto(model)
     tensors = list(proto.graph.initializer)
     del proto.graph.initializer[:]
@@ -112,18 +127,23 @@ def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
     onnx.checker.check_model(proto, full_check=True)
 
 
-def _trace(config: DecoderConfig, tensors: Mapping[str, StoredTensor]) -> ir.Model:
+def trace(
+    make: Callable[[], nn.Module],
+    tensors: Mapping[str, StoredTensor],
+    arguments: tuple[Any, ...],
+    shapes: tuple[Any, ...],
+) -> ir.Model:
+    """A module, whose parameters have the types of ``tensors``, as torch exports it, with whatever names."""
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-        decoder = (Encoder if config.encoder else Decoder)(config).eval()
-        parameters = dict(decoder.named_parameters())
+        module = make().eval()
+        parameters = dict(module.named_parameters())
         fakes = {
             name: torch.empty(parameters[name].shape, dtype=_TORCH_DTYPES.get(stored.dtype, torch.float32))
             for name, stored in tensors.items()
             if name in parameters
         }
-        decoder.load_state_dict(fakes, assign=True)
-        arguments, shapes = _samples(config.geometry)
-        exported = torch.export.export(decoder, arguments, dynamic_shapes=shapes, strict=False)
+        module.load_state_dict(fakes, assign=True)
+        exported = torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)
         program = torch.onnx.export(exported, opset_version=ops.OPSET, optimize=False, verbose=False)
     assert program is not None
     return program.model
@@ -156,9 +176,12 @@ def _samples(geometry: inventory.Geometry) -> tuple[tuple[Any, ...], tuple[Any, 
         cache_dims.append(tuple({0: batch, 2: capacity} if cache.kind == "kv" else {0: batch} for cache in held))
     arguments = (ids, lengths, torch.zeros(_BATCH, _OUTPUTS, dtype=torch.int64), pasts)
     dims = ({0: batch, 1: sequence}, {0: batch}, {0: batch, 1: outputs}, cache_dims)
-    if not geometry.has_states:
-        return arguments, dims
-    return (*arguments, torch.ones_like(lengths)), (*dims, {0: batch})
+    more: list[Any] = [torch.ones_like(lengths) if geometry.has_states else None, None]
+    more_dims: list[Any] = [{0: batch} if geometry.has_states else None, None]
+    if geometry.vision:
+        more[1] = torch.zeros_like(ids), torch.zeros(_ROWS, geometry.hidden_size)
+        more_dims[1] = {0: batch, 1: sequence}, {0: torch.export.Dim("rows")}
+    return (*arguments, *more), (*dims, *more_dims)
 
 
 def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
@@ -170,19 +193,26 @@ def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
     else:
         pasts = [name for cache in geometry.caches for name in cache.inputs]
         inputs = ["input_ids", "past_lengths", "logit_indices", *pasts, *(["new_lengths"] * geometry.has_states)]
+        inputs += ["embedding_indices", "embeddings"] if geometry.vision else []
         outputs = ["logits", *(name for cache in geometry.caches for name in cache.outputs)]
         cached = (shapes[i] for i, name in enumerate(inputs) if name.startswith("past_key_values."))
         dims |= {shapes[2][1]: "outputs", **{shape[2]: "capacity" for shape in cached}}
-    for value in _values(graph):
-        if value.shape is not None:
-            known = [dim if isinstance(dim, int) else dims.get(str(dim)) for dim in value.shape]
-            value.shape = ir.Shape(known)
+        dims |= {shapes[-1][0]: "rows"} if geometry.vision else {}
+    name_dimensions(graph, dims)
     for value, name in zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True):
         value.name = name
 
 
+def name_dimensions(graph: ir.Graph, names: Mapping[str, str]) -> None:
+    """Give symbolic dimensions other names, those that are not in ``names`` none."""
+    for value in _values(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([dim if isinstance(dim, int) else names.get(str(dim)) for dim in value.shape])
+
+
 def _fold_reshapes(graph: ir.Graph) -> None:
-    """Say ``0`` (keep) for batch and sequence in a Reshape instead of computing them from the inputs' shapes."""
+    """Say ``0`` (keep) for batch and sequence in a Reshape, and ``-1`` for what is merged with one, instead of
+    computing them from the inputs' shapes."""
     for node in graph:
         if node.op_type != "Reshape" or node.outputs[0].shape is None:  # without a shape: part of computing one
             continue
@@ -190,13 +220,15 @@ def _fold_reshapes(graph: ir.Graph) -> None:
         assert after.shape is not None
         assert before is not None and before.shape is not None
         kept = [not isinstance(b, int) and a == b for a, b in zip(before.shape, after.shape, strict=False)]
-        dims = [0 if i < len(kept) and kept[i] else dim for i, dim in enumerate(after.shape)]
+        dims = [
+            0 if i < len(kept) and kept[i] else dim if isinstance(dim, int) else -1 for i, dim in enumerate(after.shape)
+        ]
         node.replace_input_with(1, _shape_initializer(graph, dims))
         node.attributes.pop("allowzero", None)
 
 
-def _shape_initializer(graph: ir.Graph, dims: Sequence[int | ir.SymbolicDim]) -> ir.Value:
-    assert all(isinstance(dim, int) for dim in dims), f"a Reshape to {dims} does more than split or merge the last axis"
+def _shape_initializer(graph: ir.Graph, dims: Sequence[int]) -> ir.Value:
+    assert dims.count(-1) < 2, f"a Reshape to {dims} does more than split and merge axes"
     name = "shape." + "x".join(map(str, dims))
     if name not in graph.initializers:
         graph.register_initializer(ir.val(name, const_value=ir.tensor(np.array(dims, np.int64), name=name)))
@@ -334,14 +366,14 @@ def _clear_metadata(model: ir.Model) -> None:
     model.metadata_props.clear()
 
 
-def _sign(model: ir.Model) -> None:
+def _sign(model: ir.Model, name: str) -> None:
     # Some have a form with more inputs, or with another activation.
     used = {(node.op_type, len(node.inputs), "activation" in node.attributes) for node in model.graph}
     for text in (*ops.functions(), *recurrent_ops.functions(), *expert_ops.functions()):
         function = ir.serde.deserialize_function(text)
         if (function.name, len(function.inputs), "activation" in function.attributes) in used:
             model.functions[function.identifier()] = function
-    model.graph.name = "decoder"
+    model.graph.name = name
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "llmc", __version__
     model.metadata_props["llmc.graph_contract"] = str(bundle.GRAPH_CONTRACT_VERSION)

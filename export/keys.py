@@ -159,6 +159,18 @@ RANGES: dict[str, tuple[float, float]] = {
     "out_features": (1, 1 << 20),
     "true_token_id": (0, 1 << 24),
     "false_token_id": (0, 1 << 24),
+    # Of towers that see and how images are made ready for them: pixels, places in a prompt, numbers of pixels' values.
+    "image_size": (1, 4096),
+    "patch_size": (1, 4096),
+    "num_channels": (1, 4096),
+    "scale_factor": (1, 64),
+    "image_token_id": (0, (1 << 24) - 1),
+    "image_seq_len": (1, 1 << 24),
+    "longest_edge": (1, 4096),
+    "resample": (0, 5),
+    "rescale_factor": (1e-6, 1),
+    "image_mean": (-1e3, 1e3),
+    "image_std": (1e-6, 1e3),
     # Of quantized weights; which of them are read, their reader says. A group of -1 is a whole row.
     "bits": (1, 64),
     "num_bits": (1, 64),

@@ -370,6 +370,15 @@ def rotated_heads(x: Tensor, past_lengths: Tensor, inv_freq: Tensor, knobs: Knob
     return _rotate(_heads(x, head_dim), positions, inv_freq, knobs).transpose(1, 2).flatten(2)
 
 
+def patch_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+    """Attend from every patch of a tile to all (T, P, H*D); while torch exports, it emits one standard node."""
+    if torch.compiler.is_exporting():
+        attributes = {"q_num_heads": heads, "kv_num_heads": heads, "scale": (q.shape[-1] // heads) ** -0.5}
+        return torch.onnx.ops.symbolic("Attention", [q, k, v], attributes, dtype=q.dtype, shape=q.shape)
+    queries, keys, values = (_heads(x, x.shape[-1] // heads) for x in (q, k, v))
+    return scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
+
+
 def take_positions(hidden: Tensor, indices: Tensor) -> Tensor:
     """Pick the rows ``indices`` (B, O) out of ``hidden`` (B, S, N) -> (B, O, N)."""
     index = indices.unsqueeze(-1)  # (B, O, 1)

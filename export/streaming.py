@@ -15,7 +15,7 @@ from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import PER_LAYER_NORM
 from llmc.export.decoder import DecoderLayer
 from llmc.export.expert_ops import E2M1
-from llmc.export.families import read_config
+from llmc.export.families import drop_vision, read_config
 from llmc.export.keys import Keys
 from llmc.export.sources.checkpoint import EMBEDDING, HEAD, read_json
 from llmc.export.sources.exported import read_weights
@@ -46,7 +46,7 @@ class StreamedDecoder:
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         path = folder / bundle.CONFIG_FILE
-        self.config = read_config(Keys(read_json(path), str(path)))
+        self.config = read_config(Keys(drop_vision(read_json(path)), str(path)))
         self.geometry = self.config.geometry
         self.device = torch.device(device)
         self._stored = {name: (folder / tensor.file, tensor) for name, tensor in read_weights(folder).items()}

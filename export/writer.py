@@ -12,15 +12,22 @@ from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.codes import flatten_tensors
 from llmc.export.sources.made import write_made
 from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
+from llmc.export.tower import build_tower
+from llmc.inventory import TOWER
 from llmc.origin import copy_own
 from llmc.publish import link, stage_folder
 
 
 def write_export(
-    checkpoint: Path, output: Path, adapters: Sequence[tuple[Path, float]], force: bool, progress: Callable[[str], None]
+    checkpoint: Path,
+    output: Path,
+    adapters: Sequence[tuple[Path, float]],
+    text_only: bool,
+    force: bool,
+    progress: Callable[[str], None],
 ) -> ExportReport:
     progress("reading the checkpoint")
-    source = read_checkpoint(checkpoint, adapters)
+    source = read_checkpoint(checkpoint, adapters, text_only=text_only)
     geometry = source.geometry
     with stage_folder(output, force=force) as staging:
         progress("linking weights and tokenizer")
@@ -28,12 +35,18 @@ def write_export(
         tensors, made_bytes = write_made(flatten_tensors(source.tensors), staging)
         new_bytes += made_bytes
         progress("exporting the graph")
-        model = build_graph(source.config, tensors, staging)
+        of_tower = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{TOWER}.")}
+        own = {name: tensor for name, tensor in tensors.items() if name not in of_tower}
+        model = build_graph(source.config, own, staging)
         progress("checking the graph")
         check_graph(model, geometry)
         ir.save(model, staging / bundle.DECODER_FILE)
+        if source.config.tower is not None:
+            progress("exporting the tower for images")
+            ir.save(build_tower(source.config.tower, of_tower, staging), staging / bundle.VISION_FILE)
         bundle.write_manifest(_manifest(source), staging)
-        new_bytes += sum((staging / name).stat().st_size for name in (bundle.DECODER_FILE, bundle.EXPORT_MANIFEST))
+        written = (bundle.DECODER_FILE, bundle.VISION_FILE, bundle.EXPORT_MANIFEST)
+        new_bytes += sum((staging / name).stat().st_size for name in written if (staging / name).exists())
         files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
     return ExportReport(output, files, new_bytes, 0.0, geometry, source.source, source.notes)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest, publication, read_same
 from llmc.errors import ContextError, RequestError, UsageError, format_value
 from llmc.runtime.sampling.ranges import integer
-from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
+from llmc.runtime.sessions.onnxruntime.stateless import StatelessSession
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.prompts import Prompts
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ class TextEncoder:
     turns."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, session: EncoderSession, tokenizer: Tokenizer, max_context: int
+        self, folder: Path, manifest: Manifest, session: StatelessSession, tokenizer: Tokenizer, max_context: int
     ) -> None:
         assert manifest.geometry.encoder is not None
         self.session = session
@@ -126,7 +126,7 @@ class TextEncoder:
                 row[: len(rows[place])] = rows[place]
             lengths = np.array([len(rows[place]) for place in group], np.int64)
             with self._lock:  # of each call the engine's memory is planned for
-                found[group] = self.session.run(ids, lengths).reshape(len(group), self.width)
+                found[group] = self.session.run(input_ids=ids, lengths=lengths).reshape(len(group), self.width)
         return found
 
     def _groups(self, rows: Sequence[Tokens]) -> Iterator[list[int]]:

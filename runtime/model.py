@@ -46,7 +46,7 @@ from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.ranges import integer
 from llmc.runtime.selftest import VerifyReport, check_once, replay
 from llmc.runtime.sessions import emulate_target, open_session
-from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
+from llmc.runtime.sessions.onnxruntime.stateless import StatelessSession
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.control_tokens import Disguise
@@ -56,6 +56,8 @@ from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import writer
 from llmc.runtime.tools.plan import ChatPlan, plan_chat
 from llmc.runtime.tools.thinking import marks_of
+from llmc.runtime.vision.tiles import Tiles
+from llmc.runtime.vision.tower import Tower, take_images
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,12 +122,15 @@ def load(
         with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
             tokenizer = pool.submit(load_tried_tokenizer, folder)
             runner: SingleRunner | TextEncoder
+            tower = None
             if manifest.geometry.encoder:
-                session = EncoderSession(folder, manifest, workers)
+                result = str(manifest.geometry.encoder.result)
+                session = StatelessSession(folder, manifest, workers, "encode", result)
                 runner = TextEncoder(folder, manifest, session, tokenizer.result(), context)
             else:
+                tower = open_tower(folder, manifest, workers)
                 runner = SingleRunner(open_session(folder, manifest, workers, device), context, chunk)
-            model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory)
+            model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory, tower)
         try:
             check_once(model, self_test)
             if engine_options.draft is not None:
@@ -136,6 +141,15 @@ def load(
         return model
 
     return read_undisturbed(_folder(bundle), open_bundle, Model.close)
+
+
+def open_tower(folder: Path, manifest: Manifest, threads: int) -> Tower | None:
+    """The tower of a bundle that sees."""
+    vision = manifest.geometry.vision
+    if vision is None:
+        return None
+    session = StatelessSession(folder, manifest, threads, "vision", "embeddings")
+    return Tower(vision, lambda pixels: session.run(pixel_values=pixels))
 
 
 def _check_options(
@@ -246,6 +260,7 @@ class Model:
         threads: int,
         options: EngineOptions | None = None,
         memory: int | None = None,
+        tower: Tower | None = None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
@@ -254,6 +269,7 @@ class Model:
         self.threads = threads
         self._options = options or EngineOptions()
         self._memory = memory
+        self._tower = tower
         self._chat_template: ChatTemplate | None = None
         self._publication = publication(folder)
         self._lock = threading.Lock()
@@ -277,6 +293,16 @@ class Model:
                 "bundle of an embedding model or a reranker"
             )
         return self._runner
+
+    @property
+    def tower(self) -> Tower:
+        """Images to rows of embeddings. UsageError if the bundle takes text alone."""
+        if self._tower is None:
+            raise UsageError(
+                "the model has no tower that sees images; send text alone, or take a bundle of a model that sees, "
+                "exported without --text-only"
+            )
+        return self._tower
 
     @property
     def planned_bytes(self) -> int:
@@ -428,7 +454,7 @@ class Model:
                 not show to the model what is given.
         """
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
-        prompt, ids = self._chat_prompt(
+        prompt, ids, images = self._chat_prompt(
             messages,
             parse_special,
             sampling.get("on_overflow"),
@@ -448,6 +474,8 @@ class Model:
             reasoning_budget=reasoning_budget,
             goes_on=continue_final_message,
         )
+        if images:
+            sampling["images"] = self.tower.compute_rows(images, ids)
         try:
             return self._submit_chat(ids, plan, plan, sampling)
         except GrammarError:
@@ -499,8 +527,9 @@ class Model:
         on_overflow: str | None,
         add_generation_prompt: bool = True,
         **variables: Any,
-    ) -> tuple[str, list[int]]:
-        tokenizer = self.tokenizer
+    ) -> tuple[str, list[int], list[Tiles]]:
+        tokenizer, (messages, images) = self.tokenizer, take_images(messages)
+        tower = self.tower if images else None
         disguise = None if parse_special else Disguise(tokenizer.controls)
         from llmc.runtime.text.shown import render_messages  # jinja, for those who chat
 
@@ -510,8 +539,11 @@ class Model:
             # The template writes the special tokens itself.
             return tokenizer.encode_disguised(text, disguise) if disguise else tokenizer.encode(text, False)
 
-        shown = tokenizer.controls.unmark(prompt) if disguise else prompt
-        return shown, text_tokens(tokenizer, prompt, encode, self.engine.max_context, on_overflow)
+        shown, most = tokenizer.controls.unmark(prompt) if disguise else prompt, self.engine.max_context
+        seen: list[Tiles] = []
+        if tower is not None:
+            prompt, seen = tower.write_images(prompt, images, tokenizer.controls.mark if disguise else str, most)
+        return shown, text_tokens(tokenizer, prompt, encode, most, on_overflow), seen
 
     def reasoning_variables(self, wanted: bool) -> dict[str, Any]:
         """Variables of the chat template (``chat_template_kwargs``) that ask for reasoning, or for none.
@@ -590,6 +622,8 @@ class Model:
             if self._closed:
                 return
             self._closed = True
+        if self._tower is not None:
+            self._tower.close()
         if self._engine is not None:
             self._engine.close(drain, then=self._runner.session.close)
         else:
@@ -695,7 +729,7 @@ def drafts_keep_bits(manifest: Manifest, level: Determinism) -> bool:
     """Tell whether verified drafts leave the bits of all logits as they are."""
     kept = manifest.graphs["decode"].invariance
     alike = kept.single and kept.tokens > 0 and kept.outputs == 1
-    one_graph = len({graph.file for graph in manifest.graphs.values()}) == 1
+    one_graph = manifest.graphs.get("prefill", manifest.graphs["decode"]).file == manifest.graphs["decode"].file
     return level is Determinism.STRICT or (level is Determinism.FAST and one_graph and alike)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.geometries import VISION
 
 from llmc import bundle
 from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, ExportManifest, FileEntry, Manifest, integrity
@@ -54,6 +55,18 @@ def edit(folder: Path, change: Any, name: str = BUNDLE_MANIFEST) -> None:
 
 def test_a_bundle_manifest_survives_the_disk(folder: Path, whole: Manifest):
     assert bundle.read_bundle(folder) == whole
+
+
+def test_an_export_of_a_model_that_sees_survives_the_disk(tmp_path: Path, export_manifest: ExportManifest):
+    geometry = dataclasses.replace(export_manifest.geometry, vision=VISION, vocab_size=1 << 16)
+    seeing = dataclasses.replace(export_manifest, geometry=geometry)
+    bundle.write_manifest(seeing, tmp_path)
+    for name in ("decoder.onnx", "tokenizer.json"):
+        (tmp_path / name).write_bytes(CONTENT)
+    with pytest.raises(BundleError, match=r"vision.onnx is missing"):
+        bundle.read_export(tmp_path)
+    (tmp_path / "vision.onnx").write_bytes(CONTENT)
+    assert bundle.read_export(tmp_path) == seeing
 
 
 # --------------------------------------------------------------------------------------------------- strict decoding
@@ -149,7 +162,7 @@ def test_a_manifest_that_is_no_json_object_is_refused(folder: Path, content: byt
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    with pytest.raises(BundleError, match=r"version 13, written by llmc 9.9.9.*up to 12.*pip install -U llmc-deploy"):
+    with pytest.raises(BundleError, match=r"version 14, written by llmc 9.9.9.*up to 13.*pip install -U llmc-deploy"):
         bundle.read_bundle(folder)
 
 
@@ -157,11 +170,13 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
     with pytest.raises(
-        BundleError, match=r"schema version 11 of an older llmc \(0.1.0\), this one reads 12; make it again"
+        BundleError, match=r"schema version 12 of an older llmc \(0.1.0\), this one reads 13; make it again"
     ):
         bundle.read_bundle(folder)
 
 
+GRAPH = dataclasses.asdict(bundle.Graph("decode.onnx", 1000, 900, ()))
+VISION_FIELDS: dict[str, Any] = {**dataclasses.asdict(VISION), "token_id": 319}
 IMPOSSIBLE = [
     (put(3, "geometry", "attentions", 0, "kv_heads"), "geometry"),
     (put("9", "geometry", "attentions", 0, "cache"), "geometry"),
@@ -175,6 +190,16 @@ IMPOSSIBLE = [
     (put([], "geometry", "caches"), "geometry"),
     (put(513, "limits", "max_context"), "limits"),
     (put({}, "graphs"), "graphs"),
+    (put({"decode": GRAPH, "vision": GRAPH}, "graphs"), "graphs"),
+    (put({**VISION_FIELDS, "tile": 500}, "geometry", "vision"), "geometry"),
+    (put({**VISION_FIELDS, "tokens": 1025}, "geometry", "vision"), "geometry"),
+    (put({**VISION_FIELDS, "token_id": 320}, "geometry", "vision"), "geometry"),
+    (
+        put({**VISION_FIELDS, "tiling": {**VISION_FIELDS["tiling"], "std": [1.0, 0.0, 1.0]}}, "geometry", "vision"),
+        "geometry",
+    ),
+    (put({**VISION_FIELDS, "tile": 16, "tokens": 1}, "geometry", "vision"), "geometry"),
+    (put(VISION_FIELDS, "geometry", "vision"), "graphs"),
     (put("int4", "cache"), "cache"),
     (put("1.x", "target", "engine_minimum"), "target"),
     (put("²", "target", "engine_minimum"), "target"),
@@ -194,7 +219,7 @@ def test_numbers_that_no_build_writes_are_refused(folder: Path, change: Any, par
 
 def test_another_graph_contract_is_refused(folder: Path):
     edit(folder, put(bundle.GRAPH_CONTRACT_VERSION + 1, "graph_contract"))
-    with pytest.raises(BundleError, match="graph contract 6, not 5; make it again with: llmc build"):
+    with pytest.raises(BundleError, match="graph contract 7, not 6; make it again with: llmc build"):
         bundle.read_bundle(folder)
 
 

@@ -3,11 +3,11 @@
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.vision import TowerConfig
 
 FAMILIES = {
     "cohere": "llmc.export.families.cohere:read",
@@ -88,12 +88,23 @@ _RENAMED = (
 )
 
 
+def drop_vision(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without its tower, so that its text part alone is read."""
+    return {name: value for name, value in values.items() if name != "vision_config"}
+
+
 def read_text_part(
-    keys: Keys, families: tuple[str, ...], defaults: Mapping[str, Any] | None = None, *, default_tied: bool = True
+    keys: Keys,
+    families: tuple[str, ...],
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    default_tied: bool = True,
+    read_tower: Callable[[Keys, int], TowerConfig] | None = None,
 ) -> DecoderConfig:
     """The decoder of a vision-language model: ``text_config``, by the rules of one of ``families``.
 
-    ``defaults`` replace missing keys. A note tells that the other tensors are left out.
+    ``defaults`` replace missing keys. ``read_tower`` gets the keys and the decoder's hidden size; without it, or
+    without a ``vision_config``, a note tells that the other tensors are left out.
     """
     outer = {name: keys.raw(name) for name in ("bos_token_id", "eos_token_id") if keys.raw(name) is not None}
     keys.inside("text_config")
@@ -104,10 +115,16 @@ def read_text_part(
     inner.choice("model_type", families)
     config = read_config(inner)
     keys.skip(*_VISION)
-    keys.notes += [*inner.notes, f"{Path(keys.where).name}: only the text part was exported, which sees no images"]
+    keys.notes += inner.notes
+    tower = None
+    if read_tower is not None and keys.raw("vision_config") is not None:
+        tower = read_tower(keys, config.hidden_size)
+    else:
+        keys.note("only the text part was exported, which sees no images")
     return replace(
         config,
         model_type=str(keys.raw("model_type")),
+        tower=tower,
         renamed=(*config.renamed, *_RENAMED),
         left_out=(*config.left_out, "vision_tower", "multi_modal_projector", "visual", "vision_model", "connector"),
     )

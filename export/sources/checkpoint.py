@@ -11,7 +11,7 @@ from typing import Any
 from llmc import bundle, inventory, strict
 from llmc.errors import CheckpointError, printable
 from llmc.export.config import DecoderConfig, attentions, parameter_shapes
-from llmc.export.families import read_config
+from llmc.export.families import drop_vision, read_config
 from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
 from llmc.export.sources.adapters import Adapter, merge_adapters, read_adapter
@@ -20,7 +20,8 @@ from llmc.export.sources.gguf import SUFFIX, read_gguf
 from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.modules import prefix_names, read_ending, replace_head
 from llmc.export.sources.packing import unpack_weights
-from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape, rename_tensors
+from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape, rename_tensors, tower_tensors
+from llmc.export.sources.processor import IMAGES_FILE, PROCESSOR_FILE, read_vision
 from llmc.export.sources.quantization import read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
 from llmc.origin import find_own_file, fingerprint
@@ -95,13 +96,15 @@ def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]
     return sizes
 
 
-def read_checkpoint(path: Path, adapters: Sequence[tuple[Path, float]] = ()) -> Checkpoint:
+def read_checkpoint(path: Path, adapters: Sequence[tuple[Path, float]] = (), *, text_only: bool = False) -> Checkpoint:
     """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk. Adapters, folders
-    with how many times each counts, are added in their order.
+    with how many times each counts, are added in their order. ``text_only`` leaves a tower for images out.
 
     A CheckpointError names what is missing, broken or unsupported.
     """
-    return (_read_gguf if path.suffix == SUFFIX and not path.is_dir() else _read_folder)(path, adapters)
+    if path.suffix == SUFFIX and not path.is_dir():
+        return _read_gguf(path, adapters)
+    return _read_folder(path, adapters, text_only)
 
 
 def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
@@ -118,7 +121,7 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     return Checkpoint(path.parent, config, generation, tensors, files, source, notes, found.texts)
 
 
-def _read_folder(folder: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
+def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: bool) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is no folder; expected a GGUF file or a local Hugging Face checkpoint folder, as this command "
@@ -128,9 +131,11 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]]) -> Checkpoin
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
     _refuse_adapter(folder)
     values = read_json(folder / CONFIG_FILE)
-    keys, ending = Keys(values, str(folder / CONFIG_FILE)), read_ending(folder, values)
+    ending = read_ending(folder, values)
+    keys = Keys(drop_vision(values) if text_only or ending else values, str(folder / CONFIG_FILE))
     quantization = read_quantization(keys)
     config = read_config(keys)
+    config = replace(config, vision=_read_vision(folder, config))
     adapters = [read_adapter(adapter, scale, folder, values) for adapter, scale in named]
     _check_tokenizer(folder, config.vocab_size)
     generation, left_out = _read_generation(folder, config)
@@ -155,9 +160,24 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]]) -> Checkpoin
     return Checkpoint(folder, config, generation, tensors, files, source, notes)
 
 
+def _read_vision(folder: Path, config: DecoderConfig) -> inventory.Vision | None:
+    if config.tower is None:
+        return None
+    files = [read_json(folder / name) if find_own_file(folder, name) else {} for name in (PROCESSOR_FILE, IMAGES_FILE)]
+    vision = read_vision(folder, config.tower, *files)
+    path, own = folder / bundle.TOKENIZER_FILE, (vision.token_id, vision.markers.image)
+    if own not in _tokens(path, read_json(path)):
+        raise CheckpointError(
+            f"{path}: no token {own[1]} with the number {own[0]}, which {CONFIG_FILE} gives it; get the tokenizer that "
+            "the model was trained with, or export its text part alone with --text-only"
+        )
+    return vision
+
+
 def _merge(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight], adapters: Sequence[Adapter]) -> Tensors:
     renamed = rename_tensors(folder, config, stored)
-    return decoder_tensors(folder, config, merge_adapters(folder, config, renamed, adapters))
+    found = decoder_tensors(folder, config, merge_adapters(folder, config, renamed, adapters))
+    return found | tower_tensors(folder, config, stored)
 
 
 def _notes(adapters: Sequence[Adapter]) -> list[str]:

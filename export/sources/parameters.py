@@ -3,6 +3,7 @@
 Tensors that need no conversion stay references to the files; the others are converted.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from llmc.export.config import (
 from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
-from llmc.inventory import Recurrent
+from llmc.inventory import TOWER, Recurrent
 
 Tensors = dict[str, Weight]
 Array = NDArray[Any]
@@ -69,6 +70,18 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     for name in _list_transposed(config) & plain:
         parameters[name] = _make_view(folder, found[name], np.transpose, found[name].shape[::-1])
     return parameters
+
+
+def tower_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]) -> Tensors:
+    """Tensors of the tower by parameter name. A convolution over patches is a product with the pixels of each."""
+    if config.tower is None:
+        return {}
+    renamed = rename_tensors(folder, replace(config, renamed=config.tower.renamed, left_out=()), stored)
+    found = {name: tensor for name, tensor in renamed.items() if name.startswith(f"{TOWER}.")}
+    name = f"{TOWER}.patch_embedding.weight"
+    if isinstance(kernels := found.get(name), StoredTensor):
+        found[name] = replace(kernels, shape=(kernels.shape[0], math.prod(kernels.shape[1:])))
+    return found
 
 
 def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, found: Tensors) -> Tensors:

@@ -8,6 +8,7 @@ from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import Processor
 from llmc.runtime.sampling.ranges import Range, above, integer, optional
 from llmc.runtime.tools.thinking import Thinking
+from llmc.runtime.vision.rows import ImageRows
 
 LONGEST_DEADLINE = 10**9  # seconds
 LONGEST_SCOPE = 256  # characters
@@ -34,6 +35,7 @@ class Request:
         prefix_scope: a name; cached prefixes are shared with requests of the same name alone. None: with those that
             have none.
         thinking: the reasoning before the answer: forms count from the answer on, and a budget bounds it.
+        images: what stands in the places of image tokens of a prompt of token ids; ``Model.chat`` makes it of messages.
     """
 
     prompt: str | Sequence[int]
@@ -47,6 +49,7 @@ class Request:
     shown_tokens: tuple[int, ...] = ()
     prefix_scope: str | None = None
     thinking: Thinking | None = None
+    images: ImageRows | None = None
 
     def __post_init__(self) -> None:
         for name, values in _RANGES.items():
@@ -73,4 +76,5 @@ _RANGES = {
     "on_delta": optional(Range("function", "a function", callable)),
     "prefix_scope": optional(Range("text", f"a name of up to {LONGEST_SCOPE} characters", _is_name)),
     "thinking": optional(Range("thinking", "Thinking", lambda value: isinstance(value, Thinking))),
+    "images": optional(Range("images", "ImageRows", lambda value: isinstance(value, ImageRows))),
 }

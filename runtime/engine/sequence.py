@@ -38,7 +38,7 @@ class Sequence(Slot, ABC):
     speculates = False
 
     def __init__(self, group: "SequenceGroup[Any]", context: list[int]) -> None:
-        super().__init__(context)
+        super().__init__(context, images=group.request.request.images)
         self.key = next(_KEYS)
         self.group = group
         self.reused = 0
@@ -47,6 +47,11 @@ class Sequence(Slot, ABC):
     @property
     def request(self) -> "RequestState":
         return self.group.request
+
+    @property
+    def names(self) -> List[int]:
+        """Its context as cached prefixes are named: by the contents of images."""
+        return self.context if self.images is None else self.images.name_tokens(self.context)
 
     @property
     def holds_prompt(self) -> bool:

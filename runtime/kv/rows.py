@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.runtime.kv.cache import KVCache
+from llmc.runtime.vision.rows import ImageRows
 
 
 class TornError(Exception):
@@ -28,6 +29,7 @@ class Slot:
         needs: how many of the largest logits decide its next token, 0 for all of them.
         stop: a position at which a call that feeds the context ends, 0 for none.
         before: states of the row before the call that fed the drafts, None without states.
+        images: what some of the tokens stand for.
     """
 
     context: Sequence[int]
@@ -37,6 +39,7 @@ class Slot:
     needs: int = 0
     stop: int = 0
     before: NDArray[np.float32] | None = None
+    images: ImageRows | None = None
 
 
 _S = TypeVar("_S", bound=Slot)

@@ -41,7 +41,8 @@ def prefill(
         end = sequence.stop if start < sequence.stop < end else end
         outputs = range(end - start) if every else [end - start - 1] if end == total else []
         ids = np.array([sequence.context[start:end]], np.int64)
-        logits = run(batch(phase, ids, [start], outputs, sequence.row))
+        call = batch(phase, ids, [start], outputs, sequence.row)
+        logits = run(call if sequence.images is None else replace(call, embedded=sequence.images.select(start, end)))
         sequence.cached = end
         yield logits[0]
 
@@ -65,7 +66,7 @@ def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], outputs: Se
 
 def list_sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
     """The waiting sequences, of which nothing was fed yet, from the first on that are fed whole in the same call:
-    within ``chunk`` tokens, padding included, and within the ``capacity`` of a row.
+    within ``chunk`` tokens, padding included, and within the ``capacity`` of a row. One with images is fed alone.
     """
     lengths = [len(sequence.context) - sequence.cached for sequence in waiting]
     tokens, widths = list(accumulate(lengths)), list(accumulate(lengths, max))
@@ -73,6 +74,7 @@ def list_sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
     count = 1
     while (
         count < len(waiting)
+        and waiting[0].images is waiting[count].images is None
         and tokens[count] <= min(SHARED_TOKENS, chunk)
         and widths[count] * (count + 1) <= chunk
         and past[count] + widths[count] <= capacity

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Geometry
 from llmc.runtime.kv.cache import KVCache
+from llmc.runtime.vision.rows import Embedded
 
 
 class Phase(str, Enum):
@@ -34,6 +35,7 @@ class Batch:
             then leave all others at -inf; :meth:`Session.full_logits` has them still.
         new_lengths: int64 [B], how many of each row's new tokens count; default: all. States stay as the last of them
             left them. In a call of several tokens for several rows they differ only if the session packs rows.
+        embedded: of a call of one row with images, the rows in place of some tokens' own embeddings.
     """
 
     phase: Phase
@@ -43,6 +45,7 @@ class Batch:
     first_row: int = 0
     candidates: int = 0
     new_lengths: NDArray[np.int64] | None = None
+    embedded: Embedded | None = None
 
 
 class Session(ABC):

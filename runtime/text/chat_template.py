@@ -86,6 +86,20 @@ class ChatTemplate:
         read = {name: jinja2.meta.find_undeclared_variables(sandbox.parse(s)) for name, s in self._sources.items()}
         return {name: frozenset(names - given) for name, names in read.items()}
 
+    @cached_property
+    def _reads_parts_alone(self) -> bool:
+        """True if the template shows texts in lists of parts, as some of models that see do, and leaves others out."""
+        text = secrets.token_hex(16)
+
+        def shows(content: Any) -> bool:
+            messages = [{"role": "user", "content": content}]
+            try:
+                return text in self._plain.render("default", {**self._special_tokens, "messages": messages})
+            except RequestError:
+                return False
+
+        return not shows(text) and shows([{"type": "text", "text": text}])
+
     def _name(self, tools: bool) -> str:
         return "tool_use" if tools and "tool_use" in self._sources else "default"
 
@@ -126,6 +140,8 @@ class ChatTemplate:
             if add_generation_prompt:
                 raise UsageError("continue_final_message is True and add_generation_prompt too; set one of them")
             checked[-1] = _mark_end(checked[-1], f"{mark} ")
+        if self._reads_parts_alone:
+            checked = [_with_parts(message) for message in checked]
         others = {"tools": tools, "documents": documents, **variables}
 
         def render(copies: _Copies) -> str:
@@ -211,6 +227,13 @@ def with_calls_as_mappings(messages: Sequence[Any]) -> list[Any]:
             message = message if name is None else {**message, "name": name}
         found.append(message)
     return found
+
+
+def _with_parts(message: Any) -> Any:
+    """A message whose text is a part."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _mark_end(message: Any, mark: str) -> Any:

@@ -38,6 +38,8 @@ BREACHES = [
     ("runtime/sampling/draws.py", "import llmc.runtime.guided.gbnf", RUNTIME),
     ("runtime/text/tokenizer.py", "import llmc.runtime.sampling.draws", RUNTIME),
     ("runtime/host/machine.py", "import llmc.runtime.text.tokenizer", RUNTIME),
+    ("runtime/vision/tower.py", "import llmc.runtime.text.tokenizer", RUNTIME),
+    ("runtime/vision/rows.py", "import llmc.runtime.kv.rows", RUNTIME),
     ("optimize/lower/rewrite.py", "import llmc.optimize.calibrate.text", OPTIMIZER),
     ("optimize/quantize/grid.py", "import llmc.optimize.weights.store", OPTIMIZER),
     ("runtime/engine/sequence.py", "import llmc.runtime.engine.scheduler", "no cycle"),

@@ -2,6 +2,26 @@
 
 from llmc.bundle import Geometry
 from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, NormConfig, Rope
+from llmc.inventory import Linear, Markers, Tiling, Vision
+
+# What export writes for SmolVLM2.
+VISION = Vision(
+    tile=512,
+    patch=16,
+    tokens=64,
+    token_id=49190,
+    tiling=Tiling(2048, True, "lanczos", 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    markers=Markers(
+        image="<image>",
+        tile=("<fake_token_around_image><row_{row}_col_{column}>",),
+        row_end=("", ""),
+        whole=("", "<fake_token_around_image><global-img>"),
+        single=("<fake_token_around_image><global-img>",),
+        after=("<fake_token_around_image>",),
+    ),
+    layers=12,
+    linears=(Linear("vision.patch_embedding", 768, 768, True, "vision", "", None, exact=True),),
+)
 
 
 def uniform(

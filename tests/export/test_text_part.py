@@ -88,7 +88,7 @@ def test_the_text_part_computes_what_the_whole_computes_of_text(
     import torch
     from transformers import AutoModelForImageTextToText
 
-    output = export(checkpoint, tmp_path / "export").output
+    output = export(checkpoint, tmp_path / "export", text_only=True).output
     ids = np.random.default_rng(1).integers(0, 90, (2, 20))
     caches = {
         name: np.zeros((2, cache.shape[0], 24, cache.shape[1]), np.float32)

@@ -59,6 +59,7 @@ class OnnxRuntimeSession(Session):
         ragged = (manifest.recipe.phases, manifest.cache) == ("split", "float32") or not manifest.geometry.has_states
         self.packs_rows = ragged and Phase.PREFILL in self._takes_lengths
         self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
+        self._takes_embeddings = _takes(self._graphs[Phase.DECODE], "embeddings")
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
@@ -78,6 +79,8 @@ class OnnxRuntimeSession(Session):
         binding.logit_indices[:] = batch.logit_indices
         if binding.new_lengths is not None:
             binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
+        if batch.embedded is not None:
+            binding.embedding_indices[:], binding.embeddings[:] = batch.embedded.indices, batch.embedded.rows
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
         except Exception:
@@ -94,7 +97,8 @@ class OnnxRuntimeSession(Session):
 
     def _bind_buffers(self, batch: Batch) -> "_Binding":
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
-        shape = (batch.phase, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row)
+        embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
+        shape = (batch.phase, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row, embeddings)
         bound = self._bound
         if shape in bound.kept:
             bound.kept.move_to_end(shape)
@@ -109,6 +113,8 @@ class OnnxRuntimeSession(Session):
         binding = _Binding(self._graphs[batch.phase], batch, caches, self._room_for(batch, shared=kept))
         if batch.phase in self._takes_lengths:
             binding.bind_lengths()
+        if self._takes_embeddings:
+            binding.bind_embeddings(max(1, embeddings), self._geometry.hidden_size)
         if self._takes_slots:
             binding.bind_slots(self.cache.capacity)
         if not kept:
@@ -171,6 +177,13 @@ class _Binding:
         self.slots = np.arange(capacity)
         self._bind(self.io.bind_input, "cache_slots", self.slots)
 
+    def bind_embeddings(self, rows: int, width: int) -> None:
+        """A graph that takes rows in place of tokens' embeddings wants at least one, which none of the tokens needs."""
+        self.embedding_indices = np.full(self.input_ids.shape, -1, np.int64)
+        self.embeddings = np.zeros((rows, width), np.float32)
+        self._bind(self.io.bind_input, "embedding_indices", self.embedding_indices)
+        self._bind(self.io.bind_input, "embeddings", self.embeddings)
+
     @staticmethod
     def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
         bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
@@ -228,11 +241,11 @@ def usable_graphs(manifest: Manifest) -> dict[Phase, str]:
     Raises:
         BundleError: no graph of the bundle computes correctly on this CPU.
     """
-    usable = computable(manifest)
+    usable = {name: graph for name, graph in computable(manifest).items() if name != "vision"}
     if not usable:
         wanted = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
         raise BundleError(f"this CPU lacks {', '.join(wanted)}; build the bundle for it with --int4 or --fp32")
-    for name in manifest.graphs.keys() - usable.keys():
+    for name in manifest.graphs.keys() - usable.keys() - {"vision"}:
         log.warning("this CPU lacks %s: the %s graph is not used", ", ".join(manifest.graphs[name].cpu_features), name)
     fallback = next(iter(usable.values()))
     return {phase: usable.get(phase.value, fallback).file for phase in Phase}

@@ -1,7 +1,8 @@
-"""ONNX Runtime on the CPU, for bundles that embed or rank: one graph, and nothing kept between its calls."""
+"""ONNX Runtime on the CPU, for a graph that keeps nothing between its calls: of an encoder, or of a tower."""
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,24 +14,28 @@ from llmc.runtime.host.threads import on_leaving
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, open_graphs, translate_errors
 
 
-class EncoderSession:
-    """An encoder's graph, opened. Any thread may run it. BundleError if it cannot be run on this CPU."""
+class StatelessSession:
+    """The graph of a bundle that has this ``name``, opened, and its output ``result``. Any thread may run it.
 
-    def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
+    Raises:
+        BundleError: it cannot be run on this CPU.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, threads: int, name: str, result: str) -> None:
         runtime = import_onnxruntime(manifest.target.engine_minimum)
-        graph = manifest.graphs["encode"]
-        if not computable(manifest):
+        graph = manifest.graphs[name]
+        if name not in computable(manifest):
             raise BundleError(f"this CPU lacks {', '.join(graph.cpu_features)}; build the bundle for it with --fp32")
-        assert manifest.geometry.encoder is not None
-        self._result = str(manifest.geometry.encoder.result)
+        self._result = result
         self.engine_version, self.processor = str(runtime.__version__), cpu_model()
         self._graph = open_graphs(runtime, folder, manifest, [graph.file], threads)[graph.file]
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
 
-    def run(self, input_ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Vectors [B, W] or scores [B], float32, of texts [B, S], right-padded, of these ``lengths`` [B]."""
-        feeds = {"input_ids": input_ids, "lengths": lengths}
+    def run(self, **feeds: NDArray[Any]) -> NDArray[np.float32]:
+        """The output for these inputs: vectors or scores float32 [B, W] or [B] of ``input_ids`` int64 [B, S],
+        right-padded, and ``lengths`` int64 [B]; rows float32 [R, hidden] of ``pixel_values`` float32 [T, 3, H, W].
+        """
         with translate_errors("running the model"):
             found: NDArray[np.float32] = self._graph.run([self._result], feeds, self._options)[0]
         return found

@@ -1,0 +1,81 @@
+"""How images become tiles, and the texts around them: the files of a checkpoint's processor, read as strictly as its
+config."""
+
+from pathlib import Path
+from typing import Any
+
+from llmc.errors import CheckpointError
+from llmc.export.keys import Keys
+from llmc.export.vision import TowerConfig
+from llmc.inventory import Channels, Filter, Markers, Tiling, Vision
+
+PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
+KINDS = tuple(f"{family}ImageProcessor{form}" for family in ("SmolVLM", "Idefics3") for form in ("", "Fast", "Pil"))
+# Pillow's numbers.
+FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+IMAGE, FAKE, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
+# Of Idefics3's processor and those that follow it.
+MARKERS = Markers(
+    image=IMAGE,
+    tile=(f"{FAKE}<row_{{row}}_col_{{column}}>",),
+    row_end=("", ""),
+    whole=("", f"{FAKE}{WHOLE}"),
+    single=(f"{FAKE}{WHOLE}",),
+    after=(FAKE,),
+)
+
+
+def read_vision(folder: Path, tower: TowerConfig, processor: dict[str, Any], images: dict[str, Any]) -> Vision:
+    """What the decoder's runtime must know of images; ``processor`` and ``images`` are the contents of both files.
+
+    Since transformers 5 the one holds the other.
+    """
+    outer = Keys(processor, str(folder / PROCESSOR_FILE))
+    outer.skip("processor_class", "video_processor", "chat_template")
+    own = outer.inside("image_processor") if "image_processor" in outer else Keys(images, str(folder / IMAGES_FILE))
+    if not images and own.where == str(folder / IMAGES_FILE):
+        raise CheckpointError(
+            f"{folder}: no {IMAGES_FILE} here, which says how images are made ready for the tower; get it, or export "
+            "the text part alone with --text-only"
+        )
+    if (tokens := outer.integer("image_seq_len", 169)) != tower.tokens:
+        raise outer.error("image_seq_len", tokens, f"{tower.tokens}, the rows that the tower makes of a tile")
+    outer.finish()
+    tiling = _read_tiling(own, tower)
+    return Vision(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling, MARKERS, tower.layers, tower.linears)
+
+
+def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:
+    """Defaults are those of transformers. Every tile is full, so that padding has nothing to do."""
+    keys.choice("image_processor_type", KINDS, KINDS[0])
+    keys.skip("processor_class", "do_pad", "video_sampling", "data_format", "input_data_format", "return_row_col_info")
+    for name in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
+        if not keys.flag(name, True):
+            raise keys.error(name, False, "true, for this is what the tower was trained on")
+    (longest, tile) = (_read_edge(keys, name) for name in ("size", "max_image_size"))
+    if tile != tower.tile:
+        raise keys.error("max_image_size", tile, f"{tower.tile}, the vision_config's image_size")
+    tiling = Tiling(
+        longest_edge=longest,
+        cut=keys.flag("do_image_splitting", True),
+        filter=FILTERS[keys.integer("resample", FILTERS.index("lanczos"))],
+        rescale=keys.number("rescale_factor", 1 / 255),
+        mean=_read_channels(keys, "image_mean"),
+        std=_read_channels(keys, "image_std"),
+    )
+    keys.finish()
+    return tiling
+
+
+def _read_edge(keys: Keys, name: str) -> int:
+    inner = keys.inside(name)
+    edge = inner.integer("longest_edge")
+    inner.finish()
+    return edge
+
+
+def _read_channels(keys: Keys, name: str) -> Channels:
+    values = keys.numbers(name)
+    if len(values) != 3:
+        raise keys.error(name, list(values), "three numbers, for red, green and blue")
+    return values

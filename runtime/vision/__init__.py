@@ -1,0 +1,1 @@
+"""Images in prompts: decoded within bounds, cut into tiles, and turned into rows of embeddings by a tower."""

@@ -1,0 +1,53 @@
+"""Rows of embeddings in the places of a prompt's image tokens, and the names of these places in the prefix cache."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """Images' part of a call of one row: ``rows`` float32 [R, hidden], and which of them take the places of tokens' own
+    embeddings, ``indices`` int64 [1, S], -1 for none."""
+
+    indices: NDArray[np.int64]
+    rows: NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageRows:
+    """All of a prompt's images.
+
+    Attributes:
+        positions: int64 [R], ascending: the places of image tokens.
+        names: int64 [R], negative, as no token is: what prefixes are named by in these places.
+        rows: float32 [R, hidden]: what the decoder reads there in place of the token's own embedding.
+    """
+
+    positions: NDArray[np.int64]
+    names: NDArray[np.int64]
+    rows: NDArray[np.float32]
+
+    def select(self, start: int, end: int) -> Embedded | None:
+        """The part of a call that feeds the positions ``start`` ... ``end - 1``; None without any."""
+        first, last = np.searchsorted(self.positions, [start, end])
+        if first == last:
+            return None
+        indices = np.full((1, end - start), -1, np.int64)
+        indices[0, self.positions[first:last] - start] = np.arange(last - first)
+        return Embedded(indices, self.rows[first:last])
+
+    def name_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """``tokens``, of which the first are the prompt's, with the images' names in their places."""
+        named = np.array(tokens, np.int64)
+        named[self.positions] = self.names
+        return list(map(int, named))
+
+
+def make_names(digest: bytes, rows: int) -> NDArray[np.int64]:
+    """Names of an image's rows: of two images they differ wherever 63 bits of SHAKE128 do."""
+    names = np.frombuffer(hashlib.shake_128(digest).digest(8 * rows), "<i8").astype(np.int64)
+    return names | np.iinfo(np.int64).min

@@ -1,0 +1,152 @@
+"""Files of images become upright RGB pixels, or one sentence: bombs, films, damage and what is no image."""
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles.images import draw
+from PIL import Image
+from transformers.image_utils import load_image
+
+from llmc.errors import MissingExtraError, RequestError, UsageError
+from llmc.runtime.vision import decode
+from llmc.runtime.vision.decode import LARGEST_FILE, MOST_SCANS, open_image
+
+ORIENTATION = 0x0112
+
+
+def encode(image: Image.Image, form: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A PNG that says it is so large, and holds next to nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 99)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_files_bytes_and_objects_give_the_same_pixels(form: str, tmp_path: Path):
+    content = encode(draw("RGB", 61, 43), form)
+    (tmp_path / "image").write_bytes(content)
+    found = open_image(content)
+    assert (found.mode, found.size) == ("RGB", (61, 43))
+    for source in (tmp_path / "image", str(tmp_path / "image"), Image.open(io.BytesIO(content)), np.array(found)):
+        assert np.array_equal(np.array(open_image(source)), np.array(found))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photograph_stands_upright(orientation: int, tmp_path: Path):
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    draw("RGB", 32, 20).save(tmp_path / "turned.jpg", exif=exif)
+    found = open_image(tmp_path / "turned.jpg")
+    assert np.array_equal(np.array(found), np.array(load_image(str(tmp_path / "turned.jpg"))))
+    assert found.size == ((32, 20) if orientation < 5 else (20, 32))
+
+
+def test_arrays_may_be_grey_or_have_an_alpha_channel():
+    grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    assert np.array_equal(np.array(open_image(grey)), np.stack([grey] * 3, axis=2))
+    clear = np.zeros((2, 2, 4), np.uint8)
+    assert np.array(open_image(clear)).min() == 255
+
+
+def test_a_photograph_with_a_preview_is_its_first_picture():
+    content = encode(draw("RGB", 30, 20), "MPO", save_all=True, append_images=[draw("RGB", 15, 10)])
+    assert open_image(content).size == (30, 20)
+
+
+@pytest.mark.parametrize("size", [(100_000, 501), (2**31 - 1, 1), (30_000, 30_000)])
+def test_a_bomb_is_refused_before_it_is_decoded(size: tuple[int, int]):
+    with pytest.raises(RequestError, match=r"^image 2 (has|cannot be decoded).*(pixels|Decompression)"):
+        open_image(png_of(*size), "image 2")
+
+
+def test_pixels_that_are_there_already_are_counted_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decode, "MOST_PIXELS", 99)
+    for source in (np.zeros((10, 10), np.uint8), Image.new("RGB", (10, 10))):
+        with pytest.raises(RequestError, match="has 10 x 10 pixels"):
+            open_image(source)
+    assert open_image(np.zeros((9, 11), np.uint8)).size == (11, 9)
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+def test_films_are_refused(form: str):
+    frames = [draw("RGB", 8, 8, seed) for seed in range(3)]
+    with pytest.raises(RequestError, match="is animated"):
+        open_image(encode(frames[0], form, save_all=True, append_images=frames[1:]))
+
+
+def test_a_photograph_of_endless_scans_is_refused():
+    content = encode(draw("RGB", 64, 64), "JPEG", progressive=True)
+    last = content.rindex(b"\xff\xc4")  # a table and a scan
+    repeated = content[:-2] + content[last:-2] * MOST_SCANS + content[-2:]
+    with pytest.raises(RequestError, match="is a JPEG of 74 scans, at most 64"):
+        open_image(repeated)
+    assert open_image(content).size == (64, 64)
+
+
+@pytest.mark.parametrize("form", ["GIF", "TIFF", "BMP", "ICO", "PPM"])
+def test_other_formats_are_not_even_tried(form: str):
+    with pytest.raises(RequestError, match="cannot be read"):
+        open_image(encode(draw("RGB", 16, 16), form))
+
+
+@pytest.mark.parametrize("content", [b"", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"\x89PNG\r\n\x1a\n", b"RIFF"])
+def test_what_is_no_image_is_refused(content: bytes):
+    with pytest.raises(RequestError, match=r"the image cannot be read \(.*\); send a whole PNG, JPEG or WebP"):
+        open_image(content)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_half_a_file_is_refused(form: str):
+    content = encode(draw("RGB", 300, 200), form)
+    with pytest.raises(RequestError, match="cannot be"):
+        open_image(content[: len(content) // 2])
+
+
+def test_texts_in_a_file_that_unpack_to_gigabytes_are_refused():
+    packed = b"Comment\0\0" + zlib.compress(b"a" * (80 << 20))
+    chunk = struct.pack(">I", len(packed)) + b"zTXt" + packed + struct.pack(">I", zlib.crc32(b"zTXt" + packed))
+    content = encode(draw("RGB", 8, 8), "PNG")
+    end = content.index(b"IDAT") - 4
+    with pytest.raises(RequestError, match="cannot be read"):
+        open_image(content[:end] + chunk + content[end:])
+
+
+def test_a_large_file_is_not_read(tmp_path: Path):
+    with (tmp_path / "large.png").open("wb") as file:
+        file.truncate(LARGEST_FILE + 1)
+    with pytest.raises(RequestError, match=r"cannot be read .*20971521 bytes"):
+        open_image(tmp_path / "large.png")
+    with pytest.raises(RequestError, match="has 20971521 bytes"):
+        open_image(bytes(LARGEST_FILE + 1))
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(RequestError, match=r"cannot be read .*cat\.jpg"):
+        open_image(tmp_path / "cat.jpg")
+
+
+@pytest.mark.parametrize("source", [None, 3, [1, 2], np.zeros((4, 4, 3)), np.zeros((4, 4, 2), np.uint8), {}])
+def test_what_cannot_be_an_image_is_a_mistake_of_the_caller(source: Any):
+    with pytest.raises(UsageError, match="expected"):
+        open_image(source)
+
+
+def test_without_pillow_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    with pytest.raises(MissingExtraError, match="in the extra 'vision'"):
+        open_image(b"")
