@@ -5,6 +5,14 @@ decoder, weights by reference) and a *bundle* (``llmc.json``: graphs and weights
 atomically by :mod:`llmc.publish`, so a folder with a manifest is complete.
 """
 
+from llmc.bundle.adapters import ADAPTER_SCHEMA as ADAPTER_SCHEMA
+from llmc.bundle.adapters import ADAPTERS_FOLDER as ADAPTERS_FOLDER
+from llmc.bundle.adapters import FACTORS_FILE as FACTORS_FILE
+from llmc.bundle.adapters import AdapterManifest as AdapterManifest
+from llmc.bundle.adapters import check_name as check_name
+from llmc.bundle.adapters import list_adapters as list_adapters
+from llmc.bundle.adapters import read_adapter_manifest as read_adapter_manifest
+from llmc.bundle.adapters import write_adapter_manifest as write_adapter_manifest
 from llmc.bundle.engine import DeviceMemory as DeviceMemory
 from llmc.bundle.engine import EngineConfig as EngineConfig
 from llmc.bundle.engine import Profile as Profile

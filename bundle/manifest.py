@@ -41,6 +41,8 @@ Tokens = Annotated[int, range(1 << 40)]  # of a text
 Parity = Annotated[int, range(3)]
 TokenIds = Annotated[tuple[Annotated[int, range(1 << 24)], ...], range(1025)]
 Logits = Annotated[tuple[float, ...], range(1025)]
+# That may be loaded at a time, and of how many columns their factors are.
+MOST_ADAPTERS, MOST_RANK = 256, 512
 # Bytes of one value of the KV cache, by its type.
 CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
@@ -299,11 +301,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest calls that the bundle was planned for, in tokens and rows."""
+    """Largest calls that the bundle was planned for, in tokens and rows; as many ``adapters`` of up to ``rank`` may be
+    loaded at a time."""
 
     max_context: Positions
     max_batch: Rows
     prefill_chunk: Positions
+    adapters: Annotated[int, range(MOST_ADAPTERS + 1)] = 0
+    rank: Annotated[int, range(MOST_RANK + 1)] = 0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.samplers import Choice
+from llmc.runtime.sessions.adapters import Adapter
 
 # Tokens at the start of the context that stay when the window slides: attention rests on them.
 # Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453
@@ -151,6 +152,7 @@ class RequestState:
         prompt: List[int],
         collector: OutputCollector,
         timeline: RequestTimeline,
+        adapter: Adapter | None = None,
     ) -> None:
         self.number = next(_NUMBERS)
         self.request = request
@@ -158,6 +160,7 @@ class RequestState:
         self.prompt = list(prompt)
         self.collector = collector
         self.timeline = timeline
+        self.adapter = adapter
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.truncated_tokens = 0
         self.place: tuple[int, int] = (0, 0)
