@@ -16,6 +16,8 @@ ADAPTERS_FOLDER = "adapters"  # of a bundle
 ADAPTER_MANIFEST = "adapter.json"
 FACTORS_FILE = "factors.npy"
 ADAPTER_SCHEMA = 1
+# What the names of a graph's inputs for factors begin with; behind it stand modules, of several with a + between.
+FACTOR_A, FACTOR_B = "adapters.a.", "adapters.b."
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 
 

@@ -47,7 +47,7 @@ from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.ranges import integer
 from llmc.runtime.selftest import VerifyReport, check_once, replay
 from llmc.runtime.sessions import emulate_target, open_session
-from llmc.runtime.sessions.adapters import Adapter
+from llmc.runtime.sessions.adapters import AdapterInfo
 from llmc.runtime.sessions.onnxruntime.encoder import EncoderSession
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.model_drafter import ModelDrafter
@@ -556,11 +556,11 @@ class Model:
         return Request(prompt, SamplingParams.from_defaults(self.manifest.generation, **arguments), **own)
 
     @property
-    def adapters(self) -> dict[str, Adapter]:
+    def adapters(self) -> dict[str, AdapterInfo]:
         """The loaded adapters by name, each with its hash (``sha256``) and ``rank``."""
         return self.engine.adapters.loaded
 
-    def load_adapter(self, name: str, folder: str | Path) -> Adapter:
+    def load_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
         """Let requests name an adapter, from a folder that ``llmc adapter add`` wrote, while others run.
 
         Raises:

@@ -50,6 +50,10 @@ class Sequence(Slot, ABC):
         return self.group.request
 
     @property
+    def adapter(self) -> Adapter | None:
+        return self.group.request.adapter
+
+    @property
     def holds_prompt(self) -> bool:
         """True while its row begins with the whole prompt."""
         length = len(self.request.prompt)
@@ -140,7 +144,8 @@ class SequenceGroup(ABC, Generic[_S]):
 class RequestState:
     """A request on its way: as it came, with ``params`` whose seed is filled in, and the ``prompt`` after truncation.
 
-    ``place`` is in the queue, ``comparing`` true while its finished samples are compared, ``trace`` the client's.
+    ``place`` is in the queue, ``prefix_names`` are the scope and the adapter of its prefixes, ``comparing`` true while
+    its finished samples are compared, ``trace`` the client's.
     """
 
     group: SequenceGroup[Any]
@@ -161,6 +166,7 @@ class RequestState:
         self.collector = collector
         self.timeline = timeline
         self.adapter = adapter
+        self.prefix_names = request.prefix_scope, "" if adapter is None else adapter.info.sha256
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.truncated_tokens = 0
         self.place: tuple[int, int] = (0, 0)

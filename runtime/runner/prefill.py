@@ -41,7 +41,8 @@ def prefill(
         end = sequence.stop if start < sequence.stop < end else end
         outputs = range(end - start) if every else [end - start - 1] if end == total else []
         ids = np.array([sequence.context[start:end]], np.int64)
-        logits = run(batch(phase, ids, [start], outputs, sequence.row))
+        call = batch(phase, ids, [start], outputs, sequence.row)
+        logits = run(call if sequence.adapter is None else replace(call, adapters=(sequence.adapter,)))
         sequence.cached = end
         yield logits[0]
 

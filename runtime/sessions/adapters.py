@@ -1,5 +1,6 @@
 """Adapters beside a loaded model: their factors, checked, by the names that requests give."""
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,19 +17,26 @@ from llmc.errors import BundleError, RequestError, ResourceError, UsageError
 Array = NDArray[np.float32]
 
 
-@dataclass(frozen=True, eq=False)
-class Adapter:
-    """Factors of changes to linears, which give ``x @ a.T @ b`` more, by the name of each.
+@dataclass(frozen=True)
+class AdapterInfo:
+    """A loaded adapter, as its model shows it.
 
     Attributes:
-        sha256: of its factors: what prefixes that were computed with it are named by.
-        rank: of all of them.
-        factors: float32 a [rank, inputs] and b [rank, outputs].
+        sha256: of all that it changes: what prefixes that were computed with it are named by.
+        rank: of its factors.
     """
 
     name: str
     sha256: str
     rank: int
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A loaded adapter as calls take it: each linear that it names gives ``x @ a.T @ b`` more, with float32 a [rank,
+    inputs] and b [rank, outputs]."""
+
+    info: AdapterInfo
     factors: Mapping[str, tuple[Array, Array]]
 
 
@@ -50,8 +58,8 @@ class Adapters:
         self._lock = threading.Lock()
 
     @property
-    def loaded(self) -> dict[str, Adapter]:
-        return dict(self._loaded)
+    def loaded(self) -> dict[str, AdapterInfo]:
+        return {name: it.info for name, it in list(self._loaded.items())}
 
     def find(self, name: str | None) -> Adapter | None:
         """The adapter that a request names; RequestError if none of that name is loaded."""
@@ -61,7 +69,7 @@ class Adapters:
             raise RequestError(f"there is no adapter {name!r:.80}; loaded are {known}: load it first, or leave it out")
         return found
 
-    def load(self, name: str, folder: Path) -> Adapter:
+    def load(self, name: str, folder: Path) -> AdapterInfo:
         """Load what ``llmc adapter add`` wrote into ``folder``, under a name that is free.
 
         Raises:
@@ -87,7 +95,7 @@ class Adapters:
             self._prepare()
             self._alive.add(found)
             self._loaded[name] = found
-        return found
+        return found.info
 
     def unload(self, name: str) -> None:
         """Take no more requests for an adapter; RequestError if none of that name is loaded."""
@@ -106,7 +114,8 @@ class Adapters:
             )
         if unknown := [module for module in manifest.modules if module not in self._geometry.linear]:
             raise BundleError(f"{folder}: the bundle has no linear {unknown[0]!r:.80}; add the adapter again")
-        return Adapter(name, manifest.sha256, manifest.rank, self._read_factors(folder, manifest))
+        content = hashlib.sha256(repr((manifest.rank, manifest.modules, manifest.sha256)).encode()).hexdigest()
+        return Adapter(AdapterInfo(name, content, manifest.rank), self._read_factors(folder, manifest))
 
     def _read_factors(self, folder: Path, manifest: AdapterManifest) -> dict[str, tuple[Array, Array]]:
         """The factors as views of the file, which is mapped."""
