@@ -104,6 +104,11 @@ class Linear:
         """Number of weights, the bias apart."""
         return self.outputs * self.inputs
 
+    @property
+    def is_open(self) -> bool:
+        """Whether adapters may change it beside a loaded model."""
+        return self.layer is not None and not self.exact
+
 
 @dataclass(frozen=True)
 class Norm:

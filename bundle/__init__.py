@@ -5,6 +5,16 @@ decoder, weights by reference) and a *bundle* (``llmc.json``: graphs and weights
 atomically by :mod:`llmc.publish`, so a folder with a manifest is complete.
 """
 
+from llmc.bundle.adapters import ADAPTER_SCHEMA as ADAPTER_SCHEMA
+from llmc.bundle.adapters import ADAPTERS_FOLDER as ADAPTERS_FOLDER
+from llmc.bundle.adapters import FACTOR_A as FACTOR_A
+from llmc.bundle.adapters import FACTOR_B as FACTOR_B
+from llmc.bundle.adapters import FACTORS_FILE as FACTORS_FILE
+from llmc.bundle.adapters import AdapterManifest as AdapterManifest
+from llmc.bundle.adapters import check_name as check_name
+from llmc.bundle.adapters import list_adapters as list_adapters
+from llmc.bundle.adapters import read_adapter_manifest as read_adapter_manifest
+from llmc.bundle.adapters import write_adapter_manifest as write_adapter_manifest
 from llmc.bundle.engine import DeviceMemory as DeviceMemory
 from llmc.bundle.engine import EngineConfig as EngineConfig
 from llmc.bundle.engine import Profile as Profile
@@ -24,6 +34,8 @@ from llmc.bundle.manifest import EXPORT_MANIFEST as EXPORT_MANIFEST
 from llmc.bundle.manifest import GRAPH_CONTRACT_VERSION as GRAPH_CONTRACT_VERSION
 from llmc.bundle.manifest import LARGEST_TOLERANCE as LARGEST_TOLERANCE
 from llmc.bundle.manifest import MADE_FILE as MADE_FILE
+from llmc.bundle.manifest import MOST_ADAPTERS as MOST_ADAPTERS
+from llmc.bundle.manifest import MOST_RANK as MOST_RANK
 from llmc.bundle.manifest import PROMPTS_FILE as PROMPTS_FILE
 from llmc.bundle.manifest import SCHEMA_VERSION as SCHEMA_VERSION
 from llmc.bundle.manifest import TOKENIZER_FILE as TOKENIZER_FILE

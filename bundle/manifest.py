@@ -42,6 +42,8 @@ Tokens = Annotated[int, range(1 << 40)]  # of a text
 Parity = Annotated[int, range(3)]
 TokenIds = Annotated[tuple[Annotated[int, range(1 << 24)], ...], range(1025)]
 Logits = Annotated[tuple[float, ...], range(1025)]
+# That may be loaded at a time, and of how many columns their factors are.
+MOST_ADAPTERS, MOST_RANK = 256, 512
 # Bytes of one value of the KV cache, by its type.
 CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}
 
@@ -300,11 +302,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest calls that the bundle was planned for, in tokens and rows."""
+    """Largest calls that the bundle was planned for, in tokens and rows; as many ``adapters`` of up to ``rank`` may be
+    loaded at a time."""
 
     max_context: Positions
     max_batch: Rows
     prefill_chunk: Positions
+    adapters: Annotated[int, range(MOST_ADAPTERS + 1)] = 0
+    rank: Annotated[int, range(MOST_RANK + 1)] = 0
 
 
 @dataclass(frozen=True)
@@ -324,6 +329,8 @@ class MemoryPlan:
         state: of one row, whatever its length.
         window_per_token: the same of layers with a window, as far as ``window_positions``, which a row holds of them.
         logits: of one row, with what sampling makes of them.
+        adapters: the graph for adapters, and the factors of as many as may be loaded.
+        adapters_per_row: copies of the factors of a row's adapter.
         per_layer_table: a table whose rows are read from a mapped file, no part of the sum.
     """
 
@@ -341,6 +348,8 @@ class MemoryPlan:
     window_per_token: Bytes = 0
     window_positions: Bytes = 0
     per_layer_table: Bytes = 0
+    adapters: Bytes = 0
+    adapters_per_row: Bytes = 0
 
     def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
         """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``batch`` rows."""
@@ -356,6 +365,7 @@ class MemoryPlan:
             "cache": batch * (self.cache_per_token * positions + self.window_per_token * windows),
             "workspace": self.workspace + self.workspace_per_token * positions,
             "logits": self.logits * batch,
+            **({"adapters": self.adapters + batch * self.adapters_per_row} if self.adapters else {}),
         }
 
     def total(self, positions: int, batch: int = 1) -> int:
@@ -411,7 +421,8 @@ class Manifest:
     from ``golden_spread``, the differences on the building machine between calls of different shapes.
     ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
     target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
-    ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``.
+    ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``. ``adapter_graph`` runs calls in which
+    some row has an adapter, of either phase.
     """
 
     schema_version: Version
@@ -436,6 +447,7 @@ class Manifest:
     device: DeviceMemory | None = None
     vectors: Annotated[tuple[GoldenVector, ...], range(17)] = ()
     similarity: Similarity | None = None
+    adapter_graph: Graph | None = None
 
     @property
     def overwritten(self) -> int:
@@ -444,7 +456,8 @@ class Manifest:
 
     def list_files(self) -> list[str]:
         """Every file that some part of the manifest names."""
-        return [*(graph.file for graph in self.graphs.values()), *self.engine_files()]
+        own = [self.adapter_graph.file] if self.adapter_graph is not None else []
+        return [*(graph.file for graph in self.graphs.values()), *own, *self.engine_files()]
 
     def engine_files(self) -> list[str]:
         """The engine and its side files, which ``llmc build --rebuild`` writes anew."""

@@ -201,6 +201,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "generation": max((*generation.eos_token_ids, generation.bos_token_id or 0)) < g.vocab_size
         and (generation.temperature or 0) >= 0
         and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p)),
+        "adapters": bool(limits.adapters) == bool(limits.rank) == (manifest.adapter_graph is not None),
         "cache": manifest.cache in CACHE_BYTES,
         "golden_spread": 0 <= manifest.golden_spread < math.inf,
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,

@@ -46,6 +46,8 @@ CALIBRATION = ("calibration", "samples", "length", "no_calibration")
 @precision_options
 @click.option("--max-context", type=int, help="Longest sequence.  [default: the model's, at most 32768; TensorRT 4096]")
 @click.option("--max-batch", type=int, help="Sequences at a time.  [default: 8]")
+@click.option("--adapters", type=int, help="LoRA adapters that may be loaded beside the model at a time.  [default: 0]")
+@click.option("--rank", type=int, help="Largest rank of theirs.  [default: 16]")
 @click.option("--recipe", help="TOML file that says how weights are compiled, or the name of one that comes with llmc.")
 @click.option(
     "--calibration",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from llmc import __version__
 from llmc.bundle import (
+    ADAPTERS_FOLDER,
     GRAPH_CONTRACT_VERSION,
     SCHEMA_VERSION,
     TOKENIZER_FILE,
@@ -56,6 +57,8 @@ def build(
     precision: str | None = None,
     max_context: int | None = None,
     max_batch: int | None = None,
+    adapters: int | None = None,
+    rank: int | None = None,
     budget: Budget | None = None,
     recipe: Path | Request | None = None,
     calibration: CalibrationRequest | None = None,
@@ -76,6 +79,7 @@ def build(
             (default); overrides the recipe's.
         max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768, for TensorRT 4,096.
         max_batch: requests that may run at once; default 8.
+        adapters: how many may be loaded beside the model at a time, each of up to ``rank``; default none.
         budget: quality that the bundle must keep; its limits override the recipe's.
         recipe: TOML file or its contents, see :class:`llmc.optimize.recipe.Request`.
         calibration: text and decoder for recipes that look at activations.
@@ -97,6 +101,7 @@ def build(
     """
     start, source, output = time.perf_counter(), Path(source), Path(output)
     asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine)
+    asked = replace(asked, adapters=adapters, rank=rank)
     order, wishes = take_order(
         source, target, asked, recipe, calibration=calibration, text=text, judged=judged, progress=progress
     )
@@ -171,7 +176,8 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
         limits=order.limits,
         memory=plan or memory_plan(export.geometry, order.limits, recipe, tokenizer),
         cache=recipe.cache_type(),
-        graphs=graphs,
+        graphs={name: graph for name, graph in graphs.items() if name != ADAPTERS_FOLDER},
+        adapter_graph=graphs.get(ADAPTERS_FOLDER),
         quality=None,
         golden=(),
         golden_tolerance=least_tolerance(order),

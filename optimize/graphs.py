@@ -2,12 +2,14 @@
 
 import platform
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
 
+from llmc.bundle import ADAPTERS_FOLDER as ADAPTERS
 from llmc.bundle import EngineConfig, Graph
-from llmc.optimize.lower.context import LoweringContext, QuantConfigs, quant_configs
+from llmc.optimize.lower.context import Float32, LoweringContext, QuantConfigs, quant_configs, without_rotation
 from llmc.optimize.lower.rewrite import read_decoder
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
@@ -28,34 +30,43 @@ def build_graphs(order: Order, folder: Path, calibrated: Calibrated) -> tuple[di
 
 
 def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[str, Graph]:
-    """Lower the decoder once per phase; the graphs share one weight file."""
+    """Lower the decoder once per phase, and once for adapters; the graphs share one weight file."""
     graphs, geometry = {}, order.export.geometry
     with closing(WeightFile(folder)) as weights:
+        context = LoweringContext(
+            "",
+            geometry,
+            order.limits,
+            QuantConfigs(Float32(), Float32()),
+            weights,
+            calibrated,
+            order.recipe.cache,
+            order.recipe.compute,
+            ragged_rows=order.ragged_rows,
+            overwritten=order.overwritten,
+        )
         for phase, stored in quant_configs(order.recipe, geometry).items():
-            model = read_decoder(order.source)
-            context = LoweringContext(
-                phase,
-                geometry,
-                order.limits,
-                stored,
-                weights,
-                calibrated,
-                order.recipe.cache,
-                order.recipe.compute,
-                make_counter(order.progress, f"lowering and quantizing the {phase} graph", len(geometry.linears)),
-                ragged_rows=order.ragged_rows,
-                overwritten=order.overwritten,
-                rotated=order.recipe.rotates(phase),
-            )
-            lower(model, order.passes, context)
-            _declare_opsets(model, order)
             whole = "encoder" if geometry.encoder else "decoder"
             name = f"{phase if phase in ('prefill', 'decode') else whole}.onnx"
-            ir.save(model, folder / name)
-            graphs[phase] = _describe_graph(model.graph, name, stored, order, phase)
-    if len(graphs) == 1:
-        return dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
+            own = replace(context, phase=phase, quant=stored, rotated=order.recipe.rotates(phase))
+            graphs[phase] = _compile(order, folder, own, name)
+        if len(graphs) == 1:
+            graphs = dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
+        if order.limits.adapters:
+            *_, (phase, stored) = quant_configs(without_rotation(order.recipe), geometry).items()
+            own = replace(context, phase=phase, quant=stored, adapters=True)
+            graphs[ADAPTERS] = _compile(order, folder, own, f"{ADAPTERS}.onnx")
     return graphs
+
+
+def _compile(order: Order, folder: Path, context: LoweringContext, name: str) -> Graph:
+    shown = f"lowering and quantizing the {ADAPTERS if context.adapters else context.phase} graph"
+    count = make_counter(order.progress, shown, len(context.geometry.linears))
+    model = read_decoder(order.source)
+    lower(model, order.passes, replace(context, linear_done=count))
+    _declare_opsets(model, order)
+    ir.save(model, folder / name)
+    return _describe_graph(model.graph, name, context.quant, order, context.phase)
 
 
 def _declare_opsets(model: ir.Model, order: Order) -> None:

@@ -15,6 +15,7 @@ from llmc.errors import BuildError
 from llmc.optimize.lower import packing, raising, types
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime import (
+    adapters,
     attention,
     cpu_attention,
     cpu_linears,
@@ -96,6 +97,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         LOWER_EXPERTS,
         # After the norms, whose weights the linears take, and before the linears.
         Step("rotate residual stream", rotation.rotate_stream),
+        Step("open linears", adapters.open_linears),
         # After all fusions: a quantized activation is shared by the linears that read it.
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         # After the linears: it moves scales that only per-token activations have.

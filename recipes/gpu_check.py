@@ -35,8 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 RECIPES = Path(__file__).resolve().parent
-# Geometries of benchmarks/make_model.py; the small model that is trained lies in the repository. The first has groups of
-# 4 heads, which ONNX Runtime's own kernel for steps takes, and the second of 7, which it does not.
+# Geometries of benchmarks/make_model.py; the small model that is trained lies in the repository. The first has groups
+# of 4 heads, which ONNX Runtime's own kernel for steps takes, and the second of 7, which it does not.
 MODELS = {"1b": "llama-3.2-1b", "0.5b": "qwen2.5-0.5b", "tiny": ""}
 NAMES = [
     f"{target}/{model}/{precision}"
@@ -51,7 +51,7 @@ PROMPTS, NEW_TOKENS = (128, 1536), 64
 # of differences over the deviation of logits at the worst position. Seen on CPUs: float16 0.001, int8 0.07 and int4
 # 0.58, the integers on random weights, which lose the most; logits of the position before are more than 1 away.
 LIMITS = {"fp16": 0.02, "int8": 0.2, "int4": 0.9}
-COMPARED = 320  # tokens: more than a chunk of an engine's prefill, and than the smallest bucket of the cache
+COMPARED = 320  # tokens: more than a chunk of an engine's prefill, and than the cache's smallest bucket
 OUTPUT = 20_000  # characters of what a process said that are kept
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc.bundle import (
     Manifest,
+    list_adapters,
     list_unlisted_files,
     publication,
     read_bundle,
@@ -46,6 +47,7 @@ from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.ranges import integer
 from llmc.runtime.selftest import VerifyReport, check_once, replay
 from llmc.runtime.sessions import emulate_target, open_session
+from llmc.runtime.sessions.adapters import AdapterInfo
 from llmc.runtime.sessions.onnxruntime.stateless import StatelessSession
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.model_drafter import ModelDrafter
@@ -80,6 +82,7 @@ def load(
     memory: int | None = None,
     emulate: bool = False,
     device: int = 0,
+    adapters: Mapping[str, str | Path] | None = None,
     **options: Any,
 ) -> "Model":
     """Load a bundle; if a build replaces it meanwhile, the new one, and never a mixture.
@@ -98,6 +101,7 @@ def load(
             the context is lowered to what fits, with a warning. Default: what is available, checked as the cache grows.
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
         device: the number of the GPU, of those that are visible, that a bundle for GPUs runs on.
+        adapters: folders that ``llmc adapter add`` wrote, by the names that requests give; default: the bundle's own.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
@@ -135,6 +139,8 @@ def load(
             check_once(model, self_test)
             if engine_options.draft is not None:
                 _ = model.engine  # a draft that does not fit is refused now, and not by the first request
+            for name, place in (list_adapters(folder) if adapters is None else adapters).items():
+                model.load_adapter(name, place)
         except BaseException:
             model.close()
             raise
@@ -582,6 +588,29 @@ class Model:
             room = self.engine.max_context - (len(prompt) if isinstance(prompt, Sized) else 0)
             arguments["max_tokens"] = max(1, min(self._options.default_max_tokens, room))
         return Request(prompt, SamplingParams.from_defaults(self.manifest.generation, **arguments), **own)
+
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """The loaded adapters by name, each with its hash (``sha256``) and ``rank``."""
+        return self.engine.adapters.loaded
+
+    def load_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
+        """Let requests name an adapter, from a folder that ``llmc adapter add`` wrote, while others run.
+
+        Raises:
+            UsageError: the name is taken, or none.
+            ResourceError: as many adapters are loaded, or still used by requests, as the bundle was built for.
+            BundleError: it is damaged or does not fit this bundle.
+        """
+        return self.engine.adapters.load(name, Path(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter; those that have it go on, and its memory is free after the last.
+
+        Raises:
+            RequestError: none of that name is loaded.
+        """
+        self.engine.adapters.unload(name)
 
     def metric_families(self, labels: Mapping[str, str]) -> Iterator[Any]:
         """The engine's metrics as families of prometheus-client, with ``labels`` on every sample."""

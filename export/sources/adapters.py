@@ -83,6 +83,10 @@ class Adapter:
     whole: Mapping[str, MadeTensor]
     notes: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        if not self.factors and not self.whole:
+            raise CheckpointError(f"{self.folder}: there are no tensors in this adapter, expected some; get it again")
+
 
 def read_adapter(path: Path, scale: float, base: Path, config: Mapping[str, Any]) -> Adapter:
     """Read and check an adapter, which counts ``scale`` times, for ``base`` with the checked ``config``.
@@ -99,10 +103,7 @@ def read_adapter(path: Path, scale: float, base: Path, config: Mapping[str, Any]
             f"{path}: an adapter in {'a GGUF file' if packed[0] else 'a folder'} for {base}; expected a folder of PEFT "
             "for a Hugging Face checkpoint, and a GGUF file for a model in GGUF files"
         )
-    found = _read_gguf(path, scale, config) if packed[0] else _read_peft(path, scale, base)
-    if not found.factors and not found.whole:
-        raise CheckpointError(f"{path}: there are no tensors in this adapter, expected some; download it again")
-    return found
+    return _read_gguf(path, scale, config) if packed[0] else read_peft(path, scale, base)
 
 
 def _read_gguf(path: Path, scale: float, config: Mapping[str, Any]) -> Adapter:
@@ -126,7 +127,8 @@ def _read_gguf(path: Path, scale: float, config: Mapping[str, Any]) -> Adapter:
     return Adapter(path, merged, factors, {}, ())
 
 
-def _read_peft(folder: Path, scale: float, base: Path) -> Adapter:
+def read_peft(folder: Path, scale: float, base: Path) -> Adapter:
+    """:func:`read_adapter` of a folder of PEFT; of ``base`` only the path counts, in which a note looks for its name."""
     keys, path = Keys(_read_config(folder), str(folder / ADAPTER_FILE)), _find_weights(folder)
     rank, alpha, dora = _read_keys(keys)
     parts, whole = _sort_tensors(read_shard(path))

@@ -114,6 +114,8 @@ def automatic(
     precision: str | None = None,
     max_context: int | None = None,
     max_batch: int | None = None,
+    adapters: int | None = None,
+    rank: int | None = None,
     budget: Budget | None = None,
     recipe: Path | None = None,
     calibration: CalibrationRequest | None = None,
@@ -139,6 +141,7 @@ def automatic(
             f"--auto measures candidates on the CPU, the target is {target}; leave it out, and --target cpu"
         )
     asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget)
+    asked = replace(asked, adapters=adapters, rank=rank)
     asked = asked.over(read_recipe(recipe)) if recipe is not None else asked
     limits = asked.budget or Budget()
     if not limits and max_size is None:

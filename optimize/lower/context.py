@@ -122,6 +122,7 @@ class LoweringContext:
             it does, the cache is float32.
         overwritten: positions behind a step's token that its folded heads write over, 0 where heads are not folded.
         rotated: whether the residual stream is in another basis, see :mod:`llmc.optimize.lower.onnxruntime.rotation`.
+        adapters: whether it is the graph for adapters.
         gains: weights of the norms of a rotated stream, by their names, once these are lowered.
     """
 
@@ -137,6 +138,7 @@ class LoweringContext:
     ragged_rows: bool = False
     overwritten: int = 0
     rotated: bool = False
+    adapters: bool = False
     gains: dict[str, Float] = field(default_factory=dict)
 
     @property
@@ -181,6 +183,13 @@ def choose_embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
     if tied or not isinstance(head, WeightOnly):
         return head
     return WeightOnly(Grid(8, head.grid.block))
+
+
+def without_rotation(recipe: Recipe) -> Recipe:
+    """The recipe of the graph for adapters, whose factors are those of the plain basis; nearest rounding without a
+    rotation wants smaller blocks."""
+    block = min(recipe.block_size, HEAD_BLOCK) if recipe.rotates("decode") else recipe.block_size
+    return replace(recipe, block_size=block, rotated=())
 
 
 def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]:

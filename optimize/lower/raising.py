@@ -42,7 +42,13 @@ class Linear:
     @property
     def module(self) -> str:
         """The checkpoint's name of the linear, of a packed one that of its first part."""
-        return self.name if len(self.weights) == 1 else (self.weights[0].name or "").removesuffix(".weight")
+        return self.modules[0]
+
+    @property
+    def modules(self) -> list[str]:
+        """The checkpoint's names of all its parts."""
+        names = [(weight.name or "").removesuffix(".weight") for weight in self.weights]
+        return names if len(names) > 1 else [self.name]
 
     @property
     def tensor(self) -> str:

@@ -21,6 +21,7 @@ from llmc.optimize.lower.context import (
     WeightOnly,
     choose_embedding_config,
     quant_configs,
+    without_rotation,
 )
 from llmc.optimize.lower.onnxruntime.experts import fit_block
 from llmc.optimize.quantize.grid import OFFSETS
@@ -137,6 +138,12 @@ def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[st
     }
 
 
+def adapter_graph_bytes(geometry: Geometry, recipe: Recipe) -> int:
+    """Bytes of the weights of the graph for adapters: packed once more for its kernels."""
+    *_, found = weight_bytes(geometry, without_rotation(recipe), BLOCK_COPIES).values()
+    return found
+
+
 def activation_bytes(geometry: Geometry, tokens: int, size: int) -> int:
     """Bytes of the activations of a call of so many tokens, whose values have ``size`` bytes."""
     return size * tokens * (WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size)
@@ -157,6 +164,8 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     per_layer = replace(table, inputs=geometry.layers * geometry.per_layer)
     experts = sum(expert_bytes(it, stored.stored(it.name)) for stored in graphs.values() for it in geometry.mixtures)
     size = CACHE_BYTES[recipe.cache_type()]
+    opened = [linear for linear in geometry.linears if linear.is_open]
+    factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
     tables = {
         item.rope: item.rotary_dim * (2 if 0 < item.grows_after < limits.max_context else 1)
@@ -178,6 +187,8 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         window_per_token=sum(cache.bytes(1, size) for cache in kept if cache.window),
         window_positions=max((cache.count_held(chunk) for cache in geometry.caches), default=0),
         logits=LOGITS_COPIES * 4 * results,
+        adapters=limits.adapters and OPENED_GRAPH + adapter_graph_bytes(geometry, recipe) + limits.adapters * factors,
+        adapters_per_row=factors,
         per_layer_table=sum(linear_bytes(per_layer, form) for form in forms) if geometry.per_layer else 0,
     )
 

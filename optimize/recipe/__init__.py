@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import llmc
-from llmc.bundle import Budget, Limits, Recipe
+from llmc.bundle import MOST_ADAPTERS, MOST_RANK, Budget, Limits, Recipe
 from llmc.errors import UsageError, format_value
 from llmc.inventory import SENSITIVE
 from llmc.optimize.recipe.engine import EngineRequest
@@ -36,6 +36,7 @@ DEFAULT_CONTEXT = 32768
 ENGINE_CONTEXT = 4096
 # The W8A8 graph takes hardly longer for 8 rows than for one, and unused ones cost nothing.
 DEFAULT_BATCH = 8
+DEFAULT_RANK = 16  # the most common one of adapters
 # Of a model that embeds or ranks: a text is one call, and attention scores it against itself, which takes the square.
 ENCODER_CONTEXT = 2048
 BITS = {"int8": 8, "int4": 4}
@@ -89,6 +90,8 @@ class Request:
         max_context: longest sequence; default: the checkpoint's, at most 32,768.
         max_batch: requests that may run at once; default 8. Rows take memory when they are used.
         prefill_chunk: prompt tokens per call; default 256, for cuda 2,048.
+        adapters: how many may be loaded beside a decoder for CPUs at a time; default none.
+        rank: largest of theirs; default 16.
         budget: what quality the bundle must keep, or the build fails.
         engine: how a TensorRT engine is compiled.
         expected: results on the small model, for tests and readers; not used by builds.
@@ -109,6 +112,8 @@ class Request:
     max_context: int | None = None
     max_batch: int | None = None
     prefill_chunk: int | None = None
+    adapters: int | None = None
+    rank: int | None = None
     budget: Budget | None = None
     engine: EngineRequest | None = None
     expected: Expected | None = None
@@ -235,6 +240,7 @@ def resolve(
         prefill_chunk=min(
             context, check_between("prefill_chunk", either(request.prefill_chunk, target.chunk), 1, 65536)
         ),
+        **_room_for_adapters(request, target),
     )
     recipe = Recipe(
         name=name,
@@ -259,6 +265,21 @@ def resolve(
     return recipe, limits
 
 
+def _room_for_adapters(request: Request, target: Capabilities) -> dict[str, int]:
+    count = check_between("adapters", either(request.adapters, 0), 0, MOST_ADAPTERS)
+    if count and target.name != "cpu":
+        raise UsageError(
+            f"adapters is {count}, and bundles for {target.name} load none beside the model; merge them at export "
+            "(llmc export --adapter), or build for cpu"
+        )
+    if not count and request.rank is not None:
+        raise UsageError(f"rank is {request.rank}, and there is no room for adapters; give --adapters, too")
+    return {
+        "adapters": count,
+        "rank": check_between("rank", either(request.rank, DEFAULT_RANK), 1, MOST_RANK) * (count > 0),
+    }
+
+
 def _check_source(request: Request, coded: bool) -> None:
     """Integers that are kept leave nothing to choose."""
     if not coded:
@@ -281,7 +302,7 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
         raise UsageError(
             f"the target is {target.name}, but a model that embeds or ranks is built for cpu; leave it out"
         )
-    asked = {name: getattr(request, name) for name in ("activations", "cache", "budget")}
+    asked = {name: getattr(request, name) for name in ("activations", "cache", "budget", "adapters", "rank")}
     asked |= {"scheme": None if request.scheme == "rtn" else request.scheme, "smoothing": request.smoothing or None}
     asked |= {"phases": None if request.phases == "shared" else request.phases}
     for name, value in asked.items():

@@ -34,6 +34,7 @@ class Request:
         shown_tokens: special tokens whose names are part of the text; others give none.
         prefix_scope: a name; cached prefixes are shared with requests of the same name alone. None: with those that
             have none.
+        adapter: the name of one that the model has loaded; None is the model without any.
         thinking: the reasoning before the answer: forms count from the answer on, and a budget bounds it.
         images: what stands in the places of image tokens of a prompt of token ids; ``Model.chat`` makes it of messages.
     """
@@ -48,6 +49,7 @@ class Request:
     add_special_tokens: bool = True
     shown_tokens: tuple[int, ...] = ()
     prefix_scope: str | None = None
+    adapter: str | None = None
     thinking: Thinking | None = None
     images: ImageRows | None = None
 
@@ -67,6 +69,7 @@ def _are_functions(value: object) -> bool:
 
 
 _FUNCTIONS = Range("functions", "a list of functions", _are_functions)
+_NAME = optional(Range("text", f"a name of up to {LONGEST_SCOPE} characters", _is_name))
 _RANGES = {
     "params": Range("parameters", "SamplingParams", lambda value: isinstance(value, SamplingParams)),
     "logits_processors": _FUNCTIONS,
@@ -74,7 +77,8 @@ _RANGES = {
     "priority": integer(-1000, 1000, note="lower is sooner"),
     "deadline_s": optional(above(0, LONGEST_DEADLINE)),
     "on_delta": optional(Range("function", "a function", callable)),
-    "prefix_scope": optional(Range("text", f"a name of up to {LONGEST_SCOPE} characters", _is_name)),
+    "prefix_scope": _NAME,
+    "adapter": _NAME,
     "thinking": optional(Range("thinking", "Thinking", lambda value: isinstance(value, Thinking))),
     "images": optional(Range("images", "ImageRows", lambda value: isinstance(value, ImageRows))),
 }

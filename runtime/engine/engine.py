@@ -30,6 +30,7 @@ from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
 from llmc.runtime.runner.model_runner import ModelRunner, calls
 from llmc.runtime.sessions import Session
+from llmc.runtime.sessions.adapters import Adapters
 from llmc.runtime.speculation.drafters import Drafter
 from llmc.runtime.speculation.speculator import make_speculators
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -76,6 +77,7 @@ class Engine:
         self.options = options
         self.metrics = EngineMetrics()
         self.prefixes = prefixes
+        self.adapters = Adapters(manifest, lambda: session.open_adapters())
         # A strict step feeds a dummy token after the last one, which wants a position of its own.
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
         max_rows = row_limit(manifest, options)
@@ -104,7 +106,7 @@ class Engine:
             prefixes=prefixes,
         )
         speculate = None if drafter is None else make_speculators(drafter, self._runner)
-        self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, speculate)
+        self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, self.adapters, speculate)
         self._outputs = OutputProcessor(self._scheduler, manifest.source.name, self._guard, self._forget)
         self._closeable = [part for part in (store, drafter) if part is not None]
         self._requests: dict[int, RequestState] = {}  # that did not end yet, in the order in which they came

@@ -23,6 +23,7 @@ from llmc.runtime.sampling.params import GUIDES, SamplingParams
 from llmc.runtime.sampling.processors import Guide, SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.search.beam import BeamSearch, Hypothesis, StopCriterion
+from llmc.runtime.sessions.adapters import Adapters
 from llmc.runtime.speculation.speculator import Speculator
 from llmc.runtime.text.detokenizer import NoText, TextStream, decode_all
 from llmc.runtime.text.tokenizer import PLAIN_CHARACTERS, Tokenizer
@@ -46,8 +47,10 @@ class InputProcessor:
         tokenizer: Tokenizer,
         max_context: int,
         max_rows: int,
+        adapters: Adapters,
         speculate: Callable[[int], Speculator] | None = None,
     ) -> None:
+        self._adapters = adapters
         self._speculate = speculate
         self.max_context = max_context
         self.max_rows = max_rows
@@ -72,6 +75,7 @@ class InputProcessor:
         if params.seed is None and draws(params):
             params = replace(params, seed=secrets.randbits(64))
         self._check(request)
+        adapter = self._adapters.find(request.adapter)
         ids = self._ids(request)
         prompt, cut = fit_prompt(ids, params, self.max_context)
         if params.num_beams > self.max_rows:
@@ -81,7 +85,7 @@ class InputProcessor:
             )
         guided = any(getattr(params, name) is not None for name in GUIDES)
         grammar = self._grammars.compile_grammar(params, request.deadline_s) if guided else None
-        state = RequestState(request, params, prompt, collector, metrics.timeline(len(prompt)))
+        state = RequestState(request, params, prompt, collector, metrics.timeline(len(prompt)), adapter)
         state.truncated_tokens = cut
         state.group = self._make_group(state, grammar)
         return state

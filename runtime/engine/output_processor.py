@@ -96,6 +96,7 @@ class OutputProcessor:
         request.timeline.finish(reason)
         # A kept traceback would keep everything that its frames saw; a failure inside still has it, in its cause.
         request.collector.end(result() if result else None, None if error is None else error.with_traceback(None))
+        request.adapter = None  # its place is free once nobody uses it
         with suppress(Exception):  # what an application hangs on the log or the spans is not the engine's trouble
             if log.isEnabledFor(logging.INFO):
                 event(log, "request ended", **vars(request.timeline.metrics()))

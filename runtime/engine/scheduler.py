@@ -208,7 +208,7 @@ class Scheduler:
         limit = len(sequence.context) - 2
         if self._prefixes is None or limit < self._prefixes.block or sequence.group.wants_prompt:
             return
-        with self._prefixes.match(sequence.names, limit, sequence.request.request.prefix_scope) as match:
+        with self._prefixes.match(sequence.names, limit, *sequence.request.prefix_names) as match:
             for i, values in enumerate(match.blocks):
                 start = i * self._prefixes.block
                 self._cache.write(sequence.row, start, start + self._prefixes.block, values)
@@ -346,8 +346,8 @@ class Scheduler:
             length, states = sequence.states
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
-            scope, whole_from = sequence.request.request.prefix_scope, self._cache.whole_from(sequence.row)
-            self._prefixes.insert(sequence.names[:length], read, scope, whole_from, states)
+            names, whole_from = sequence.request.prefix_names, self._cache.whole_from(sequence.row)
+            self._prefixes.insert(sequence.names[:length], read, *names, whole_from, states)
 
     def _copy_states(self, sequence: Sequence) -> None:
         """Copy the states of a row that is at the border of a block; now and then the prefix cache keeps them at once.

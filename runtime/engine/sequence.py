@@ -20,6 +20,7 @@ from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.samplers import Choice
+from llmc.runtime.sessions.adapters import Adapter
 
 # Tokens at the start of the context that stay when the window slides: attention rests on them.
 # Xiao et al., Efficient Streaming Language Models with Attention Sinks, https://arxiv.org/abs/2309.17453
@@ -52,6 +53,10 @@ class Sequence(Slot, ABC):
     def names(self) -> List[int]:
         """Its context as cached prefixes are named: by the contents of images."""
         return self.context if self.images is None else self.images.name_tokens(self.context)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.group.request.adapter
 
     @property
     def holds_prompt(self) -> bool:
@@ -144,7 +149,8 @@ class SequenceGroup(ABC, Generic[_S]):
 class RequestState:
     """A request on its way: as it came, with ``params`` whose seed is filled in, and the ``prompt`` after truncation.
 
-    ``place`` is in the queue, ``comparing`` true while its finished samples are compared, ``trace`` the client's.
+    ``place`` is in the queue, ``prefix_names`` are the scope and the adapter of its prefixes, ``comparing`` true while
+    its finished samples are compared, ``trace`` the client's.
     """
 
     group: SequenceGroup[Any]
@@ -156,6 +162,7 @@ class RequestState:
         prompt: List[int],
         collector: OutputCollector,
         timeline: RequestTimeline,
+        adapter: Adapter | None = None,
     ) -> None:
         self.number = next(_NUMBERS)
         self.request = request
@@ -163,6 +170,8 @@ class RequestState:
         self.prompt = list(prompt)
         self.collector = collector
         self.timeline = timeline
+        self.adapter = adapter
+        self.prefix_names = request.prefix_scope, "" if adapter is None else adapter.info.sha256
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.truncated_tokens = 0
         self.place: tuple[int, int] = (0, 0)

@@ -30,10 +30,10 @@ STAGING = ".staging-"
 Form = tuple[tuple[int, ...], np.dtype[Any]]
 
 
-def root_hash(key: str, scope: str | None = None) -> bytes:
-    """The beginning of one model's chains, of those that share a scope; the key names everything that cached values
-    depend on."""
-    named = [key, ""] if scope is None else [key, "", scope]  # the second is an adapter's name, and there are none
+def root_hash(key: str, scope: str | None = None, adapter: str = "") -> bytes:
+    """The beginning of one model's chains, of those that share a scope and an adapter, named by its hash; the key names
+    everything else that cached values depend on."""
+    named = [key, adapter] if scope is None else [key, adapter, scope]
     return _digest(json.dumps(named).encode())
 
 

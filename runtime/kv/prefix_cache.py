@@ -85,15 +85,17 @@ class PrefixCache:
         self._block_bytes = 0  # of one block; known from the first one on
 
     @contextmanager
-    def match(self, tokens: Sequence[int], limit: int | None = None, scope: str | None = None) -> Iterator[Match]:
+    def match(
+        self, tokens: Sequence[int], limit: int | None = None, scope: str | None = None, adapter: str = ""
+    ) -> Iterator[Match]:
         """The longest cached prefix of ``tokens`` in whole blocks, in memory or on disk; kept in memory until the block
         ends.
 
         Args:
             limit: tokens at most; all of them by default.
-            scope: only what was inserted with the same one is found.
+            scope, adapter: only what was inserted with the same ones is found; an adapter is named by its hash.
         """
-        root, _, hashes = self._hashes(tokens, limit, scope)
+        root, _, hashes = self._hashes(tokens, limit, scope, adapter)
         path = self._path(hashes)
         self._pin(path)
         try:
@@ -137,6 +139,7 @@ class PrefixCache:
         tokens: Sequence[int],
         read: Read,
         scope: str | None = None,
+        adapter: str = "",
         whole_from: int = 0,
         states: NDArray[np.float32] | None = None,
     ) -> int:
@@ -146,11 +149,11 @@ class PrefixCache:
         Args:
             read: gives the blocks of a span of positions, which nobody changes any more; called once, if a block is
                 missing.
-            scope: as of :meth:`match`.
+            scope, adapter: as of :meth:`match`.
             whole_from: the first position that it can read; where blocks before it are missing, nothing is added.
             states: those after the tokens, which are whole blocks then.
         """
-        root, _, hashes = self._hashes(tokens, None, scope)
+        root, _, hashes = self._hashes(tokens, None, scope, adapter)
         path = self._path(hashes)
         self._pin(path)
         try:
@@ -169,9 +172,9 @@ class PrefixCache:
         return len(path) * self.block
 
     def _hashes(
-        self, tokens: Sequence[int], limit: int | None, scope: str | None
+        self, tokens: Sequence[int], limit: int | None, scope: str | None, adapter: str
     ) -> tuple[bytes, NDArray[np.int64], list[bytes]]:
-        root = root_hash(self.key, scope)
+        root = root_hash(self.key, scope, adapter)
         length = len(tokens) if limit is None else max(0, min(limit, len(tokens)))
         ids = np.asarray(tokens[: length - length % self.block], np.int64)
         return root, ids, chain_hashes(root, ids, self.block)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,11 @@ class Slot:
     stop: int = 0
     before: NDArray[np.float32] | None = None
     images: ImageRows | None = None
+
+    @property
+    def adapter(self) -> Any:
+        """The adapter that its tokens are computed with, None for none."""
+        return None
 
 
 _S = TypeVar("_S", bound=Slot)

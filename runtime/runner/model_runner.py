@@ -10,7 +10,7 @@ unpacked in pairs of rows, the odd last row differs from the paired ones.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -116,9 +116,10 @@ class ModelRunner:
 
     def share(self, waiting: Sequence[_S]) -> list[_S]:
         """The first of those who wait for their first chunk, in rows side by side, and those who share its call."""
-        if not self._policy.shares_prefill:
+        if not self._policy.shares_prefill or (waiting and waiting[0].adapter is not None):
             return list(waiting[:1])
-        return list_sharing(waiting, self._chunk, self.session.cache.capacity)
+        plain = list(takewhile(lambda sequence: sequence.adapter is None, waiting))
+        return list_sharing(plain, self._chunk, self.session.cache.capacity)
 
     def prefill_together(self, sequences: Sequence[Slot]) -> Floats:
         """Feed the whole contexts of those who share a call; logits [B, V] after each, which the next call may
@@ -137,7 +138,8 @@ class ModelRunner:
             return self._one_by_one(call)
         # The largest logits are enough only where these decide every sequence's token.
         few = self._candidates > 0 and all(0 < sequence.needs < self._candidates for sequence in call)
-        logits = self._run(self._step(call, self.phase(len(call)), self._candidates if few else 0))
+        step = self._step(call, self.phase(len(call)), self._candidates if few else 0)
+        logits = self._run(_with_adapters(step, call))
         if few and not all(suffice(row, sequence.needs) for row, sequence in zip(logits[:, 0], call, strict=False)):
             logits = self.session.full_logits()
         return logits
@@ -183,7 +185,8 @@ class ModelRunner:
         indices = np.arange(len(padded), dtype=np.int64)[None]
         ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
         new = np.array([len(tokens)], np.int64) if self._has_states else None
-        logits: Floats = self._run(Batch(self.phase(len(padded)), ids, past, indices, sequence.row, 0, new))[0]
+        found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, 0, new)
+        logits: Floats = self._run(_with_adapters(found, [sequence]))[0]
         return logits[len(waiting) - 1 : len(tokens)]
 
     def _run(self, call: Batch) -> Floats:
@@ -202,6 +205,14 @@ class ModelRunner:
 def _zeros(rows: int, phase: Phase, first_row: int, candidates: int) -> Batch:
     ids, lengths, indices = (np.zeros(shape, np.int64) for shape in ((rows, 1), rows, (rows, 1)))
     return Batch(phase, ids, lengths, indices, first_row, candidates)
+
+
+def _with_adapters(call: Batch, sequences: Sequence[Slot]) -> Batch:
+    """A call with the adapters of its rows, of which the last may be a dummy."""
+    found = [sequence.adapter for sequence in sequences]
+    if not any(found):
+        return call
+    return replace(call, adapters=(*found, *[None] * (len(call.input_ids) - len(found))))
 
 
 def calls(sequences: Sequence[_S]) -> Iterator[list[_S]]:

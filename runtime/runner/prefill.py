@@ -42,7 +42,9 @@ def prefill(
         outputs = range(end - start) if every else [end - start - 1] if end == total else []
         ids = np.array([sequence.context[start:end]], np.int64)
         call = batch(phase, ids, [start], outputs, sequence.row)
-        logits = run(call if sequence.images is None else replace(call, embedded=sequence.images.select(start, end)))
+        images = None if sequence.images is None else sequence.images.select(start, end)
+        adapters = () if sequence.adapter is None else (sequence.adapter,)
+        logits = run(replace(call, embedded=images, adapters=adapters) if images or adapters else call)
         sequence.cached = end
         yield logits[0]
 

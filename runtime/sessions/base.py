@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Geometry
+from llmc.errors import BundleError
 from llmc.runtime.kv.cache import KVCache
+from llmc.runtime.sessions.adapters import Adapter
 from llmc.runtime.vision.rows import Embedded
 
 
@@ -36,6 +38,7 @@ class Batch:
         new_lengths: int64 [B], how many of each row's new tokens count; default: all. States stay as the last of them
             left them. In a call of several tokens for several rows they differ only if the session packs rows.
         embedded: of a call of one row with images, the rows in place of some tokens' own embeddings.
+        adapters: one for each row, None for a row without; empty where no row has one.
     """
 
     phase: Phase
@@ -46,6 +49,7 @@ class Batch:
     candidates: int = 0
     new_lengths: NDArray[np.int64] | None = None
     embedded: Embedded | None = None
+    adapters: tuple[Adapter | None, ...] = ()
 
 
 class Session(ABC):
@@ -77,6 +81,14 @@ class Session(ABC):
     def full_logits(self) -> NDArray[np.float32]:
         """All logits of the last call, float32 [B, O, vocab], also of one that asked for candidates."""
         return self._logits
+
+    def open_adapters(self) -> None:
+        """Get ready for calls with adapters, unless it is. Any thread may call this while others run.
+
+        Raises:
+            BundleError: the engine has no such calls.
+        """
+        raise BundleError("this engine runs no adapters beside a model; merge the adapter at export instead")
 
     @abstractmethod
     def close(self) -> None:

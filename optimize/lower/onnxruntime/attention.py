@@ -52,7 +52,7 @@ def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
             continue
         made = (_linear_before(value) for value in attention.inputs[:3])
         linears = list({linear.name: linear for linear in made}.values())  # keys may be values, too
-        if len({id(_before_sorting(linear.node.inputs[0])) for linear in linears}) != 1:
+        if len({id(before_sorting(linear.node.inputs[0])) for linear in linears}) != 1:
             raise BuildError(f"{attention.name}: query, key and value do not read the same activation")
         if len({bool(linear.biases) for linear in linears}) != 1:
             raise BuildError(f"{attention.name}: only some of query, key and value have a bias")
@@ -61,7 +61,7 @@ def pack_projections(graph: ir.Graph, context: LoweringContext) -> int:
     return count
 
 
-def _before_sorting(value: ir.Value | None) -> ir.Value | None:
+def before_sorting(value: ir.Value | None) -> ir.Value | None:
     """The activation of a linear, before its channels are put into the order of the weight's groups."""
     node = value.producer() if value is not None else None
     return node.inputs[0] if node is not None and node.op_type == "Gather" else value

@@ -10,7 +10,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is i
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -20,14 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import WEIGHTS_FILE, Manifest, version
+from llmc.bundle import ADAPTERS_FOLDER, WEIGHTS_FILE, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import computable, cpu_model
 from llmc.runtime.host.read_ahead import read_ahead
 from llmc.runtime.host.threads import on_leaving
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
+from llmc.runtime.sessions.adapters import Array
 from llmc.runtime.sessions.base import Batch, Phase, Session
+from llmc.runtime.sessions.onnxruntime.factors import RowFactors
 from llmc.runtime.sessions.onnxruntime.library import inference_session, session_options
 from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 
@@ -48,14 +50,14 @@ class OnnxRuntimeSession(Session):
         super().__init__(manifest.geometry)
         runtime = import_onnxruntime(manifest.target.engine_minimum)
         self.engine_version, self.processor = str(runtime.__version__), cpu_model()
-        self._geometry = manifest.geometry
+        self._folder, self._manifest, self._threads = folder, manifest, threads
         if manifest.cache == "bfloat16":
             raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
         names = usable_graphs(manifest)
         self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
         files = open_graphs(runtime, folder, manifest, sorted(set(names.values())), threads)
-        self._graphs = {phase: files[name] for phase, name in names.items()}
-        self._takes_lengths = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
+        self._graphs: dict[str, Any] = {phase: files[name] for phase, name in names.items()}
+        self._takes_lengths: set[str] = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
         ragged = (manifest.recipe.phases, manifest.cache) == ("split", "float32") or not manifest.geometry.has_states
         self.packs_rows = ragged and Phase.PREFILL in self._takes_lengths
         self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
@@ -63,6 +65,7 @@ class OnnxRuntimeSession(Session):
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
+        self._factors: RowFactors | None = None
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -73,6 +76,11 @@ class OnnxRuntimeSession(Session):
             ends = (batch.past_lengths + batch.new_lengths).tolist()
         if rows > 1 and sequence > 1 and (batch.new_lengths is None or not self.packs_rows):
             return self._run_row_by_row(batch)
+        if batch.adapters:
+            assert self._factors is not None, "adapters are read once the session is open for them"
+            if self._factors.make_room(max(self.cache.rows, batch.first_row + rows), batch.adapters):
+                self._bound.clear()
+            self._factors.fill(batch.first_row, batch.adapters)
         binding = self._bind_buffers(batch)
         binding.input_ids[:] = batch.input_ids
         binding.past_lengths[:] = batch.past_lengths
@@ -90,6 +98,16 @@ class OnnxRuntimeSession(Session):
         self._logits = binding.logits
         return self._logits
 
+    def open_adapters(self) -> None:
+        graph = self._manifest.adapter_graph
+        if graph is None or self._factors is not None:
+            return
+        runtime = import_onnxruntime(self._manifest.target.engine_minimum)
+        found = open_graphs(runtime, self._folder, self._manifest, [graph.file], self._threads)[graph.file]
+        if _takes(found, "new_lengths"):
+            self._takes_lengths.add(ADAPTERS_FOLDER)
+        self._graphs[ADAPTERS_FOLDER], self._factors = found, RowFactors(found)
+
     def close(self) -> None:
         self._bound.clear()
         self.cache.close()
@@ -97,8 +115,9 @@ class OnnxRuntimeSession(Session):
 
     def _bind_buffers(self, batch: Batch) -> "_Binding":
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
+        kind = ADAPTERS_FOLDER if batch.adapters else batch.phase
         embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
-        shape = (batch.phase, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row, embeddings)
+        shape = (kind, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row, embeddings)
         bound = self._bound
         if shape in bound.kept:
             bound.kept.move_to_end(shape)
@@ -110,11 +129,13 @@ class OnnxRuntimeSession(Session):
         kept = batch.input_ids.size <= max(SHARED_OUTPUTS, self.cache.rows)
         if not kept:
             bound.long = None  # its outputs go before new ones come
-        binding = _Binding(self._graphs[batch.phase], batch, caches, self._room_for(batch, shared=kept))
-        if batch.phase in self._takes_lengths:
+        binding = _Binding(self._graphs[kind], batch, caches, self._room_for(batch, shared=kept))
+        if kind in self._takes_lengths:
             binding.bind_lengths()
         if self._takes_embeddings:
-            binding.bind_embeddings(max(1, embeddings), self._geometry.hidden_size)
+            binding.bind_embeddings(max(1, embeddings), self._manifest.geometry.hidden_size)
+        if batch.adapters and self._factors is not None:
+            binding.bind_factors(self._factors.views(batch.first_row, len(batch.input_ids)))
         if self._takes_slots:
             binding.bind_slots(self.cache.capacity)
         if not kept:
@@ -126,7 +147,7 @@ class OnnxRuntimeSession(Session):
         return binding
 
     def _room_for(self, batch: Batch, *, shared: bool) -> NDArray[np.float32]:
-        shape, vocab = batch.logit_indices.shape, self._geometry.vocab_size
+        shape, vocab = batch.logit_indices.shape, self._manifest.geometry.vocab_size
         if not shared:
             return np.empty((*shape, vocab), np.float32)
         if self._bound.logits is None:
@@ -171,6 +192,11 @@ class _Binding:
         """A graph that packs rows asks how many of each row's new tokens count."""
         self.new_lengths = np.empty(self.past_lengths.shape, np.int64)
         self._bind(self.io.bind_input, "new_lengths", self.new_lengths)
+
+    def bind_factors(self, factors: Iterable[tuple[str, Array]]) -> None:
+        """The graph for adapters takes those of each row."""
+        for name, array in factors:
+            self._bind(self.io.bind_input, name, array)
 
     def bind_slots(self, capacity: int) -> None:
         """A graph that was made for TensorRT asks which positions of the cache it may look at: all."""

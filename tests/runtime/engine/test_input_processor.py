@@ -11,6 +11,7 @@ from llmc.runtime.api.request import Request
 from llmc.runtime.engine.input_processor import InputProcessor, draws
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sessions.adapters import Adapters
 
 IDS = list(range(10, 20))
 VOCAB = 4096
@@ -18,7 +19,7 @@ VOCAB = 4096
 
 @pytest.fixture
 def inputs(served: Any, tiny_tokenizer: Any) -> InputProcessor:
-    return InputProcessor(served, tiny_tokenizer, 64, 4)
+    return InputProcessor(served, tiny_tokenizer, 64, 4, Adapters(served, lambda: None))
 
 
 def state(inputs: InputProcessor, prompt: Any = IDS, *, max_tokens: int = 4, request: Any = None, **params: Any) -> Any:

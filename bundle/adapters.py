@@ -1,0 +1,78 @@
+"""Adapters as ``llmc adapter add`` writes them into a bundle: a folder each, with its factors in one file."""
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from llmc.bundle.integrity import sha256_file
+from llmc.bundle.manifest import MOST_MANIFEST, MOST_RANK, Version
+from llmc.errors import BundleError, LlmcError, UsageError, format_value
+from llmc.strict import decode, read_json
+
+ADAPTERS_FOLDER = "adapters"  # of a bundle
+ADAPTER_MANIFEST = "adapter.json"
+FACTORS_FILE = "factors.npy"
+ADAPTER_SCHEMA = 1
+# What the names of a graph's inputs for factors begin with; behind it stand modules, of several with a + between.
+FACTOR_A, FACTOR_B = "adapters.a.", "adapters.b."
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class AdapterManifest:
+    """``adapter.json``: what the factors beside it change.
+
+    Attributes:
+        base: fingerprint of the checkpoint that they were checked against.
+        rank: columns of every pair of factors.
+        modules: names of linears. For each, in this order, the file holds a [rank, inputs] and b [rank, outputs].
+        sha256: of the file.
+    """
+
+    schema_version: Version
+    base: str
+    rank: Annotated[int, range(1, MOST_RANK + 1)]
+    modules: Annotated[tuple[str, ...], range(1, 1 << 16)]
+    sha256: str
+
+
+def check_name(name: object) -> str:
+    """The name of an adapter, or UsageError for what cannot be one."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise UsageError(
+            f"{format_value(name)} cannot be an adapter's name; expected up to 64 letters, digits, '.', '_' and '-'"
+        )
+    return name
+
+
+def list_adapters(bundle: Path) -> dict[str, Path]:
+    """The folders of the adapters that were added to a bundle, by name."""
+    place = bundle / ADAPTERS_FOLDER
+    names = sorted(os.listdir(place)) if place.is_dir() else []
+    return {name: place / name for name in names if NAME.fullmatch(name)}
+
+
+def read_adapter_manifest(folder: Path) -> AdapterManifest:
+    """Read an adapter's manifest, and check that the file of its factors is the one that was written.
+
+    Raises:
+        BundleError: it is no adapter that ``llmc adapter add`` wrote, or damaged.
+    """
+    try:
+        manifest: AdapterManifest = decode(AdapterManifest, read_json(folder / ADAPTER_MANIFEST, MOST_MANIFEST))
+        found = sha256_file(folder / FACTORS_FILE)
+    except (OSError, ValueError, LlmcError) as error:
+        raise BundleError(
+            f"{folder} is no adapter that llmc adapter add wrote, or damaged ({error}); add it to the bundle again"
+        ) from error
+    if manifest.schema_version != ADAPTER_SCHEMA or manifest.sha256 != found:
+        raise BundleError(f"{folder}: {FACTORS_FILE} or the version of {ADAPTER_MANIFEST} changed; add it again")
+    return manifest
+
+
+def write_adapter_manifest(manifest: AdapterManifest, folder: Path) -> None:
+    """Write the manifest into ``folder`` as indented JSON."""
+    (folder / ADAPTER_MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,29 @@
+"""``llmc adapter``: adapters that are loaded beside a bundle's model."""
+
+from pathlib import Path
+
+import click
+
+from llmc.cli.options import debug_option, source_path
+from llmc.errors import require
+
+
+@click.group("adapter")
+def adapter_command() -> None:
+    """Adapters that a bundle loads beside its model."""
+
+
+@adapter_command.command("add")
+@click.argument("bundle", type=source_path)
+@click.argument("folder", type=source_path)
+@click.option("--name", required=True, help="Name that requests give.")
+@debug_option
+def add_command(bundle: Path, folder: Path, name: str) -> None:
+    """Write a LoRA adapter of PEFT into BUNDLE, which was built with --adapters."""
+    require("onnx_ir", "export")
+    from llmc.export.adapters import add_adapter
+
+    place, notes = add_adapter(bundle, folder, name)
+    for note in notes:
+        click.echo(f"note: {note}")
+    click.echo(f"wrote {place}")

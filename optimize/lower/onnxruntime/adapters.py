@@ -1,0 +1,62 @@
+"""Linears that adapters change beside the model: each adds ``x @ a @ b``, with factors of every row as inputs.
+
+Linears that read the same share one product with their ``a`` side by side; a packed linear has a ``b`` for each part.
+"""
+
+import onnx_ir as ir
+
+from llmc.bundle import FACTOR_A, FACTOR_B
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.onnxruntime.attention import before_sorting
+from llmc.optimize.lower.raising import Linear
+from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of
+
+
+def open_linears(graph: ir.Graph, context: LoweringContext) -> int:
+    """Let every open linear add the product with its factors, in the graph for adapters; the number of linears."""
+    if not context.adapters:
+        return 0
+    readers: dict[ir.Value | None, list[Linear]] = {}
+    for node in nodes_of(graph, "Linear", LLMC):
+        linear = Linear.of(node)
+        if context.geometry.linear[linear.module].is_open:
+            readers.setdefault(before_sorting(node.inputs[0]), []).append(linear)
+    for x, linears in readers.items():
+        _open(graph, x, linears)
+    return sum(len(linear.weights) for linears in readers.values() for linear in linears)
+
+
+def _open(graph: ir.Graph, x: ir.Value | None, linears: list[Linear]) -> None:
+    modules = [module for linear in linears for module in linear.modules]
+    name, inputs = "+".join(modules), linears[0].inputs
+    emit = Emitter(linears[0].node, f"{linears[0].name}.adapters")
+    inner = emit("MatMul", x, _factor(graph, f"{FACTOR_A}{name}", inputs, f"{len(modules)} * rank"))
+    if len(modules) > 1:
+        parts = emit.many("Split", [inner], len(modules), axis=-1, num_outputs=len(modules))
+    else:
+        parts = [inner]
+    changes = dict(zip(modules, parts, strict=True))
+    for linear in linears:
+        emit, output = Emitter(_next(graph, linear.node), f"{linear.name}.adapter"), linear.node.outputs[0]
+        uses = list(output.uses())
+        found = [
+            emit("MatMul", changes[module], _factor(graph, f"{FACTOR_B}{module}", "rank", size))
+            for module, size in zip(linear.modules, linear.part_sizes, strict=True)
+        ]
+        change = emit("Concat", *found, axis=-1) if len(found) > 1 else found[0]
+        changed = emit("Add", output, change)
+        for node, index in uses:
+            node.replace_input_with(index, changed)
+
+
+def _factor(graph: ir.Graph, name: str, rows: int | str, columns: int | str) -> ir.Value:
+    """A new input, float32 [batch, rows, columns]."""
+    value = ir.val(name, ir.DataType.FLOAT, ["batch", rows, columns])
+    graph.inputs.append(value)
+    return value
+
+
+def _next(graph: ir.Graph, node: ir.Node) -> ir.Node:
+    nodes = iter(graph)
+    next(it for it in nodes if it is node)
+    return next(nodes)
