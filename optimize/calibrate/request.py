@@ -130,7 +130,8 @@ def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "Calibra
     """A hash of all inputs of calibration. Keys are not sorted: the last matching pattern of layers wins."""
     # Engines have other integers; apart from that, the set of graphs does not matter.
     phases = "single" if recipe.phases == "single" else ""
-    settled = {"name": "", "budget": None, "phases": phases, "activations": "", "rotated": (), "experts": "gptq"}
+    # ``kept`` is how a store keeps integers, since when experts' are among them.
+    settled = {"name": "", "budget": None, "phases": phases, "activations": "", "rotated": (), "kept": "two per byte"}
     decided = {**asdict(recipe), **settled}
     weights = [export.source.fingerprint, weights_identity(source)]
     digest = hashlib.sha256(json.dumps([__version__, weights, decided]).encode())
