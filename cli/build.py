@@ -11,7 +11,7 @@ import click
 
 from llmc.bundle import ADAPTER_FILE, CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
 from llmc.cli import output as show
-from llmc.cli.inspect import bundle_rows
+from llmc.cli.inspect import adapter_rows, bundle_rows
 from llmc.cli.options import (
     EXISTING_FILE,
     debug_option,
@@ -20,6 +20,7 @@ from llmc.cli.options import (
     memory_option,
     new_path,
     precision_options,
+    recipe_option,
     size,
     source_path,
     take_precision,
@@ -29,6 +30,7 @@ from llmc.errors import require
 from llmc.publish import refuse_to_overwrite, work_folder
 
 if TYPE_CHECKING:
+    from llmc.bundle import Geometry
     from llmc.optimize.auto.search import AutoReport
     from llmc.optimize.build import BuildReport
     from llmc.optimize.calibrate.request import CalibrationRequest
@@ -48,7 +50,7 @@ CALIBRATION = ("calibration", "samples", "length", "no_calibration")
 @click.option("--max-batch", type=int, help="Sequences at a time.  [default: 8]")
 @click.option("--adapters", type=int, help="LoRA adapters that may be loaded beside the model at a time.  [default: 0]")
 @click.option("--rank", type=int, help="Largest rank of theirs.  [default: 16]")
-@click.option("--recipe", help="TOML file that says how weights are compiled, or the name of one that comes with llmc.")
+@recipe_option
 @click.option(
     "--calibration",
     type=EXISTING_FILE,
@@ -104,16 +106,16 @@ def build_command(
     engine = EngineRequest(**{name: choices.pop(name) for name in ENGINE})
     calibration = calibration_request(**{name: choices.pop(name) for name in CALIBRATION})
     refuse_to_overwrite(output, force)
-    with cleanly_stopped(), show.progress() as progress, open_export(source, output, progress) as export:
-        order = choices | {
-            "precision": precision,
-            "budget": Budget(**limits),
-            "recipe": find_recipe(choices["recipe"]),
-            "calibration": calibration,
-            "engine": engine,
-            "force": force,
-            "progress": progress,
-        }
+    order = choices | {
+        "precision": precision,
+        "budget": Budget(**limits),
+        "recipe": find_recipe(choices["recipe"]),
+        "calibration": calibration,
+        "engine": engine,
+        "force": force,
+    }
+    with cleanly_stopped(), show.progress() as progress, open_export(source, output, order, progress) as export:
+        order["progress"] = progress
         report = automatic(export, output, max_size=max_size, **order) if search else build(export, output, **order)
     if as_json:
         show.print_json(report)
@@ -170,8 +172,9 @@ def calibration_request(
 
 
 @contextmanager
-def open_export(source: Path, output: Path, progress: show.Report) -> Iterator[Path]:
-    """``source`` if it is an export, else an export of it for as long as the block runs, near ``output``."""
+def open_export(source: Path, output: Path, order: dict[str, Any], progress: show.Report) -> Iterator[Path]:
+    """``source`` if it is an export, else an export of it for as long as the block runs, near ``output``; made only for
+    an ``order`` that suits the model."""
     if not is_checkpoint(source):
         refuse_bundle(source, "an export or a checkpoint")
         yield source
@@ -179,9 +182,22 @@ def open_export(source: Path, output: Path, progress: show.Report) -> Iterator[P
     from llmc.cli.plan import check_export
     from llmc.export import export
 
-    check_export(source)
+    if geometry := check_export(source):
+        check_order(geometry, order)
     with work_folder(output) as folder:
         yield export(source, folder / source.resolve().name.removesuffix(".gguf"), progress=progress).output
+
+
+def check_order(geometry: Geometry, order: dict[str, Any]) -> None:
+    """Refuse what a build of this model would refuse, before it is exported."""
+    from llmc.optimize.recipe import Request, read_recipe, settle
+    from llmc.optimize.targets import capabilities
+
+    asked = Request(**{name: order[name] for name in ("precision", "max_context", "max_batch", "budget", "engine")})
+    calibration: CalibrationRequest | None = order["calibration"]
+    able = calibration is not None and calibration.is_possible
+    written = read_recipe(order["recipe"]) if order["recipe"] else Request()
+    settle(asked.over(written), geometry, capabilities(order["target"]), "", able)
 
 
 def print_report(report: BuildReport) -> None:
@@ -189,6 +205,7 @@ def print_report(report: BuildReport) -> None:
     manifest = report.manifest
     rows = [
         ("model", f"{manifest.source.name}, {show.amount(manifest.source.parameters)} parameters"),
+        *adapter_rows(manifest.source),
         *bundle_rows(manifest),
         *((name, show.size(entry.size)) for name, entry in manifest.files.items()),
         ("total", show.size(report.size)),

@@ -9,6 +9,7 @@ import click
 
 from llmc.bundle import CONFIG_FILE, refuse_bundle
 from llmc.cli import output as show
+from llmc.cli.inspect import adapter_rows
 from llmc.cli.options import debug_option, force_option, json_option, output_option, source_path
 from llmc.cli.stopping import cleanly_stopped
 from llmc.errors import printable
@@ -76,7 +77,7 @@ def print_report(report: ExportReport) -> None:
     show.print_rows(
         [
             ("model", f"{source.name} ({geometry.model_type}, {geometry.layers} layers)"),
-            *(("adapter", f"{it.name}, {it.scale:g} times") for it in source.adapters),
+            *adapter_rows(source),
             ("weights", f"{show.amount(source.parameters)} parameters, {source.dtype}"),
             *((name, show.size(count)) for name, count in report.files.items()),
             ("new on disk", show.size(report.new_bytes)),

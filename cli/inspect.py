@@ -13,7 +13,7 @@ from llmc.cli import output as show
 from llmc.cli.options import debug_option, json_option, source_path
 
 if TYPE_CHECKING:
-    from llmc.bundle import EngineConfig, Geometry, Manifest, Target
+    from llmc.bundle import EngineConfig, Geometry, Manifest, Source, Target
     from llmc.cli.summary import Memory, Summary
     from llmc.inventory import Encoder
 
@@ -46,9 +46,11 @@ def inspect_command(path: Path, as_json: bool) -> None:
 def print_summary(summary: Summary) -> None:
     source, device = summary.source, summary.device_memory
     apart = "" if summary.bundle else " (float32); see llmc plan"
+    stored = f"made from {source.dtype}" if summary.bundle else source.dtype
     rows = [
         (summary.kind, str(summary.path)),
-        ("model", f"{source.name}, {show.amount(source.parameters)} parameters, {source.dtype}"),
+        ("model", f"{source.name}, {show.amount(source.parameters)} parameters, {stored}"),
+        *adapter_rows(source),
         *geometry_rows(summary.geometry),
         *(bundle_rows(summary.bundle) if summary.bundle else []),
         ("weights", ", ".join(f"{show.size(count)} {dtype}" for dtype, count in summary.weights.items())),
@@ -59,6 +61,10 @@ def print_summary(summary: Summary) -> None:
         *(("note", note) for note in summary.notes),
     ]
     show.print_rows(rows)
+
+
+def adapter_rows(source: Source) -> list[tuple[str, str]]:
+    return [("adapter", f"{it.name}, {it.scale:g} times") for it in source.adapters]
 
 
 def disk_row(parts: Mapping[str, int]) -> str:

@@ -84,8 +84,8 @@ def size(count: int) -> str:
 
 
 def minutes(seconds: float) -> str:
-    """A rough time for people."""
-    return "less than a minute" if seconds < 60 else f"about {round(seconds / 60)} min"
+    """A rough time for people, in tens of seconds or in minutes."""
+    return f"about {max(1, round(seconds / 10)) * 10} s" if seconds < 95 else f"about {round(seconds / 60)} min"
 
 
 def amount(count: int) -> str:

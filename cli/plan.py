@@ -18,6 +18,7 @@ from llmc.cli.options import (
     json_option,
     memory_option,
     precision_options,
+    recipe_option,
     size,
     source_path,
     take_precision,
@@ -40,7 +41,7 @@ UNKNOWN = "not known whether it fits"
 @click.option("--max-batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
 @click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
 @precision_options
-@click.option("--recipe", help="Plan a build by this TOML file, or by a recipe that comes with llmc.")
+@recipe_option
 @memory_option
 @click.option("--gpu-memory", type=size, help="Memory that the GPU has, as 8GB.  [default: what it says]")
 @click.option(
@@ -146,9 +147,9 @@ def _tokenizer_folder(checkpoint: Checkpoint) -> Iterator[Path]:
         yield Path(name)
 
 
-def check_export(checkpoint: Path, text_only: bool = False) -> None:
-    """Refuse to export where memory does not suffice, or a tokenizer that does not work. A broken checkpoint is the
-    exporter's to report.
+def check_export(checkpoint: Path, text_only: bool = False) -> Geometry | None:
+    """Refuse to export where memory does not suffice, or a tokenizer that does not work; else the model's geometry. A
+    broken checkpoint, of which that is None, is the exporter's to report.
     """
     from llmc.export.sources.checkpoint import read_checkpoint
     from llmc.runtime.bench.stages import Stage, export_plan, refusal
@@ -158,12 +159,13 @@ def check_export(checkpoint: Path, text_only: bool = False) -> None:
     try:
         found = read_checkpoint(checkpoint, text_only=text_only)
     except LlmcError:
-        return
+        return None
     plan = export_plan(found.geometry)
     if problem := refusal([Stage(plan, plan.verdict(usable_memory(0)))]):
         raise ResourceError(f"{checkpoint}: {problem}")
     with _tokenizer_folder(found) as folder:
         try_tokenizer(folder)
+    return found.geometry
 
 
 def numbers(stage: Stage) -> dict[str, object]:
@@ -194,7 +196,7 @@ def print_stages(ahead: Ahead) -> None:
         if plan.per_layer_table:
             rows.append(("per-layer table", f"{show.size(plan.per_layer_table)}  beside: rows are read from its file"))
         if plan.seconds:
-            rows.append(("time", show.minutes(plan.seconds)))
+            rows.append(("time", f"{show.minutes(plan.seconds)} if nothing else computes here"))
         show.print_table((plan.stage + at, ""), rows)
         click.echo()
     found = ahead.memories

@@ -89,26 +89,13 @@ def take_order(
     export = read_export(source)
     check_unchanged(source, export)
     abilities, geometry = capabilities(target), export.geometry
-    if geometry.cpu_only and target != "cpu":
-        why = ", whose session keeps no states" if geometry.has_states else ""
-        if geometry.mixtures and target == "tensorrt-rtx":
-            why = why or ", whose parser (1.7) takes no NonZero, by which experts find their tokens"
-        raise UsageError(
-            f"{geometry.model_type} has {geometry.cpu_only}, which llmc lowers for cpu alone; "
-            f"the target is {target}{why}"
-        )
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
-    if geometry.encoder:
-        asked = recipes.for_encoder(asked, abilities, geometry.max_positions)
-        if judged or text is not None or (calibration is not None and calibration.asked is not None):
-            raise UsageError("a text judges and calibrates models that generate, and this one does not; leave it out")
     name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
-    able = calibration is not None and calibration.is_possible and not geometry.encoder
-    chosen, limits = recipes.resolve(
-        *(asked, abilities, geometry.max_positions, name, able),
-        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures)),
-    )
+    able = calibration is not None and calibration.is_possible
+    chosen, limits = recipes.settle(asked, geometry, abilities, name, able)
+    if geometry.encoder and (judged or text is not None or (calibration is not None and calibration.asked is not None)):
+        raise UsageError("a text judges and calibrates models that generate, and this one does not; leave it out")
     judged = judged or text is not None or bool(chosen.budget)
     order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress)
     return order, asked.engine

@@ -110,7 +110,10 @@ def bundle_row(demo: Demo, precision: str, started: float) -> tuple[str, ...]:
     folder = FOLDER / precision
     step("build", f"llmc build {FOLDER}/export -o {folder} --{precision}")
     calibration = CalibrationRequest(StreamedDecoder)
-    report = build(FOLDER / "export", folder, precision=precision, calibration=calibration, force=True)
+    with show.progress() as progress:
+        report = build(
+            FOLDER / "export", folder, precision=precision, calibration=calibration, force=True, progress=progress
+        )
     print(f"{show.size(report.size)} in {report.seconds:.1f} s")
     step("run", f"llmc run {folder} {demo.command}")
     with load(folder) as model:

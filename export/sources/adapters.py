@@ -93,10 +93,13 @@ def read_adapter(path: Path, scale: float, base: Path, config: Mapping[str, Any]
 
     Raises:
         CheckpointError: it is broken, no plain LoRA or DoRA, or in another format than the base.
-        UsageError: ``scale`` is no number from -100 to 100.
+        UsageError: ``scale`` is 0, or no number from -100 to 100.
     """
-    if not -100 <= scale <= 100:
-        raise UsageError(f"{path}: the scale {scale:g} of the adapter is unsupported; expected -100 to 100")
+    if not -100 <= scale <= 100 or not scale:
+        raise UsageError(
+            f"{path}: the scale {scale:g} of the adapter is unsupported, expected -100 to 100 and not 0; leave it out "
+            "for the adapter as it was trained, or leave the adapter out"
+        )
     packed = [it.suffix == SUFFIX and not it.is_dir() for it in (path, base)]
     if packed[0] != packed[1]:  # rows and norms have another order and form there
         raise CheckpointError(
@@ -114,7 +117,7 @@ def _read_gguf(path: Path, scale: float, config: Mapping[str, Any]) -> Adapter:
     if kind != ["adapter", "lora"] or type(alpha) is not float or not 0 <= alpha <= 1e6 or others:
         raise CheckpointError(
             f"{path} is {kind[0]!r:.40} of type {kind[1]!r:.40} with alpha {alpha!r:.40}; expected a LoRA adapter, as "
-            "convert_lora_to_gguf.py writes it"
+            "convert_lora_to_gguf.py writes it; convert it again"
         )
     factors = {}
     for name, found in read_factors(header, config).items():
@@ -159,7 +162,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     found = find_own_file(folder, ADAPTER_FILE) if folder.is_dir() else None
     if found is None:
         lacking = f"no {ADAPTER_FILE}" if folder.is_dir() else "no such folder"
-        raise CheckpointError(f"{folder}: {lacking}; expected an adapter's folder, as PEFT writes it")
+        raise CheckpointError(
+            f"{folder}: {lacking}; expected an adapter's folder, as PEFT writes it; give that one, a scale only as "
+            "a number behind a colon"
+        )
     try:
         values = read_json(found)
     except (OSError, ValueError) as error:
@@ -225,7 +231,8 @@ def _sort_tensors(shard: Shard) -> tuple[dict[str, dict[str, Array]], dict[str, 
         if match is None or tensor.dtype not in FLOATS or ".lora_" in match["module"]:
             raise CheckpointError(
                 f"{shard.path}: {name} of type {tensor.dtype} is unsupported; expected floats named ...lora_A.weight, "
-                "lora_B.weight, lora_embedding_A, lora_embedding_B, lora_magnitude_vector, weight or bias"
+                "lora_B.weight, lora_embedding_A, lora_embedding_B, lora_magnitude_vector, weight or bias; merge it "
+                "with PEFT"
             )
         values = np.memmap(shard.path, array_type(tensor.dtype), "r", tensor.offset, tensor.shape)
         if not np.isfinite(values).all():
@@ -291,7 +298,7 @@ def _find_base(
     if base is None or re.search(r"\.experts\.\d", name):
         raise CheckpointError(
             f"{adapter.folder}: it changes {name}, which {folder} lacks or has as one expert of several; expected an "
-            "adapter that was trained on this checkpoint's linears or embedding"
+            "adapter of this checkpoint's linears or embedding; give the checkpoint that it was trained on"
         )
     if not isinstance(base, StoredTensor | MadeTensor) or base.dtype not in FLOATS:
         raise CheckpointError(
@@ -337,5 +344,5 @@ def _cut(pieces: Iterator[Array]) -> Iterator[Array]:
 def _explain(adapter: Adapter, folder: Path, name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> str:
     return (
         f"{adapter.folder}: it changes {name} as {list(found)}, but {folder} has {list(expected)}; expected an adapter "
-        "that was trained on this checkpoint"
+        "that was trained on this checkpoint; give the one that it was trained on"
     )

@@ -19,12 +19,12 @@ from llmc.bundle import Geometry, Recipe
 from llmc.inventory import HEAD, Experts
 from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.lower.context import QuantConfig, QuantConfigs, WeightOnly
-from llmc.optimize.lower.onnxruntime.experts import fit_block, keeps_codes
+from llmc.optimize.lower.onnxruntime.experts import fit_block
 from llmc.optimize.lower.tensorrt.weights import fit_grid
 from llmc.optimize.progress import Progress, make_counter
 from llmc.optimize.quantize import gptq, rtn, smoothquant
 from llmc.optimize.quantize.grid import Grid, Quantized, stack
-from llmc.optimize.weights.store import Store, grid_name, layer_part
+from llmc.optimize.weights.store import Store, arrays_of, layer_part
 from llmc.runtime.host.machine import usable_threads
 
 # Tokens per forward pass: enough to keep the cores busy, few enough that a layer's activations stay small.
@@ -284,7 +284,8 @@ def _list_mixtures(geometry: Geometry, layer: int, recipe: Recipe, configs: Quan
         config = configs.stored(item.name)
         if item.layer == layer and recipe.scheme != "rtn" and isinstance(config, WeightOnly):
             grid = fit_block(config.grid, item)
-            if grid.bits == 4 and not keeps_codes(item, grid):
+            kept = item.codes is not None and all(grid.holds(item.codes, part.inputs) for part in item.parts)
+            if grid.bits == 4 and not kept:
                 found.append((item, grid))
     return found
 
@@ -345,9 +346,3 @@ def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, config: Qu
         for start in range(0, source.geometry.vocab_size, rows)
     ]
     return arrays | arrays_of(source.head, stack(found))
-
-
-def arrays_of(tensor: str, quantized: Quantized) -> dict[str, NDArray[Any]]:
-    key = f"{grid_name(quantized.grid)}:{tensor}"
-    arrays: dict[str, NDArray[Any]] = {f"values:{key}": quantized.values, f"scales:{key}": quantized.scales}
-    return arrays if quantized.zero_points is None else {**arrays, f"zeros:{key}": quantized.zero_points}

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # GPTQ's paper uses 128 windows of 2,048 tokens; a thirtieth of that already estimates the second moments, in minutes.
 DEFAULT_SAMPLES = 16
 DEFAULT_LENGTH = 512
+SHORTER = "fewer and shorter windows (--samples, --length), or round without one (--no-calibration)"
 # Number of cached calibrations: finished ones, and those of interrupted builds.
 KEPT_BYTES = 8_000_000_000
 
@@ -92,7 +93,8 @@ def calibrate_weights(
 
     geometry = export.geometry
     count, length = check_windows(request, geometry.max_positions)
-    samples = read_samples(request.text, source, samples=count, length=length, vocab_size=geometry.vocab_size)
+    vocabulary = geometry.vocab_size
+    samples = read_samples(request.text, source, samples=count, length=length, vocab_size=vocabulary, remedy=SHORTER)
     used = Calibration(samples.name, samples.sha256, samples.default, len(samples.ids), samples.ids.shape[1])
     folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
     decoder = request.decoder(source, "cuda" if torch.cuda.is_available() else "cpu")
@@ -130,7 +132,8 @@ def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "Calibra
     """A hash of all inputs of calibration. Keys are not sorted: the last matching pattern of layers wins."""
     # Engines have other integers; apart from that, the set of graphs does not matter.
     phases = "single" if recipe.phases == "single" else ""
-    settled = {"name": "", "budget": None, "phases": phases, "activations": "", "rotated": (), "experts": "gptq"}
+    # ``kept`` is how a store keeps integers, those of experts too.
+    settled = {"name": "", "budget": None, "phases": phases, "activations": "", "rotated": (), "kept": "two per byte"}
     decided = {**asdict(recipe), **settled}
     weights = [export.source.fingerprint, weights_identity(source)]
     digest = hashlib.sha256(json.dumps([__version__, weights, decided]).encode())

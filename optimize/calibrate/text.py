@@ -55,7 +55,14 @@ class CalibrationSamples:
 
 
 def read_samples(
-    path: Path | None, model_folder: Path, *, samples: int, length: int, vocab_size: int, held_out: bool = False
+    path: Path | None,
+    model_folder: Path,
+    *,
+    samples: int,
+    length: int,
+    vocab_size: int,
+    held_out: bool = False,
+    remedy: str = "ask for fewer tokens per window",
 ) -> CalibrationSamples:
     """Cut a text into consecutive windows of tokens; of more than ``samples`` windows, take some evenly spread.
 
@@ -70,6 +77,7 @@ def read_samples(
         length: tokens per window, at least 2.
         vocab_size: of the model; ids beyond are refused.
         held_out: of the default text take the part that quality is judged on, not the one for calibration.
+        remedy: what helps a text that is too short, beside a longer one.
     """
     source = DEFAULT_TEXT if path is None else path
     text, sha256 = _read(source)
@@ -82,7 +90,7 @@ def read_samples(
     _check_vocabulary(np.append(prefix, ids), vocab_size, tokenizer, source)
     step = length - len(prefix)
     fewest = 1 if path is None else min(samples, FEWEST_WINDOWS)
-    _check_length(ids, fewest * step, source)
+    _check_length(ids, fewest * step, source, remedy)
     return CalibrationSamples(
         ids=_windows(ids, step, samples, prefix),
         name="default text" if path is None else printable(path.name),
@@ -201,11 +209,10 @@ def _check_vocabulary(ids: Ids, vocab_size: int, tokenizer: Tokenizer, path: Pat
         )
 
 
-def _check_length(ids: Ids, needed: int, path: Path) -> None:
+def _check_length(ids: Ids, needed: int, path: Path, remedy: str) -> None:
     if len(ids) < needed:
         raise UsageError(
-            f"{path} is too short: {len(ids)} tokens, expected at least {needed}; "
-            "give a longer text, or ask for fewer tokens per window"
+            f"{path} is too short: {len(ids)} tokens, expected at least {needed}; give a longer text, or {remedy}"
         )
 
 

@@ -1,13 +1,17 @@
 """The gate: a bundle beyond its quality budget is not published; its worst layers and a better recipe are named."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 
 from llmc.bundle import Budget, Quality, Recipe
 from llmc.errors import BuildError
 from llmc.optimize.judge.layers import LayerError
-from llmc.optimize.recipe import PLAIN_BLOCK, WIDER_BLOCK
+from llmc.optimize.recipe import BITS, PLAIN_BLOCK, WIDER_BLOCK
 
 WORST = 3
+# Times that another recipe of as many bits divides KL by, and 8 bits that of 4: int8-exact 2, int4-quality 2 and
+# int8 36 in decode of SmolLM2-135M.
+SAME_BITS, MORE_BITS = 3.0, 50.0
 # Largest mean KL, in nats, of a build in float32, which only adds in another order. The families' random tiny models
 # are below 1e-9; a lowering that lost a factor of the logits had 0.8. Mixtures need no more: float32 and float64 chose
 # the same of 128 random experts in all of 48 layers for 1,500 tokens, and had 7e-12.
@@ -46,11 +50,17 @@ def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
     return found
 
 
-def name_better(recipe: Recipe, phases: Collection[str]) -> str:
-    """The option with the next recipe by purpose, which loses less in these phases than ``recipe``."""
+def name_better(recipe: Recipe, phases: Collection[str], excess: float = 1.0) -> str:
+    """The option with the next recipe by purpose, which loses less in these phases than ``recipe``; of recipes for
+    CPUs one that may divide KL by ``excess``."""
     if recipe.compute != "float32":  # a GPU's
         return "--int8" if recipe.precision == "int4" else "--fp16"
-    if recipe.precision == "int4" and ("decode" in phases or recipe.phases == "shared"):
+    four_bits = recipe.precision == "int4" and ("decode" in phases or recipe.phases == "shared")
+    if not excess <= (MORE_BITS if four_bits else SAME_BITS):  # NaN is not
+        return "--fp16" if recipe.precision in BITS else "--fp32"
+    if four_bits:
+        if excess > SAME_BITS:
+            return "--int8"
         if recipe.block_size > WIDER_BLOCK:
             return "--recipe int4"
         return "--recipe int4-quality" if (recipe.block_size, recipe.scheme) != (PLAIN_BLOCK, "gptq") else "--int8"
@@ -65,10 +75,13 @@ def check(quality: Quality, recipe: Recipe, explain: Callable[[], Sequence[Layer
     broken = violations(quality, recipe.budget)
     if broken:
         numbers = "; ".join(f"{text} ({phase})" for text, phase in broken)
+        kl, most = quality.mean_kl, recipe.budget.max_kl
+        excess = 1.0 if kl is None or most is None else kl / most if most else math.inf
+        better = name_better(recipe, {phase for _, phase in broken}, excess)
         raise BuildError(
             f"the quality budget is broken on {quality.text}: {numbers}. Worst layers: {_worst(explain(), broken)}. "
-            f"Build with {name_better(recipe, {phase for _, phase in broken})}, give these layers more bits in the "
-            "recipe's [layers], or allow more. Nothing was published"
+            f"Build with {better}, give these layers more bits in the recipe's [layers], or allow more. Nothing was "
+            "published"
         )
 
 

@@ -9,7 +9,7 @@ from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES, can
 from llmc.optimize.plan.device import device_plan, host_plan
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.plan.time import estimate_build
-from llmc.optimize.recipe import Request, check_context, find_recipe, for_encoder, read_recipe, resolve
+from llmc.optimize.recipe import Request, check_context, find_recipe, read_recipe, settle
 from llmc.optimize.targets import capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH, export_plan
 from llmc.runtime.host.machine import usable_threads
@@ -39,12 +39,7 @@ def plan_stages(
 
 def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unified: bool) -> list[MemoryEstimate]:
     abilities = capabilities(target)
-    if geometry.encoder:
-        asked = for_encoder(asked, abilities, geometry.max_positions)
-    calibrated, coded, rotates = can_calibrate() and not geometry.encoder, bool(geometry.coded), geometry.rotates
-    chosen, limits = resolve(
-        *(asked, abilities, geometry.max_positions, "plan", calibrated, coded, rotates), bool(geometry.mixtures)
-    )
+    chosen, limits = settle(asked, geometry, abilities, "plan", can_calibrate())
     tokenizer, windows, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
     if not abilities.has_gpu:

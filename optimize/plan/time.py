@@ -1,6 +1,7 @@
 """Rough time of a build, from the geometry and the recipe alone.
 
-Qwen2.5-0.5B's geometry with ``--int4`` took 359 core-seconds (Zen 4, shared machine); this says 333.
+With ``--int4`` Qwen2.5-0.5B's geometry took 359 core-seconds on a shared machine with AVX-512, and this says 368;
+SmolLM2-135M took 207 on one without, and this says 185.
 
 Most of it is calibration: each layer multiplies every token twice, once to be observed and once with its integers, and
 second moments take the square of what its linears read.
@@ -8,9 +9,12 @@ second moments take the square of what its linears read.
 
 from llmc.bundle import Geometry, Recipe
 from llmc.optimize.recipe import needs_calibration
+from llmc.runtime.host.machine import cpu_flags
 
-# Floating point operations of torch on one core of a server with AVX-512; half of that on an older one.
+# Floating point operations of torch per second on one core of a server with AVX-512; half of that on one without.
 FLOPS_PER_CORE = 70e9
+# Core-seconds that any model takes: to import torch, run the golden prompts, and compare calls of many sizes.
+ANY_MODEL = 35.0
 # Core-seconds for a weight: read, rounded for each graph, written and judged; and to search and round it by GPTQ.
 ROUNDING, GPTQ = 70e-9, 160e-9
 
@@ -20,13 +24,14 @@ def estimate_build(geometry: Geometry, recipe: Recipe, tokens: int, cores: int) 
     layers = [group for group in geometry.readers if group[0].layer is not None]
     linears, experts = (sum(linear.size for group in layers for linear in group), geometry.mixtures)
     weights = linears + sum(item.size for item in experts)
-    seconds = ROUNDING * (weights + geometry.table.size)
+    seconds = ANY_MODEL + ROUNDING * (weights + geometry.table.size)
+    speed = FLOPS_PER_CORE if "avx512f" in cpu_flags() else FLOPS_PER_CORE / 2
     if needs_calibration(recipe):
         used = linears + sum(item.size * item.chosen / item.count for item in experts)
-        seconds += tokens * 4 * used / FLOPS_PER_CORE
+        seconds += tokens * 4 * used / speed
     if recipe.scheme == "gptq":
         read = sum(group[0].inputs ** 2 for group in layers)
         read += sum(item.chosen * part.inputs**2 for item in experts for part in item.parts)
         factors = sum(item.count * part.inputs**3 / 3 for item in experts for part in item.parts)
-        seconds += (tokens * read + factors) / FLOPS_PER_CORE + GPTQ * weights
+        seconds += (tokens * read + factors) / speed + GPTQ * weights
     return seconds / cores

@@ -17,6 +17,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.inventory import Codes
+
 Float = NDArray[np.float32]
 T = TypeVar("T", bound=np.generic)
 
@@ -58,6 +60,12 @@ class Grid:
     def groups(self, inputs: int) -> int:
         """Scales per row; the last group of a row may be short."""
         return -(-inputs // self.width(inputs))
+
+    def holds(self, codes: Codes, inputs: int) -> bool:
+        """True if a checkpoint's integers of rows of ``inputs`` weights are on it, with its blocks within theirs."""
+        fits = codes.block == inputs or (self.block > 0 and codes.block % self.block == 0)
+        kind = (codes.kind, codes.bits, not codes.zero_points, codes.offsets)
+        return fits and kind == ("integer", self.bits, self.symmetric, self.shifted)
 
 
 # What offsets are stored on.
@@ -131,18 +139,25 @@ def pack_blocks(values: NDArray[np.int8], grid: Grid) -> NDArray[np.uint8]:
     return _pack(values, grid, groups * grid.block).reshape(rows, groups, grid.block * grid.bits // 8)
 
 
-def pack_zero_points(zero_points: NDArray[np.int8], grid: Grid) -> NDArray[np.uint8]:
-    """Lay zero points out as MatMulNBits and GatherBlockQuantized want them.
+def pack_rows(values: NDArray[np.int8], grid: Grid) -> NDArray[np.uint8]:
+    """Lay rows of integers out as MatMulNBits and GatherBlockQuantized want zero points.
 
     Args:
-        zero_points: int8 [N, groups] on ``grid``.
+        values: int8 [N, C] on ``grid``.
 
     Returns:
-        uint8 [N, ceil(groups * bits / 8)]: offset by 2^(bits-1), low nibble first, an odd last nibble paired with zero.
+        uint8 [N, ceil(C * bits / 8)]: offset by 2^(bits-1), low nibble first, an odd last nibble paired with zero.
         Source: com.microsoft.MatMulNBits in ONNX Runtime's operator documentation.
     """
-    groups = zero_points.shape[1]
-    return _pack(zero_points, grid, groups + groups % 2 if grid.bits == 4 else groups)
+    columns = values.shape[1]
+    return _pack(values, grid, columns + columns % 2 if grid.bits == 4 else columns)
+
+
+def unpack_rows(packed: NDArray[np.uint8], grid: Grid, columns: int) -> NDArray[np.int8]:
+    """The integers int8 [N, ``columns``] that :func:`pack_rows` laid out."""
+    if grid.bits == 4:
+        packed = np.stack((packed & 15, packed >> 4), -1).reshape(len(packed), -1)[:, :columns]
+    return np.add(packed, grid.low, dtype=np.int16).astype(np.int8)
 
 
 def _pack(values: NDArray[np.int8], grid: Grid, width: int) -> NDArray[np.uint8]:

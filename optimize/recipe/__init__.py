@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import llmc
-from llmc.bundle import MOST_ADAPTERS, MOST_RANK, Budget, Limits, Recipe
+from llmc.bundle import MOST_ADAPTERS, MOST_RANK, Budget, Geometry, Limits, Recipe
 from llmc.errors import UsageError, format_value
 from llmc.inventory import SENSITIVE
 from llmc.optimize.recipe.engine import EngineRequest
@@ -188,6 +188,30 @@ def _read_value(hint: Any, value: Any, where: str) -> Any:
     if kind in _WORDS and type(value) is kind:
         return value
     raise UsageError(f"{where} is {value!r}, expected {_WORDS.get(kind, 'a table')}")
+
+
+def settle(
+    asked: Request, geometry: Geometry, target: Capabilities, name: str, calibrated: bool
+) -> tuple[Recipe, Limits]:
+    """:func:`resolve` a request for a model; ``calibrated`` tells that the build can calibrate.
+
+    Raises:
+        UsageError: as there, or the target does not take such models.
+    """
+    if geometry.cpu_only and target.name != "cpu":
+        why = ", whose session keeps no states" if geometry.has_states else ""
+        if geometry.mixtures and target.name == "tensorrt-rtx":
+            why = why or ", whose parser (1.7) takes no NonZero, by which experts find their tokens"
+        raise UsageError(
+            f"{geometry.model_type} has {geometry.cpu_only}, which llmc lowers for cpu alone; "
+            f"the target is {target.name}{why}"
+        )
+    if geometry.encoder:
+        asked, calibrated = for_encoder(asked, target, geometry.max_positions), False
+    return resolve(
+        *(asked, target, geometry.max_positions, name, calibrated),
+        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures)),
+    )
 
 
 def resolve(

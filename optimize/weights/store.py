@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import BuildError
 from llmc.optimize.quantize import rtn
-from llmc.optimize.quantize.grid import SMALLEST_SCALE, Float, Grid, Quantized, stack
+from llmc.optimize.quantize.grid import SMALLEST_SCALE, Float, Grid, Quantized, pack_rows, stack, unpack_rows
 from llmc.optimize.weights.tensors import CodedTensor, Weight, codes_of, in_parallel, pieces, rows_of, sizes
 from llmc.runtime.host import disk_cache
 
@@ -38,6 +38,14 @@ def part_of(tensor: str) -> str:
     """The part of the model that a tensor belongs to: layer-007, or head."""
     words = tensor.split(".")
     return layer_part(int(words[2])) if tensor.startswith("model.layers.") else "head"
+
+
+def arrays_of(tensor: str, quantized: Quantized) -> dict[str, NDArray[Any]]:
+    """What a store keeps of a matrix [N, K] on a grid: of 4 bits two integers to a byte."""
+    key, grid, zeros = f"{grid_name(quantized.grid)}:{tensor}", quantized.grid, quantized.zero_points
+    arrays: dict[str, NDArray[Any]] = {f"values:{key}": pack_rows(quantized.values, grid)}
+    arrays |= {f"scales:{key}": quantized.scales, f"inputs:{key}": np.array(quantized.values.shape[1])}
+    return arrays if zeros is None else {**arrays, f"zeros:{key}": pack_rows(zeros, grid)}
 
 
 class Store:
@@ -135,18 +143,17 @@ class Calibrated:
         """True if the checkpoint's own integers are on ``grid``, and calibration changed nothing."""
         assert tensor.name is not None
         arrays, (_, inputs) = self._arrays(tensor.name), sizes(tensor)
-        changed = any(f"{kind}:{tensor.name}" in arrays for kind in ("rows", "columns"))
-        fits = tensor.block == inputs or (grid.block > 0 and tensor.block % grid.block == 0)
-        kind = (tensor.bits, tensor.zero_points is None, tensor.offsets is not None)
-        chosen = self.chosen(tensor.name, grid)
-        return not changed and not chosen and fits and kind == (grid.bits, grid.symmetric, grid.shifted)
+        changed = any(f"{kind}:{tensor.name}" in arrays for kind in ("rows", "columns", f"values:{grid_name(grid)}"))
+        return not changed and grid.holds(tensor.kind, inputs)
 
     def chosen(self, tensor: str, grid: Grid) -> Quantized | None:
         """The integers that calibration chose for a matrix, or for those of all experts one below the other."""
         arrays, key = self._arrays(tensor), f"{grid_name(grid)}:{tensor}"
         if f"values:{key}" not in arrays:
             return None
-        return Quantized(arrays[f"values:{key}"], arrays[f"scales:{key}"], grid, arrays.get(f"zeros:{key}"))
+        values = unpack_rows(arrays[f"values:{key}"], grid, int(arrays[f"inputs:{key}"]))
+        scales, zeros = arrays[f"scales:{key}"], arrays.get(f"zeros:{key}")
+        return Quantized(values, scales, grid, None if zeros is None else unpack_rows(zeros, grid, scales.shape[1]))
 
     def quantize_stacked(self, tensors: Sequence[Weight], grid: Grid) -> Quantized:
         """Stacked matrices on ``grid``: the checkpoint's own integers where they are on it, columns as they are stored;

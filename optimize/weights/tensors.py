@@ -13,6 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError, CheckpointError
+from llmc.inventory import Codes
 from llmc.origin import weight_files
 
 S = TypeVar("S")
@@ -56,8 +57,9 @@ class CodedTensor:
         return self.codes.shape
 
     @property
-    def bits(self) -> int:
-        return 4 if self.codes.dtype == ir.DataType.INT4 else 8
+    def kind(self) -> Codes:
+        bits = 4 if self.codes.dtype == ir.DataType.INT4 else 8
+        return Codes(bits, self.block, self.zero_points is not None, self.offsets is not None)
 
     @property
     def block(self) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from signal import SIGBUS
 from types import MappingProxyType
 
 from machine import QUIET_CPUS, Disturbance, positive, publish, ratio, table
@@ -121,7 +122,8 @@ def run_script(
         raise RuntimeError(f"{script} failed: no result after {timeout_s:.0f} s") from error
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip() or "no message").splitlines()[-1]
-        raise RuntimeError(f"{script} failed with exit code {error.returncode}: {last}") from error
+        full = " (no room for a page of a mapped file: is the disk full?)" if error.returncode == -SIGBUS else ""
+        raise RuntimeError(f"{script} failed with exit code {error.returncode}{full}: {last}") from error
     return (done.stdout.splitlines() or [""])[-1]
 
 

@@ -1,6 +1,7 @@
 """``llmc build``: one call with the same names; a checkpoint is exported on the way, and nothing of that stays."""
 
 import dataclasses
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,22 @@ DEFAULTS = {
     "force": False,
     "engine": EngineRequest(),
 }
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [("--source", "the checkpoint is not quantized"), ("--max-context=9999", "max_context is 9999")]
+)
+def test_what_does_not_suit_the_model_is_refused_before_the_export(
+    llmc, library, tiny_checkpoint, tmp_path, option, said
+):
+    result = llmc("build", tiny_checkpoint, "-o", tmp_path / "out", option)
+    assert result.code == 2 and said in result.err
+    assert not library.exported
+
+
+def test_help_names_every_recipe(llmc):
+    named = set(re.findall(r"[\w-]+", llmc("build", "--help").out))
+    assert {path.stem for path in (Path(llmc_package.__path__[0]) / "recipes").glob("*.toml")} <= named
 
 
 def test_defaults_are_the_librarys(llmc, library: FakeLibrary, export_folder: Path, tmp_path: Path):

@@ -78,6 +78,19 @@ def test_a_bundle_shows_what_it_was_built_for(llmc, bundle_folder: Path):
     assert shown["note"] == "generation_config.json: num_beams=4 is not supported and was left out"
 
 
+def test_a_bundle_shows_its_adapters_and_what_its_weights_were_made_from(llmc, bundle_folder):
+    adapters = (bundle.MergedAdapter("sql", "a" * 64, 0.5), bundle.MergedAdapter("tone", "b" * 64, 1.0))
+    manifest = read_bundle(bundle_folder)
+    source = replace(manifest.source, dtype="int4", adapters=adapters)
+    bundle.write_manifest(replace(manifest, source=source), bundle_folder)
+    out = llmc("inspect", bundle_folder).out
+    assert rows(out)["model"].endswith(" parameters, made from int4")
+    assert [line.split(maxsplit=1)[1] for line in out.splitlines() if line.startswith("adapter")] == [
+        "sql, 0.5 times",
+        "tone, 1 times",
+    ]
+
+
 def test_a_bundles_memory_is_its_own_plan(llmc, bundle_folder: Path):
     summary = json.loads(llmc("inspect", bundle_folder, "--json").out)
     # Two steps of 256 positions.

@@ -197,6 +197,8 @@ def test_a_tied_table_is_not_changed_alone(random_checkpoint, tmp_path):
 def test_folders_and_scales_are_checked(llama, adapter):
     with pytest.raises(UsageError, match="scale nan of the adapter"):
         read_checkpoint(llama, [(adapter, float("nan"))])
+    with pytest.raises(UsageError, match=r"scale 0 of the adapter.*or leave the adapter out"):
+        read_checkpoint(llama, [(adapter, 0.0)])
     (adapter / WEIGHTS_FILE).rename(adapter / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle"):
         read_checkpoint(llama, [(adapter, 1.0)])

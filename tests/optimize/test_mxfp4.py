@@ -25,6 +25,7 @@ from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.streaming import StreamedDecoder
 from llmc.inventory import Codes
 from llmc.optimize.build import build
+from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.recipe import Request
 from llmc.runtime import load
 
@@ -105,6 +106,26 @@ def test_the_bundle_has_the_checkpoints_bytes(gpt_oss, bundle):
 def test_other_precisions_are_chosen_from_what_the_codes_stand_for(gpt_oss, tmp_path, precision):
     manifest = build(gpt_oss[0].parent / "export", tmp_path / "b", precision=precision, max_context=64).manifest
     assert max(phase.mean_kl for phase in manifest.quality.phases.values()) <= MOST_KL[precision]
+
+
+def test_a_text_chooses_integers_of_experts(gpt_oss, tmp_path):
+    source = Path(shutil.copytree(gpt_oss[0].parent / "export", tmp_path / "export"))
+    (source / "tokenizer.json").unlink()  # it may be a link
+    characters = {"type": "BPE", "vocab": {chr(ord(" ") + number): number for number in range(95)}, "merges": []}
+    (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": characters}))
+    text = CalibrationRequest(StreamedDecoder, samples=8, length=32)
+    made = {}
+    for name, calibration in (("gptq", text), ("rtn", None)):
+        manifest = build(
+            source, tmp_path / name, precision="int4", calibration=calibration, recipe=Request(block_size=32)
+        ).manifest
+        assert max(phase.mean_kl for phase in manifest.quality.phases.values()) <= MOST_KL["int4"]
+        weights, graph = (tmp_path / name / WEIGHTS_FILE).read_bytes(), ir.load(tmp_path / name / "decoder.onnx").graph
+        stored = graph.initializers[f"{EXPERT.replace('.mlp', '')}.weight.experts.int4x32z"].const_value
+        made[name] = manifest.recipe.calibration, weights[stored.offset : stored.offset + stored.length]
+    used = made["gptq"][0]
+    assert used.experts + used.nearest == sum(item.count for item in read_export(source).geometry.mixtures)
+    assert made["gptq"][1] != made["rtn"][1] and used.experts
 
 
 def test_tokens_are_those_of_transformers(gpt_oss, tmp_path):

@@ -143,6 +143,16 @@ def test_peers_compare_at_equal_quality_and_time_nothing_without_it(
     assert [len(row["rounds"]) for row in rows] == [1, 1, 1, 0] and "has no KL" in rows[-1]["trouble"]
 
 
+def test_a_disk_that_ran_full_below_a_mapped_file_is_named(script, monkeypatch, tmp_path):
+    peers = script("peers")
+    monkeypatch.setattr(peers, "HERE", tmp_path)
+    (tmp_path / "dies.py").write_text("import os, sys; os.kill(os.getpid(), int(sys.argv[1]))")
+    with pytest.raises(RuntimeError, match=r"dies\.py failed with exit code -7 \(.*is the disk full\?\): no message"):
+        peers.run_script(sys.executable, "dies.py", 7)
+    with pytest.raises(RuntimeError, match=r"dies\.py failed with exit code -9: no message"):
+        peers.run_script(sys.executable, "dies.py", 9)
+
+
 def test_a_peer_is_compared_with_ours_up_to_noise(script):
     peers = script("peers")
     peer, noise, worse = (

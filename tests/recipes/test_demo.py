@@ -2,6 +2,7 @@
 
 import runpy
 import zipfile
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +26,14 @@ def test_demo_streams_from_every_bundle_and_compares_them(
     monkeypatch.setattr("llmc.export.export", export_one_layer)
     monkeypatch.setattr(evaluate, "read_windows", partial(evaluate.read_windows, window=32, max_windows=2))
     monkeypatch.setattr("llmc.runtime.bench.benchmark.BYTES_PER_THREAD", 1 << 20)
+    steps: list[str] = []
+    monkeypatch.setattr("llmc.cli.output.progress", lambda: nullcontext(lambda step, fraction=None: steps.append(step)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLMC_DEMO_OFFLINE", "1")
     runpy.run_path(str(RECIPES / "demo.py"), run_name="__main__")
     out = capsys.readouterr().out
     table = out.rpartition("same choice")[2].splitlines()
+    assert any(step.startswith("calibrating") for step in steps)
     assert "the small model of recipes/tiny" in out
     assert out.count("\n    for i in range(") == 2
     assert [row.split()[:2] for row in table[1:3]] == [["llmc", "int8"], ["llmc", "int4"]]

@@ -34,7 +34,7 @@ from llmc.optimize.lower.rewrite import (
     vector,
 )
 from llmc.optimize.quantize import rtn
-from llmc.optimize.quantize.grid import Float, Grid, Quantized, pack_blocks, pack_zero_points
+from llmc.optimize.quantize.grid import Float, Grid, Quantized, pack_blocks, pack_rows
 from llmc.optimize.weights.store import grid_name
 from llmc.optimize.weights.tensors import CodedTensor, Mxfp4Stack, Weight, in_parallel, sizes
 
@@ -168,13 +168,6 @@ def fit_block(grid: Grid, item: Experts) -> Grid:
     return Grid(grid.bits, block, grid.symmetric)
 
 
-def keeps_codes(item: Experts, grid: Grid) -> bool:
-    """True if the checkpoint's own integers are of the kind of ``grid``."""
-    codes = item.codes
-    kind = codes and (codes.kind, codes.bits, not codes.zero_points, codes.offsets)
-    return kind == ("integer", grid.bits, grid.symmetric, grid.shifted)
-
-
 def _emit_integers(node: ir.Node, item: Experts, logits: ir.Value, grid: Grid, context: LoweringContext) -> ir.Value:
     packed = [_pack(_Stack.of(node, item, part), grid, context) for part in range(2)]
     numbers = {"expert_weight_bits": grid.bits, "block_size": grid.block, "accuracy_level": ACCURACY_INT8}
@@ -261,7 +254,7 @@ def _pack(stack: _Stack, grid: Grid, context: LoweringContext) -> list[ir.Extern
                 rows = len(kept.values) // stack.count
                 found = _reorder(kept.rows(expert * rows, (expert + 1) * rows), stack.order(rows))
             codes = pack_blocks(found.values, grid).reshape(len(found.values), -1)
-            zeros = [] if found.zero_points is None else [pack_zero_points(found.zero_points, grid)]
+            zeros = [] if found.zero_points is None else [pack_rows(found.zero_points, grid)]
             return [codes, found.scales, *zeros]
 
         experts = in_parallel(pack_expert, range(stack.count))

@@ -14,7 +14,7 @@ from llmc.optimize.lower.onnxruntime.offsets import add_offsets, pack_offsets
 from llmc.optimize.lower.onnxruntime.rotation import count_mixed, mix, read_bias, read_weights
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, emit_conversion, initializer, vector
-from llmc.optimize.quantize.grid import Float, Grid, Quantized, pack_blocks, pack_zero_points
+from llmc.optimize.quantize.grid import Float, Grid, Quantized, pack_blocks, pack_rows
 from llmc.optimize.weights.store import grid_name, quantize_matrix
 from llmc.optimize.weights.tensors import Weight
 
@@ -135,7 +135,7 @@ def _pack(quantized: Quantized, context: LoweringContext) -> list[NDArray[np.gen
         quantized.scales.astype(context.compute, copy=False),
     ]
     if quantized.zero_points is not None:
-        arrays.append(pack_zero_points(quantized.zero_points, quantized.grid))
+        arrays.append(pack_rows(quantized.zero_points, quantized.grid))
     if quantized.offsets is not None:
         arrays += pack_offsets(quantized.offsets, context)
     return arrays

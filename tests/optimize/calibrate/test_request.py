@@ -119,6 +119,13 @@ def test_windows_out_of_range_are_refused(start, calls, request_, sentence):
     assert calls.folders == []
 
 
+def test_a_text_too_short_to_calibrate_on_names_the_options_that_help(start, calls, tmp_path):
+    (tmp_path / "short.txt").write_text("x = 1\n")
+    with pytest.raises(UsageError, match=r"is too short: .*--samples, --length.*--no-calibration"):
+        start(CalibrationRequest(decoder, tmp_path / "short.txt"), **BASE)
+    assert calls.folders == []
+
+
 # ------------------------------------------------------------------------------------------------------------- the key
 
 BASE: dict[str, Any] = {"precision": "int4", "scheme": "gptq"}

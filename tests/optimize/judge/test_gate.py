@@ -103,6 +103,27 @@ def test_every_recipe_has_one_that_loses_less(name, phases, better):
 
 
 @pytest.mark.parametrize(
+    ("name", "excess", "better"),
+    [
+        ("int4", 3, "--recipe int4-quality"),
+        ("int4", 4, "--int8"),
+        ("int4", 51, "--fp16"),
+        ("int8", 3, "--recipe int8-exact"),
+        ("int8", 4, "--fp16"),
+        ("int8-exact", 4, "--fp16"),
+        ("int8", float("nan"), "--fp16"),
+    ],
+)
+def test_a_breach_too_wide_for_the_next_recipe_names_one_further_up(name, excess, better):
+    assert name_better(recipe(name), ["decode"], excess) == better
+
+
+@pytest.mark.parametrize(("most", "better"), [(0.02, "--recipe int4-quality"), (1e-6, "--fp16"), (0.0, "--fp16")])
+def test_the_message_names_what_can_meet_the_budget(most, better):
+    assert f"Build with {better}, " in refused(Budget(max_kl=most))
+
+
+@pytest.mark.parametrize(
     ("changes", "better"),
     [
         ({"scheme": "rtn", "block_size": 32}, "--recipe int4-quality"),

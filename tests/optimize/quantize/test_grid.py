@@ -4,7 +4,8 @@ import numpy as np
 import onnx
 import pytest
 
-from llmc.optimize.quantize.grid import Grid, Quantized, pack_blocks, pack_zero_points
+from llmc.inventory import Codes
+from llmc.optimize.quantize.grid import Grid, Quantized, pack_blocks, pack_rows, unpack_rows
 
 # MatMulNBits sums up to 300 products in float32 in an order of its own; by bits, as 8 give integers 16 times as large.
 SUM_TOLERANCE = {4: 1e-5, 8: 2e-4}
@@ -71,7 +72,7 @@ def product(q: Quantized, packed: np.ndarray, x: np.ndarray, session, accuracy_l
     sizes = {"K": inputs, "N": rows, "bits": q.grid.bits, "block_size": q.grid.block, "accuracy_level": accuracy_level}
     constants = {"packed": packed, "scales": q.scales}
     if q.zero_points is not None:
-        constants["zeros"] = pack_zero_points(q.zero_points, q.grid)
+        constants["zeros"] = pack_rows(q.zero_points, q.grid)
     return one_node("MatMulNBits", {"x": x}, constants, session, **sizes)
 
 
@@ -101,10 +102,39 @@ def test_gatherblockquantized_reads_what_the_integers_stand_for(session, grid, s
     flat = pack_blocks(q.values, grid).reshape(shape[0], -1)
     constants = {"scales": q.scales}
     if q.zero_points is not None:
-        constants["zeros"] = pack_zero_points(q.zero_points, grid)
+        constants["zeros"] = pack_rows(q.zero_points, grid)
     options = {"bits": grid.bits, "block_size": grid.block, "gather_axis": 0, "quantize_axis": 1}
     got = one_node("GatherBlockQuantized", {"packed": flat, "rows": rows} | constants, {}, session, **options)
     np.testing.assert_array_equal(got[:, : shape[1]], q.dequantize()[rows])
+
+
+@pytest.mark.parametrize(("bits", "width"), [(4, 4), (8, 7)])
+def test_packed_rows_are_unpacked_again(bits, width):
+    grid, values = (
+        Grid(bits),
+        np.random.default_rng(3).integers(-(1 << bits - 1), 1 << bits - 1, (5, 7)).astype(np.int8),
+    )
+    values[0, :2] = grid.low, grid.high
+    packed = pack_rows(values, grid)
+    assert packed.shape == (5, width)
+    np.testing.assert_array_equal(unpack_rows(packed, grid, 7), values)
+
+
+@pytest.mark.parametrize(
+    ("codes", "held"),
+    [
+        (Codes(4, 64, zero_points=True), True),
+        (Codes(4, 128, zero_points=True), True),
+        (Codes(4, 256, zero_points=True), True),
+        (Codes(4, 32, zero_points=True), False),
+        (Codes(8, 64, zero_points=True), False),
+        (Codes(4, 64, zero_points=False), False),
+        (Codes(4, 64, zero_points=False, offsets=True), False),
+        (Codes(4, 64, zero_points=True, kind="mxfp4"), False),
+    ],
+)
+def test_a_grid_holds_integers_of_its_kind_in_blocks_of_its_own_or_wider(codes, held):
+    assert Grid(4, 64, symmetric=False).holds(codes, 256) is held
 
 
 def nibbles_exchanged(packed: np.ndarray) -> np.ndarray:
@@ -135,7 +165,7 @@ def test_a_planted_error_in_zero_points_exceeds_the_sum_tolerance(session, plant
     grid, shape = Grid(4, 32, symmetric=False), (3, 64)
     q = quantized(grid, shape)
     x = activations(q)
-    planted = plant(pack_zero_points(q.zero_points, grid))
-    monkeypatch.setitem(product.__globals__, "pack_zero_points", lambda *_: planted)
+    planted = plant(pack_rows(q.zero_points, grid))
+    monkeypatch.setitem(product.__globals__, "pack_rows", lambda *_: planted)
     got = product(q, pack_blocks(q.values, grid), x, session, level)
     assert np.abs(got - x @ q.dequantize().T).max() > SUM_TOLERANCE[grid.bits]

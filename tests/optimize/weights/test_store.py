@@ -11,11 +11,11 @@ from llmc.errors import BuildError
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights import tensors as weights
-from llmc.optimize.weights.store import Calibrated, Store, grid_name
+from llmc.optimize.weights.store import Calibrated, Store, arrays_of
 from llmc.runtime.host import disk_cache
 
 NAME = "model.layers.7.mlp.up_proj.weight"
-ROWS, INPUTS = 70, 36
+ROWS, INPUTS = 70, 69  # a last byte of 4 bits is half full
 GRID = Grid(4, 32)
 
 
@@ -69,9 +69,7 @@ def test_rows_take_factors(tensor, matrix, store):
 def test_integers_that_were_chosen_are_taken_on_their_grid_only(tensor, matrix, store, symmetric):
     grid = Grid(4, 32, symmetric)
     chosen = rtn.quantize(matrix[::-1].copy(), grid)
-    key = f"{grid_name(grid)}:{NAME}"
-    arrays = {f"values:{key}": chosen.values, f"scales:{key}": chosen.scales}
-    store.write("layer-007", arrays if symmetric else {**arrays, f"zeros:{key}": chosen.zero_points})
+    store.write("layer-007", arrays_of(NAME, chosen))
     np.testing.assert_array_equal(Calibrated(store).quantize_stacked((tensor,), grid).dequantize(), chosen.dequantize())
     other = Grid(4, 32, not symmetric)
     rounded = rtn.quantize(matrix, other)

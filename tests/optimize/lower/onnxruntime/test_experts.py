@@ -15,13 +15,12 @@ from doubles.lowerings import open_session, relative_difference, stood_for
 from llmc.errors import BuildError
 from llmc.export import expert_ops
 from llmc.inventory import Experts
-from llmc.optimize.calibrate.layers import arrays_of
 from llmc.optimize.lower.context import Float16, Float32, QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.onnxruntime.experts import lower_experts
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights.file import WeightFile
-from llmc.optimize.weights.store import Calibrated, Store
+from llmc.optimize.weights.store import Calibrated, Store, arrays_of
 
 ITEM = Experts("model.layers.0.experts", 0, count=8, chosen=3, inner=32, width=64)
 ITEMS = {"silu": ITEM, "gelu": replace(ITEM, activation="gelu_tanh")}
