@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import BundleError
-from llmc.runtime.host.machine import computable, cpu_model
+from llmc.runtime.host.machine import cpu_model
 from llmc.runtime.host.threads import on_leaving
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, open_graphs, translate_errors
 
@@ -19,8 +18,6 @@ class EncoderSession:
     def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
         runtime = import_onnxruntime(manifest.target.engine_minimum)
         graph = manifest.graphs["encode"]
-        if not computable(manifest):
-            raise BundleError(f"this CPU lacks {', '.join(graph.cpu_features)}; build the bundle for it with --fp32")
         assert manifest.geometry.encoder is not None
         self._result = str(manifest.geometry.encoder.result)
         self.engine_version, self.processor = str(runtime.__version__), cpu_model()
