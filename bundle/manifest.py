@@ -192,13 +192,12 @@ class ExportManifest:
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph: its file, its weights in bytes, and the CPU features without which it would be wrong.
-    ``overwritten`` are positions behind a step's token whose keys and values the step may write over."""
+    """One graph: its file and its weights in bytes. ``overwritten`` are positions behind a step's token whose keys and
+    values the step may write over."""
 
     file: str
     weight_bytes: Bytes
     step_weight_bytes: Bytes
-    cpu_features: tuple[str, ...]
     invariance: Invariance = NOTHING_KNOWN
     overwritten: Annotated[int, range(1 << 12)] = 0
 
@@ -374,16 +373,14 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class GoldenPrompt:
-    """One self-test case. Logits are those after the prompt: ``top_logits`` by the graph of prefill, empty where the
-    building machine could not run it, ``decode_logits`` of the same ids by that of decode. ``margins`` are gaps between
-    the first and second choice at each generated token (a tie may fall the other way elsewhere)."""
+    """One self-test case. Logits are those after the prompt, by the graph of prefill. ``margins`` are gaps between the
+    first and second choice at each generated token (a tie may fall the other way elsewhere)."""
 
     prompt: TokenIds
     tokens: TokenIds
     margins: Logits
     top_ids: TokenIds
     top_logits: Logits
-    decode_logits: Logits
     reference_ids: TokenIds
     reference_logits: Logits
 

@@ -37,8 +37,7 @@ def doctor_command(bundle: Path | None, as_json: bool) -> None:
 
 def diagnosis_rows(diagnosis: Diagnosis, bundle: Path | None) -> Iterator[tuple[str, str]]:
     machine = diagnosis.machine
-    features = "".join(f", {feature}" for feature in machine.features)
-    yield "machine", f"{diagnosis.platform}, {machine.cpu}, {machine.threads} threads{features}"
+    yield "machine", f"{diagnosis.platform}, {machine.cpu}, {machine.threads} threads"
     yield "memory", f"{show.size(machine.memory.bytes)} available ({machine.memory.source})"
     yield "Python", diagnosis.python
     if diagnosis.jetson:

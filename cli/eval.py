@@ -65,14 +65,12 @@ def eval_command(
         with load(bundle, **options) as model:
             windows = read_windows(text, model, window, MAX_WINDOWS if max_windows is None else max_windows)
             found = evaluate(model, windows, reference=reference, progress=progress)
-            manifest, substitutes = model.manifest, model.runner.session.substitutes
+            manifest = model.manifest
         errors: tuple[LayerError, ...] = ()
         if layers and reference is not None:
             errors = layer_errors(bundle, manifest, Reference(reference), windows.ids[:WINDOWS], progress)
     if text is None:
         click.echo("no --text was given: this is llmc's own text, not yours", err=True)
-    if substitutes:
-        click.echo("this CPU cannot run one of the graphs, so both paths ran on the other", err=True)
     if as_json:
         # The figures of the worse path at the top, those of each path below ``phases``.
         show.print_json({"bundle": bundle, **show.as_dict(found), "layers": errors})

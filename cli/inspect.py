@@ -116,11 +116,9 @@ def by_layers(values: Sequence[str]) -> str:
 
 def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
     target = manifest.target
-    features = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
     return [
         ("target", f"{target.name}, {engine_of(target)}"),
         *(engine_rows(manifest.engine) if manifest.engine else []),
-        *([] if manifest.device else [("CPU features", ", ".join(features) or "none in particular")]),
         ("recipe", show.recipe(manifest.recipe)),
         *prompt_rows(manifest),
         *show.calibration_rows(manifest.recipe),

@@ -1,6 +1,5 @@
 """Lowers a bundle's graphs, writes them beside their weights, and compiles the engine from them."""
 
-import platform
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -79,19 +78,16 @@ def _declare_opsets(model: ir.Model, order: Order) -> None:
 
 
 def _describe_graph(graph: ir.Graph, name: str, stored: QuantConfigs, order: Order, phase: str) -> Graph:
-    """Bytes of weights in memory and per token (embedding rows stay on disk until read), and the CPU features
-    needed."""
+    """Bytes of weights in memory and per token; embedding rows stay on disk until read."""
     sizes = {
         name: value.const_value.nbytes
         for name, value in graph.initializers.items()
         if value.const_value is not None and not all("Gather" in node.op_type for node, _ in value.uses())
     }
     tables = sum(size for name, size in sizes.items() if name.startswith("rotary_emb."))
-    integers = stored.w8a8 is not None and any(node.op_type == "MatMulIntegerToFloat" for node in graph)
     return Graph(
         file=name,
         weight_bytes=sum(sizes.values()),
         step_weight_bytes=sum(sizes.values()) - tables,
-        cpu_features=order.target.w8a8_features.get(platform.machine(), ()) if integers else (),
         overwritten=order.overwritten if phase == "decode" else 0,
     )

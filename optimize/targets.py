@@ -17,7 +17,6 @@ class Capabilities:
     ``computes``: types of activations, the first one the default.
     ``phases``: how the two phases may share graphs, the first one the default for integers.
     ``activations``: how activations may be quantized, the first one the default.
-    ``w8a8_features``: CPU features without which the engine's uint8 x int8 product saturates, by machine.
     ``has_gpu``: bundles run on a GPU.
     ``ragged_rows``: the oldest engine whose attention takes several tokens in each of several rows, of any lengths;
     empty for none.
@@ -28,7 +27,6 @@ class Capabilities:
     engine: str
     precisions: tuple[str, ...]
     caches: dict[str, str]
-    w8a8_features: dict[str, tuple[str, ...]]
     computes: tuple[str, ...] = ("float32",)
     phases: tuple[str, ...] = ("split", "shared")
     activations: tuple[str, ...] = ("per-token", "static")
@@ -51,7 +49,6 @@ def _tensorrt(name: str, minimum: str) -> Capabilities:
         engine=name,
         precisions=("fp16", "bf16", "int8", "int4", "fp8", "fp32"),
         caches=dict.fromkeys(("float16", "bfloat16", "float32"), minimum),
-        w8a8_features={},
         computes=("float16", "bfloat16", "float32"),
         phases=("single",),
         activations=("none", "static"),
@@ -67,8 +64,6 @@ TARGETS = {
         # The oldest version that was tried with each. 1.23, the last one for Python 3.10, is the first with 8-bit
         # MatMulNBits and row gather, and refuses an int8 cache.
         caches={"float32": "1.23", "int8": "1.31", "int8-channel": "1.31"},
-        # vpmaddubsw saturates at 16 bits; vpdpbusd accumulates in 32. Arm's dot products accumulate in 32 bits always.
-        w8a8_features={"x86_64": ("vnni",), "aarch64": ()},
         has_gpu=False,
         ragged_rows="1.32",
     ),
@@ -78,7 +73,6 @@ TARGETS = {
         precisions=("fp16", "int8", "int4", "fp32"),
         # 1.28 dequantizes rows of a tied embedding without zero points wrongly (onnxruntime issue 31692).
         caches={"float16": "1.29", "float32": "1.29"},
-        w8a8_features={},
         computes=("float16", "float32"),
         phases=("shared",),
         activations=("none",),

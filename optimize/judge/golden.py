@@ -5,7 +5,7 @@ machines is a multiple of that measured difference.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -74,8 +74,7 @@ def run_golden_prompts(model: Model, export: Path, progress: Progress = silent) 
             path.compare(wanted, got[phase])
         matches.append(count_matching(answer, wanted[len(prompt) - 1 :]))
         recorded = {phase: model.runner.prefill(prompt, graph=phase)[0, -1].copy() for phase in Phase}
-        case = _case(prompt, answer, recorded, got, wanted)
-        cases.append(replace(case, top_logits=()) if model.runner.session.substitutes else case)
+        cases.append(_case(prompt, answer, recorded[Phase.PREFILL], got, wanted))
         others = {phase: [got[phase][len(prompt) - 1], *_other_calls(model, prompt, phase)] for phase in Phase}
         spreads.append(_measure_spread(recorded, others, list(cases[-1].top_ids)))
     quality = Quality(
@@ -149,10 +148,9 @@ def _measure_spread(recorded: dict[Phase, Float], others: dict[Phase, list[Float
 
 
 def _case(
-    prompt: list[int], answer: tuple[int, ...], recorded: dict[Phase, Float], got: dict[Phase, Float], wanted: Float
+    prompt: list[int], answer: tuple[int, ...], prefill: Float, got: dict[Phase, Float], wanted: Float
 ) -> GoldenPrompt:
     after = len(prompt) - 1
-    prefill, decode = recorded[Phase.PREFILL], recorded[Phase.DECODE]
     top, reference_top = _top(prefill), _top(wanted[after])
     # The first token comes from the prefill's logits, all others from decode steps.
     two = np.sort(np.concatenate([prefill[None], got[Phase.DECODE][after + 1 :]]), axis=1)[:, -2:]
@@ -162,7 +160,6 @@ def _case(
         margins=tuple(float(margin) for margin in two[:, 1] - two[:, 0]),
         top_ids=tuple(top.tolist()),
         top_logits=tuple(prefill[top].tolist()),
-        decode_logits=tuple(decode[top].tolist()),
         reference_ids=tuple(reference_top.tolist()),
         reference_logits=tuple(wanted[after, reference_top].tolist()),
     )

@@ -32,14 +32,12 @@ Values = tuple[NDArray[np.float32], NDArray[np.generic]]
 def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     """The manifest with the measured invariance of each graph; overwrites the session's cache.
 
-    A graph that this machine cannot run, or with a context below :data:`SMALLEST_CONTEXT`, gets no guarantee, nor does
-    one with experts that round by the number of rows.
+    A context below :data:`SMALLEST_CONTEXT` gets no guarantee, nor do experts that round by the number of rows.
     """
     if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest):
         return manifest
     probe = _Probe(session, manifest)
-    phases = [phase for phase in Phase if phase is Phase.DECODE or not session.substitutes]
-    found = {phase.value: probe.invariance(phase) for phase in phases}
+    found = {phase.value: probe.invariance(phase) for phase in Phase}
     if manifest.graphs[Phase.DECODE.value].overwritten:  # however equal it is after the few tokens of these calls
         found[Phase.DECODE.value] = replace(found[Phase.DECODE.value], single=False)
     if session.changes_kernels:  # measuring proves nothing for them; calls of one token are still measured

@@ -22,7 +22,7 @@ from llmc.optimize.lower.onnxruntime.norms import KERNELS
 from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.optimize.quantize.rotation import rotation
 from llmc.runtime.sessions import Phase
-from llmc.runtime.sessions.onnxruntime.cpu import translate_errors, usable_graphs
+from llmc.runtime.sessions.onnxruntime.cpu import translate_errors
 
 # Windows: the decode path takes one call per token and layer, and one window suffices to compare layers.
 WINDOWS = 1
@@ -56,7 +56,7 @@ def layer_errors(
 ) -> tuple[LayerError, ...]:
     """Errors of the embedding, each layer and the head, in both paths, on windows of tokens [n, W]."""
     layers = manifest.geometry.layers
-    graphs = {phase: _Graph(folder, file, manifest) for phase, file in usable_graphs(manifest).items()}
+    graphs = {phase: _Graph(folder, manifest.graphs[phase.value].file, manifest) for phase in Phase}
     done = make_counter(progress, "measuring the error of each layer", layers + 2)
     errors: list[LayerError] = []
     calls = LayerCalls(reference, windows)

@@ -83,13 +83,12 @@ def llmc_together(args: argparse.Namespace) -> Together:
 
 
 def llmc_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
-    """A bundle: the logits of its two graphs. A machine that cannot run one runs the other for both."""
+    """A bundle: the logits of its two graphs."""
     from llmc.runtime import load
     from llmc.runtime.sessions import Phase
 
     model = load(args.model, threads=args.threads)
-    own = {phase: "decode" if model.runner.session.substitutes else phase for phase in PHASES}
-    sizes = {phase: graph_bytes(args.model / model.manifest.graphs[graph].file) for phase, graph in own.items()}
+    sizes = {phase: graph_bytes(args.model / model.manifest.graphs[phase].file) for phase in PHASES}
     return lambda tokens, step: [model.runner.logits(tokens, Phase(PHASES[step == 1]))], sizes
 
 

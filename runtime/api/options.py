@@ -7,7 +7,6 @@ from pathlib import Path
 
 from llmc.bundle import Invariance, Manifest
 from llmc.errors import UsageError
-from llmc.runtime.host.machine import computable
 from llmc.runtime.sampling.ranges import Range, integer, one_of, optional
 
 # Decode steps between two chunks of one prompt while others stream. One step in 29 is slow then, so that the 95th
@@ -100,8 +99,7 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
     if level is Determinism.FAST:
         return
     decode = manifest.graphs["decode"].invariance
-    graph = computable(manifest).get("prefill")
-    prefill = decode if graph is None else graph.invariance  # decode's graph stands in
+    prefill = manifest.graphs["prefill"].invariance
     kept = {"chunks of prompts": prefill.tokens > 0}
     if level is Determinism.BATCH:
         kept["rows of a batch"] = decode.rows > 0 or manifest.limits.max_batch == 1

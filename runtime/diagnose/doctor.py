@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.runtime.host.apart import command, run_apart
-from llmc.runtime.host.machine import Available, cpu_features, cpu_model, memory_here, usable_threads
+from llmc.runtime.host.machine import Available, cpu_model, memory_here, usable_threads
 from llmc.runtime.host.probe import TIMEOUT_S, Driver, probe_driver
 
 TARGETS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
@@ -58,7 +58,6 @@ class Machine:
     """Processor and memory, as far as this process may use them."""
 
     cpu: str
-    features: tuple[str, ...]
     threads: int
     memory: Available
 
@@ -78,7 +77,7 @@ class Diagnosis:
 
 
 def this_machine() -> Machine:
-    return Machine(cpu_model(), tuple(sorted(cpu_features())), usable_threads(), memory_here())
+    return Machine(cpu_model(), usable_threads(), memory_here())
 
 
 def diagnose(bundle: Path | None = None) -> Diagnosis:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc.errors import GrammarError, require
-from llmc.runtime.text.tokenizer import Tokenizer, return_freed_memory
+from llmc.runtime.host.machine import return_freed_memory
+from llmc.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -109,8 +109,7 @@ class SingleRunner:
     def prefill(self, prompt: Sequence[int], *, chunk: int | None = None, graph: Phase = Phase.PREFILL) -> Floats:
         """Feed the prompt in chunks from an empty cache and return the logits after its last token [1, 1, V].
 
-        ``chunk`` tokens per call, by default :attr:`prefill_chunk`, on ``graph``: decode's where that stands in for
-        prefill's.
+        ``chunk`` tokens per call, by default :attr:`prefill_chunk`, on ``graph``.
         """
         self.reserve(len(prompt))
         size = chunk or self.prefill_chunk

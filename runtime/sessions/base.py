@@ -59,7 +59,6 @@ class Session(ABC):
         cache: the KV cache that calls read and write.
         engine_version: of the engine's library in use.
         processor: name of the CPU or GPU: results hold for it and not for another.
-        substitutes: whether a phase runs on the other phase's graph, because this machine cannot run its own.
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
     """
@@ -67,7 +66,6 @@ class Session(ABC):
     cache: KVCache
     engine_version: str
     processor: str
-    substitutes = False
     changes_kernels = False
     packs_rows = False
 

@@ -5,7 +5,6 @@ tokenizer.json decides. transformers 5 does the same, except for classes that it
 tokens, before a space).
 """
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -16,6 +15,7 @@ import tokenizers
 
 from llmc.bundle import TOKENIZER_FILE
 from llmc.errors import BundleError, RequestError, UsageError
+from llmc.runtime.host.machine import return_freed_memory
 from llmc.runtime.text.control_tokens import ControlTokens, Disguise
 from llmc.strict import read_json
 
@@ -272,12 +272,6 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()  # a prompt is never cut nor padded, whatever the file was saved with
     backend.no_padding()
     return backend
-
-
-def return_freed_memory() -> None:
-    """Give unused pages back: glibc keeps 60 MB of what parsing 150,000 tokens took."""
-    with suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> dict[str, str]:

@@ -291,4 +291,4 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
     assert shown["GPU memory at 512 tokens x 1"] == (
         "994.0 MB = 400.0 MB context + 50.0 MB weights + 30.0 MB workspace + 512.0 MB cache + 2.0 MB logits"
     )
-    assert not {"CPU features", "compiler flags"} & shown.keys()
+    assert "compiler flags" not in shown

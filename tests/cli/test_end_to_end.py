@@ -90,7 +90,6 @@ def test_a_truncated_bundle_is_refused_by_every_verb(llmc, copied_bundle: Path, 
 # --------------------------------------------------------------------------------------------------- a quiet process
 
 
-@pytest.mark.vnni
 def test_running_writes_nowhere_and_calls_nobody(tiny_bundle: Path, tmp_path: Path):
     """The engine keeps a database of what it would send home, unless it is told not to before it is imported."""
     environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
@@ -101,7 +100,6 @@ def test_running_writes_nowhere_and_calls_nobody(tiny_bundle: Path, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.vnni
 def test_a_reader_that_leaves_early_is_no_error(tiny_bundle: Path):
     command = slow_llmc("run", tiny_bundle, "-p", PROMPT, *ENDLESS)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -138,7 +136,6 @@ def test_ctrl_c_in_a_build_leaves_what_was_there(tiny_export: Path, tmp_path: Pa
     assert not replaced or (output / "llmc.json").read_text() == "the old one"
 
 
-@pytest.mark.vnni
 def test_ctrl_c_while_text_streams_ends_it(tiny_bundle: Path):
     command = slow_llmc("run", tiny_bundle, "-p", PROMPT, *ENDLESS)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

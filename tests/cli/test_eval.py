@@ -17,7 +17,6 @@ def text(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-@pytest.mark.vnni
 def test_json_has_the_figures_of_the_worse_path_and_of_each(llmc, tiny_bundle, tiny_export, text):
     ran = llmc("eval", tiny_bundle, "--text", text, "--reference", tiny_export, *LIMITS, "--json")
     assert (ran.code, ran.err) == (0, "")

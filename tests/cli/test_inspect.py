@@ -69,7 +69,6 @@ def test_an_export_shows_the_weights_behind_its_links(llmc, export_folder: Path,
 def test_a_bundle_shows_what_it_was_built_for(llmc, bundle_folder: Path):
     shown = rows(llmc("inspect", bundle_folder).out)
     assert shown["target"] == "cpu, onnxruntime 1.31.1 (needs 1.31.0 or newer)"
-    assert shown["CPU features"] == "vnni"
     assert shown["recipe"].startswith("default: int8, ") and "blocks of 128, split phases" in shown["recipe"]
     assert shown["limits"] == "512 tokens x 1, prefill in chunks of 128"
     assert shown["window"] == "all positions (1 layers), the last 128 positions (1 layers)"

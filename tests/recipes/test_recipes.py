@@ -143,14 +143,10 @@ INT4_KL = 0.0138
 
 @dataclass(frozen=True)
 class Measured:
-    """A bundle of the small model: its quality, the bytes of its graphs' weights, and whether one stands in for both.
-
-    It does on a CPU without VNNI, where the graph for prompts cannot be used.
-    """
+    """A bundle of the small model: its quality, and the bytes of its graphs' weights."""
 
     quality: Quality
     weight_bytes: int
-    substitutes: bool
 
 
 @pytest.fixture
@@ -165,14 +161,13 @@ def measured(tiny_export: Path, tiny_checkpoint: Path, tmp_path: Path, one_threa
         windows = CalibrationSamples(np.reshape(ids, (WINDOWS, WINDOW)), "validation", "", False, len(ids))
         found = evaluate(model, windows, reference=tiny_export, cache=tmp_path / "reference", greedy=False)
         graphs = {graph.file: graph.weight_bytes for graph in model.manifest.graphs.values()}
-        return Measured(found, sum(graphs.values()), model.runner.session.substitutes)
+        return Measured(found, sum(graphs.values()))
 
 
 def as_expected(found: Measured, expected: Expected) -> bool:
     prefill, decode = found.quality.phases["prefill"], found.quality.phases["decode"]
-    prefill_mean_kl = expected.decode_mean_kl if found.substitutes else expected.prefill_mean_kl
     return (
-        prefill.mean_kl == pytest.approx(prefill_mean_kl, rel=SAME_KL)
+        prefill.mean_kl == pytest.approx(expected.prefill_mean_kl, rel=SAME_KL)
         and decode.mean_kl == pytest.approx(expected.decode_mean_kl, rel=SAME_KL)
         and decode.top1_agreement == pytest.approx(expected.decode_top1_agreement, abs=SAME_AGREEMENT)
     )
@@ -183,9 +178,8 @@ def test_the_default_costs_what_its_recipe_says_and_not_what_others_say(measured
     """``recipes/benchmarks/peers.py`` measures the others."""
     assert as_expected(measured, EXPECTED["int8"]), measured.quality.phases
     assert rows_of_the_table()["int8"][0] == f"{measured.weight_bytes / 1e6:.1f} MB"
-    if not measured.substitutes:  # without the graph for prompts two recipes cost the same
-        others = [expected for other, expected in EXPECTED.items() if other != "int8"]
-        assert [expected for expected in others if as_expected(measured, expected)] == []
+    others = [expected for other, expected in EXPECTED.items() if other != "int8"]
+    assert [expected for expected in others if as_expected(measured, expected)] == []
 
 
 def test_recipes_stay_within_their_bars_and_rank_as_their_names_say():

@@ -188,7 +188,6 @@ class Remembering:
     """
 
     engine_version = "0"
-    substitutes = False
     packs_rows = False
     cache_type = Tokens
 

@@ -33,7 +33,6 @@ class Scripted:
     """A session that answers every prompt with the same tokens, and remembers the prompts."""
 
     engine_version = "0"
-    substitutes = False
     packs_rows = False
     hidden = None
 

@@ -44,7 +44,6 @@ def other_token(case: GoldenPrompt, at: int) -> tuple[int, ...]:
 # -------------------------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.vnni
 def test_a_sound_bundle_is_reported_with_what_was_checked(tiny_bundle: Path):
     manifest, steps = read_bundle(tiny_bundle), []
     report = verify(tiny_bundle, threads=1, progress=steps.append)
@@ -78,7 +77,6 @@ def test_wrong_weights_whose_hash_is_right_are_found_by_the_logits(copied_bundle
         verify(copied_bundle, threads=1)
 
 
-@pytest.mark.vnni
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("error", [BEYOND, -BEYOND])
 def test_one_logit_beyond_the_tolerance_fails(model: Model, place: int, error: float):
@@ -87,35 +85,6 @@ def test_one_logit_beyond_the_tolerance_fails(model: Model, place: int, error: f
     record(model, top_logits=tuple(logits))
     with pytest.raises(BundleError, match=r"logits differ by 0\.\d+ from those recorded"):
         replay(model)
-
-
-@pytest.fixture
-def without_vnni(copied_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """The bundle on a CPU where the decode graph stands in for the prefill graph."""
-    manifest = read_bundle(copied_bundle)
-    wanting = replace(manifest.graphs["prefill"], cpu_features=("vnni",))  # on Arm the builder asks for nothing
-    write_manifest(replace(manifest, graphs=manifest.graphs | {"prefill": wanting}), copied_bundle)
-    monkeypatch.setattr("llmc.runtime.host.machine.cpu_features", frozenset)
-    with load(copied_bundle, threads=1) as model:
-        yield model
-
-
-def test_where_one_graph_stands_in_for_the_other_its_own_logits_are_compared(without_vnni: Model):
-    built_with_prefill(without_vnni, True)
-    far = tuple(logit + 1 for logit in without_vnni.manifest.golden[0].decode_logits)
-    record(without_vnni, top_logits=far)
-    report = replay(without_vnni)
-    assert (report.tokens, report.equal_tokens) == (0, 0)
-    assert report.largest_difference == 0  # the calls that are made of it here, not steps
-    record(without_vnni, decode_logits=far)
-    with pytest.raises(BundleError, match="logits differ by"):
-        replay(without_vnni)
-
-
-def built_with_prefill(model: Model, with_prefill: bool) -> None:
-    """Pretend that the machine that built the bundle ran the graph of prefill, or that it could not."""
-    cases = [replace(case, top_logits=case.decode_logits if with_prefill else ()) for case in model.manifest.golden]
-    model.manifest = replace(model.manifest, golden=tuple(cases))
 
 
 def test_a_prompt_that_shares_a_call_has_to_come_to_the_same(model: Model, monkeypatch: pytest.MonkeyPatch):
@@ -135,7 +104,6 @@ def test_a_prompt_that_shares_a_call_has_to_come_to_the_same(model: Model, monke
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
-@pytest.mark.vnni
 def test_another_token_where_the_first_choice_led_clearly_fails(model: Model):
     case = record(model, margins=(9.0,) * len(model.manifest.golden[0].margins))
     record(model, tokens=other_token(case, 3))
@@ -145,7 +113,6 @@ def test_another_token_where_the_first_choice_led_clearly_fails(model: Model):
         replay(model)
 
 
-@pytest.mark.vnni
 def test_another_token_at_a_near_tie_passes_and_what_follows_is_not_judged(model: Model):
     margins = list((9.0,) * len(model.manifest.golden[0].margins))
     margins[3] = 1.9 * LOGIT_TOLERANCE  # both choices may be off by the tolerance, one up and one down
@@ -166,9 +133,8 @@ def test_another_token_at_a_near_tie_passes_and_what_follows_is_not_judged(model
         {"margins": ()},
         {"margins": (float("nan"),) * 16},
         {"top_ids": (99999,) * 10},
-        {"top_ids": (), "top_logits": (), "decode_logits": ()},
+        {"top_ids": (), "top_logits": ()},
         {"top_logits": (1.0, 2.0)},
-        {"decode_logits": ()},
         {"top_logits": (float("nan"),) * 10},
     ],
     ids=lambda changes: " ".join(f"{name}:{len(value)}" for name, value in changes.items()),
@@ -212,13 +178,13 @@ def test_the_first_load_replays_the_shortest_prompt_alone(copied_bundle: Path, r
     """Unless it is asked for: then the damaged record of a longer one is found."""
     manifest = read_bundle(copied_bundle)
     shortest, *longer = sorted(manifest.golden, key=lambda case: len(case.prompt))
-    wrong = [replace(case, top_logits=(), decode_logits=tuple(x + 9 for x in case.decode_logits)) for case in longer]
+    wrong = [replace(case, top_logits=tuple(x + 9 for x in case.top_logits)) for case in longer]
     write_manifest(replace(manifest, golden=(*wrong, shortest)), copied_bundle)
     loaded(copied_bundle)
     with pytest.raises(BundleError, match="logits differ"):
         loaded(copied_bundle, True)
-    far = tuple(logit + 9 for logit in shortest.decode_logits)
-    write_manifest(replace(manifest, golden=(replace(shortest, top_logits=(), decode_logits=far),)), copied_bundle)
+    far = tuple(logit + 9 for logit in shortest.top_logits)
+    write_manifest(replace(manifest, golden=(replace(shortest, top_logits=far),)), copied_bundle)
     with pytest.raises(BundleError, match="logits differ"):
         loaded(copied_bundle)
 

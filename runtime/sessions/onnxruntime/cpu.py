@@ -8,7 +8,6 @@ import os
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
 
-import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import ADAPTERS_FOLDER, WEIGHTS_FILE, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
-from llmc.runtime.host.machine import computable, cpu_model
+from llmc.runtime.host.machine import cpu_model, return_freed_memory
 from llmc.runtime.host.read_ahead import read_ahead
 from llmc.runtime.host.threads import on_leaving
 from llmc.runtime.kv.cache import CacheTensor
@@ -32,8 +31,6 @@ from llmc.runtime.sessions.base import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime.factors import RowFactors
 from llmc.runtime.sessions.onnxruntime.library import inference_session, session_options
 from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
-
-log = logging.getLogger(__name__)
 
 # Bindings that are kept beside that of the last long call. A binding takes 0.4 ms to make for 24 layers, 2 % of a step
 # of a 0.5B model: worth keeping for every number of rows of a step and of drafted tokens, and not for a chunk's 90 ms.
@@ -53,8 +50,7 @@ class OnnxRuntimeSession(Session):
         self._folder, self._manifest, self._threads = folder, manifest, threads
         if manifest.cache == "bfloat16":
             raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
-        names = usable_graphs(manifest)
-        self.substitutes = any(names[phase] != manifest.graphs[phase.value].file for phase in Phase)
+        names = {phase: manifest.graphs[phase.value].file for phase in Phase}
         files = open_graphs(runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs: dict[str, Any] = {phase: files[name] for phase, name in names.items()}
         self._takes_lengths: set[str] = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
@@ -247,7 +243,9 @@ def _open_sessions(
             return inference_session(runtime, str(path), options)
 
     with ThreadPoolExecutor(len(paths)) as pool:
-        return dict(zip(paths, pool.map(open_one, paths.values()), strict=True))
+        opened = dict(zip(paths, pool.map(open_one, paths.values()), strict=True))
+    return_freed_memory()
+    return opened
 
 
 def import_onnxruntime(minimum: str) -> Any:
@@ -259,22 +257,6 @@ def import_onnxruntime(minimum: str) -> Any:
             "(there is no newer one than 1.23 for Python 3.10)"
         )
     return runtime
-
-
-def usable_graphs(manifest: Manifest) -> dict[Phase, str]:
-    """The graph file of each phase; a graph whose CPU features are missing here is replaced by the other phase's.
-
-    Raises:
-        BundleError: no graph of the bundle computes correctly on this CPU.
-    """
-    usable = {name: graph for name, graph in computable(manifest).items() if name != "vision"}
-    if not usable:
-        wanted = sorted({feature for graph in manifest.graphs.values() for feature in graph.cpu_features})
-        raise BundleError(f"this CPU lacks {', '.join(wanted)}; build the bundle for it with --int4 or --fp32")
-    for name in manifest.graphs.keys() - usable.keys() - {"vision"}:
-        log.warning("this CPU lacks %s: the %s graph is not used", ", ".join(manifest.graphs[name].cpu_features), name)
-    fallback = next(iter(usable.values()))
-    return {phase: usable.get(phase.value, fallback).file for phase in Phase}
 
 
 def _of_engine(error: Exception) -> bool:

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import BundleError
-from llmc.runtime.host.machine import computable, cpu_model
+from llmc.runtime.host.machine import cpu_model
 from llmc.runtime.host.threads import on_leaving
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, open_graphs, translate_errors
 
@@ -24,8 +23,6 @@ class StatelessSession:
     def __init__(self, folder: Path, manifest: Manifest, threads: int, name: str, result: str) -> None:
         runtime = import_onnxruntime(manifest.target.engine_minimum)
         graph = manifest.graphs[name]
-        if name not in computable(manifest):
-            raise BundleError(f"this CPU lacks {', '.join(graph.cpu_features)}; build the bundle for it with --fp32")
         self._result = result
         self.engine_version, self.processor = str(runtime.__version__), cpu_model()
         self._graph = open_graphs(runtime, folder, manifest, [graph.file], threads)[graph.file]

@@ -207,10 +207,7 @@ def within(quality: Quality, phase: str, bound: Bound) -> bool:
     return change <= bound.perplexity and path.mean_kl <= bound.kl
 
 
-@pytest.mark.parametrize(
-    ("name", "phase"),
-    [pytest.param(*key, marks=[pytest.mark.vnni] if key == ("int4", "prefill") else []) for key in BOUNDS],
-)
+@pytest.mark.parametrize(("name", "phase"), BOUNDS)
 def test_a_bundle_stays_close_to_the_unquantized_model(qualities, name, phase):
     assert within(qualities[name], phase, BOUNDS[name, phase]), qualities[name].phases[phase]
 
@@ -234,7 +231,6 @@ def test_a_planted_error_exceeds_the_bounds(bundles, text, tiny_export, tmp_path
     assert math.isfinite(quality.perplexity)
 
 
-@pytest.mark.vnni
 def test_a_bundle_that_computes_nan_is_refused(bundles, text, tmp_path):
     folder = shutil.copytree(bundles["int8"], tmp_path / "nan")
     rescale(folder, "layers.2.self_attn.o_proj", float("nan"))

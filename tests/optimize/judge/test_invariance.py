@@ -21,7 +21,6 @@ class Exact:
     ``flaw`` may change what is computed for a call, given the array [B, O, V].
     """
 
-    substitutes = False
     changes_kernels = False
     read_blocks = KVCache.read_blocks
 
@@ -142,7 +141,7 @@ def test_a_token_whose_heads_are_folded_is_never_one_beside_others(manifest: Man
     assert graphs["decode"].invariance == replace(ALL, single=False)
 
 
-@pytest.fixture(params=[pytest.param("tiny_bundle", marks=pytest.mark.vnni), "fp32_bundle"])
+@pytest.fixture(params=["tiny_bundle", "fp32_bundle"])
 def built(request: pytest.FixtureRequest) -> Iterator[Path]:
     yield request.getfixturevalue(request.param)
 

@@ -78,7 +78,6 @@ def broken(made, tmp_path):
     return folder
 
 
-@pytest.mark.vnni
 def test_a_planted_error_shows_in_its_layer_and_path_and_nowhere_else(made, exported, tokens, broken):
     export = exported("llama-biases").export
     sound, found = (errors_of(folder, export, tokens) for folder in (made("llama-biases", "int8"), broken))

@@ -182,7 +182,7 @@ def with_engine(manifest: Manifest, plan: EngineConfig, compute: str) -> Manifes
         device=DeviceMemory(context=0, weights=0, workspace=0, cache_per_token=1, logits=0),
         limits=Limits(CAPACITY, MAX_BATCH, PREFILL.sequence),
         cache=compute,
-        graphs=dict.fromkeys(("decode", "prefill"), Graph("decoder.onnx", 1000, 900, ())),
+        graphs=dict.fromkeys(("decode", "prefill"), Graph("decoder.onnx", 1000, 900)),
         engine=plan,
     )
 

@@ -153,7 +153,6 @@ def static(exported, lowering, decoder, ids, tmp_path):
     return start
 
 
-@pytest.mark.vnni
 @pytest.mark.parametrize("name", [BIASES, UNTIED, TIED, HALF])
 def test_static_scales_equal_the_portable_graph_up_to_rounding(static, decoder, ids, name):
     lowered, wanted = static(name)

@@ -145,7 +145,6 @@ def test_blocked_weights_equal_the_portable_graph_on_what_they_stand_for(
 
 
 @varied
-@pytest.mark.vnni
 def test_weights_per_token_equal_the_portable_graph_up_to_rounding(case, lowering, decoder, ids, tmp_path):
     lowered = lowering(case.export, PerToken())
     logits = decoder(lowered.save(), lowered.geometry)(ids, PIECES["chunks"])

@@ -1,6 +1,5 @@
 """int8 activations with a scale per token: the formulas, and that no token depends on the tokens beside it."""
 
-import platform
 from itertools import pairwise
 
 import numpy as np
@@ -9,8 +8,6 @@ import pytest
 from doubles.lowerings import varied
 
 from llmc.optimize.lower.context import PerToken
-from llmc.optimize.targets import capabilities
-from llmc.runtime.host.machine import cpu_features
 
 # Largest difference over the largest magnitude of a row. The integer product is exact, two or three factors are
 # rounded to float32.
@@ -18,12 +15,6 @@ LINEAR_TOLERANCE = 1e-6
 # Logits of the same graph with factors in another order or tokens in other chunks: 1e-6, but for the same reason up to
 # 2e-2 in one prompt of a dozen. An error is in all of them, so the least of a few prompts counts.
 ROUNDING_TOLERANCE = 5e-3
-
-NEEDED = set(capabilities("cpu").w8a8_features.get(platform.machine(), ()))
-# The runtime takes the other graph on such a CPU.
-pytestmark = pytest.mark.skipif(
-    not cpu_features() >= NEEDED, reason="this CPU's product of uint8 and int8 saturates, so the graph is never used"
-)
 
 UNTIED, BIASES = "mistral-window-wide-heads", "llama-biases"
 LAYER = "model.layers.0"
