@@ -2,13 +2,15 @@
 
 import platform
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
 
-from llmc.bundle import EngineConfig, Graph
+from llmc.bundle import VISION_FILE, EngineConfig, Graph
+from llmc.inventory import Vision
 from llmc.optimize.lower.context import LoweringContext, QuantConfigs, quant_configs
-from llmc.optimize.lower.rewrite import read_decoder
+from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
 from llmc.optimize.progress import make_counter
@@ -32,7 +34,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
     graphs, geometry = {}, order.export.geometry
     with closing(WeightFile(folder)) as weights:
         for phase, stored in quant_configs(order.recipe, geometry).items():
-            model = read_decoder(order.source)
+            model = read_graph(order.source)
             context = LoweringContext(
                 phase,
                 geometry,
@@ -53,9 +55,24 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             name = f"{phase if phase in ('prefill', 'decode') else whole}.onnx"
             ir.save(model, folder / name)
             graphs[phase] = _describe_graph(model.graph, name, stored, order, phase)
-    if len(graphs) == 1:
-        return dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
+        if len(graphs) == 1:
+            graphs = dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
+        if geometry.vision is not None:
+            graphs["vision"] = _compile_tower(order, folder, geometry.vision, weights)
     return graphs
+
+
+def _compile_tower(order: Order, folder: Path, vision: Vision, weights: WeightFile) -> Graph:
+    """Lower the tower as prompts are, whose calls are as long."""
+    stored = next(iter(quant_configs(order.recipe, order.export.geometry).values()))
+    geometry = replace(order.export.geometry, layers=vision.layers, linears=vision.linears, caches=(), attentions=())
+    count = make_counter(order.progress, "lowering and quantizing the tower for images", len(vision.linears))
+    model = read_graph(order.source, VISION_FILE)
+    plan = LoweringContext("vision", geometry, order.limits, stored, weights, Calibrated(), linear_done=count)
+    lower(model, f"{order.target.name}-vision", plan)
+    _declare_opsets(model, order)
+    ir.save(model, folder / VISION_FILE)
+    return _describe_graph(model.graph, VISION_FILE, stored, order, "vision")
 
 
 def _declare_opsets(model: ir.Model, order: Order) -> None:
