@@ -7,9 +7,10 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmc.bundle import ADAPTERS_FOLDER as ADAPTERS
-from llmc.bundle import EngineConfig, Graph
+from llmc.bundle import VISION_FILE, EngineConfig, Graph
+from llmc.inventory import Vision
 from llmc.optimize.lower.context import Float32, LoweringContext, QuantConfigs, quant_configs, without_rotation
-from llmc.optimize.lower.rewrite import read_decoder
+from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
 from llmc.optimize.progress import make_counter
@@ -55,17 +56,32 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             *_, (phase, stored) = quant_configs(without_rotation(order.recipe), geometry).items()
             own = replace(context, phase=phase, quant=stored, adapters=True)
             graphs[ADAPTERS] = _compile(order, folder, own, f"{ADAPTERS}.onnx")
+        if geometry.vision is not None:
+            graphs["vision"] = _compile_tower(order, folder, geometry.vision, weights)
     return graphs
 
 
 def _compile(order: Order, folder: Path, context: LoweringContext, name: str) -> Graph:
     shown = f"lowering and quantizing the {ADAPTERS if context.adapters else context.phase} graph"
     count = make_counter(order.progress, shown, len(context.geometry.linears))
-    model = read_decoder(order.source)
+    model = read_graph(order.source)
     lower(model, order.passes, replace(context, linear_done=count))
     _declare_opsets(model, order)
     ir.save(model, folder / name)
     return _describe_graph(model.graph, name, context.quant, order, context.phase)
+
+
+def _compile_tower(order: Order, folder: Path, vision: Vision, weights: WeightFile) -> Graph:
+    """Lower the tower as prompts are, whose calls are as long."""
+    stored = next(iter(quant_configs(order.recipe, order.export.geometry).values()))
+    geometry = replace(order.export.geometry, layers=vision.layers, linears=vision.linears, caches=(), attentions=())
+    count = make_counter(order.progress, "lowering and quantizing the tower for images", len(vision.linears))
+    model = read_graph(order.source, VISION_FILE)
+    plan = LoweringContext("vision", geometry, order.limits, stored, weights, Calibrated(), linear_done=count)
+    lower(model, f"{order.target.name}-vision", plan)
+    _declare_opsets(model, order)
+    ir.save(model, folder / VISION_FILE)
+    return _describe_graph(model.graph, VISION_FILE, stored, order, "vision")
 
 
 def _declare_opsets(model: ir.Model, order: Order) -> None:

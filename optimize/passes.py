@@ -29,6 +29,7 @@ from llmc.optimize.lower.onnxruntime import (
     recurrent,
     rotation,
     self_attention,
+    vision,
 )
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.lower.tensorrt import embedding as tensorrt_embedding
@@ -121,6 +122,15 @@ PASSES: dict[str, tuple[Step, ...]] = {
         LOWER_EXPERTS,
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         *LOWER_EMBEDDING,
+        REMOVE_DEAD,
+    ),
+    # Of the tower of a model that sees.
+    "cpu-vision": (
+        RAISE,
+        Step("attend to patches", vision.attend_to_patches, lambda g: g.layers),
+        Step("lower norms", norms.lower_norms, lambda g: 2 * g.layers + 1),
+        Step("store positions", vision.store_positions, lambda _: 1),
+        Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         REMOVE_DEAD,
     ),
     "tensorrt": _tensorrt(packing.pack_linears),

@@ -20,7 +20,7 @@ from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
 from llmc.inventory import EMBEDDING, HEAD, POSITIONS, Cache
 from llmc.optimize.lower.raising import find_weight
-from llmc.optimize.lower.rewrite import read_decoder
+from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.optimize.weights.tensors import rows_of, sizes
 from llmc.runtime.host import disk_cache
@@ -43,7 +43,7 @@ class Reference:
     def __init__(self, export: Path) -> None:
         self.folder = export
         self.manifest: ExportManifest = read_export(export)
-        self._model = read_decoder(export)
+        self._model = read_graph(export)
         self._table = next(node for node in self._model.graph if node.name == EMBEDDING)
         self._opened: tuple[tuple[str, ...], Any] | None = None
 

@@ -220,7 +220,8 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
     )
     if recipe.precision == "source":
         layers = (*((part.name, _find_own_grid(part, single)) for part in geometry.coded), *layers)
-    layers += tuple((linear.name, Computed() if single else Float32()) for linear in geometry.linears if linear.exact)
+    listed = (*geometry.linears, *(geometry.vision.linears if geometry.vision else ()))
+    layers += tuple((linear.name, Computed() if single else Float32()) for linear in listed if linear.exact)
     stored = QuantConfigs(weights[recipe.precision], head, layers)
     if single:
         w8a8 = Static(Grid(8, positive=True)) if static else None

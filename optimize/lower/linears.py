@@ -37,11 +37,16 @@ def replace_gather(graph: ir.Graph, name: str, rows: Callable[[Emitter, Weight],
 def inline_vector(graph: ir.Graph, value: ir.Value, context: LoweringContext) -> None:
     """Let what reads a small weight read a part of the graph, in float32."""
     inline = constant(graph, f"{value.name}.float32", context.calibrated.rows(find_vector(value)).astype(np.float32))
+    replace_weight(value, inline)
+
+
+def replace_weight(value: ir.Value, other: ir.Value) -> None:
+    """Let what reads a weight, or floats made of it, read another value in float32."""
     for node, index in list(value.uses()):
         if node.op_type == "Cast":
-            node.outputs[0].replace_all_uses_with(inline)
+            node.outputs[0].replace_all_uses_with(other)
         else:
-            node.replace_input_with(index, inline)
+            node.replace_input_with(index, other)
 
 
 def pack(parts: list[Linear]) -> None:

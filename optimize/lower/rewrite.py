@@ -16,9 +16,9 @@ MICROSOFT = "com.microsoft"
 LLMC = "llmc"
 
 
-def read_decoder(export: Path) -> ir.Model:
-    """The portable decoder of an export."""
-    path = export / DECODER_FILE
+def read_graph(export: Path, name: str = DECODER_FILE) -> ir.Model:
+    """The portable decoder of an export, or another of its graphs."""
+    path = export / name
     try:
         model = ir.load(path)
     except (OSError, DecodeError) as error:

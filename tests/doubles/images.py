@@ -1,5 +1,7 @@
 """Images of any mode and size, and towers' settings of the families that see."""
 
+from pathlib import Path
+
 import numpy as np
 from PIL import Image
 
@@ -40,3 +42,14 @@ def draw(mode: str, width: int, height: int, seed: int = 0) -> Image.Image:
     if mode == "LA":
         return Image.fromarray(pixels).convert("LA")
     return picture.convert(mode)
+
+
+def write_images(folder: Path) -> None:
+    """Files of each format with what readers of files look at: orientation, a profile, a palette, a comment."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    options = {"exif": exif, "icc_profile": bytes(300), "comment": "a comment"}
+    palette = draw("P", 40, 30)
+    palette.save(folder / "image.png", transparency=bytes(range(256)), exif=exif, icc_profile=bytes(300))
+    draw("RGB", 40, 30).save(folder / "image.jpg", progressive=True, **options)
+    draw("RGBA", 40, 30).save(folder / "image.webp", **options)

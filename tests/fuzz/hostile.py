@@ -25,6 +25,7 @@ SUBJECTS = {
     "bundle": ("llmc.json", "tokenizer.json", "tokenizer_config.json", "decode.onnx", "prefill.onnx"),
     "checkpoint": ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors"),
     "gguf": ("model.gguf",),
+    "images": ("image.png", "image.jpg", "image.webp"),
 }
 CORPUS = Path(__file__).with_name("corpus.json")
 
@@ -184,7 +185,20 @@ def use_gguf(folder: Path) -> None:
             pass
 
 
-USES: dict[str, Callable[[Path], None]] = {"bundle": use_bundle, "checkpoint": use_checkpoint, "gguf": use_gguf}
+def use_images(folder: Path) -> None:
+    """Decode them as every request about images does."""
+    from llmc.runtime.vision.decode import open_image
+
+    for name in SUBJECTS["images"]:
+        open_image(folder / name, name)
+
+
+USES: dict[str, Callable[[Path], None]] = {
+    "bundle": use_bundle,
+    "checkpoint": use_checkpoint,
+    "gguf": use_gguf,
+    "images": use_images,
+}
 
 
 def _seal(folder: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from doubles.ggufs import write_gguf
+from doubles.images import write_images
 
-SECONDS = {"bundle": 3, "checkpoint": 2, "gguf": 2}
+SECONDS = {"bundle": 3, "checkpoint": 2, "gguf": 2, "images": 2}
 # A case that hangs ends the test after this much more: the corpus, the start, and the longest case that is allowed.
 PATIENCE = 120
 HOSTILE = Path(__file__).with_name("hostile.py")
@@ -29,10 +30,13 @@ def fuzzed(subject: str, folder: Path, scratch: Path, seconds: float, *more: str
 def test_hostile_files_are_used_as_if_sound_or_refused_in_one_sentence(
     subject: str, tiny_bundle: Path, tiny_checkpoint: Path, tmp_path: Path
 ):
-    folder = {"checkpoint": tiny_checkpoint, "gguf": tmp_path / "gguf"}.get(subject, tiny_bundle)
+    made = tmp_path / "made"
+    made.mkdir()
+    folder = {"checkpoint": tiny_checkpoint, "gguf": made, "images": made}.get(subject, tiny_bundle)
     if subject == "gguf":
-        folder.mkdir()
         write_gguf(tiny_checkpoint, folder / "model.gguf", "Q4_0")
+    if subject == "images":
+        write_images(made)
     tried = fuzzed(subject, folder, tmp_path, SECONDS[subject])
     assert tried.returncode == 0, "\n".join([*tried.stdout.splitlines()[-2:], tried.stderr[-2000:]])
 

@@ -1,0 +1,119 @@
+"""A tiny model that sees, from its checkpoint to tokens: those of transformers, however they are computed."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles import seeing, towers
+from doubles.images import draw
+from PIL import Image
+
+from llmc.export import export
+from llmc.optimize.build import build
+from llmc.runtime import Model, load
+
+GREEDY: dict[str, Any] = {"max_tokens": 10, "temperature": 0, "ignore_eos": True}
+# One tile, a row of four and the whole, and all of the seventeen.
+SMALL, WIDE, LARGE = draw("RGB", 32, 32), draw("RGBA", 200, 40), draw("L", 111, 130)
+
+
+def about(*images: Image.Image) -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "def f(x):"}]}]
+
+
+TALKS = {
+    "small": about(SMALL),
+    "wide": about(WIDE),
+    "large": about(LARGE),
+    "several": about(WIDE, SMALL, WIDE),
+    "later": [*about(SMALL), {"role": "assistant", "content": [{"type": "text", "text": "return x"}]}, *about(WIDE)],
+    "text": [{"role": "user", "content": [{"type": "text", "text": "def f(x):"}]}],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = towers.write_seeing(tmp_path_factory.mktemp("checkpoint"))
+    (folder / "chat_template.jinja").write_text(seeing.TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle")
+    exported = export(checkpoint, folder / "export").output
+    return build(exported, folder / "fp32", precision="fp32", max_batch=4).output
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> dict[str, list[int]]:
+    """Tokens that transformers generates, prompts and pixels from its own processor."""
+    import torch
+    from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    images = SmolVLMImageProcessorPil.from_pretrained(checkpoint)
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=towers.TOKENS, chat_template=seeing.TEMPLATE)
+
+    def generate(messages: Sequence[Any]) -> list[int]:
+        given = processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        names = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask")
+        with torch.no_grad():
+            found = model.generate(
+                **{name: given[name] for name in names if name in given},
+                max_new_tokens=GREEDY["max_tokens"],
+                min_new_tokens=GREEDY["max_tokens"],
+                do_sample=False,
+            )
+        return found[0, given["input_ids"].shape[1] :].tolist()
+
+    return {name: generate(messages) for name, messages in TALKS.items()}
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Path) -> Iterator[Model]:
+    with load(bundle, threads=1) as loaded:
+        yield loaded
+
+
+def tokens(result: Any) -> list[int]:
+    return list(result.outputs[0].token_ids)
+
+
+def test_greedy_tokens_are_those_of_transformers_alone_and_from_cached_prefixes(
+    model: Model, expected: dict[str, list[int]]
+):
+    assert len({tuple(found) for found in expected.values()}) == len(TALKS)  # images decide what is said
+    for _ in range(2):
+        for name, messages in TALKS.items():
+            assert tokens(model.chat(messages, **GREEDY)) == expected[name], name
+    assert model.chat(TALKS["large"], **GREEDY).usage.cached_tokens > 64
+
+
+def test_so_they_are_side_by_side(model: Model, expected: dict[str, list[int]]):
+    names = [*TALKS, *TALKS]
+    handles = [model.stream_chat(TALKS[name], **GREEDY) for name in names]
+    for name, handle in zip(names, handles, strict=True):
+        assert tokens(handle.result()) == expected[name], name
+
+
+@pytest.mark.parametrize("chunk", [6, 32])
+def test_so_they_are_in_chunks_of_any_size(bundle: Path, expected: dict[str, list[int]], chunk: int):
+    with load(bundle, threads=1, prefill_chunk=chunk, prefix_cache_bytes=0, draft="lookup") as model:
+        for name, messages in TALKS.items():
+            assert tokens(model.chat(messages, **GREEDY)) == expected[name], name
+
+
+def test_one_pixel_that_differs_is_seen(model: Model, expected: dict[str, list[int]]):
+    """The tower's weights are large, so that a tile of another colour changes what is said."""
+    pixels = np.array(SMALL)
+    pixels[:, 8:] = 255 - pixels[:, 8:]
+    assert tokens(model.chat(about(Image.fromarray(pixels)), **GREEDY)) != expected["small"]
