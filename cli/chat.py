@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/system": "TEXT   what the model is told before everything else; without TEXT, nothing",
+    "/image": "FILE  a PNG, JPEG or WebP before the next question",
     "/save": "FILE   write the conversation",
     "/load": "FILE   go on with a saved conversation",
     "/clear": "       forget what was said, keep the system text",
@@ -92,6 +93,13 @@ def refuse_without_template(model: Model) -> None:
         raise RequestError(f"{error}: llmc run {model.folder} -p TEXT completes one") from error
 
 
+def with_images(text: str, images: Sequence[Path]) -> Any:
+    """The content of a message: text, or parts where there are images before it."""
+    if not images:
+        return text
+    return [*({"type": "image", "image": str(image)} for image in images), {"type": "text", "text": text}]
+
+
 # ----------------------------------------------------------------------------------------------------- conversation
 
 
@@ -102,6 +110,7 @@ class Conversation:
         self, model: Model, sampling: dict[str, Any], stats: bool, interactive: bool, keys: Interrupts
     ) -> None:
         self.messages: list[Message] = []
+        self._images: list[Path] = []  # before the next question
         self._model = model
         self._sampling = sampling
         self._stats = stats
@@ -110,6 +119,7 @@ class Conversation:
         self._last: GenerationResult | None = None
         self._commands: dict[str, Callable[[str], None]] = {
             "/system": self.system,
+            "/image": self.image,
             "/save": lambda file: self.save(parse_path(file, "/save")),
             "/load": lambda file: self.load(parse_path(file, "/load")),
             "/clear": self.clear,
@@ -146,7 +156,8 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """Say ``text`` and print the answer; one that was stopped counts as far as it came."""
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": with_images(text, self._images)})
+        self._images = []
         parts: list[str] = []
         try:
             handle = self._model.stream_chat(self.messages, **self._sampling)
@@ -215,6 +226,15 @@ class Conversation:
         rest = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": text}, *rest] if text else rest
 
+    def image(self, file: str) -> None:
+        from llmc.runtime.vision.decode import open_image
+
+        path = parse_path(file, "/image").resolve()
+        _ = self._model.tower  # one that is not there is told of now, and so is a file that cannot be read
+        size = open_image(path, str(path)).size
+        self._images.append(path)
+        click.echo(f"{size[0]} x {size[1]} pixels go with the next question", err=True)
+
     def save(self, path: Path) -> None:
         write_messages(path, self._model.manifest.source.name, self.messages)
         click.echo(f"{len(self.messages)} messages saved in {path}", err=True)
@@ -233,6 +253,7 @@ class Conversation:
 
     def clear(self, _: str) -> None:
         """Forget what was said, but not the system text."""
+        self._images = []
         self.messages = [message for message in self.messages if message["role"] == "system"]
         self._last = None
 

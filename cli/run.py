@@ -10,8 +10,8 @@ import click
 
 from llmc.bundle import read_bundle
 from llmc.cli import output as show
-from llmc.cli.chat import converse, refuse_without_template
-from llmc.cli.options import SectionCommand, bundle_argument, emulate_option, take
+from llmc.cli.chat import converse, refuse_without_template, with_images
+from llmc.cli.options import EXISTING_FILE, SectionCommand, bundle_argument, emulate_option, take
 from llmc.cli.reading import at_terminal, read_stdin, stdin_limit
 from llmc.cli.sampling import SAMPLING_NAMES, answering_options, collect_load_options, describe, is_one, refuse_unseen
 from llmc.errors import UsageError
@@ -24,10 +24,19 @@ if TYPE_CHECKING:
 @bundle_argument
 @click.option("-p", "--prompt", help="Text to continue. Without it, stdin is read to its end.")
 @click.option("--chat", is_flag=True, help="Answer the prompt through the model's chat template; on a terminal, talk.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=EXISTING_FILE,
+    help="A PNG, JPEG or WebP before the prompt, which is answered through the chat template.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print texts, tokens, counts, times and parameters as JSON.")
 @emulate_option
 @answering_options
-def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, stats: bool, **options: Any) -> None:
+def run_command(
+    bundle: Path, prompt: str | None, chat: bool, images: tuple[Path, ...], as_json: bool, stats: bool, **options: Any
+) -> None:
     """Stream the completion of a prompt from BUNDLE.
 
     From stdin, one newline at the end is not part of the prompt. Several outputs are printed one after another, each
@@ -36,7 +45,8 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
     from llmc.runtime import load
 
     sampling = take(options, SAMPLING_NAMES)
-    talk = chat and prompt is None and at_terminal()
+    chat = chat or bool(images)
+    talk = chat and not images and prompt is None and at_terminal()
     if not as_json:
         refuse_unseen(sampling)
     if talk and as_json:
@@ -48,7 +58,7 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
         if talk:
             converse(model, sampling, stats=stats)
             return
-        messages = [{"role": "user", "content": text}]
+        messages = [{"role": "user", "content": with_images(text, images)}]
         stream = model.stream_chat(messages, **sampling) if chat else model.stream(text, **sampling)
         write(stream, as_json, is_one(sampling))
         if stats:

@@ -4,12 +4,13 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from llmc.errors import UsageError
 from llmc.publish import replace_file
 from llmc.strict import read_json
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 FORMAT, VERSION = "llmc-chat", 1  # what a saved conversation says that it is
 ROLES = ("system", "user", "assistant", "tool")
@@ -42,9 +43,20 @@ def _is_message(item: object) -> bool:
         isinstance(item, dict)
         and item.keys() == {"role", "content"}
         and item["role"] in ROLES
-        and isinstance(item["content"], str)
-        and not re.search("[\ud800-\udfff]", item["content"])  # which UTF-8 cannot spell
+        and (_is_text(item["content"]) or (isinstance(item["content"], list) and all(map(_is_part, item["content"]))))
     )
+
+
+def _is_part(item: object) -> bool:
+    """True for a text, and for the path of an image."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    return (
+        isinstance(item, dict) and kind in ("text", "image") and item.keys() == {"type", kind} and _is_text(item[kind])
+    )
+
+
+def _is_text(item: object) -> bool:
+    return isinstance(item, str) and not re.search("[\ud800-\udfff]", item)  # which UTF-8 cannot spell
 
 
 def write_messages(path: Path, model: str, messages: list[Message]) -> None:

@@ -297,7 +297,7 @@ class Model:
         """Images to rows of embeddings. UsageError if the bundle takes text alone."""
         if self._tower is None:
             raise UsageError(
-                f"{self.folder} has no tower that sees images; send text alone, or take a bundle of a model that sees, "
+                "the model has no tower that sees images; send text alone, or take a bundle of a model that sees, "
                 "exported without --text-only"
             )
         return self._tower

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from llmc.errors import CancelledError, RequestError, UsageError
 from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage, load
@@ -61,7 +62,7 @@ class FakeModel:
         self.between: Callable[[FakeHandle], None] = lambda handle: None
         self.before: Callable[[], None] = lambda: None
         self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
-        self.folder, self.chat_template = Path("tiny"), None
+        self.folder, self.chat_template, self.tower = Path("tiny"), None, None
         self.encode: Callable[[str], list[Any]] = lambda text: [len(text), False]
         snapshot = SimpleNamespace(summary=lambda: {"requests": 3, "tokens": None})
         metrics = SimpleNamespace(snapshot=lambda: snapshot)
@@ -297,6 +298,33 @@ def test_a_saved_conversation_goes_on_where_it_was(talk, model: FakeModel, tmp_p
     assert f"3 messages saved in {file}" in saved.err
     talk("Again", options=("--load", file))
     assert model.asked[-1] == [*TALK, user("Again")]
+
+
+def test_images_go_with_the_next_question_and_are_saved_by_their_paths(talk, model: FakeModel, tmp_path: Path):
+    for name in ("one.png", "two.png"):
+        Image.new("RGB", (4, 3)).save(tmp_path / name)
+    ran = talk(f"/image {tmp_path}/one.png", f"/image {tmp_path}/two.png", "Which?", "Why?", f"/save {tmp_path}/saved")
+    assert ran.err.count("4 x 3 pixels go with the next question") == 2
+    parts = [{"type": "image", "image": f"{tmp_path}/{name}.png"} for name in ("one", "two")]
+    asked = {"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}
+    assert model.asked[1] == [asked, assistant("ab"), user("Why?")]
+    talk("Again", options=("--load", tmp_path / "saved"))
+    assert model.asked[-1][0] == asked
+
+
+def test_what_is_no_image_is_refused_at_once(talk, model: FakeModel, tmp_path: Path):
+    (tmp_path / "text").write_text("text")
+    ran = talk(f"/image {tmp_path}/text", "Hello", terminal=True)
+    assert f"{tmp_path}/text cannot be read" in ran.err
+    assert model.asked == [[user("Hello")]]
+
+
+def test_a_model_that_sees_nothing_refuses_images(llmc, tiny_bundle: Path, tmp_path: Path):
+    Image.new("RGB", (4, 3)).save(tmp_path / "one.png")
+    for arguments in (("chat", tiny_bundle), ("run", tiny_bundle, "-p", "?", "--image", tmp_path / "one.png")):
+        ran = llmc(*arguments, stdin=f"/image {tmp_path}/one.png\n".encode())
+        assert (ran.code, ran.out) == (2, "")
+        assert "has no tower that sees images; send text alone" in ran.err
 
 
 @pytest.mark.parametrize("content", ["", "text", "[]", '{"messages": []}', "\ud800"])

@@ -109,6 +109,16 @@ def test_text_goes_to_stdout_and_nothing_else_anywhere(llmc, model: FakeModel, t
     assert model.closed
 
 
+def test_images_stand_before_the_prompt_and_are_answered_as_a_chat(llmc, model: FakeModel, tmp_path: Path):
+    files = [tmp_path / "cat.png", tmp_path / "dog.jpg"]
+    for file in files:
+        file.touch()
+    ran = llmc("run", tmp_path, "-p", "Which?", "--image", files[0], "--image", files[1])
+    assert (ran.code, ran.out) == (0, "ab\n")
+    parts = [{"type": "image", "image": str(file)} for file in files]
+    assert model.asked == [("chat", [{"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}], {})]
+
+
 # A value of each kind as it is typed, and what the library must be given.
 VALUES: dict[str, tuple[list[str], Any]] = {
     "max_tokens": (["5"], 5),

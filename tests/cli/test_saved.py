@@ -34,6 +34,7 @@ def test_a_crash_while_saving_leaves_the_old_conversation(tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+IMAGE = {"type": "image", "image": "cat.png"}
 SAVED = {"format": "llmc-chat", "version": 1, "messages": TALK}
 
 
@@ -49,6 +50,13 @@ SAVED = {"format": "llmc-chat", "version": 1, "messages": TALK}
         (json.dumps({**SAVED, "messages": [{"role": "user"}]}), "messages are not a list"),
         (json.dumps({**SAVED, "messages": [{"role": "god", "content": ""}]}), "messages are not a list"),
         (json.dumps({**SAVED, "messages": [{"role": [], "content": ""}]}), "messages are not a list"),
+        (json.dumps({**SAVED, "messages": [{"role": "user", "content": ["a"]}]}), "messages are not a list"),
+        (
+            json.dumps({**SAVED, "messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+            "messages are not a list",
+        ),
+        (json.dumps({**SAVED, "messages": [{"role": "user", "content": [IMAGE | {"image": 3}]}]}), "are not a list"),
+        (json.dumps({**SAVED, "messages": [{"role": "user", "content": [IMAGE | {"url": ""}]}]}), "are not a list"),
     ],
 )
 def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, content: str, sentence: str):

@@ -20,6 +20,7 @@ from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat, make_extra_member
 from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, name_parameters
 from llmc.runtime.server.http.ignored import ignore
+from llmc.runtime.server.http.images import decode_base64, make_content
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, event, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
@@ -62,6 +63,22 @@ class TextBlock(Body):
     text: str
 
 
+class ImageData(Body):
+    """An image itself; addresses and files are refused, for nothing is fetched."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/webp"]
+    data: str
+
+
+class ImageBlock(Body):
+    """An image, for models that see."""
+
+    IGNORED = CACHED
+    type: Literal["image"]
+    source: ImageData
+
+
 class ThinkingBlock(Body):
     """Thoughts of an earlier answer. Nobody checks the signature, which this server leaves empty."""
 
@@ -95,7 +112,7 @@ class ToolResultBlock(Body):
 
 
 B = TypeVar("B", bound=Body)
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 
@@ -105,7 +122,12 @@ class UserMessage(Body):
 
     def plain(self) -> Iterator[dict[str, Any]]:
         for block in blocks_in(self.content):
-            yield block.plain() if isinstance(block, ToolResultBlock) else {"role": "user", "content": block.text}
+            if isinstance(block, ToolResultBlock):
+                yield block.plain()
+            elif isinstance(block, ImageBlock):
+                yield {"role": "user", "content": decode_base64(block.source.data, "messages.content.source.data")}
+            else:
+                yield {"role": "user", "content": block.text}
 
 
 class AssistantMessage(Body):
@@ -229,7 +251,7 @@ class Prompted(Body):
             [*system, *(plain for each in self.messages for plain in each.plain())], itemgetter("role")
         ):
             if role == "user":
-                found.append({"role": role, "content": "\n".join(message["content"] for message in turn)})
+                found.append({"role": role, "content": make_content((message["content"] for message in turn), "\n")})
             else:
                 found.extend(turn)
         return found

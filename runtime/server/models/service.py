@@ -191,21 +191,30 @@ async def submit_promptly(submit: Callable[[], H], compilers: CapacityLimiter) -
     """A request submitted: at once where it is short, for a thread's waking takes as long as its work, and else in a
     thread, as tokenizing a prompt, a chat template's work and compiling a grammar may take long.
 
-    Those with a grammar share threads of their own, so that any number of slow ones keeps nobody else waiting.
+    Those with a grammar or an image share threads of their own, so that any number of slow ones keeps nobody else
+    waiting.
 
     Args:
         submit: submits it; all that the client gave is among its arguments, or in a mapping there.
-        compilers: the threads of those with a grammar.
+        compilers: the threads of those with a grammar or an image.
     """
     given = [*submit.args, submit.keywords] if isinstance(submit, partial) else []
-    has_grammar = any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES)
-    if given and not has_grammar and room_beside(given, SHORT) >= 0:
+    is_slow = any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES)
+    is_slow = is_slow or any(map(_hold_image, given))
+    if given and not is_slow and room_beside(given, SHORT) >= 0:
         handle = submit()
     else:
-        handle = await to_thread.run_sync(submit, limiter=compilers if has_grammar else None)
+        handle = await to_thread.run_sync(submit, limiter=compilers if is_slow else None)
     charge(handle)
     watch(handle)
     return handle
+
+
+def _hold_image(messages: object) -> bool:
+    """True for messages of which one has parts: texts alone are one."""
+    return isinstance(messages, list) and any(
+        isinstance(message, Mapping) and isinstance(message.get("content"), list) for message in messages
+    )
 
 
 def service_at(connection: HTTPConnection) -> Service:

@@ -1,6 +1,6 @@
 """OpenAI's chat completions: messages in, messages out, tools and reasoning included."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -28,6 +28,7 @@ from llmc.runtime.server.http.bodies import (
 )
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.ignored import ignore
+from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
@@ -45,7 +46,7 @@ EFFORTS = {"minimal": 128, "low": 1024, "medium": 4096, "high": 16384, "xhigh": 
 
 
 class TextPart(Body):
-    """A piece of a message; text is all that these models read."""
+    """A piece of a message."""
 
     IGNORED = frozenset({"annotations", "cache_control", "prompt_cache_breakpoint"})
 
@@ -60,7 +61,22 @@ class RefusalPart(Body):
     text: Annotated[str, Field(alias="refusal")]
 
 
-Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+class ImageUrl(Body):
+    IGNORED = frozenset({"detail"})
+
+    url: DataUrl
+
+
+class ImagePart(Body):
+    """An image, for models that see."""
+
+    IGNORED = frozenset({"cache_control", "prompt_cache_breakpoint"})
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]
 
 
 class CalledFunction(Body):
@@ -109,11 +125,19 @@ class ChatMessage(Body):
         _one(f"{where}.reasoning_content", self.reasoning_content, f"{where}.reasoning", self.reasoning)
         content = self.content or self.refusal or ""
         found = self.model_dump(exclude_none=True, exclude={"refusal"})
-        found["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
+        found["content"] = content if isinstance(content, str) else make_content(_pieces(content, f"{where}.content"))
         found["role"] = "system" if self.role == "developer" else self.role
         if not self.tool_calls:
             found.pop("tool_calls", None)
         return found
+
+
+def _pieces(parts: Sequence[TextPart | RefusalPart | ImagePart], where: str) -> Iterator[str | bytes]:
+    for number, part in enumerate(parts):
+        if isinstance(part, ImagePart):
+            yield decode_base64(part.image_url.url, f"{where}[{number}].image_url.url")
+        else:
+            yield part.text
 
 
 # Fields of messages of one role alone.

@@ -18,6 +18,7 @@ from llmc.runtime.server.http.aside import apart, aside
 from llmc.runtime.server.http.bodies import Body, Verbosity, make_extra_member
 from llmc.runtime.server.http.errors import ApiError, from_llmc, name_parameters
 from llmc.runtime.server.http.ignored import ignore
+from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.streams import EventStream, event, make_answer, unless_gone, unless_long
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.response_store import Item, make_stored, read
@@ -59,7 +60,15 @@ class OutputText(Body):
     text: str
 
 
-TextPart = Annotated[InputText | OutputText, Field(discriminator="type")]
+class InputImage(Body):
+    """An image, for models that see."""
+
+    IGNORED = frozenset({"detail", "prompt_cache_breakpoint"})
+    type: Literal["input_image"]
+    image_url: DataUrl
+
+
+Part = Annotated[InputText | OutputText | InputImage, Field(discriminator="type")]
 
 
 class MessageItem(Body):
@@ -69,7 +78,7 @@ class MessageItem(Body):
     type: Literal["message"] = "message"
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | list[Part]
     status: Status | None = None
 
 
@@ -313,7 +322,7 @@ def plain(items: Iterable[Item]) -> list[dict[str, Any]]:
             found.append({"role": "tool", "tool_call_id": plain_id(item["call_id"]), "content": _text(item["output"])})
         elif item["type"] == "message" and item["role"] != "assistant":
             role = "system" if item["role"] == "developer" else item["role"]
-            found.append({"role": role, "content": _text(item["content"])})
+            found.append({"role": role, "content": make_content(map(_read_part, item["content"]))})
         else:
             _add_answer(found, item)
     return found
@@ -334,6 +343,10 @@ def _add_answer(found: list[dict[str, Any]], item: Item) -> None:
     else:
         call = ToolCall(plain_id(item["call_id"]), item["name"], item["arguments"])
         last.setdefault("tool_calls", []).append(call.to_dict())
+
+
+def _read_part(part: dict[str, Any]) -> str | bytes:
+    return decode_base64(part["image_url"], "input") if part["type"] == "input_image" else part["text"]
 
 
 def _text(content: str | Sequence[dict[str, Any]]) -> str:

@@ -167,7 +167,7 @@ def test_a_model_without_a_tower_refuses_images_in_one_sentence(make: Any):
 
 
 def test_text_that_spells_an_image_is_text(make: Any):
-    model, session = make()
+    model, _ = make()
     said = [{"role": "user", "content": [{"type": "text", "text": "<image>"}, {"type": "image", "image": CAT}]}]
     ids = model.chat_tokens(said)
     assert ids.count(model.manifest.geometry.vision.token_id) == 4 * 9

@@ -185,7 +185,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(able_anthropic: anthropic.Anth
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
-            "messages[0].content[0] has the type 'image', expected one of",
+            "messages[0].content[0].source.data is missing",
         ),
         ({"mcp_servers": []}, "mcp_servers"),
     ],

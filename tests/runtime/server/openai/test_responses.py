@@ -166,7 +166,10 @@ def test_logprobs_are_those_of_the_text(able_openai: openai.OpenAI):
         ({"truncation": "auto", "on_overflow": "sink"}, "on_overflow"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].image_url",
+        ),
         ({"metadata": {"a": 1}}, "metadata.a"),
         (
             {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "function", "name": "x"}]}},
