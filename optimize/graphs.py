@@ -9,7 +9,14 @@ import onnx_ir as ir
 from llmc.bundle import ADAPTERS_FOLDER as ADAPTERS
 from llmc.bundle import VISION_FILE, EngineConfig, Graph
 from llmc.inventory import Vision
-from llmc.optimize.lower.context import Float32, LoweringContext, QuantConfigs, quant_configs, without_rotation
+from llmc.optimize.lower.context import (
+    Float32,
+    LoweringContext,
+    QuantConfigs,
+    choose_tower_configs,
+    quant_configs,
+    without_rotation,
+)
 from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
@@ -72,8 +79,7 @@ def _compile(order: Order, folder: Path, context: LoweringContext, name: str) ->
 
 
 def _compile_tower(order: Order, folder: Path, vision: Vision, weights: WeightFile) -> Graph:
-    """Lower the tower as prompts are, whose calls are as long."""
-    stored = next(iter(quant_configs(order.recipe, order.export.geometry).values()))
+    stored = choose_tower_configs(next(iter(quant_configs(order.recipe, order.export.geometry).values())))
     geometry = replace(order.export.geometry, layers=vision.layers, linears=vision.linears, caches=(), attentions=())
     count = make_counter(order.progress, "lowering and quantizing the tower for images", len(vision.linears))
     model = read_graph(order.source, VISION_FILE)

@@ -192,6 +192,13 @@ def without_rotation(recipe: Recipe) -> Recipe:
     return replace(recipe, block_size=block, rotated=())
 
 
+def choose_tower_configs(stored: QuantConfigs) -> QuantConfigs:
+    """The storage of a tower's linears beside a decoder's: integers of 8 bits in small blocks where these are integers,
+    for what is lost here is lost of every image."""
+    integers = isinstance(stored.body, WeightOnly)
+    return replace(stored, body=WeightOnly(Grid(8, HEAD_BLOCK)) if integers else stored.body, w8a8=None)
+
+
 def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]:
     """The graphs to make, by phase, and how each stores its weights."""
     single, static = recipe.phases == "single", recipe.activations == "static"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.inventory import Experts, Linear
+from llmc.inventory import Experts, Linear, Vision
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     Computed,
@@ -17,9 +17,11 @@ from llmc.optimize.lower.context import (
     Mxfp4,
     PerToken,
     QuantConfig,
+    QuantConfigs,
     Static,
     WeightOnly,
     choose_embedding_config,
+    choose_tower_configs,
     quant_configs,
     without_rotation,
 )
@@ -27,6 +29,7 @@ from llmc.optimize.lower.onnxruntime.experts import fit_block
 from llmc.optimize.quantize.grid import OFFSETS
 from llmc.optimize.recipe import needs_calibration
 from llmc.runtime.kv.budget import MemoryEstimate
+from llmc.runtime.vision.tower import KEPT_BYTES
 
 MB = 1_000_000
 # Python, numpy, tokenizers, jinja2 and onnxruntime after their import and the first run: half of it pages of libraries.
@@ -167,6 +170,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     opened = [linear for linear in geometry.linears if linear.is_open]
     factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
+    rows = geometry.hidden_size if geometry.vision else 0
     tables = {
         item.rope: item.rotary_dim * (2 if 0 < item.grows_after < limits.max_context else 1)
         for item in geometry.attentions
@@ -180,8 +184,9 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         mapped_experts=mapped_expert_bytes(geometry, recipe),
         embedding=sum(linear_bytes(table, form) for form in forms),
         workspace=activation_bytes(geometry, chunk, 4),
-        # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
-        workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
+        # Scores of a chunk against all that is cached, a cosine and a sine for each half of a head, and rows of images,
+        # in float32.
+        workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs) + rows),
         cache_per_token=sum(cache.bytes(1, size) for cache in kept if not cache.window),
         state=sum(cache.bytes(0, size) for cache in geometry.caches),
         window_per_token=sum(cache.bytes(1, size) for cache in kept if cache.window),
@@ -190,7 +195,17 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         adapters=limits.adapters and OPENED_GRAPH + adapter_graph_bytes(geometry, recipe) + limits.adapters * factors,
         adapters_per_row=factors,
         per_layer_table=sum(linear_bytes(per_layer, form) for form in forms) if geometry.per_layer else 0,
+        tower=_tower_bytes(geometry.vision, choose_tower_configs(next(iter(graphs.values())))),
     )
+
+
+def _tower_bytes(vision: Vision | None, stored: QuantConfigs) -> int:
+    if vision is None:
+        return 0
+    patches, first = (vision.tile // vision.patch) ** 2, vision.linears[0]
+    widest = max(linear.outputs for linear in vision.linears if linear.layer is not None)
+    weights = sum(linear_bytes(linear, stored.of(linear.name), copies=BLOCK_COPIES) for linear in vision.linears)
+    return OPENED_GRAPH + weights + 4 * patches * (WIDE_ARRAYS * widest + NARROW_ARRAYS * first.outputs) + KEPT_BYTES
 
 
 def plan_build(
@@ -265,11 +280,12 @@ def _estimate_judging(
     plan = memory_plan(geometry, limits, recipe, tokenizer_bytes)
     run = plan.parts(min(limits.max_context, tokens))
     layer = _largest_layer(geometry, _referred_bytes)
+    tower = sum(map(_referred_bytes, geometry.vision.linears)) if geometry.vision else 0
     return {
         **run,
         "engine": run["engine"] + BUILDER,
         "left from quantizing": RETAINED * _largest(geometry),
-        "reference": max(layer, LOGITS_HELD * 4 * tokens * geometry.vocab_size),
+        "reference": max(layer, tower, LOGITS_HELD * 4 * tokens * geometry.vocab_size),
     }
 
 
