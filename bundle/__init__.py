@@ -6,7 +6,6 @@ atomically by :mod:`llmc.publish`, so a folder with a manifest is complete.
 """
 
 from llmc.bundle.adapters import ADAPTER_SCHEMA as ADAPTER_SCHEMA
-from llmc.bundle.adapters import ADAPTERS_FOLDER as ADAPTERS_FOLDER
 from llmc.bundle.adapters import FACTOR_A as FACTOR_A
 from llmc.bundle.adapters import FACTOR_B as FACTOR_B
 from llmc.bundle.adapters import FACTORS_FILE as FACTORS_FILE
@@ -25,6 +24,7 @@ from llmc.bundle.integrity import verify_files as verify_files
 from llmc.bundle.integrity import verify_samples as verify_samples
 from llmc.bundle.integrity import write_chunks as write_chunks
 from llmc.bundle.manifest import ADAPTER_FILE as ADAPTER_FILE
+from llmc.bundle.manifest import ADAPTERS_FOLDER as ADAPTERS_FOLDER
 from llmc.bundle.manifest import BUNDLE_MANIFEST as BUNDLE_MANIFEST
 from llmc.bundle.manifest import CACHE_BYTES as CACHE_BYTES
 from llmc.bundle.manifest import CHUNKS_FILE as CHUNKS_FILE

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 from llmc.bundle.integrity import sha256_file
-from llmc.bundle.manifest import MOST_MANIFEST, MOST_RANK, Version
+from llmc.bundle.manifest import ADAPTERS_FOLDER, MOST_MANIFEST, MOST_RANK, Version
 from llmc.errors import BundleError, LlmcError, UsageError, format_value
 from llmc.strict import decode, read_json
 
-ADAPTERS_FOLDER = "adapters"  # of a bundle
 ADAPTER_MANIFEST = "adapter.json"
 FACTORS_FILE = "factors.npy"
 ADAPTER_SCHEMA = 1

@@ -27,6 +27,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     PROMPTS_FILE,
 )
+ADAPTERS_FOLDER = "adapters"  # that llmc adapter add writes into, after the bundle was built
 CHUNKS_FILE = "chunks.json"  # hashes of pieces of large files
 
 # Largest tolerance of logits in a self-test; a larger one would test nothing. In SmolLM2-135M with 4-bit weights, calls

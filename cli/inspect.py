@@ -137,7 +137,8 @@ def limits_of(manifest: Manifest) -> str:
     limits = manifest.limits
     if manifest.geometry.encoder:
         return f"texts of {limits.max_context} tokens, short ones together in calls of {limits.prefill_chunk}"
-    return f"{limits.max_context} tokens x {limits.max_batch}, prefill in chunks of {limits.prefill_chunk}"
+    room = f", {limits.adapters} adapters of rank {limits.rank}" if limits.adapters else ""
+    return f"{limits.max_context} tokens x {limits.max_batch}, prefill in chunks of {limits.prefill_chunk}{room}"
 
 
 def engine_of(target: Target) -> str:

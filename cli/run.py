@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
 @bundle_argument
 @click.option("-p", "--prompt", help="Text to continue. Without it, stdin is read to its end.")
 @click.option("--chat", is_flag=True, help="Answer the prompt through the model's chat template; on a terminal, talk.")
+@click.option("--adapter", help="Name of an adapter of BUNDLE that answers.")
 @click.option("--json", "as_json", is_flag=True, help="Print texts, tokens, counts, times and parameters as JSON.")
 @emulate_option
 @answering_options
-def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, stats: bool, **options: Any) -> None:
+def run_command(
+    bundle: Path, prompt: str | None, chat: bool, adapter: str | None, as_json: bool, stats: bool, **options: Any
+) -> None:
     """Stream the completion of a prompt from BUNDLE.
 
     From stdin, one newline at the end is not part of the prompt. Several outputs are printed one after another, each
@@ -39,8 +43,11 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
     talk = chat and prompt is None and at_terminal()
     if not as_json:
         refuse_unseen(sampling)
-    if talk and as_json:
-        raise UsageError("--json prints one answer, and --chat without a prompt talks; give a prompt with -p")
+    if talk and (as_json or adapter):
+        raise UsageError(
+            f"--{'json' if as_json else 'adapter'} is for one answer, and --chat without a prompt talks; give a prompt "
+            "with -p"
+        )
     text = "" if talk else read_prompt(prompt, bundle)
     with load(bundle, **collect_load_options(options)) as model:
         if chat:
@@ -49,7 +56,8 @@ def run_command(bundle: Path, prompt: str | None, chat: bool, as_json: bool, sta
             converse(model, sampling, stats=stats)
             return
         messages = [{"role": "user", "content": text}]
-        stream = model.stream_chat(messages, **sampling) if chat else model.stream(text, **sampling)
+        ask = partial(model.stream_chat, messages) if chat else partial(model.stream, text)
+        stream = ask(adapter=adapter, **sampling)
         write(stream, as_json, is_one(sampling))
         if stats:
             click.echo(describe(stream.result()), err=True)

@@ -128,7 +128,7 @@ def _read_gguf(path: Path, scale: float, config: Mapping[str, Any]) -> Adapter:
 
 
 def read_peft(folder: Path, scale: float, base: Path) -> Adapter:
-    """:func:`read_adapter` of a folder of PEFT; of ``base`` only the path counts, in which a note looks for its name."""
+    """:func:`read_adapter` of a folder of PEFT; a note looks for its base's name in the path ``base``."""
     keys, path = Keys(_read_config(folder), str(folder / ADAPTER_FILE)), _find_weights(folder)
     rank, alpha, dora = _read_keys(keys)
     parts, whole = _sort_tensors(read_shard(path))

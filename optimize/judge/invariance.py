@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Invariance, Manifest
 from llmc.optimize.lower.context import Mxfp4, quant_configs
 from llmc.runtime.sessions import Batch, Phase, Session
+from llmc.runtime.sessions.adapters import Adapter, AdapterInfo
 
 # Numbers of rows, new tokens or logits of the calls that are compared with the largest one: odd and even, within and
 # beyond the 4 rows that MatMulNBits' kernels take at once.
@@ -24,6 +25,9 @@ LONG_SIZES, LONGEST = (62, 64, 66, 67, 126, 128, 130), 132
 PREFIX, LONGER = 12, 2
 # Smaller contexts, without room for prefixes and calls, are not measured.
 SMALLEST_CONTEXT = PREFIX + LONGER * max(SIZES) + max(SIZES)
+
+# Of the factors that are drawn for rows: their products are about as large as what they are added to.
+DEVIATION = 0.1
 
 Same = Callable[[int], bool]
 Values = tuple[NDArray[np.float32], NDArray[np.generic]]
@@ -44,10 +48,29 @@ def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
         found[Phase.DECODE.value] = replace(found[Phase.DECODE.value], single=False)
     if session.changes_kernels:  # measuring proves nothing for them; calls of one token are still measured
         found = {Phase.DECODE.value: Invariance(rows=found[Phase.DECODE.value].rows)}
+    adapter_graph = manifest.adapter_graph
+    if adapter_graph is not None:
+        session.open_adapters()
+        measured = _Probe(session, manifest, _draw_adapters(manifest)).invariance(Phase.DECODE)
+        single = measured.single and not adapter_graph.overwritten
+        adapter_graph = replace(adapter_graph, invariance=replace(measured, single=single))
     graphs = {
         name: replace(graph, invariance=found.get(name, graph.invariance)) for name, graph in manifest.graphs.items()
     }
-    return replace(manifest, graphs=graphs)
+    return replace(manifest, graphs=graphs, adapter_graph=adapter_graph)
+
+
+def _draw_adapters(manifest: Manifest) -> tuple[Adapter, ...]:
+    """An adapter of chance for each row, that changes everything."""
+    draw, found, rank = np.random.default_rng(1).standard_normal, [], manifest.limits.rank
+    for row in range(min(manifest.limits.max_batch, max(SIZES))):
+        factors = {
+            it.name: (draw((rank, it.inputs), np.float32) * DEVIATION, draw((rank, it.outputs), np.float32) * DEVIATION)
+            for it in manifest.geometry.linears
+            if it.is_open
+        }
+        found.append(Adapter(AdapterInfo(str(row), str(row), rank), factors))
+    return tuple(found)
 
 
 def _has_rounding_experts(manifest: Manifest) -> bool:
@@ -60,13 +83,13 @@ def _has_rounding_experts(manifest: Manifest) -> bool:
 class _Probe:
     """Rows with different prefixes in the cache, and calls that continue them."""
 
-    def __init__(self, session: Session, manifest: Manifest) -> None:
-        self._session = session
+    def __init__(self, session: Session, manifest: Manifest, adapters: tuple[Adapter, ...] = ()) -> None:
+        self._session, self._adapters = session, adapters
         limits = manifest.limits
         longest = min(limits.prefill_chunk, limits.max_context - PREFIX, LONGEST)
         self._longest = max(longest - longest % 2, max(SIZES))
         self._long = [tokens for tokens in LONG_SIZES if tokens < self._longest]
-        self._feeds = Phase.PREFILL if "prefill" in manifest.graphs else Phase.DECODE
+        self._feeds = Phase.PREFILL if "prefill" in manifest.graphs and not adapters else Phase.DECODE
         self._rows = [rows for rows in SIZES if rows <= limits.max_batch]
         session.cache.reserve(max(self._rows), max(SMALLEST_CONTEXT, PREFIX + self._longest))
         generator = np.random.default_rng(0)
@@ -80,7 +103,8 @@ class _Probe:
     def invariance(self, phase: Phase) -> Invariance:
         for row, prefix in enumerate(self._prefixes):
             ids = np.array([prefix], np.int64)
-            self._session.run(Batch(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row))
+            call = Batch(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row)
+            self._session.run(replace(call, adapters=self._adapters[row : row + 1]))
         cache = self._session.cache
         self._states = [cache.read_states(row, len(prefix)) for row, prefix in enumerate(self._prefixes)]
         most = max(SIZES)
@@ -133,7 +157,7 @@ class _Probe:
         """Logits of a call that continues the prefixes, whose states the call before has changed."""
         for row, past in enumerate(call.past_lengths.tolist()):
             self._session.cache.write_states(row, past, self._states[row])
-        return self._session.run(call)
+        return self._session.run(replace(call, adapters=self._adapters[: len(call.input_ids)]))
 
     def _fill_cache(self, past: int, tokens: int) -> NDArray[np.generic]:
         """The cache's contents for ``tokens`` positions of row 0, [tokens, values]."""

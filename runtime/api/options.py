@@ -120,6 +120,21 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
         )
 
 
+def check_adapters(manifest: Manifest, level: Determinism) -> None:
+    """Refuse adapters at a level of determinism that the build did not see their graph keep."""
+    graph, rows = manifest.adapter_graph, manifest.graphs["decode"].invariance.rows
+    seen = Invariance() if graph is None else graph.invariance
+    if level is Determinism.BATCH:
+        kept = 0 < seen.rows <= max(rows, 1) and seen.tokens > 0
+    else:
+        kept = level is Determinism.FAST or (seen.tokens > 0 and seen.outputs > 0)
+    if not kept:
+        raise UsageError(
+            f"determinism is {level.value!r}, which the build did not see calls with adapters keep; use 'fast', or "
+            "merge the adapter at export"
+        )
+
+
 def row_limit(manifest: Manifest, options: EngineOptions) -> int:
     """Rows that may run at once, even where rows run in pairs; UsageError for more than the bundle was built for."""
     check_level(manifest, options.determinism)

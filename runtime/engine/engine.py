@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 from llmc.bundle import Manifest
 from llmc.errors import CancelledError, DeadlineError, EngineClosedError, GpuError, LlmcError, QueueFullError
 from llmc.runtime.api.handle import Handle, OutputCollector, is_serving, mark_serving
-from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
+from llmc.runtime.api.options import Determinism, EngineOptions, check_adapters, row_limit
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.input_processor import InputProcessor
 from llmc.runtime.engine.output_processor import OutputProcessor
@@ -77,7 +77,12 @@ class Engine:
         self.options = options
         self.metrics = EngineMetrics()
         self.prefixes = prefixes
-        self.adapters = Adapters(manifest, lambda: session.open_adapters())
+
+        def open_adapters() -> None:
+            check_adapters(manifest, options.determinism)
+            session.open_adapters()
+
+        self.adapters = Adapters(manifest, open_adapters)
         # A strict step feeds a dummy token after the last one, which wants a position of its own.
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
         max_rows = row_limit(manifest, options)

@@ -60,8 +60,8 @@ class Policy:
         if level is Determinism.BATCH:
             return cls(in_pairs=in_pairs(manifest, level) and max_rows > 1)
         if level is Determinism.STRICT:
-            invariance = graphs["decode"].invariance
-            return cls(row_by_row=True, even=not invariance.single or invariance.tokens == 2)
+            steps = [graph.invariance for graph in (graphs["decode"], manifest.adapter_graph) if graph is not None]
+            return cls(row_by_row=True, even=any(not it.single or it.tokens == 2 for it in steps))
         split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file and not session.substitutes
         graph_from = PREFILL_GRAPH_FROM.get(_find_precision(manifest), NEVER) if split else NEVER
         return cls(graph_from, shares_prefill=session.packs_rows)

@@ -50,6 +50,8 @@ def wrong_commands(text: str) -> list[str]:
         command = cli.get_command(context, verb)
         if verb == "bench" and rest.startswith(" serve"):
             command = bench_serve_command
+        if isinstance(command, click.Group):
+            command = command.get_command(context, rest.split()[0])
         if command is None:
             wrong.append(verb)
             continue

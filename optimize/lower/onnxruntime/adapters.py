@@ -6,6 +6,7 @@ Linears that read the same share one product with their ``a`` side by side; a pa
 import onnx_ir as ir
 
 from llmc.bundle import FACTOR_A, FACTOR_B
+from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import before_sorting
 from llmc.optimize.lower.raising import Linear
@@ -21,9 +22,12 @@ def open_linears(graph: ir.Graph, context: LoweringContext) -> int:
         linear = Linear.of(node)
         if context.geometry.linear[linear.module].is_open:
             readers.setdefault(before_sorting(node.inputs[0]), []).append(linear)
+    opened = [module for linears in readers.values() for linear in linears for module in linear.modules]
+    if missing := {linear.name for linear in context.geometry.linears if linear.is_open} - {*opened}:
+        raise BuildError(f"{min(missing)} cannot be changed by adapters: the graph has no such linear; export again")
     for x, linears in readers.items():
         _open(graph, x, linears)
-    return sum(len(linear.weights) for linears in readers.values() for linear in linears)
+    return len(opened)
 
 
 def _open(graph: ir.Graph, x: ir.Value | None, linears: list[Linear]) -> None:
