@@ -17,7 +17,6 @@ from starlette.responses import JSONResponse
 from llmc.runtime import Handle, Model
 from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
-from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import ANY, Body
 from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
@@ -317,7 +316,7 @@ async def complete(body: OllamaPrompt, request: Request, service: Service) -> Re
 
 def card(service: Service, name: str) -> dict[str, Any]:
     manifest = service.pool.manifest(name)
-    family = manifest.geometry.model_type
+    family, base = manifest.geometry.model_type, service.pool.base(name)
     return {
         "name": name,
         "model": name,
@@ -325,7 +324,7 @@ def card(service: Service, name: str) -> dict[str, Any]:
         "size": sum(entry.size for entry in manifest.files.values()),
         "digest": manifest.source.fingerprint,
         "details": {
-            "parent_model": "",
+            "parent_model": "" if base == name else base,
             "format": "onnx",
             "family": family,
             "families": [family],
@@ -338,13 +337,14 @@ def card(service: Service, name: str) -> dict[str, Any]:
 @router.get("/api/tags")
 async def tags(service: Served) -> dict[str, Any]:
     """The models that are served to this client."""
-    return {"models": [card(service, name) for name in service.pool.names if allows_model(name)]}
+    return {"models": [card(service, name) for name in service.names]}
 
 
 @router.get("/api/ps")
 async def running(service: Served) -> dict[str, Any]:
     """Those of them that are loaded."""
-    return {"models": [card(service, name) for name in service.pool.models() if allows_model(name)]}
+    loaded = service.pool.models()
+    return {"models": [card(service, name) for name in service.names if service.pool.base(name) in loaded]}
 
 
 @router.get("/api/version")

@@ -468,7 +468,7 @@ async def events_of(
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-def _submit(model: Model, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> ChatHandle:
+def _submit(model: Model, messages: list[dict[str, Any]], **arguments: Any) -> ChatHandle:
     try:
         return model.stream_chat(messages, **arguments)
     except ContextError:
@@ -485,7 +485,7 @@ async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Serv
     messages, arguments = await aside(lambda: (body.plain(), service.bound_sampling(body.arguments())))
 
     def make(model: Model) -> "partial[ChatHandle]":
-        return partial(_submit, model, messages, {**arguments, **body.make_arguments(model)})
+        return partial(_submit, model, messages, **arguments | body.make_arguments(model))
 
     return await service.submit(held, body.model, NAMES, make)
 

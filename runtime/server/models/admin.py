@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.types import Scope
 
+from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.errors import ApiError, no_route
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.models.service import Served, Service
@@ -39,20 +40,42 @@ router = APIRouter(prefix=PREFIX, tags=["Administration"], dependencies=[Depends
 
 
 def _state(service: Service, name: str) -> dict[str, Any]:
-    return {"id": name, **asdict(service.pool.states()[name])}
+    adapters = [adapter for adapter, base in service.pool.adapters.items() if base == name]
+    return {"id": name, **asdict(service.pool.states()[name]), "adapters": adapters}
 
 
 @router.get("")
 async def models(service: Served) -> dict[str, Any]:
     """The models of the admin's key: phase, reason of the last failure, memory that they hold, and who uses them."""
     plan = {"memory": service.pool.memory, "memory_taken": service.pool.memory_taken}
-    return {"object": "list", "data": [_state(service, name) for name in service.names], **plan}
+    return {
+        "object": "list",
+        "data": [_state(service, name) for name in service.pool.names if allows_model(name)],
+        **plan,
+    }
+
+
+# Before the routes of models, whose names may have a slash.
+@router.post("/{name:path}/adapters/{adapter}/load")
+async def load_adapter(name: str, adapter: str, service: Served) -> dict[str, Any]:
+    """Let requests name an adapter that is in a model's bundle; the model is loaded if it is not."""
+    note(model=service.name(name, adapters=False), adapter=adapter[:80])
+    await service.pool.load_adapter(name, adapter)
+    return _state(service, name)
+
+
+@router.post("/{name:path}/adapters/{adapter}/unload")
+async def unload_adapter(name: str, adapter: str, service: Served) -> dict[str, Any]:
+    """Take no more requests for an adapter; those that have it go on."""
+    note(model=service.name(name, adapters=False), adapter=adapter[:80])
+    await service.pool.unload_adapter(name, adapter)
+    return _state(service, name)
 
 
 @router.post("/{name:path}/reload")
 async def reload(name: str, service: Served) -> dict[str, Any]:
     """Load the bundle that is in a model's folder now: beside the one that serves, which goes on if it fails."""
-    note(model=service.name(name))
+    note(model=service.name(name, adapters=False))
     await service.pool.swap(name)
     return _state(service, name)
 
@@ -60,6 +83,6 @@ async def reload(name: str, service: Served) -> dict[str, Any]:
 @router.post("/{name:path}/unload")
 async def unload(name: str, service: Served) -> dict[str, Any]:
     """Let a model go. Its requests finish, and the next one loads it again."""
-    note(model=service.name(name))
+    note(model=service.name(name, adapters=False))
     await service.pool.unload(name)
     return _state(service, name)

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
+from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.models.service import Served
 
 LOADING = "when a machine loads a bundle for the first time, it is checked, once"
@@ -24,7 +25,7 @@ async def ready(response: Response, service: Served) -> dict[str, Any]:
     ready = service.is_ready
     response.status_code = 200 if ready else 503
     states = service.pool.states()
-    models = {name: asdict(states[name]) for name in service.names}
+    models = {name: asdict(state) for name, state in states.items() if allows_model(name)}
     warm = (name for name in service.warm if name in models)
     loading = [name for name in warm if states[name].phase == "loading" and not states[name].loads]
     said = {"message": f"{', '.join(loading)} is loading; {LOADING}"} if loading and not ready else {}

@@ -51,7 +51,7 @@ class Loader:
         if manifest.geometry.encoder is None:
             row_limit(manifest, EngineOptions(**{k: v for k, v in options.items() if k in _ENGINE_OPTIONS}))
 
-    def load(self, folder: Path, memory: int | None) -> Model:
+    def load(self, folder: Path, memory: int | None, adapters: Mapping[str, Path]) -> Model:
         """Load a model with all that it reads of its folder, in which another bundle may be published later.
 
         Raises:
@@ -59,7 +59,7 @@ class Loader:
             LlmcError: as :func:`llmc.runtime.load`.
         """
         try:
-            model = load(folder, memory=memory, **self.options_of(self.read(folder)))
+            model = load(folder, memory=memory, adapters=adapters, **self.options_of(self.read(folder)))
         except (UsageError, RequestError) as error:  # the latter of a draft
             raise BundleError(f"{folder} cannot be loaded with the options of this service: {error}") from error
         try:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from llmc.bundle import Manifest, publication
-from llmc.errors import BundleError, EngineClosedError, GpuError, ResourceError, UsageError, format_value
+from llmc.bundle import Manifest, list_adapters, publication
+from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, ResourceError, UsageError, format_value
 from llmc.runtime.model import MemoryNeed, Model, default_memory
 from llmc.runtime.observe.tracing import event
 from llmc.runtime.server.http.logs import note
@@ -59,12 +59,14 @@ class ModelState:
 
 @dataclass(eq=False)
 class _Loaded:
-    """A loaded model; ``memory`` is its share of the plan, ``users`` its requests, ``used`` rises with every use."""
+    """A loaded model; ``memory`` is its share of the plan, ``adapters`` are those that came with it, ``users`` its
+    requests, ``used`` rises with every use."""
 
     model: Model
     memory: int
     draft: int
     published: tuple[int, ...] | None
+    adapters: tuple[str, ...]
     users: int = 0
     used: int = 0
 
@@ -89,7 +91,8 @@ class _Place:
     """A name, and what serves under it.
 
     ``former`` finish their requests or are being closed; ``reserved`` bytes are promised to what is being loaded;
-    ``wanted`` counts those who are about to take the model, which keeps it from making room for another.
+    ``wanted`` counts those who are about to take the model, which keeps it from making room for another; ``adapters``
+    are further names of requests to it, whether it is loaded or not.
     """
 
     name: str
@@ -101,6 +104,7 @@ class _Place:
     failure: _Failure | None = None
     wanted: int = 0
     loads: int = 0
+    adapters: tuple[str, ...] = ()
     swapping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -131,7 +135,7 @@ class ModelPool:
         patience_s: seconds that a request waits for memory that others' requests hold.
 
     Raises:
-        BundleError: a folder is no bundle.
+        BundleError: a folder is no bundle, or has an adapter with the name of another model or adapter.
         ResourceError: a model does not fit, even alone.
         UsageError: there is no bundle, or one was not built for what the options ask.
     """
@@ -158,6 +162,8 @@ class ModelPool:
         for folder, need in needs.items():
             self._loader.check_options(folder)
             self._refuse_too_large(folder, need)
+        for place in self._places.values():
+            place.adapters = tuple(self._list_adapters(place, place.folder))
         self._changed = asyncio.Event()
         self._clock = itertools.count(1)
         self._threads = ThreadPoolExecutor(THREADS, "llmc-pool")
@@ -172,6 +178,15 @@ class ModelPool:
         return tuple(self._places)
 
     @property
+    def adapters(self) -> dict[str, str]:
+        """The names of adapters, each with that of its model, loaded or not."""
+        return {adapter: place.name for place in self._places.values() for adapter in place.adapters}
+
+    def base(self, name: str) -> str:
+        """The name of an adapter's model; a model's own name stays as it is."""
+        return self.adapters.get(name, name)
+
+    @property
     def memory_taken(self) -> int:
         """Bytes of the plan that models hold; 0 where a single model has no plan."""
         return sum(loaded.memory for loaded in self._all()) + sum(place.reserved for place in self._places.values())
@@ -183,7 +198,7 @@ class ModelPool:
             UsageError: there is no such name.
             BundleError: the bundle is not there any more.
         """
-        place = self._place(name)
+        place = self._place(self.base(name))
         try:
             return self._loader.read(place.folder) if place.current is None else place.current.model.manifest
         except BundleError as error:
@@ -192,7 +207,7 @@ class ModelPool:
 
     def has_template(self, name: str) -> bool:
         """True if the model that serves under a name, or would be loaded, has a chat template."""
-        return has_template(self._place(name).folder)
+        return has_template(self._place(self.base(name)).folder)
 
     def models(self) -> dict[str, Model]:
         """Loaded models by name, to look at their metrics; to use one, lease it."""
@@ -205,9 +220,9 @@ class ModelPool:
 
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[Model]:
-        """The model of a name, loaded if it is not; it stays for as long as the block lasts."""
+        """The model of a name, or of an adapter's, loaded if it is not; it stays for as long as the block lasts."""
         note(model=name)
-        place = self._place(name)
+        place = self._place(self.base(name))
         loaded = await self._take(place)
         try:
             yield loaded.model
@@ -266,7 +281,7 @@ class ModelPool:
         finally:
             place.loading = None
         self._retire(place)
-        place.current, place.folder, place.failure = loaded, folder, None
+        place.current, place.folder, place.failure, place.adapters = loaded, folder, None, loaded.adapters
         place.loads += 1
         if self._closing:
             self._retire(place)
@@ -276,11 +291,12 @@ class ModelPool:
         started, published, reserved = time.monotonic(), publication(folder), 0
         event(log, "loading", model=place.name, bundle=str(folder))
         try:
+            adapters = self._list_adapters(place, folder)
             need = await self._in_thread(self._loader.need, folder)
             share = await self._share(place, folder, need, patience_s)
             reserved = 0 if share is None else share + need.draft
             place.reserved += reserved
-            model = await self._load_model(place, folder, share)
+            model = await self._load_model(place, folder, share, adapters)
         except Exception as error:
             place.failure = _Failure(error, folder, published, time.monotonic() + RETRY_S)
             log.error("%s: %s could not be loaded: %s", place.name, folder, reason_of(error))
@@ -291,16 +307,16 @@ class ModelPool:
             place.reserved -= reserved
             self._notify()
         known = published if publication(folder) == published else None
-        loaded = _Loaded(model, reserved, need.draft, known, used=next(self._clock))
+        loaded = _Loaded(model, reserved, need.draft, known, tuple(adapters), used=next(self._clock))
         took = round(time.monotonic() - started, 3)
         event(log, "model loaded", model=place.name, bundle=str(folder), memory=loaded.held, duration_s=took)
         return loaded
 
-    async def _load_model(self, place: _Place, folder: Path, memory: int | None) -> Model:
+    async def _load_model(self, place: _Place, folder: Path, memory: int | None, adapters: Mapping[str, Path]) -> Model:
         """Load a model; where the machine, or its GPU, has less memory than was planned, idle models make room."""
         while True:
             try:
-                return await self._in_thread(self._loader.load, folder, memory)
+                return await self._in_thread(self._loader.load, folder, memory, adapters)
             except ResourceError:
                 if not self._evict(place):
                     raise
@@ -405,14 +421,15 @@ class ModelPool:
         event(log, "model swapped", model=name, bundle=str(target))
 
     async def refresh(self) -> dict[str, Exception | None]:
-        """Swap every loaded model in whose folder another bundle was published; the error, or None, of each that was
-        tried. What is not loaded is read anew when it is."""
+        """Swap every loaded model in whose folder another bundle was published, and take the others' adapters as their
+        bundles have them; the error, or None, of each that was tried. What is not loaded is read anew when it is."""
         results: dict[str, Exception | None] = {}
         for name, place in self._places.items():
-            if place.current is None or publication(place.folder) in (None, place.current.published):
+            stays = place.current is None or publication(place.folder) in (None, place.current.published)
+            if stays and list_adapters(place.folder).keys() == set(place.adapters):
                 continue
             try:
-                await self.swap(name)
+                await (self._refresh_adapters(place) if stays else self.swap(name))
                 results[name] = None
             except Exception as error:  # noqa: BLE001 - logged; the old one serves, and the others have their turn
                 results[name] = error
@@ -429,6 +446,77 @@ class ModelPool:
         async with place.swapping:
             self._refuse_closed()
             self._retire(place)
+
+    # ------------------------------------------------------------------------------------------ adapters
+
+    async def load_adapter(self, name: str, adapter: str) -> None:
+        """Let requests name an adapter that is in a model's bundle. The model is loaded if it is not.
+
+        Raises:
+            UsageError: there is no such model, or no such adapter, or it is loaded already.
+            LlmcError: as :meth:`llmc.runtime.Model.load_adapter`; nothing changes.
+        """
+        place = self._place(name)
+        async with place.swapping:
+            found = self._list_adapters(place, place.folder)
+            if adapter not in found:
+                known = ", ".join(found) or "none"
+                raise UsageError(
+                    f"there is no adapter {format_value(adapter)} in the bundle of {name}, which has {known}; add it "
+                    "with llmc adapter add"
+                )
+            if place.current is None:
+                await self.warm(name)  # which loads all of them
+                return
+            async with self.lease(name) as model:
+                await self._add_adapter(place, model, adapter, found[adapter])
+
+    async def _add_adapter(self, place: _Place, model: Model, adapter: str, folder: Path) -> None:
+        try:
+            await self._in_thread(model.load_adapter, adapter, folder)
+        except LlmcError as error:
+            log.error("%s: the adapter %s could not be loaded: %s", place.name, adapter, error)
+            hide_folder(error, folder, adapter)
+            raise
+        place.adapters = (*place.adapters, adapter)
+        event(log, "adapter loaded", model=place.name, adapter=adapter)
+
+    async def unload_adapter(self, name: str, adapter: str) -> None:
+        """Take no more requests for an adapter until its model is loaded again; those that have it go on.
+
+        Raises:
+            UsageError: there is no such model.
+            RequestError: none of that name is loaded.
+        """
+        place = self._place(name)
+        async with place.swapping:
+            if place.current is not None:
+                place.current.model.unload_adapter(adapter)
+            place.adapters = tuple(other for other in place.adapters if other != adapter)
+        event(log, "adapter unloaded", model=name, adapter=adapter)
+
+    async def _refresh_adapters(self, place: _Place) -> None:
+        """Take the adapters of a model as its bundle has them now."""
+        found = self._list_adapters(place, place.folder)
+        if place.current is None:
+            place.adapters = tuple(found)
+        for adapter in place.adapters:
+            if adapter not in found:
+                await self.unload_adapter(place.name, adapter)
+        for adapter in found:
+            if adapter not in place.adapters:
+                await self.load_adapter(place.name, adapter)
+
+    def _list_adapters(self, place: _Place, folder: Path) -> dict[str, Path]:
+        """The adapters of a bundle that a place serves or is to serve; BundleError where another has such a name."""
+        found = list_adapters(folder)
+        others = self._places.keys() | {name for name, base in self.adapters.items() if base != place.name}
+        if taken := sorted(others & found.keys()):
+            raise BundleError(
+                f"{place.name} has an adapter {taken[0]!r}, the name of another model or of another one's adapter; add "
+                "it under a name of its own"
+            )
+        return found
 
     # ------------------------------------------------------------------------------------------ the end
 

@@ -72,17 +72,21 @@ class Service:
         loaded = all(states[name].loads > 0 and states[name].phase != "failed" for name in self.warm)
         return not self.draining and self.pool.lost is None and loaded
 
-    def name(self, asked: str | None) -> str:
-        """The name of the model asked for; the first one of the client's where none was.
+    def name(self, asked: str | None, *, adapters: bool = True) -> str:
+        """The name of the model, or adapter, asked for; the first one of the client's where none was.
+
+        Args:
+            adapters: False where a model alone will do.
 
         Raises:
             ApiError: 404, there is no such model; 403, the client's key is not for it.
         """
-        known = self.names
+        served = (*self.pool.names, *self.pool.adapters) if adapters else self.pool.names
+        known = tuple(filter(allows_model, served))
         if asked is None and not known:
             raise ApiError(403, "the key is for none of the models here; use another one", code="model_not_allowed")
         asked = known[0] if asked is None else asked
-        if asked not in self.pool.names:
+        if asked not in served:
             said = f"the model {asked[:100]!r} is not here, expected {', '.join(known) or 'another key'}"
             raise ApiError(404, said, param="model", code="model_not_found")
         check_model(asked)
@@ -90,8 +94,13 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Models that the present client's key is for."""
-        return tuple(name for name in self.pool.names if allows_model(name))
+        """Models that the present client's key is for, and adapters after them."""
+        return tuple(filter(allows_model, (*self.pool.names, *self.pool.adapters)))
+
+    def adapter(self, asked: str | None) -> dict[str, str]:
+        """The argument of a request to the model that names the adapter asked for; none where none was."""
+        name = self.name(asked)
+        return {"adapter": name} if name in self.pool.adapters else {}
 
     def manifest(self, asked: str | None) -> Manifest:
         """The manifest of a model, which need not be loaded."""
@@ -182,7 +191,8 @@ class Service:
         """
         model = await held.enter_async_context(self.generator(asked))
         with name_parameters(names):
-            handle = await submit_promptly(await aside(partial(make, model)), self.compilers)
+            call = partial(await aside(partial(make, model)), **self.adapter(asked))
+            handle = await submit_promptly(call, self.compilers)
         held.callback(handle.cancel)
         return model, handle
 

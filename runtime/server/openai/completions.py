@@ -184,11 +184,11 @@ async def _submit_prompts(
     prompts = body.prompts()
     arguments = {"parse_special": service.config.allow_special}
     arguments |= service.bound_sampling(await aside(body.arguments), len(prompts))
-    model = await held.enter_async_context(service.generator(body.model))
+    model, adapter = await held.enter_async_context(service.generator(body.model)), service.adapter(body.model)
     handles = []
     for prompt in prompts:
         with name_parameters({"prompt": "prompt"}):
-            handle = await submit_promptly(partial(model.stream, prompt, **arguments), service.compilers)
+            handle = await submit_promptly(partial(model.stream, prompt, **arguments, **adapter), service.compilers)
         held.callback(handle.cancel)
         handles.append(handle)
         if body.echo and body.logprobs is not None:

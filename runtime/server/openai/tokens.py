@@ -31,11 +31,14 @@ def card(service: Service, name: str) -> dict[str, Any]:
         "generates": manifest.geometry.encoder is None,
         "chats": manifest.geometry.encoder is None and service.pool.has_template(name),
     }
+    base = service.pool.base(name)
     return {
         "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "llmc",
+        "root": base,
+        "parent": None if base == name else base,
         "max_model_len": service.config.max_context or manifest.limits.max_context,
         "x_llmc": about,
     }

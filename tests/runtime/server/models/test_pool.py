@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from llmc.bundle import Manifest, MemoryPlan, write_manifest
-from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, ResourceError, UsageError
+from llmc.bundle import ADAPTERS_FOLDER, Manifest, MemoryPlan, write_manifest
+from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, RequestError, ResourceError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.model import memory_need
@@ -32,6 +32,17 @@ class Loaded:
         self.closed = threading.Event()
         self.engine = self.chat_template = object()
         self.planned_bytes = manifest.memory.total(0)
+        self.adapters = set(options["adapters"])
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        if not (folder / "adapter.json").exists():
+            raise BundleError(f"{folder} is damaged")
+        self.adapters.add(name)
+
+    def unload_adapter(self, name: str) -> None:
+        if name not in self.adapters:
+            raise RequestError(f"there is no adapter {name!r}")
+        self.adapters.remove(name)
 
     def close(self, drain: bool = False) -> None:
         self.closed.set()
@@ -249,7 +260,7 @@ class TestLoading:
             assert pool._loader.options_of(manifest) == {"threads": 3, "max_queue": 5, **OPTIONS}
             object.__setattr__(manifest, "geometry", Vectors())
             await use(pool, "a")
-            assert loader.loaded[0].options == {"threads": 3}
+            assert loader.loaded[0].options == {"threads": 3, "adapters": {}}
 
         run(work())
 
@@ -450,6 +461,130 @@ class TestSwap:
             assert set(await asyncio.gather(*asked)) == {expected}
             await pool.close()
             assert pool.states()["m"].draining == 0
+
+        run(work())
+
+
+def add(folder: Path, *names: str) -> None:
+    """Put adapters into a bundle, as the double of a model takes them."""
+    for name in names:
+        (folder / ADAPTERS_FOLDER / name).mkdir(parents=True)
+        (folder / ADAPTERS_FOLDER / name / "adapter.json").touch()
+
+
+def remove(folder: Path, name: str) -> None:
+    shutil.rmtree(folder / ADAPTERS_FOLDER / name)
+
+
+class TestAdapters:
+    def test_of_a_bundle_are_names_of_its_model_before_it_is_loaded(self, make: Make, loader: Loader, folders):
+        add(folders["b"], "law", "sql")
+
+        async def work() -> None:
+            pool = make("ab")
+            assert pool.adapters == {"law": "b", "sql": "b"} and pool.names == ("a", "b")
+            assert [pool.base(name) for name in ("sql", "a")] == ["b", "a"]
+            assert pool.manifest("sql") is pool.manifest("b")
+            await use(pool, "sql")
+            assert loader.names == ["b"] and loader.loaded[0].adapters == {"law", "sql"}
+
+        run(work())
+
+    def test_come_and_go_while_their_model_serves(self, make: Make, loader: Loader, folders):
+        async def work() -> None:
+            pool = make("a")
+            held = Held(pool, "a")
+            model: Any = await held.model
+            add(folders["a"], "sql")
+            await pool.load_adapter("a", "sql")
+            assert model.adapters == {"sql"} and pool.adapters == {"sql": "a"}
+            await pool.unload_adapter("a", "sql")
+            assert model.adapters == set() and pool.adapters == {}
+            with pytest.raises(RequestError, match="there is no adapter 'sql'"):
+                await pool.unload_adapter("a", "sql")
+            await held.end()
+            assert loader.names == ["a"]
+
+        run(work())
+
+    def test_that_are_asked_for_load_a_model_that_is_not(self, make: Make, loader: Loader, folders):
+        async def work() -> None:
+            pool = make("a")
+            add(folders["a"], "sql")
+            await pool.load_adapter("a", "sql")
+            assert loader.loaded[0].adapters == {"sql"} and pool.adapters == {"sql": "a"}
+
+        run(work())
+
+    @pytest.mark.parametrize("name", ["../b", "..", "/etc", "none", ""])
+    def test_that_no_bundle_has_are_refused(self, make: Make, loader: Loader, folders, name: str):
+        add(folders["a"], "law")
+
+        async def work() -> None:
+            pool = make("ab")
+            with pytest.raises(UsageError, match="in the bundle of a, which has law; add it with llmc adapter add"):
+                await pool.load_adapter("a", name)
+            assert not loader.loaded
+
+        run(work())
+
+    def test_that_are_damaged_change_nothing_and_name_no_folder(self, make: Make, loader: Loader, folders):
+        async def work() -> None:
+            pool = make("a")
+            await use(pool, "a")
+            (folders["a"] / ADAPTERS_FOLDER / "sql").mkdir(parents=True)
+            with pytest.raises(BundleError, match="^sql is damaged$"):
+                await pool.load_adapter("a", "sql")
+            assert pool.adapters == {}
+            await use(pool, "a")
+
+        run(work())
+
+    @pytest.mark.parametrize("name", ["b", "sql"])
+    def test_with_the_name_of_something_else_are_refused(self, make: Make, folders, name: str):
+        add(folders["b"], "sql")
+
+        async def work() -> None:
+            pool = make("ab")
+            await use(pool, "a")
+            add(folders["a"], name)
+            for refused in (pool.load_adapter("a", name), pool.swap("a")):
+                with pytest.raises(BundleError, match=f"a has an adapter '{name}', the name of another model"):
+                    await refused
+            assert isinstance((await pool.refresh())["a"], BundleError)
+            assert pool.adapters == {"sql": "b"}
+            await use(pool, "a")
+
+        run(work())
+        with pytest.raises(BundleError, match="has an adapter"):
+            make("ab")
+
+    def test_are_after_a_refresh_what_the_bundles_have(self, make: Make, loader: Loader, folders):
+        add(folders["a"], "law", "sql")
+        add(folders["b"], "old")
+
+        async def work() -> None:
+            pool = make("ab")
+            await use(pool, "a")
+            assert await pool.refresh() == {}
+            remove(folders["a"], "law")
+            add(folders["a"], "new")
+            remove(folders["b"], "old")
+            assert await pool.refresh() == {"a": None, "b": None}
+            assert pool.adapters == {"sql": "a", "new": "a"}
+            assert loader.names == ["a"] and loader.loaded[0].adapters == {"sql", "new"}
+
+        run(work())
+
+    def test_of_another_bundle_come_with_it(self, make: Make, loader: Loader, folders):
+        add(folders["a"], "law")
+        add(folders["b"], "sql")
+
+        async def work() -> None:
+            pool = make("a")
+            await use(pool, "a")
+            await pool.swap("a", folders["b"])
+            assert pool.adapters == {"sql": "a"} and loader.loaded[1].adapters == {"sql"}
 
         run(work())
 
