@@ -318,6 +318,7 @@ class MemoryPlan:
         experts: of all graphs' mixtures, the same.
         mapped_experts: that kernels read in the mapped file: resident from their first use until memory is short.
         embedding: its table in each form that a graph has, of which a page is read when a token asks for its row.
+        tower: of images: weights, activations of a tile, and the rows that are kept of images.
         workspace: activations of the largest call.
         workspace_per_token: attention's scores of that call and the rotary tables, per cached position.
         cache_per_token: keys and values, per row and cached position, of layers that attend to all.
@@ -341,6 +342,7 @@ class MemoryPlan:
     window_per_token: Bytes = 0
     window_positions: Bytes = 0
     per_layer_table: Bytes = 0
+    tower: Bytes = 0
 
     def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
         """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``batch`` rows."""
@@ -352,6 +354,7 @@ class MemoryPlan:
             **({"experts": self.experts} if self.experts else {}),
             **({"mapped experts": self.mapped_experts} if self.mapped_experts else {}),
             "embedding": self.embedding,
+            **({"tower": self.tower} if self.tower else {}),
             **({"states": batch * self.state} if self.state else {}),
             "cache": batch * (self.cache_per_token * positions + self.window_per_token * windows),
             "workspace": self.workspace + self.workspace_per_token * positions,
@@ -380,7 +383,8 @@ class GoldenPrompt:
 
 @dataclass(frozen=True)
 class GoldenVector:
-    """One self-test case of a model that embeds or ranks: a text's tokens and the first values of its result."""
+    """One self-test case of a model that embeds or ranks: a text's tokens and the first values of its result. Of a
+    tower: no tokens, and some values of each row that it makes of a made-up tile."""
 
     prompt: TokenIds
     values: Logits
@@ -388,15 +392,15 @@ class GoldenVector:
 
 @dataclass(frozen=True)
 class Similarity:
-    """Bundle against the unquantized model on the golden texts.
+    """Bundle against the unquantized model on the golden texts, or of a tower on the rows of a made-up tile.
 
     Attributes:
-        texts: how many.
+        texts: how many texts or rows.
         mean, smallest: cosine of the bundle's vector and the unquantized model's, -1 ... 1; None for scores.
         largest_difference: between two values of a result, of all texts.
     """
 
-    texts: Annotated[int, range(1, 1025)]
+    texts: Positions
     mean: float | None
     smallest: float | None
     largest_difference: float
@@ -411,7 +415,8 @@ class Manifest:
     from ``golden_spread``, the differences on the building machine between calls of different shapes.
     ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
     target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
-    ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``.
+    ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``; of a model that sees they are the
+    tower's, whose graph is ``vision``.
     """
 
     schema_version: Version

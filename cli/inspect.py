@@ -120,8 +120,18 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
         *show.calibration_rows(manifest.recipe),
         ("limits", limits_of(manifest)),
         *show.quality_rows(manifest.quality),
-        *show.similarity_rows(manifest.similarity),
+        *_image_rows(manifest),
     ]
+
+
+def _image_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """The tokens of images and what their tower is worth; of a model that embeds the distance of its vectors."""
+    vision = manifest.geometry.vision
+    if vision is None:
+        return show.similarity_rows(manifest.similarity)
+    tokens = vision.tokens * vision.most_tiles
+    images = f"{vision.tokens} tokens for {vision.tile} x {vision.tile} pixels, at most {tokens:,} for each"
+    return [("images", images), *show.similarity_rows(manifest.similarity, "tower's rows")]
 
 
 def prompt_rows(manifest: Manifest) -> list[tuple[str, str]]:

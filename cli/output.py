@@ -168,12 +168,12 @@ def quality_rows(quality: Quality | None) -> list[tuple[str, str]]:
     return rows
 
 
-def similarity_rows(found: Similarity | None) -> list[tuple[str, str]]:
+def similarity_rows(found: Similarity | None, name: str = "against unquantized") -> list[tuple[str, str]]:
     """The distance of vectors or scores from the unquantized model's; none where nothing was measured."""
     if found is None:
         return []
     cosine = "" if found.mean is None else f"cosine {found.mean:.5f}, at least {found.smallest:.5f}, "
-    return [("against unquantized", f"{cosine}values differ by up to {found.largest_difference:.2g}")]
+    return [(name, f"{cosine}values differ by up to {found.largest_difference:.2g}")]
 
 
 def _phase(phase: PhaseQuality) -> str:

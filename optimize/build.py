@@ -128,7 +128,8 @@ def _check_memory(order: Order, memory: int | None) -> None:
 def _check_support(order: Order) -> None:
     """Refuse unsupported requests before hours of calibration."""
     geometry = order.export.geometry
-    check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in geometry.linears)])
+    seen = geometry.vision.linears if geometry.vision else ()
+    check_patterns(order.recipe, [it.name for it in (*geometry.mixtures, *seen, *geometry.linears)])
     if geometry.shares and order.recipe.cache != "float32":
         raise BuildError(
             f"cache = {order.recipe.cache!r}: layers of {geometry.model_type} read the caches of others, which are "

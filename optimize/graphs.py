@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from llmc.bundle import VISION_FILE, EngineConfig, Graph
 from llmc.inventory import Vision
-from llmc.optimize.lower.context import LoweringContext, QuantConfigs, quant_configs
+from llmc.optimize.lower.context import LoweringContext, QuantConfigs, choose_tower_configs, quant_configs
 from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
@@ -63,8 +63,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
 
 
 def _compile_tower(order: Order, folder: Path, vision: Vision, weights: WeightFile) -> Graph:
-    """Lower the tower as prompts are, whose calls are as long."""
-    stored = next(iter(quant_configs(order.recipe, order.export.geometry).values()))
+    stored = choose_tower_configs(next(iter(quant_configs(order.recipe, order.export.geometry).values())))
     geometry = replace(order.export.geometry, layers=vision.layers, linears=vision.linears, caches=(), attentions=())
     count = make_counter(order.progress, "lowering and quantizing the tower for images", len(vision.linears))
     model = read_graph(order.source, VISION_FILE)

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import llmc
-from llmc.bundle import GoldenPrompt
+from llmc.bundle import GoldenPrompt, GoldenVector
 from llmc.errors import BundleError
+from llmc.inventory import Vision
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import cpu_flags
 from llmc.runtime.sessions import Phase
@@ -33,7 +34,7 @@ LOGIT_TOLERANCES = {"float32": 0.25, "float16": 0.5, "bfloat16": 1.0}
 # Of vectors and scores, as :func:`difference` has it. A wrong weight moves vectors by some tenths of their length; the
 # rounding of activations inside kernels for integer weights, on another CPU, by less than a hundredth.
 VECTOR_TOLERANCE = 0.05
-# Values of a vector that are recorded: what is wrong in one of them is so in most.
+# Values of a vector, or of a tile's rows, that are recorded: what is wrong in one of them is so in most.
 KEPT_VALUES = 256
 # Decode steps per golden prompt at load: enough to run the decode graph on a cache that both graphs filled.
 QUICK_TOKENS = 4
@@ -111,12 +112,42 @@ def replay(
             wanted = case.tokens[:limit]
             compared += len(wanted)
             equal += _same_tokens(model, case, wanted)
+    if model.manifest.geometry.vision is not None:
+        progress("golden image")
+        _replay_tile(model)
     return VerifyReport(len(model.manifest.files), len(chosen), compared, equal, largest)
 
 
 def difference(found: NDArray[np.float32], recorded: NDArray[np.float32]) -> float:
     """Distance of two vectors [n], as a share of the second one's length where that is above one."""
     return float(np.linalg.norm(found - recorded) / max(1.0, float(np.linalg.norm(recorded))))
+
+
+def make_tile(vision: Vision) -> NDArray[np.float32]:
+    """A made-up tile of slanted stripes, float32 [1, 3, side, side] from -1 to 1, the same on every machine."""
+    colors, rows, columns = np.indices((3, vision.tile, vision.tile))
+    stripes = (85 * colors + 5 * rows + 3 * columns) % 256
+    return np.asarray(stripes[None] / 128 - 1, np.float32)
+
+
+def sample_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The values [n] of a tile's rows that are recorded, some of each row."""
+    return rows.ravel()[:: max(1, rows.size // KEPT_VALUES)][:KEPT_VALUES]
+
+
+def _replay_tile(model: Any) -> None:
+    """Refuse a tower that makes other rows of the made-up tile than were recorded."""
+    (case,) = model.manifest.vectors or (GoldenVector((), ()),)
+    recorded, tile = np.array(case.values, np.float32), make_tile(model.manifest.geometry.vision)
+    found = sample_rows(model.tower.compute_tile(tile))
+    if case.prompt or recorded.shape != found.shape or not np.isfinite(recorded).all():
+        raise _corrupt(model, "image")
+    apart = difference(found, recorded)
+    if not apart <= VECTOR_TOLERANCE:
+        raise BundleError(
+            f"{model.folder}: rows of an image differ by {apart:.3g} from those recorded when it was built, at most "
+            f"{VECTOR_TOLERANCE} is expected; this machine computes something else: build the bundle on it"
+        )
 
 
 def _replay_vectors(model: Any, progress: Callable[[str], None], prompts: int | None) -> VerifyReport:

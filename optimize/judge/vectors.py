@@ -1,18 +1,20 @@
 """The golden self-test of a model that embeds or ranks: each text alone, and the difference to a call with all
-texts."""
+texts; and that of a tower: one made-up image."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import GoldenVector, Similarity
+from llmc.bundle import VISION_FILE, GoldenVector, Similarity
 from llmc.errors import BundleError
 from llmc.optimize.judge.golden import prompt_ids
-from llmc.optimize.judge.reference import Reference
+from llmc.optimize.judge.reference import Reference, open_part
+from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.progress import Progress, silent
 from llmc.runtime import Model
-from llmc.runtime.selftest import KEPT_VALUES, difference
+from llmc.runtime.selftest import KEPT_VALUES, difference, make_tile, sample_rows
 
 Float = NDArray[np.float32]
 
@@ -27,11 +29,7 @@ def run_golden_vectors(
     progress("running the golden texts")
     texts = prompt_ids(model)
     alone = [model.encoder.encode([ids])[0] for ids in texts]
-    if not all(np.isfinite(vector).all() for vector in alone):
-        raise BundleError(
-            f"{model.folder}: it computes NaN or infinite values, so nothing can be said about its quality; build the "
-            "bundle again, with precision fp32 if it stays so"
-        )
+    _check_finite(model, alone)
     together = model.encoder.encode(texts)
     wanted = Reference(export).results(texts, progress)
     return (
@@ -42,6 +40,25 @@ def run_golden_vectors(
         max(difference(one, other) for one, other in zip(alone, together, strict=True)),
         _similarity(np.stack(alone), np.stack(wanted)),
     )
+
+
+def run_golden_tile(model: Model, export: Path, progress: Progress = silent) -> tuple[GoldenVector, Similarity]:
+    """Run a made-up tile through the bundle's tower and the unquantized one; NaN and infinity raise BundleError."""
+    progress("running the golden image")
+    assert model.manifest.geometry.vision is not None
+    tile = make_tile(model.manifest.geometry.vision)
+    rows = model.tower.compute_tile(tile)
+    _check_finite(model, rows)
+    (wanted,) = open_part(read_graph(export, VISION_FILE), export).run(None, {"pixel_values": tile})
+    return GoldenVector((), tuple(sample_rows(rows).tolist())), _similarity(rows, wanted)
+
+
+def _check_finite(model: Model, vectors: Iterable[Float]) -> None:
+    if not all(np.isfinite(vector).all() for vector in vectors):
+        raise BundleError(
+            f"{model.folder}: it computes NaN or infinite values, so nothing can be said about its quality; build the "
+            "bundle again, with precision fp32 if it stays so"
+        )
 
 
 def _similarity(found: Float, wanted: Float) -> Similarity:

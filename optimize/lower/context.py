@@ -183,6 +183,14 @@ def choose_embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
     return WeightOnly(Grid(8, head.grid.block))
 
 
+def choose_tower_configs(stored: QuantConfigs) -> QuantConfigs:
+    """The storage of a tower's linears beside a decoder's: integers of 8 bits in small blocks where these are integers,
+    for what is lost here is lost of every image, and W8A8 would need features of the CPU that no other graph makes up
+    for."""
+    integers = isinstance(stored.body, WeightOnly)
+    return replace(stored, body=WeightOnly(Grid(8, HEAD_BLOCK)) if integers else stored.body, w8a8=None)
+
+
 def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]:
     """The graphs to make, by phase, and how each stores its weights."""
     single, static = recipe.phases == "single", recipe.activations == "static"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.inventory import Experts, Linear
+from llmc.inventory import Experts, Linear, Vision
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     Computed,
@@ -17,15 +17,18 @@ from llmc.optimize.lower.context import (
     Mxfp4,
     PerToken,
     QuantConfig,
+    QuantConfigs,
     Static,
     WeightOnly,
     choose_embedding_config,
+    choose_tower_configs,
     quant_configs,
 )
 from llmc.optimize.lower.onnxruntime.experts import fit_block
 from llmc.optimize.quantize.grid import OFFSETS
 from llmc.optimize.recipe import needs_calibration
 from llmc.runtime.kv.budget import MemoryEstimate
+from llmc.runtime.vision.tower import KEPT_BYTES
 
 MB = 1_000_000
 # Python, numpy, tokenizers, jinja2 and onnxruntime after their import and the first run: half of it pages of libraries.
@@ -158,6 +161,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     experts = sum(expert_bytes(it, stored.stored(it.name)) for stored in graphs.values() for it in geometry.mixtures)
     size = CACHE_BYTES[recipe.cache_type()]
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
+    rows = geometry.hidden_size if geometry.vision else 0
     tables = {
         item.rope: item.rotary_dim * (2 if 0 < item.grows_after < limits.max_context else 1)
         for item in geometry.attentions
@@ -171,15 +175,26 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         mapped_experts=mapped_expert_bytes(geometry, recipe),
         embedding=sum(linear_bytes(table, form) for form in forms),
         workspace=activation_bytes(geometry, chunk, 4),
-        # Scores of a chunk against all that is cached, and a cosine and a sine for each half of a head, in float32.
-        workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs)),
+        # Scores of a chunk against all that is cached, a cosine and a sine for each half of a head, and rows of images,
+        # in float32.
+        workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs) + rows),
         cache_per_token=sum(cache.bytes(1, size) for cache in kept if not cache.window),
         state=sum(cache.bytes(0, size) for cache in geometry.caches),
         window_per_token=sum(cache.bytes(1, size) for cache in kept if cache.window),
         window_positions=max((cache.count_held(chunk) for cache in geometry.caches), default=0),
         logits=LOGITS_COPIES * 4 * results,
         per_layer_table=sum(linear_bytes(per_layer, form) for form in forms) if geometry.per_layer else 0,
+        tower=_tower_bytes(geometry.vision, choose_tower_configs(next(iter(graphs.values())))),
     )
+
+
+def _tower_bytes(vision: Vision | None, stored: QuantConfigs) -> int:
+    if vision is None:
+        return 0
+    patches, first = (vision.tile // vision.patch) ** 2, vision.linears[0]
+    widest = max(linear.outputs for linear in vision.linears if linear.layer is not None)
+    weights = sum(linear_bytes(linear, stored.of(linear.name), copies=BLOCK_COPIES) for linear in vision.linears)
+    return OPENED_GRAPH + weights + 4 * patches * (WIDE_ARRAYS * widest + NARROW_ARRAYS * first.outputs) + KEPT_BYTES
 
 
 def plan_build(
@@ -254,11 +269,12 @@ def _estimate_judging(
     plan = memory_plan(geometry, limits, recipe, tokenizer_bytes)
     run = plan.parts(min(limits.max_context, tokens))
     layer = _largest_layer(geometry, _referred_bytes)
+    tower = sum(map(_referred_bytes, geometry.vision.linears)) if geometry.vision else 0
     return {
         **run,
         "engine": run["engine"] + BUILDER,
         "left from quantizing": RETAINED * _largest(geometry),
-        "reference": max(layer, LOGITS_HELD * 4 * tokens * geometry.vocab_size),
+        "reference": max(layer, tower, LOGITS_HELD * 4 * tokens * geometry.vocab_size),
     }
 
 

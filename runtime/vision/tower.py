@@ -90,15 +90,21 @@ class Tower:
             if (rows := self._kept.get(tiles.digest)) is not None:
                 self._kept.move_to_end(tiles.digest)
                 return rows
-            found = []
-            for tile in tiles.pixels:
-                if self._run is None:
-                    raise EngineClosedError("the model is closed; load the bundle again")
-                found.append(self._run(normalize(tile[None], self._vision.tiling)))
+            found = [self.compute_tile(normalize(tile[None], self._vision.tiling)) for tile in tiles.pixels]
             self._kept[tiles.digest] = rows = np.concatenate(found)
             while sum(kept.nbytes for kept in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
             return rows
+
+    def compute_tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Rows float32 [tokens, hidden] of one tile's normalized pixels float32 [1, 3, side, side].
+
+        Raises:
+            EngineClosedError: the model was closed meanwhile.
+        """
+        if self._run is None:
+            raise EngineClosedError("the model is closed; load the bundle again")
+        return self._run(pixels)
 
     def close(self) -> None:
         """Free the graph, once the tile that is being computed is."""

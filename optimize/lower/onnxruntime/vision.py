@@ -1,5 +1,6 @@
 """The tower of a model that sees, for ONNX Runtime."""
 
+import numpy as np
 import onnx_ir as ir
 
 from llmc.inventory import TOWER
@@ -29,5 +30,5 @@ def store_positions(graph: ir.Graph, context: LoweringContext) -> int:
     (add, _), *others = stored.uses()
     embedded = add.outputs[0]
     after, _ = next(iter(embedded.uses()))
-    graph.meta["rows"] = Emitter(after, f"{TOWER}.rows")("Gather", embedded, scalar(graph, 0, int), axis=2)
+    graph.meta["rows"] = Emitter(after, f"{TOWER}.rows")("Gather", embedded, scalar(graph, 0, np.int64), axis=2)
     return 1 + len(others)

@@ -1,0 +1,154 @@
+"""A model that sees goes the whole way: its tower is compiled, judged, planned and verified beside its decoder."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from doubles import towers
+from doubles.geometries import VISION
+
+from llmc import bundle
+from llmc.errors import BuildError, BundleError, UsageError
+from llmc.export import export
+from llmc.inventory import Linear
+from llmc.optimize.build import build
+from llmc.optimize.plan.memory import memory_plan
+from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.targets import capabilities
+from llmc.runtime import load
+from llmc.runtime.model import verify
+
+# Float32 adds in another order: 1e-6 of the largest value. A matrix of zeros moves some row by half of it.
+TOLERANCE = 1e-4
+# Cosine of rows in 8 bits: 0.9999 here, 0.9997 in SmolVLM2-256M's sizes. Integers of 4 bits have less than 0.99.
+LEAST_COSINE = 0.998
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return towers.write_seeing(tmp_path_factory.mktemp("seeing") / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def exported(checkpoint: Path) -> Path:
+    return export(checkpoint, checkpoint.parent / "export").output
+
+
+@pytest.fixture(scope="session")
+def built(exported: Path) -> Callable[[str], Path]:
+    """A bundle of a precision, made once; nobody changes it."""
+    made: dict[str, Path] = {}
+
+    def make(precision: str) -> Path:
+        if precision not in made:
+            made[precision] = build(exported, exported.parent / precision, precision=precision, max_context=256).output
+        return made[precision]
+
+    return make
+
+
+def test_rows_of_a_bundle_are_those_of_transformers(built: Callable[[str], Path], checkpoint: Path):
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    tile = np.random.default_rng(0).normal(0, 1, (1, 3, towers.TILE, towers.TILE)).astype(np.float32)
+    with load(built("fp32"), self_test=False) as model:
+        found = model.tower.compute_tile(tile)
+    reference = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        (expected,) = reference.model.get_image_features(torch.from_numpy(tile)[None]).pooler_output
+    assert np.abs(found - expected.numpy()).max() < TOLERANCE * expected.abs().max()
+
+
+def test_the_tower_is_judged_by_the_cosine_of_its_rows(built: Callable[[str], Path]):
+    exact, rounded = (bundle.read_bundle(built(precision)).similarity for precision in ("fp32", "int8"))
+    assert exact is not None and rounded is not None
+    assert exact.texts == rounded.texts == towers.TOKENS
+    assert exact.smallest == pytest.approx(1, abs=1e-6)
+    assert LEAST_COSINE < rounded.smallest < 1 - 1e-6
+
+
+def test_a_tower_in_4_bits_is_judged_worse_than_it_may_be(exported: Path, tmp_path: Path):
+    """A recipe's patterns reach the tower."""
+    recipe = Request(layers={"vision.*": "int4"}, scheme="rtn")
+    report = build(exported, tmp_path / "bundle", precision="int8", recipe=recipe)
+    assert report.manifest.similarity is not None
+    assert report.manifest.similarity.smallest < LEAST_COSINE
+
+
+def test_the_tower_needs_no_feature_of_the_cpu(built: Callable[[str], Path]):
+    """Unlike prefill, it has no other graph in its place."""
+    graph = bundle.read_bundle(built("int8")).graphs["vision"]
+    assert (graph.file, graph.cpu_features) == ("vision.onnx", ())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_verify_replays_the_image(built: Callable[[str], Path], precision: str):
+    assert verify(built(precision)).prompts == 4
+
+
+@pytest.fixture
+def copied(built: Callable[[str], Path], tmp_path: Path) -> Path:
+    for path in built("fp32").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((folder / "llmc.json").read_text())
+    change(manifest)
+    (folder / "llmc.json").write_text(json.dumps(manifest))
+
+
+def test_a_tower_that_computes_something_else_is_refused(copied: Path):
+    """Values that were recorded elsewhere, the tenth part of which is twice as large."""
+    edit(copied, lambda manifest: manifest["vectors"][0].update(values=double_some(manifest["vectors"][0]["values"])))
+    with pytest.raises(BundleError, match=r"rows of an image differ by .* this machine computes something else"):
+        load(copied, self_test=True)
+
+
+def double_some(values: list[float]) -> list[float]:
+    return [2 * value if number % 10 == 0 else value for number, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("vectors", [[], [{"prompt": [1], "values": [1.0] * 256}], [{"prompt": [], "values": [1.0]}]])
+def test_a_golden_image_that_no_build_writes_is_refused(copied: Path, vectors: list[Any]):
+    edit(copied, lambda manifest: manifest.update(vectors=vectors))
+    with pytest.raises(BundleError, match="golden image of the manifest is corrupt"):
+        load(copied, self_test=True)
+
+
+def test_a_tower_that_is_no_vision_transformer_is_no_match(exported: Path, tmp_path: Path):
+    """An attention with a mask is another operator, so the export is refused and no wrong graph is made."""
+    for path in exported.iterdir():
+        (tmp_path / path.name).hardlink_to(path)
+    model = ir.load(tmp_path / "vision.onnx")
+    attention = next(node for node in model.graph if node.op_type == "Attention")
+    attention.domain = "other"
+    (tmp_path / "vision.onnx").unlink()
+    ir.save(model, tmp_path / "vision.onnx")
+    with pytest.raises(BuildError, match="pass 'attend to patches' applied 1 times to the vision graph, 2 expected"):
+        build(tmp_path, tmp_path / "bundle", precision="fp32")
+
+
+@pytest.mark.parametrize("target", ["cuda", "tensorrt"])
+def test_other_targets_are_refused(exported: Path, tmp_path: Path, target: str):
+    with pytest.raises(UsageError, match="smolvlm has a tower for images, which llmc lowers for cpu alone"):
+        build(exported, tmp_path / "bundle", target=target)
+
+
+def test_the_plan_counts_the_tower_and_rows_of_images(exported: Path):
+    geometry = bundle.read_export(exported).geometry
+    linears = (*VISION.linears, Linear("vision.layers.0.mlp.up_proj", 3072, 768, True, "vision", "", 0))
+    seeing = replace(geometry, vision=replace(VISION, linears=linears))
+    recipe, limits = resolve(Request(precision="fp32"), capabilities("cpu"), 512, "test")
+    blind, found = (memory_plan(it, limits, recipe, 0) for it in (replace(geometry, vision=None), seeing))
+    weights, values = 4 * (768 * 768 + 3072 * 768), 4 * 1024 * (6 * 3072 + 8 * 768)
+    assert (blind.tower, found.tower) == (0, weights + values + 11_000_000 + 64_000_000)
+    assert found.workspace_per_token - blind.workspace_per_token == 4 * geometry.hidden_size
+    assert found.total(100) - blind.total(100) == found.tower + 400 * geometry.hidden_size
