@@ -24,7 +24,7 @@ def make_vision(
 ) -> Vision:
     """A tower of a SmolVLM, with uneven means, so that channels cannot be taken for one another."""
     tiling = Tiling(longest_edge, cut, "lanczos", 1 / 255, (0.5, 0.4, 0.3), (0.5, 0.25, 0.3))
-    return Vision(tile, tile // 4, tokens, token_id, tiling, MARKERS)
+    return Vision(tile, tile // 4, tokens, token_id, tiling, MARKERS, 1, ())
 
 
 def draw(mode: str, width: int, height: int, seed: int = 0) -> Image.Image:

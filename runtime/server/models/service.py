@@ -13,7 +13,7 @@ from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from llmc.bundle import Manifest
-from llmc.errors import format_value
+from llmc.errors import QueueFullError, format_value
 from llmc.runtime import Handle, Model
 from llmc.runtime.server.http.accounts import allows_model, charge, check_model, prefix_scope, spend
 from llmc.runtime.server.http.aside import SHORT, aside, room_beside
@@ -30,6 +30,7 @@ T = TypeVar("T")
 GUIDES = ("json_schema", "regex", "grammar", "choice", "tools")  # arguments of which grammars are made
 _PREFIXED = re.compile("(?:call|toolu)_(?=[A-Za-z0-9]{9}$)")
 COMPILERS = 8  # threads; two grammars are tried at once, and each may take seconds
+MOST_WAITING = 256  # requests for these threads, as many as wait for rows by default
 # Models' work by the kind of their results; None is that of models that generate.
 WORK = {None: "generates text", "embeddings": "embeds texts", "scores": "ranks documents"}
 # Requests for vectors or scores that are computed at once: a model's calls take turns, and a second one tokenizes.
@@ -207,10 +208,15 @@ async def submit_promptly(submit: Callable[[], H], compilers: CapacityLimiter) -
     Args:
         submit: submits it; all that the client gave is among its arguments, or in a mapping there.
         compilers: the threads of those with a grammar or an image.
+
+    Raises:
+        QueueFullError: too many wait for these threads already.
     """
     given = [*submit.args, submit.keywords] if isinstance(submit, partial) else []
     is_slow = any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES)
     is_slow = is_slow or any(map(_hold_image, given))
+    if is_slow and (waiting := compilers.statistics().tasks_waiting) >= MOST_WAITING:
+        raise QueueFullError(f"{waiting} requests with grammars or images wait already; try again later")
     if given and not is_slow and room_beside(given, SHORT) >= 0:
         handle = submit()
     else:

@@ -1,18 +1,26 @@
 """A tiny model that sees, from its checkpoint to tokens: those of transformers, however they are computed."""
 
+import base64
+import io
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 from doubles import seeing, towers
 from doubles.images import draw
+from doubles.serving import serving
 from PIL import Image
 
 from llmc.export import export
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
+from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.vision.tower import Tower
 
 GREEDY: dict[str, Any] = {"max_tokens": 10, "temperature": 0, "ignore_eos": True}
 # One tile, a row of four and the whole, and all of the seventeen.
@@ -105,11 +113,89 @@ def test_so_they_are_side_by_side(model: Model, expected: dict[str, list[int]]):
         assert tokens(handle.result()) == expected[name], name
 
 
-@pytest.mark.parametrize("chunk", [6, 32])
-def test_so_they_are_in_chunks_of_any_size(bundle: Path, expected: dict[str, list[int]], chunk: int):
-    with load(bundle, threads=1, prefill_chunk=chunk, prefix_cache_bytes=0, draft="lookup") as model:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill_chunk": 6, "prefix_cache_bytes": 0},
+        {"prefill_chunk": 32, "prefix_cache_bytes": 0, "draft": "lookup"},
+        {"determinism": "strict"},
+    ],
+    ids=str,
+)
+def test_so_they_are_in_chunks_of_any_size_and_at_every_level(
+    bundle: Path, expected: dict[str, list[int]], options: dict[str, Any]
+):
+    with load(bundle, threads=1, **options) as model:
         for name, messages in TALKS.items():
             assert tokens(model.chat(messages, **GREEDY)) == expected[name], name
+
+
+def data_of(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_a_service_says_the_same_in_every_dialect_and_answers_others_meanwhile(
+    bundle: Path, expected: dict[str, list[int]], model: Model, monkeypatch: pytest.MonkeyPatch
+):
+    may_go_on, taken = threading.Event(), threading.Event()
+    real = Tower.compute_rows
+
+    def compute_late(*given: Any) -> Any:
+        taken.set()
+        assert may_go_on.wait(60)
+        return real(*given)
+
+    monkeypatch.setattr(Tower, "compute_rows", compute_late)
+    said = model.tokenizer.decode(expected["wide"])
+    data, text = data_of(WIDE), "def f(x):"
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    common = {"model": "seeing", "temperature": 0, "ignore_eos": True}
+    bodies = {
+        "/v1/chat/completions": {
+            "max_tokens": 10,
+            "messages": [{"role": "user", "content": [image, {"type": "text", "text": text}]}],
+        },
+        "/v1/responses": {
+            "max_output_tokens": 10,
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_image", "image_url": image["image_url"]["url"]},
+                        {"type": "input_text", "text": text},
+                    ],
+                }
+            ],
+        },
+        "/v1/messages": {
+            "max_tokens": 10,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+                        {"type": "text", "text": text},
+                    ],
+                }
+            ],
+        },
+    }
+    answers: dict[str, Any] = {}
+    with (
+        serving(ServerConfig(models={"seeing": bundle}, threads=1)) as url,
+        httpx.Client(base_url=url, timeout=120, headers={"anthropic-version": "2023-06-01"}) as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        asked = {path: pool.submit(client.post, path, json={**common, **body}) for path, body in bodies.items()}
+        assert taken.wait(60)
+        assert client.get("/health", timeout=10).status_code == 200
+        may_go_on.set()
+        answers = {path: future.result().json() for path, future in asked.items()}
+    assert answers["/v1/chat/completions"]["choices"][0]["message"]["content"] == said
+    assert answers["/v1/responses"]["output"][0]["content"][0]["text"] == said
+    assert answers["/v1/messages"]["content"][0]["text"] == said
 
 
 def test_one_pixel_that_differs_is_seen(model: Model, expected: dict[str, list[int]]):

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from anyio import CapacityLimiter
 
+from llmc.errors import QueueFullError
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.aside import SHORT, room_beside
 from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.models import service
 from llmc.runtime.server.models.service import Service, submit_promptly
 
 POOL: Any = None  # nothing here needs a model
@@ -52,6 +54,7 @@ def took(*given: Any, **named: Any) -> bool:
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
+SEEN = [{"role": "user", "content": [{"type": "image", "image": b""}]}]
 
 
 def test_a_short_request_is_submitted_without_a_thread():
@@ -70,10 +73,37 @@ def test_a_short_request_is_submitted_without_a_thread():
         ((HELLO,), {"tools": [TOOL]}),
         ((HELLO,), {"grammar": 'root ::= "a"'}),
         ((object(), HELLO, {"tools": [TOOL]}), {}),
+        ((SEEN,), {}),
     ],
 )
 def test_what_may_take_long_to_submit_is_submitted_in_a_thread(given: tuple[Any, ...], named: dict[str, Any]):
     assert not took(*given, **named)
+
+
+def test_more_than_may_wait_for_these_threads_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(service, "MOST_WAITING", 2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def submit(*_: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return SimpleNamespace(done=True)
+
+    async def main() -> None:
+        threads = CapacityLimiter(1)
+        asked = [asyncio.create_task(submit_promptly(partial(submit, SEEN), threads)) for _ in range(3)]
+        while not begun.is_set() or threads.statistics().tasks_waiting < 2:
+            await asyncio.sleep(0.001)
+        with pytest.raises(QueueFullError, match="2 requests with grammars or images wait already"):
+            await submit_promptly(partial(submit, SEEN), threads)
+        assert (await submit_promptly(partial(took_at_once, HELLO), threads)).done  # others go on
+        go_on.set()
+        assert len(await asyncio.gather(*asked)) == 3
+
+    def took_at_once(_: Any) -> Any:
+        return SimpleNamespace(done=True)
+
+    asyncio.run(main())
 
 
 def test_values_take_room_by_their_characters_and_items():
