@@ -157,7 +157,7 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
     with pytest.raises(
-        BundleError, match=r"schema version 11 of an older llmc \(0.1.0\), this one reads 12; make it again"
+        BundleError, match=r"schema version 12 of an older llmc \(0.1.0\), this one reads 13; make it again"
     ):
         bundle.read_bundle(folder)
 

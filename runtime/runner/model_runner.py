@@ -62,7 +62,7 @@ class Policy:
         if level is Determinism.STRICT:
             invariance = graphs["decode"].invariance
             return cls(row_by_row=True, even=not invariance.single or invariance.tokens == 2)
-        split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file
+        split = graphs["prefill"].file != graphs["decode"].file
         graph_from = PREFILL_GRAPH_FROM.get(_find_precision(manifest), NEVER) if split else NEVER
         return cls(graph_from, shares_prefill=session.packs_rows)
 
