@@ -87,7 +87,6 @@ class _Probe:
         longest = min(limits.prefill_chunk, limits.max_context - PREFIX, LONGEST)
         self._longest = max(longest - longest % 2, max(SIZES))
         self._long = [tokens for tokens in LONG_SIZES if tokens < self._longest]
-        self._feeds = Phase.PREFILL if "prefill" in manifest.graphs and not adapters else Phase.DECODE
         self._rows = [rows for rows in SIZES if rows <= limits.max_batch]
         session.cache.reserve(max(self._rows), max(SMALLEST_CONTEXT, PREFIX + self._longest))
         generator = np.random.default_rng(0)
@@ -113,7 +112,7 @@ class _Probe:
         one, many = steps[_reference(self._rows)], pieces[most]
         return Invariance(
             rows=_multiple(self._rows, lambda rows: _same(steps[rows], steps[_reference(self._rows)], rows)),
-            tokens=_both(tokens, self._long_pieces(phase)) if phase is self._feeds else tokens,
+            tokens=_both(tokens, self._long_pieces(phase)) if phase is Phase.PREFILL else tokens,
             outputs=_multiple(SIZES, lambda count: _same(outputs[count], many, count)),
             single=_same((one[0][:1], one[1][:1]), many, 1),
         )

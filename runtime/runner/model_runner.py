@@ -62,7 +62,7 @@ class Policy:
         if level is Determinism.STRICT:
             steps = [graph.invariance for graph in (graphs["decode"], manifest.adapter_graph) if graph is not None]
             return cls(row_by_row=True, even=any(not it.single or it.tokens == 2 for it in steps))
-        split = "prefill" in graphs and graphs["prefill"].file != graphs["decode"].file
+        split = graphs["prefill"].file != graphs["decode"].file
         graph_from = PREFILL_GRAPH_FROM.get(_find_precision(manifest), NEVER) if split else NEVER
         return cls(graph_from, shares_prefill=session.packs_rows)
 

@@ -50,7 +50,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_one(tiny_bundle: Any):
 
 def seen(manifest: Manifest, **found: Any) -> Manifest:
     """The manifest of a bundle whose build measured this."""
-    graphs = {"decode": replace(manifest.graphs["decode"], invariance=Invariance(**found))}
+    graphs = dict.fromkeys(("prefill", "decode"), replace(manifest.graphs["decode"], invariance=Invariance(**found)))
     return replace(manifest, graphs=graphs, limits=replace(manifest.limits, max_batch=7))
 
 
