@@ -533,7 +533,7 @@ class TestAdapters:
             pool = make("a")
             await use(pool, "a")
             (folders["a"] / ADAPTERS_FOLDER / "sql").mkdir(parents=True)
-            with pytest.raises(BundleError, match="^sql is damaged$"):
+            with pytest.raises(BundleError, match=r"^sql is damaged$"):
                 await pool.load_adapter("a", "sql")
             assert pool.adapters == {}
             await use(pool, "a")
