@@ -169,7 +169,7 @@ REFUSED = [
     (
         "preprocessor_config.json",
         {"size": {"longest_edge": 544}},
-        "size=544 is unsupported; .* at most 257 tiles of 32",
+        "size=544 .* at most 257 tiles of 32 pixels",
     ),
     ("preprocessor_config.json", {"resample": 6}, "resample=6 is unsupported"),
     ("processor_config.json", {"image_seq_len": 64}, "image_seq_len=64 is unsupported; expected 4, the rows"),
