@@ -129,7 +129,8 @@ def _check_support(order: Order) -> None:
     """Refuse unsupported requests before hours of calibration."""
     geometry = order.export.geometry
     seen = geometry.vision.linears if geometry.vision else ()
-    check_patterns(order.recipe, [it.name for it in (*geometry.mixtures, *seen, *geometry.linears)])
+    linears = (*seen, *geometry.linears)
+    check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in linears)])
     if geometry.shares and order.recipe.cache != "float32":
         raise BuildError(
             f"cache = {order.recipe.cache!r}: layers of {geometry.model_type} read the caches of others, which are "

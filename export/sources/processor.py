@@ -7,7 +7,7 @@ from typing import Any
 from llmc.errors import CheckpointError
 from llmc.export.keys import Keys
 from llmc.export.vision import TowerConfig
-from llmc.inventory import Channels, Filter, Markers, Tiling, Vision
+from llmc.inventory import MOST_TILES, Channels, Filter, Markers, Tiling, Vision
 
 PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
 KINDS = tuple(f"{family}ImageProcessor{form}" for family in ("SmolVLM", "Idefics3") for form in ("", "Fast", "Pil"))
@@ -42,7 +42,11 @@ def read_vision(folder: Path, tower: TowerConfig, processor: dict[str, Any], ima
         raise outer.error("image_seq_len", tokens, f"{tower.tokens}, the rows that the tower makes of a tile")
     outer.finish()
     tiling = _read_tiling(own, tower)
-    return Vision(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling, MARKERS, tower.layers, tower.linears)
+    vision = Vision(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling, MARKERS, tower.layers, tower.linears)
+    if vision.most_tiles > MOST_TILES:
+        most = f"a longest_edge that cuts an image into at most {MOST_TILES} tiles of {tower.tile} pixels"
+        raise own.error("size", tiling.longest_edge, most)
+    return vision
 
 
 def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:
