@@ -1,5 +1,4 @@
-"""How images become tiles, and the texts around them: the files of a checkpoint's processor, read as strictly as its
-config."""
+"""The files of a checkpoint's processor, read as strictly as its config: images to tiles, and the texts around them."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ MARKERS = Markers(
 
 
 def read_vision(folder: Path, tower: TowerConfig, processor: dict[str, Any], images: dict[str, Any]) -> Vision:
-    """What the decoder's runtime must know of images; ``processor`` and ``images`` are the contents of both files.
+    """All that a runtime must know of images; ``processor`` and ``images`` are the contents of both files.
 
     Since transformers 5 the one holds the other.
     """
