@@ -348,8 +348,8 @@ class Markers:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How pixels become tiles: an RGB image is resized until its longest edge has ``longest_edge`` pixels, then to the
-    next multiples of a tile, and cut; where that makes more than one tile, the image resized to one tile follows.
+    """Steps from pixels to tiles: an RGB image is resized until its longest edge has ``longest_edge`` pixels, then to
+    the next multiples of a tile, and cut; where that makes more than one tile, the image resized to one tile follows.
 
     Attributes:
         longest_edge: pixels.

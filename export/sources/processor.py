@@ -1,5 +1,4 @@
-"""How images become tiles, and the texts around them: the files of a checkpoint's processor, read as strictly as its
-config."""
+"""The files of a checkpoint's processor, read as strictly as its config: images to tiles, and the texts around them."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 from llmc.errors import CheckpointError
 from llmc.export.keys import Keys
 from llmc.export.vision import TowerConfig
-from llmc.inventory import Channels, Filter, Markers, Tiling, Vision
+from llmc.inventory import MOST_TILES, Channels, Filter, Markers, Tiling, Vision
 
 PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
 KINDS = tuple(f"{family}ImageProcessor{form}" for family in ("SmolVLM", "Idefics3") for form in ("", "Fast", "Pil"))
@@ -26,7 +25,7 @@ MARKERS = Markers(
 
 
 def read_vision(folder: Path, tower: TowerConfig, processor: dict[str, Any], images: dict[str, Any]) -> Vision:
-    """What the decoder's runtime must know of images; ``processor`` and ``images`` are the contents of both files.
+    """All that a runtime must know of images; ``processor`` and ``images`` are the contents of both files.
 
     Since transformers 5 the one holds the other.
     """
@@ -42,7 +41,11 @@ def read_vision(folder: Path, tower: TowerConfig, processor: dict[str, Any], ima
         raise outer.error("image_seq_len", tokens, f"{tower.tokens}, the rows that the tower makes of a tile")
     outer.finish()
     tiling = _read_tiling(own, tower)
-    return Vision(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling, MARKERS, tower.layers, tower.linears)
+    vision = Vision(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling, MARKERS, tower.layers, tower.linears)
+    if vision.most_tiles > MOST_TILES:
+        most = f"a longest_edge that cuts an image into at most {MOST_TILES} tiles of {tower.tile} pixels"
+        raise own.error("size", tiling.longest_edge, most)
+    return vision
 
 
 def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:

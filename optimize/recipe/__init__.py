@@ -202,6 +202,8 @@ def settle(
         why = ", whose session keeps no states" if geometry.has_states else ""
         if geometry.mixtures and target.name == "tensorrt-rtx":
             why = why or ", whose parser (1.7) takes no NonZero, by which experts find their tokens"
+        if geometry.vision:
+            why = "; llmc export --text-only leaves what sees out"
         raise UsageError(
             f"{geometry.model_type} has {geometry.cpu_only}, which llmc lowers for cpu alone; "
             f"the target is {target.name}{why}"

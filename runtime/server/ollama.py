@@ -87,11 +87,14 @@ class Call(Body):
     function: CalledFunction
 
 
+Images = Annotated[list[str], Field(default_factory=list, description="PNG, JPEG or WebP in base64")]
+
+
 class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    images: Annotated[list[str] | None, Field(max_length=0, description="these models read text alone")] = None
+    images: Images
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -148,11 +151,11 @@ class OllamaPrompt(Asked):
     suffix: Annotated[Literal[""], Field(description="not supported")] = ""
     template: Annotated[Literal[""], Field(description="a bundle has its own")] = ""
     context: Annotated[list[int] | None, Field(max_length=0, description="not supported: use /api/chat")] = None
-    images: Annotated[list[str] | None, Field(max_length=0, description="these models read text alone")] = None
+    images: Images
 
     def request(self, service: Service) -> ChatRequest:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.chat(service, [*system, {"role": "user", "content": self.prompt}])
+        return self.chat(service, [*system, {"role": "user", "content": content_of(self.prompt, self.images)}])
 
     def member(self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """A piece of the answer; no tools are given here, so nothing is called."""
@@ -168,7 +171,8 @@ def conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """The messages in OpenAI's dialect: calls get ids, which results without one refer to in their order."""
     found, waiting = [], []
     for number, message in enumerate(messages):
-        one: dict[str, Any] = {"role": message.role, "content": message.content, "name": message.name}
+        content = content_of(message.content, message.images)
+        one: dict[str, Any] = {"role": message.role, "content": content, "name": message.name}
         if message.role == "assistant":
             one["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -188,6 +192,14 @@ def conversation(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             del one["name"]
         found.append(one)
     return found
+
+
+def content_of(text: str, images: Sequence[str]) -> Any:
+    """Text with images before it in OpenAI's dialect."""
+    if not images:
+        return text
+    urls = ({"url": f"data:image/png;base64,{image}"} for image in images)
+    return [*({"type": "image_url", "image_url": url} for url in urls), {"type": "text", "text": text}]
 
 
 # ------------------------------------------------------------------------------------------------------------- answer
@@ -289,7 +301,7 @@ async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service
 
 async def complete(body: OllamaPrompt, request: Request, service: Service) -> Response:
     """Answer a raw prompt."""
-    for name in ("system", "format", "think"):
+    for name in ("system", "format", "think", "images"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is given beside raw, which leaves the template out; leave {name} out")
     asked = CompletionRequest.model_validate({"prompt": body.prompt, "max_tokens": ANY, **body.options.plain()})
@@ -366,7 +378,9 @@ async def show(body: Annotated[Named, take_body(Named)], service: Served) -> dic
         raise ApiError(400, "model is missing; give it", param="model")
     name = service.name(parse_model_name(service, name))
     manifest = service.pool.manifest(name)
-    encoder, family = manifest.geometry.encoder, manifest.geometry.model_type
+    geometry = manifest.geometry
+    encoder, family = geometry.encoder, geometry.model_type
+    able = ["embedding"] if encoder else ["completion", *["tools"] * service.pool.has_template(name)]
     return {
         **{key: value for key, value in card(service, name).items() if key in ("details", "modified_at")},
         "modelfile": "",
@@ -376,5 +390,5 @@ async def show(body: Annotated[Named, take_body(Named)], service: Served) -> dic
             "general.architecture": family,
             f"{family}.context_length": service.config.max_context or manifest.limits.max_context,
         },
-        "capabilities": ["embedding"] if encoder else ["completion", *["tools"] * service.pool.has_template(name)],
+        "capabilities": [*able, *["vision"] * (geometry.vision is not None)],
     }

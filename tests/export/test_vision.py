@@ -166,6 +166,7 @@ REFUSED = [
     ("preprocessor_config.json", {"max_image_size": {"longest_edge": 64}}, "max_image_size=64 .* 32, the vision_conf"),
     ("preprocessor_config.json", {"size": {"height": 8}}, "longest_edge is missing"),
     ("preprocessor_config.json", {"size": {"longest_edge": 1 << 40}}, "longest_edge=1099511627776 is unsupported"),
+    ("preprocessor_config.json", {"size": {"longest_edge": 544}}, "size=544 .* at most 257 tiles of 32 pixels"),
     ("preprocessor_config.json", {"resample": 6}, "resample=6 is unsupported"),
     ("processor_config.json", {"image_seq_len": 64}, "image_seq_len=64 is unsupported; expected 4, the rows"),
     ("processor_config.json", {"audio_processor": {}}, "audio_processor={} is not known to llmc"),

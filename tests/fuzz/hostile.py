@@ -25,6 +25,7 @@ SUBJECTS = {
     "bundle": ("llmc.json", "tokenizer.json", "tokenizer_config.json", "decode.onnx", "prefill.onnx"),
     "checkpoint": ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors"),
     "gguf": ("model.gguf",),
+    "processor": ("preprocessor_config.json", "processor_config.json"),
     "images": ("image.png", "image.jpg", "image.webp"),
 }
 CORPUS = Path(__file__).with_name("corpus.json")
@@ -197,6 +198,7 @@ USES: dict[str, Callable[[Path], None]] = {
     "bundle": use_bundle,
     "checkpoint": use_checkpoint,
     "gguf": use_gguf,
+    "processor": use_checkpoint,
     "images": use_images,
 }
 

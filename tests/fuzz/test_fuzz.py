@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from doubles.ggufs import write_gguf
 from doubles.images import write_images
+from doubles.towers import write_seeing
 
-SECONDS = {"bundle": 3, "checkpoint": 2, "gguf": 2, "images": 2}
+SECONDS = {"bundle": 3, "checkpoint": 2, "gguf": 2, "processor": 2, "images": 2}
 # A case that hangs ends the test after this much more: the corpus, the start, and the longest case that is allowed.
 PATIENCE = 120
 HOSTILE = Path(__file__).with_name("hostile.py")
@@ -32,9 +33,11 @@ def test_hostile_files_are_used_as_if_sound_or_refused_in_one_sentence(
 ):
     made = tmp_path / "made"
     made.mkdir()
-    folder = {"checkpoint": tiny_checkpoint, "gguf": made, "images": made}.get(subject, tiny_bundle)
+    folder = {"bundle": tiny_bundle, "checkpoint": tiny_checkpoint}.get(subject, made)
     if subject == "gguf":
         write_gguf(tiny_checkpoint, folder / "model.gguf", "Q4_0")
+    if subject == "processor":
+        write_seeing(made)
     if subject == "images":
         write_images(made)
     tried = fuzzed(subject, folder, tmp_path, SECONDS[subject])

@@ -90,7 +90,8 @@ def test_what_cannot_change_the_answer_is_named(able):
     ("body", "status", "said"),
     [
         ({"model": "other"}, 404, "other"),
-        ({"model": "tiny", "messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "images"),
+        ({"model": "tiny", "messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "sees images"),
+        ({"model": "tiny", "messages": [{"role": "user", "content": "a", "images": ["%"]}]}, 400, "is no base64"),
         ({**CHAT, "options": {"temprature": 1}}, 400, "temprature"),
         ({**CHAT, "options": {"top_p": 7}}, 400, "top_p"),
         ({**CHAT, "options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, 400, "repeat_last_n"),

@@ -151,7 +151,7 @@ def test_a_service_says_the_same_in_every_dialect_and_answers_others_meanwhile(
     said = model.tokenizer.decode(expected["wide"])
     data, text = data_of(WIDE), "def f(x):"
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-    common = {"model": "seeing", "temperature": 0, "ignore_eos": True}
+    common = {"temperature": 0, "ignore_eos": True}
     bodies = {
         "/v1/chat/completions": {
             "max_tokens": 10,
@@ -182,13 +182,21 @@ def test_a_service_says_the_same_in_every_dialect_and_answers_others_meanwhile(
             ],
         },
     }
+    options = {"num_predict": 10, "temperature": 0}  # nothing ends it sooner: 2, the end, is not among its tokens
+    bodies["/api/generate"] = {"prompt": text, "images": [data], "stream": False, "options": options}
     answers: dict[str, Any] = {}
     with (
         serving(ServerConfig(models={"seeing": bundle}, threads=1)) as url,
         httpx.Client(base_url=url, timeout=120, headers={"anthropic-version": "2023-06-01"}) as client,
         ThreadPoolExecutor(3) as pool,
     ):
-        asked = {path: pool.submit(client.post, path, json={**common, **body}) for path, body in bodies.items()}
+        assert "vision" in client.post("/api/show", json={"model": "seeing"}).json()["capabilities"]
+        asked = {
+            path: pool.submit(
+                client.post, path, json={**({} if path == "/api/generate" else common), "model": "seeing", **body}
+            )
+            for path, body in bodies.items()
+        }
         assert taken.wait(60)
         assert client.get("/health", timeout=10).status_code == 200
         may_go_on.set()
@@ -196,6 +204,7 @@ def test_a_service_says_the_same_in_every_dialect_and_answers_others_meanwhile(
     assert answers["/v1/chat/completions"]["choices"][0]["message"]["content"] == said
     assert answers["/v1/responses"]["output"][0]["content"][0]["text"] == said
     assert answers["/v1/messages"]["content"][0]["text"] == said
+    assert answers["/api/generate"]["response"] == said
 
 
 def test_one_pixel_that_differs_is_seen(model: Model, expected: dict[str, list[int]]):
