@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.adapters import draw_factors, write_adapter
-from doubles.shared import shared
 
 from llmc.bundle import ADAPTERS_FOLDER, FACTORS_FILE, read_bundle
 from llmc.errors import BundleError, CheckpointError, LlmcError, RequestError, ResourceError, UsageError
@@ -35,20 +34,8 @@ NAMES = ("sql", "law")
 
 
 @pytest.fixture(scope="module")
-def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model with room for two adapters: ``fp32`` and ``int8``; and adapters in folders of PEFT."""
-
-    def make(folder: Path) -> None:
-        for precision in ("fp32", "int8"):
-            build(tiny_export, folder / precision, precision=precision, max_batch=4, adapters=2, rank=8)
-        geometry = read_bundle(folder / "fp32").geometry
-        write_adapter(folder / "sql", draw_factors(geometry))
-        write_adapter(folder / "law", draw_factors(geometry, rank=4, seed=2), r=4)
-        for precision in ("fp32", "int8"):
-            for name in NAMES:
-                add_adapter(folder / precision, folder / name, name)
-
-    return shared(tmp_path_factory, "adapters", make)
+def bundles(adapter_bundles: Path) -> Path:
+    return adapter_bundles
 
 
 @pytest.fixture(scope="module")
