@@ -4,7 +4,6 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from llmc.bundle import ADAPTERS_FOLDER, FACTORS_FILE, read_bundle
 from llmc.errors import BundleError, CheckpointError, LlmcError, RequestError, ResourceError, UsageError
 from llmc.export.adapters import add_adapter
 from llmc.optimize.build import build
-from llmc.optimize.recipe import Request as Recipe
 from llmc.runtime import Model, load
 from llmc.runtime.api.options import Determinism
 from llmc.runtime.sessions import Batch, Phase
@@ -195,6 +193,24 @@ def test_an_adapter_that_is_unloaded_serves_who_has_it_and_gives_its_place_free_
     assert own.adapters.keys() == {"law", "more"}
 
 
+def test_an_adapter_is_loaded_while_others_stream_and_joins_their_batch(bundles, model):
+    going, seen = threading.Event(), threading.Event()
+    wanted = {name: tokens(submit(model, name, max_tokens=16).result()) for name in ("sql", None)}
+
+    def wait(delta: Any) -> None:
+        seen.set()
+        assert going.wait(60)
+
+    with load(bundles / "fp32", adapters={}, self_test=False) as found:
+        streaming = submit(found, None, max_tokens=16, on_delta=wait)
+        assert seen.wait(60)
+        found.load_adapter("sql", place(bundles, "sql"))
+        joining = submit(found, "sql", max_tokens=16)
+        going.set()
+        assert tokens(streaming.result()) == wanted[None]
+        assert tokens(joining.result()) == wanted["sql"]
+
+
 def test_a_name_that_is_taken_or_none_is_refused(own, bundles):
     with pytest.raises(UsageError, match="an adapter 'sql' is loaded already"):
         own.load_adapter("sql", place(bundles, "sql"))
@@ -308,4 +324,3 @@ def test_the_memory_plan_counts_the_graph_every_adapter_and_every_row(bundles, f
     more = manifest.memory.total(64, 3) - without.memory.total(64, 3)
     assert manifest.memory.parts(64, 3)["adapters"] == more
     assert more >= 5 * factors + sum(4 * it.size for it in manifest.geometry.linears)
-    assert Recipe(adapters=2) == replace(Recipe(), adapters=2)
