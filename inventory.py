@@ -106,7 +106,7 @@ class Linear:
 
     @property
     def is_open(self) -> bool:
-        """Whether adapters may change it beside a loaded model."""
+        """True if adapters may change it beside a loaded model."""
         return self.layer is not None and not self.exact
 
 
