@@ -63,7 +63,7 @@ def _choose_factors(adapter: Adapter, geometry: Geometry) -> dict[str, Factors]:
             f"{adapter.folder}: it replaces {next(iter(adapter.whole))} (modules_to_save or bias), which no graph does "
             f"beside its model; {MERGE}"
         )
-    found = {}
+    found, example = {}, next(it.name for it in geometry.linears if it.is_open)
     for own, item in adapter.factors.items():
         name = own if own in geometry.linear else f"model.{own}"
         linear = geometry.linear.get(name)
@@ -71,7 +71,7 @@ def _choose_factors(adapter: Adapter, geometry: Geometry) -> dict[str, Factors]:
             kind = "with DoRA" if item.magnitude is not None else "as an embedding" if item.embeds else ""
             raise CheckpointError(
                 f"{adapter.folder}: it changes {own}{' ' * bool(kind)}{kind}, and beside a model only its layers' "
-                f"linears are changed, such as {next(iter(geometry.linear))}; {MERGE}"
+                f"linears are changed, such as {example}; {MERGE}"
             )
         shape, wanted = [len(item.b), item.a.shape[1]], [linear.outputs, linear.inputs]
         if shape != wanted:

@@ -162,6 +162,28 @@ def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
+def adapter_bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model with room for two adapters of rank 8, ``fp32`` and ``int8``, which have ``sql`` and ``law``; and
+    these in folders of PEFT, of ranks 8 and 4."""
+    from doubles.adapters import draw_factors, write_adapter
+
+    from llmc.export.adapters import add_adapter
+    from llmc.optimize.build import build
+
+    def make(folder: Path) -> None:
+        for precision in ("fp32", "int8"):
+            build(tiny_export, folder / precision, precision=precision, max_batch=4, adapters=2, rank=8)
+        geometry = bundle.read_bundle(folder / "fp32").geometry
+        write_adapter(folder / "sql", draw_factors(geometry))
+        write_adapter(folder / "law", draw_factors(geometry, rank=4, seed=2), r=4)
+        for precision in ("fp32", "int8"):
+            for name in ("sql", "law"):
+                add_adapter(folder / precision, folder / name, name)
+
+    return shared(tmp_path_factory, "adapters", make)
+
+
+@pytest.fixture(scope="session")
 def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model that embeds (``embed``), and one that ranks (``rank``)."""
     from doubles import encoders

@@ -4,20 +4,17 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from doubles.adapters import draw_factors, write_adapter
-from doubles.shared import shared
 
 from llmc.bundle import ADAPTERS_FOLDER, FACTORS_FILE, read_bundle
 from llmc.errors import BundleError, CheckpointError, LlmcError, RequestError, ResourceError, UsageError
 from llmc.export.adapters import add_adapter
 from llmc.optimize.build import build
-from llmc.optimize.recipe import Request as Recipe
 from llmc.runtime import Model, load
 from llmc.runtime.api.options import Determinism
 from llmc.runtime.sessions import Batch, Phase
@@ -35,20 +32,8 @@ NAMES = ("sql", "law")
 
 
 @pytest.fixture(scope="module")
-def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model with room for two adapters: ``fp32`` and ``int8``; and adapters in folders of PEFT."""
-
-    def make(folder: Path) -> None:
-        for precision in ("fp32", "int8"):
-            build(tiny_export, folder / precision, precision=precision, max_batch=4, adapters=2, rank=8)
-        geometry = read_bundle(folder / "fp32").geometry
-        write_adapter(folder / "sql", draw_factors(geometry))
-        write_adapter(folder / "law", draw_factors(geometry, rank=4, seed=2), r=4)
-        for precision in ("fp32", "int8"):
-            for name in NAMES:
-                add_adapter(folder / precision, folder / name, name)
-
-    return shared(tmp_path_factory, "adapters", make)
+def bundles(adapter_bundles: Path) -> Path:
+    return adapter_bundles
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +193,24 @@ def test_an_adapter_that_is_unloaded_serves_who_has_it_and_gives_its_place_free_
     assert own.adapters.keys() == {"law", "more"}
 
 
+def test_an_adapter_is_loaded_while_others_stream_and_joins_their_batch(bundles, model):
+    going, seen = threading.Event(), threading.Event()
+    wanted = {name: tokens(submit(model, name, max_tokens=16).result()) for name in ("sql", None)}
+
+    def wait(delta: Any) -> None:
+        seen.set()
+        assert going.wait(60)
+
+    with load(bundles / "fp32", adapters={}, self_test=False) as found:
+        streaming = submit(found, None, max_tokens=16, on_delta=wait)
+        assert seen.wait(60)
+        found.load_adapter("sql", place(bundles, "sql"))
+        joining = submit(found, "sql", max_tokens=16)
+        going.set()
+        assert tokens(streaming.result()) == wanted[None]
+        assert tokens(joining.result()) == wanted["sql"]
+
+
 def test_a_name_that_is_taken_or_none_is_refused(own, bundles):
     with pytest.raises(UsageError, match="an adapter 'sql' is loaded already"):
         own.load_adapter("sql", place(bundles, "sql"))
@@ -321,4 +324,3 @@ def test_the_memory_plan_counts_the_graph_every_adapter_and_every_row(bundles, f
     more = manifest.memory.total(64, 3) - without.memory.total(64, 3)
     assert manifest.memory.parts(64, 3)["adapters"] == more
     assert more >= 5 * factors + sum(4 * it.size for it in manifest.geometry.linears)
-    assert Recipe(adapters=2) == replace(Recipe(), adapters=2)
