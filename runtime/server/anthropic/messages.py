@@ -403,7 +403,7 @@ def head_of(body: MessageRequest, service: Service, usage: dict[str, Any]) -> di
         "id": new_id("msg_"),
         "type": "message",
         "role": "assistant",
-        "model": service.name(body.model),
+        "model": service.echo_name(body.model),
         "content": [],
         **NO_ENDING,
         "usage": {**usage, "cache_creation": None, "inference_geo": None, "service_tier": "standard"},

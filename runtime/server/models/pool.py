@@ -425,8 +425,9 @@ class ModelPool:
         bundles have them; the error, or None, of each that was tried. What is not loaded is read anew when it is."""
         results: dict[str, Exception | None] = {}
         for name, place in self._places.items():
-            stays = place.current is None or publication(place.folder) in (None, place.current.published)
-            if stays and list_adapters(place.folder).keys() == set(place.adapters):
+            published = publication(place.folder)
+            stays = place.current is None or published == place.current.published
+            if published is None or (stays and list_adapters(place.folder).keys() == set(place.adapters)):
                 continue
             try:
                 await (self._refresh_adapters(place) if stays else self.swap(name))

@@ -133,14 +133,18 @@ class Service:
         spend(tokens=cost(found))
         return found
 
-    def head(self, prefix: str, kind: str, asked: str | None) -> dict[str, Any]:
+    def echo_name(self, asked: str | None) -> str:
+        """The name that an answer tells: the one asked for, whose adapter may have been unloaded by now."""
+        return self.name(None) if asked is None else asked
+
+    def head(self, prefix: str, kind: str, model: Model, asked: str | None) -> dict[str, Any]:
         """The members with which an answer in OpenAI's older dialects, and each of its pieces, begins."""
         return {
             "id": new_id(f"{prefix}-"),
             "object": kind,
             "created": int(time.time()),
-            "model": self.name(asked),
-            "system_fingerprint": f"fp_{self.manifest(asked).source.fingerprint[:12]}",
+            "model": self.echo_name(asked),
+            "system_fingerprint": f"fp_{model.manifest.source.fingerprint[:12]}",
         }
 
     def generator(self, asked: str | None) -> AbstractAsyncContextManager[Model]:

@@ -493,8 +493,8 @@ def count_thoughts(model: Model, message: Message) -> int:
     return len(model.tokenizer.encode(message.reasoning, False)) if message.reasoning else 0
 
 
-def head_of(kind: str, body: ChatRequest, service: Service) -> dict[str, Any]:
-    return {**service.head("chatcmpl", kind, body.model), "service_tier": "default"}
+def head_of(kind: str, body: ChatRequest, service: Service, model: Model) -> dict[str, Any]:
+    return {**service.head("chatcmpl", kind, model, body.model), "service_tier": "default"}
 
 
 def completion(body: ChatRequest, service: Service, model: Model, result: ChatResult) -> dict[str, Any]:
@@ -507,7 +507,7 @@ def completion(body: ChatRequest, service: Service, model: Model, result: ChatRe
         }
         for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
     ]
-    head = head_of("chat.completion", body, service)
+    head = head_of("chat.completion", body, service, model)
     return {**head, "choices": choices, "usage": usage_of([result]), **make_extra_member(body.x_llmc, model, result)}
 
 
@@ -531,7 +531,7 @@ def _call_piece(call: Any) -> dict[str, Any]:
 
 async def chunks(body: ChatRequest, service: Service, model: Model, handle: ChatHandle) -> AsyncIterator[str]:
     """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage if the client wants it."""
-    head = head_of("chat.completion.chunk", body, service)
+    head = head_of("chat.completion.chunk", body, service, model)
     usage = make_unknown_usage(body.stream_options)
 
     def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:

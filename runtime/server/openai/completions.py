@@ -148,7 +148,7 @@ async def merge_deltas(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]
 
 async def chunks(body: CompletionRequest, service: Service, model: Model, handles: list[Handle]) -> AsyncIterator[str]:
     """The pieces of the answer as JSON, reasons of the end, and the usage if the client wants it."""
-    head, outputs = service.head("cmpl", "text_completion", body.model), handles[0].outputs
+    head, outputs = service.head("cmpl", "text_completion", model, body.model), handles[0].outputs
     usage = make_unknown_usage(body.stream_options)
     lengths = [0] * (outputs * len(handles))
     # Log-probabilities of a prompt, which come before the completion's, are known at the end alone.
@@ -223,7 +223,7 @@ async def completions(
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handles = await _submit_prompts(body, held, service)
         results = await unless_gone(request, _results(body, handles))
-        head = service.head("cmpl", "text_completion", body.model)
+        head = service.head("cmpl", "text_completion", model, body.model)
 
         def made() -> dict[str, Any]:
             choices = choices_of(model, body, results)

@@ -25,7 +25,8 @@ key = "{LIMITED}"
 admin = true
 models = ["first"]
 """
-ROUTES = [("GET", "/admin/models"), ("POST", "/admin/models/first/reload"), ("POST", "/admin/models/first/unload")]
+ACTIONS = ("reload", "unload", "adapters/sql/load", "adapters/sql/unload")
+ROUTES = [("GET", "/admin/models"), *(("POST", f"/admin/models/first/{action}") for action in ACTIONS)]
 
 
 def as_key(key: str) -> dict[str, str]:
@@ -113,8 +114,9 @@ def test_another_method_is_told_of_to_admins_alone(admin: httpx.Client):
 
 
 def test_an_admin_of_some_models_leaves_the_others_alone(admin: httpx.Client):
-    refused = admin.post("/admin/models/second/unload", headers=as_key(LIMITED))
-    assert refused.status_code == 403 and phases(admin)["second"] == "ready"
+    for action in ACTIONS:
+        refused = admin.post(f"/admin/models/second/{action}", headers=as_key(LIMITED))
+        assert refused.status_code == 403 and phases(admin)["second"] == "ready"
     assert admin.post("/admin/models/none/unload").status_code == 404
 
 

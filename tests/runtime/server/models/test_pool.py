@@ -17,6 +17,7 @@ from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.model import memory_need
 from llmc.runtime.server.models import loading as module
+from llmc.runtime.server.models import pool as pool_module
 from llmc.runtime.server.models.pool import ModelPool
 
 SIZE = 1000  # bytes that each model of these tests needs
@@ -490,6 +491,17 @@ class TestAdapters:
 
         run(work())
 
+    def test_are_what_the_log_says_of_a_request(self, make: Make, folders, monkeypatch: pytest.MonkeyPatch):
+        add(folders["a"], "sql")
+        noted: list[dict[str, Any]] = []
+        monkeypatch.setattr(pool_module, "note", lambda **fields: noted.append(fields))
+
+        async def work() -> None:
+            await use(make("a"), "sql", "a")
+            assert noted == [{"model": "sql"}, {"model": "a"}]
+
+        run(work())
+
     def test_come_and_go_while_their_model_serves(self, make: Make, loader: Loader, folders):
         async def work() -> None:
             pool = make("a")
@@ -573,6 +585,8 @@ class TestAdapters:
             assert await pool.refresh() == {"a": None, "b": None}
             assert pool.adapters == {"sql": "a", "new": "a"}
             assert loader.names == ["a"] and loader.loaded[0].adapters == {"sql", "new"}
+            folders["a"].rename(folders["a"].with_name("gone"))
+            assert await pool.refresh() == {} and pool.adapters == {"sql": "a", "new": "a"}
 
         run(work())
 
