@@ -3,20 +3,14 @@
 from pathlib import Path
 
 import numpy as np
+from doubles.geometries import VISION
 from PIL import Image
 
-from llmc.inventory import Markers, Tiling, Vision
+from llmc.inventory import Tiling, Vision
 
 # Modes that files of the formats taken may have, and those that an application may hold.
 MODES = ("RGB", "L", "1", "P", "LA", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I", "F", "PA", "RGBX")
-MARKERS = Markers(
-    image="<image>",
-    tile=("<fake_token_around_image><row_{row}_col_{column}>",),
-    row_end=("", ""),
-    whole=("", "<fake_token_around_image><global-img>"),
-    single=("<fake_token_around_image><global-img>",),
-    after=("<fake_token_around_image>",),
-)
+MARKERS = VISION.markers
 
 
 def make_vision(
@@ -24,7 +18,7 @@ def make_vision(
 ) -> Vision:
     """A tower of a SmolVLM, with uneven means, so that channels cannot be taken for one another."""
     tiling = Tiling(longest_edge, cut, "lanczos", 1 / 255, (0.5, 0.4, 0.3), (0.5, 0.25, 0.3))
-    return Vision(tile, tile // 4, tokens, token_id, tiling, MARKERS)
+    return Vision(tile, tile // 4, tokens, token_id, tiling, MARKERS, 1, ())
 
 
 def draw(mode: str, width: int, height: int, seed: int = 0) -> Image.Image:
