@@ -136,7 +136,8 @@ class InputProcessor:
         if request.thinking is not None and params.num_beams > 1:
             raise UsageError("a budget of reasoning and tool calls need samples: leave beams out")
         if request.images is not None and params.on_overflow != "refuse":
-            raise UsageError(f"on_overflow is {params.on_overflow}, but an image is whole or not there; say refuse")
+            found = f"on_overflow is {params.on_overflow}"
+            raise UsageError(f"{found}, but no part of an image can be left out; set it to refuse")
         if params.speculate and self._speculate is None:
             raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
 

@@ -3,20 +3,14 @@
 from pathlib import Path
 
 import numpy as np
+from doubles.geometries import VISION
 from PIL import Image
 
-from llmc.inventory import Markers, Tiling, Vision
+from llmc.inventory import Tiling, Vision
 
 # Modes that files of the formats taken may have, and those that an application may hold.
 MODES = ("RGB", "L", "1", "P", "LA", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I", "F", "PA", "RGBX")
-MARKERS = Markers(
-    image="<image>",
-    tile=("<fake_token_around_image><row_{row}_col_{column}>",),
-    row_end=("", ""),
-    whole=("", "<fake_token_around_image><global-img>"),
-    single=("<fake_token_around_image><global-img>",),
-    after=("<fake_token_around_image>",),
-)
+MARKERS = VISION.markers
 
 
 def make_vision(

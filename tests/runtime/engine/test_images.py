@@ -110,7 +110,7 @@ def test_forks_of_a_prompt_see_its_images(make_seeing: Callable[..., Engine], pa
 
 @pytest.mark.parametrize("overflow", ["truncate_left", "sink"])
 def test_parts_of_images_cannot_be_left_out(make_seeing: Callable[..., Engine], overflow: Any):
-    with pytest.raises(UsageError, match=r"on_overflow is .*, but an image is whole or not there"):
+    with pytest.raises(UsageError, match=r"on_overflow is .*, but no part of an image can be left out"):
         ask(make_seeing(), [CAT], replace(GREEDY, on_overflow=overflow))
 
 
