@@ -175,7 +175,7 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
         bundle.read_bundle(folder)
 
 
-GRAPH = dataclasses.asdict(bundle.Graph("decode.onnx", 1000, 900, ()))
+GRAPH = dataclasses.asdict(bundle.Graph("decode.onnx", 1000, 900))
 VISION_FIELDS: dict[str, Any] = {**dataclasses.asdict(VISION), "token_id": 319}
 IMPOSSIBLE = [
     (put(3, "geometry", "attentions", 0, "kv_heads"), "geometry"),
@@ -190,7 +190,7 @@ IMPOSSIBLE = [
     (put([], "geometry", "caches"), "geometry"),
     (put(513, "limits", "max_context"), "limits"),
     (put({}, "graphs"), "graphs"),
-    (put({"decode": GRAPH, "vision": GRAPH}, "graphs"), "graphs"),
+    (put({"decode": GRAPH, "prefill": GRAPH, "vision": GRAPH}, "graphs"), "graphs"),
     (put({**VISION_FIELDS, "tile": 500}, "geometry", "vision"), "geometry"),
     (put({**VISION_FIELDS, "tokens": 1025}, "geometry", "vision"), "geometry"),
     (put({**VISION_FIELDS, "token_id": 320}, "geometry", "vision"), "geometry"),

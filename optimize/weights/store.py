@@ -41,7 +41,7 @@ def part_of(tensor: str) -> str:
 
 
 def arrays_of(tensor: str, quantized: Quantized) -> dict[str, NDArray[Any]]:
-    """What a store keeps of a matrix [N, K] on a grid: of 4 bits two integers to a byte."""
+    """The arrays that a store keeps of a matrix [N, K] on a grid: of 4 bits two integers to a byte."""
     key, grid, zeros = f"{grid_name(quantized.grid)}:{tensor}", quantized.grid, quantized.zero_points
     arrays: dict[str, NDArray[Any]] = {f"values:{key}": pack_rows(quantized.values, grid)}
     arrays |= {f"scales:{key}": quantized.scales, f"inputs:{key}": np.array(quantized.values.shape[1])}
