@@ -143,7 +143,7 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
         others = sorted(path.name for path in target.iterdir() if path.is_dir() or path.suffix not in OUR_SUFFIXES)
         if others:
             raise UsageError(
-                f"{target} also holds {others[0]!r}, which llmc did not write, so --force does not replace it; "
+                f"{target} also holds {others[0]!r}, which would be lost, so --force does not replace it; "
                 "move that away or choose another output folder"
             )
 

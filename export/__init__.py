@@ -1,6 +1,7 @@
 """Checkpoint -> portable graph: a Hugging Face folder or GGUF in, ``decoder.onnx`` with weights by reference out.
 
-Of a model that sees ``vision.onnx`` comes with it."""
+Of a model that sees ``vision.onnx`` comes with it.
+"""
 
 import time
 from collections.abc import Callable, Sequence

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_SAMPLES = 16
 DEFAULT_LENGTH = 512
 SHORTER = "fewer and shorter windows (--samples, --length), or round without one (--no-calibration)"
-# Number of cached calibrations: finished ones, and those of interrupted builds.
+# Bytes of cached calibrations: finished ones, and those of interrupted builds.
 KEPT_BYTES = 8_000_000_000
 
 
