@@ -78,6 +78,8 @@ DEFAULTS = {
     "precision": None,
     "max_context": None,
     "max_batch": None,
+    "adapters": None,
+    "rank": None,
     "budget": bundle.Budget(),
     "recipe": None,
     "text": None,

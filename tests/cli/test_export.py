@@ -32,7 +32,9 @@ def test_arguments_reach_the_library_under_their_own_names(llmc, calls: list[dic
     adapters = [part for name in ("sql:0.5", "sql", "a:2") for part in ("--adapter", tmp_path / name)]
     llmc("export", tmp_path, "-o", tmp_path / "out", "--force", *adapters)
     named = [(tmp_path / "sql", 0.5), (tmp_path / "sql", 1.0), (tmp_path / "a:2", 1.0)]
-    assert calls == [{"checkpoint": tmp_path, "output": tmp_path / "out", "adapters": named, "force": True}]
+    assert calls == [
+        {"checkpoint": tmp_path, "output": tmp_path / "out", "adapters": named, "text_only": False, "force": True}
+    ]
 
 
 def test_report_shows_sizes_and_time_and_notes_go_to_stderr(llmc, calls: list[dict[str, Any]], tmp_path: Path):

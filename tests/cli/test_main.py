@@ -18,6 +18,7 @@ VERBS = (
     "export",
     "plan",
     "build",
+    "adapter",
     "run",
     "chat",
     "embed",
@@ -61,11 +62,12 @@ def test_help_lists_every_verb_in_the_order_of_use(llmc):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_explains_itself(llmc, verb: str):
-    ran = llmc(verb, "-h")
+    ran = llmc(*([verb, "add"] if verb == "adapter" else [verb]), "-h")
     assert ran.code == 0
     assert ran.out.startswith(f"Usage: llmc {verb}")
     assert "--debug" in ran.out
-    assert ("\n  --json " in ran.out) == (verb not in ("chat", "embed", "rank", "serve"))  # two print nothing else
+    # Two print nothing else.
+    assert ("\n  --json " in ran.out) == (verb not in ("adapter", "chat", "embed", "rank", "serve"))
 
 
 # ----------------------------------------------------------------------------------------------------------- errors

@@ -85,7 +85,7 @@ class FakeModel:
         self.closed = True
 
 
-LOADED = dict.fromkeys(("threads", "max_context", "self_test", "verify", "memory")) | {"emulate": False}
+LOADED = dict.fromkeys(("threads", "max_context", "self_test", "verify", "memory")) | {"emulate": False, "device": 0}
 
 
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +158,9 @@ def test_chat_takes_the_same_parameters_as_run():
         return {tuple(option.opts) for option in found}
 
     assert engine_and_sampling(chat_command) == engine_and_sampling(run_command)
-    assert len(engine_and_sampling(run_command)) == len(FIELDS) + len(options.ENGINE_NAMES) + 1  # --max-context
+    assert (
+        len(engine_and_sampling(run_command)) == len(FIELDS) + len(options.ENGINE_NAMES) + 2
+    )  # --device, --max-context
 
 
 def test_options_of_loading_reach_the_library(llmc, model: FakeModel, tmp_path: Path):
@@ -172,6 +174,7 @@ def test_options_of_loading_reach_the_library(llmc, model: FakeModel, tmp_path: 
         "verify": None,
         "memory": 10**6,
         "emulate": False,
+        "device": 0,
         "draft": "lookup",
         "determinism": "strict",
         "max_batch": 4,

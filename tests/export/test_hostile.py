@@ -91,7 +91,9 @@ def test_every_number_has_a_range(name):
     whole = type(low) is type(high) is int and name not in ("rms_norm_eps", "min_p", "temperature")
     for value in (low, high):
         assert read(name, value if whole else float(value), whole) == value
-    beyond = [low - 1, high + 1] if whole else [low / 2 - 1e-30, high * 1.001, 1e308, float("nan"), float("inf")]
+    beyond = (
+        [low - 1, high + 1] if whole else [low - abs(low) / 2 - 1e-30, high * 1.001, 1e308, float("nan"), float("inf")]
+    )
     for wrong in [*beyond, -1e308, "1", True, [1]]:
         with pytest.raises(CheckpointError, match=f"where: {name}=.* is unsupported; expected a"):
             read(name, wrong, whole)

@@ -60,6 +60,8 @@ compute = "float32"
 max_context = 9
 max_batch = 2
 prefill_chunk = 5
+adapters = 4
+rank = 8
 
 [layers]
 "*.mlp.down_proj" = "int8"
@@ -89,7 +91,7 @@ decode_top1_agreement = 0.99
     assert request.engine == EngineRequest("8.6", False, 2_000_000, 3)
     assert replace(request, layers=None, budget=None, engine=None, expected=None) == Request(
         "all keys", "int4", "gptq", 64, False, "int8", "split", "static", 0.5, "int8-channel", "float32",
-        None, 9, 2, 5,
+        None, 9, 2, 5, 4, 8,
     )  # fmt: skip
 
 

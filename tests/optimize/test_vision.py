@@ -81,12 +81,6 @@ def test_a_tower_in_4_bits_is_judged_worse_than_it_may_be(exported: Path, tmp_pa
     assert report.manifest.similarity.smallest < LEAST_COSINE
 
 
-def test_the_tower_needs_no_feature_of_the_cpu(built: Callable[[str], Path]):
-    """Unlike prefill, it has no other graph in its place."""
-    graph = bundle.read_bundle(built("int8")).graphs["vision"]
-    assert (graph.file, graph.cpu_features) == ("vision.onnx", ())
-
-
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_verify_replays_the_image(built: Callable[[str], Path], precision: str):
     assert verify(built(precision)).prompts == 4

@@ -27,14 +27,14 @@ def session_options(runtime: Any, threads: int) -> Any:
     options.enable_mem_reuse = False
     for key, value in SESSION_CONFIG.items():
         options.add_session_config_entry(key, value)
-    if saturates():
-        options.add_session_config_entry(*EXACT)
     return options
 
 
 def inference_session(runtime: Any, graph: str | bytes, options: Any) -> Any:
-    """ONNX Runtime's session of a graph on the CPU.
+    """ONNX Runtime's session of a graph on the CPU, whose integer products are exact.
 
     The library's own second try, on the CPU too, is left out: it comes to the same and writes to stdout.
     """
+    if saturates():
+        options.add_session_config_entry(*EXACT)
     return runtime.InferenceSession(graph, options, providers=["CPUExecutionProvider"], enable_fallback=0)

@@ -185,7 +185,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(able_anthropic: anthropic.Anth
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
-            "messages[0].content[0].source.data is missing",
+            "messages[0].content[0].source.type is 'url', expected 'base64'",
         ),
         ({"mcp_servers": []}, "mcp_servers"),
     ],

@@ -111,7 +111,11 @@ def test_a_word_of_python_would_be_noticed():
         (CHAT, {"messages": [USER, {"role": "user", "content": [{"type": "text"}]}]}, "messages[1].content[0].text"),
         (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         (CHAT, {"messages": [USER], "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
         (RESPONSES, {"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id"),
         (COMPLETIONS, {"prompt": "a", "stream_options": {"include": True}, "stream": True}, "stream_options.include"),
         (RESPONSES, {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),

@@ -66,7 +66,7 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Mode
     """The bundle loaded as a user would, but for the doubles."""
     driver = FakeDriver()
 
-    def open_session(folder: Path, manifest: Manifest, threads: int) -> TensorRTSession:
+    def open_session(folder: Path, manifest: Manifest, threads: int, device: int) -> TensorRTSession:
         return TensorRTSession(folder, manifest, threads, driver=driver, library=FakeTensorRT(driver, VERSION))
 
     monkeypatch.setattr(model, "open_session", open_session)
