@@ -25,7 +25,7 @@ from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.optimize.weights.tensors import rows_of, sizes
 from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translate_errors
-from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY, inference_session
+from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY, inference_session, multiply_exactly
 
 ORT_MINIMUM = "1.28"  # Attention-24 and TensorScatter-24 by the standard
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -214,6 +214,8 @@ def open_part(part: ir.Model, folder: Path) -> Any:
     options = runtime.SessionOptions()
     options.log_severity_level = LOG_FATAL_ONLY
     options.add_session_config_entry(EXTERNAL_FOLDER, str(folder))
+    if any(node.op_type == "MatMulIntegerToFloat" for node in part.graph):  # DequantizeLinear cannot bear it
+        multiply_exactly(options)
     with translate_errors(f"{folder}: running a part of the model"):
         return inference_session(runtime, ir.to_proto(part).SerializeToString(), options)
 

@@ -17,7 +17,7 @@ from llmc.optimize.passes import Step
 from llmc.optimize.quantize import rtn
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.tensors import rows_of
-from llmc.runtime.sessions.onnxruntime.library import inference_session
+from llmc.runtime.sessions.onnxruntime.library import multiply_exactly
 
 # Random checkpoints whose graphs differ where lowerings look; those left out differ from one of them in numbers alone.
 VARIED = (
@@ -125,7 +125,9 @@ def open_session(model: Path | bytes, *, optimized: bool = True) -> Any:
     options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
     if not optimized:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return inference_session(ort, model if isinstance(model, bytes) else str(model), options)
+    if b"MatMulIntegerToFloat" in (model if isinstance(model, bytes) else Path(model).read_bytes()):
+        multiply_exactly(options)
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 # ---------------------------------------------------------------------------------- what quantized weights stand for

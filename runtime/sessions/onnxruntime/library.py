@@ -27,14 +27,19 @@ def session_options(runtime: Any, threads: int) -> Any:
     options.enable_mem_reuse = False
     for key, value in SESSION_CONFIG.items():
         options.add_session_config_entry(key, value)
+    multiply_exactly(options)
     return options
 
 
+def multiply_exactly(options: Any) -> None:
+    """Ask for products of integers that do not saturate, on CPUs where they would."""
+    if saturates():
+        options.add_session_config_entry(*EXACT)
+
+
 def inference_session(runtime: Any, graph: str | bytes, options: Any) -> Any:
-    """ONNX Runtime's session of a graph on the CPU, whose integer products are exact.
+    """ONNX Runtime's session of a graph on the CPU.
 
     The library's own second try, on the CPU too, is left out: it comes to the same and writes to stdout.
     """
-    if saturates():
-        options.add_session_config_entry(*EXACT)
     return runtime.InferenceSession(graph, options, providers=["CPUExecutionProvider"], enable_fallback=0)
