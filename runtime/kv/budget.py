@@ -2,17 +2,19 @@
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from llmc.bundle import DeviceMemory, EngineConfig, Limits, Manifest, MemoryPlan
 from llmc.errors import ResourceError
-from llmc.runtime.host.machine import available_memory, resident_bytes
+from llmc.runtime.host.machine import available_memory, resident_bytes, saturates
 
 FIRST_STEP = 256
 LARGE_STEP = 1024
 MB = 1_000_000
+# Bytes beside, for each of weights that become uint8 while a graph is opened: 272 MB for 168 (ONNX Runtime 1.32).
+CONVERSION = 1.65
 GPU = "run on the GPU"  # the stage whose memory is not the machine's
 
 
@@ -186,7 +188,18 @@ def check_load(folder: Path, manifest: Manifest, context: int, memory: int | Non
         ResourceError: with the number missing, and the context and batch that fit.
     """
     tokens = min(context, next_capacity(1, context)) if memory is None else context
-    plan_load(manifest, tokens).check(folder, usable_memory(manifest.memory.engine, memory))
+    plan = plan_load(manifest, tokens)
+    if (opening := opening_bytes(manifest)) > plan.total:
+        plan = replace(plan, parts={"opening": opening}, needed=lambda context, rows: opening)
+    plan.check(folder, usable_memory(manifest.memory.engine, memory))
+
+
+def opening_bytes(manifest: Manifest) -> int:
+    """The peak while graphs are opened, without cache and workspace, where weights become uint8 then; else 0."""
+    if manifest.device is not None or manifest.recipe.activations == "none" or not saturates():
+        return 0
+    plan = manifest.memory
+    return int(plan.engine + plan.tokenizer + plan.weights + CONVERSION * manifest.graphs["prefill"].weight_bytes)
 
 
 def usable_memory(held: int, memory: int | None = None) -> int:

@@ -1,5 +1,6 @@
 """Loading and growing: arguments, the bundle and memory are checked first, and what is refused names the numbers."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -113,6 +114,21 @@ def test_loading_needs_the_first_step_only_unless_memory_is_promised(
     with pytest.raises(ResourceError, match="1 MB are missing"):
         check_load(tmp_path, big, 8192)
     check_load(tmp_path, big, 8192, memory=run(8192).total)  # what is asked for goes before what is available
+
+
+@pytest.mark.parametrize(("saturates", "missing"), [(True, "10 MB are missing"), (False, None)])
+def test_weights_that_become_uint8_while_they_are_opened_need_their_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, manifest: Manifest, saturates: bool, missing: str | None
+):
+    graph = replace(manifest.graphs["prefill"], weight_bytes=100 * MB)
+    recipe = replace(manifest.recipe, activations="per-token")
+    big = replace(manifest, memory=PLAN, limits=LIMITS, recipe=recipe, graphs={**manifest.graphs, "prefill": graph})
+    monkeypatch.setattr("llmc.runtime.kv.budget.resident_bytes", lambda: (0, 0))
+    monkeypatch.setattr("llmc.runtime.kv.budget.saturates", lambda: saturates)
+    opening = (60 + 5 + 100 + 165) * MB
+    check_load(tmp_path, big, 256, memory=opening)
+    with pytest.raises(ResourceError, match=missing) if missing else nullcontext():
+        check_load(tmp_path, big, 256, memory=opening - 10 * MB)
 
 
 def test_what_this_process_holds_already_is_not_asked_for_twice(monkeypatch: pytest.MonkeyPatch):
