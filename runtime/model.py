@@ -38,7 +38,7 @@ from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.input_processor import text_tokens
 from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
-from llmc.runtime.kv.budget import check_load, plan_load
+from llmc.runtime.kv.budget import check_load, opening_bytes, plan_load
 from llmc.runtime.kv.prefix_cache import BLOCK, PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.runner.prefill import SingleRunner
@@ -698,7 +698,7 @@ def memory_need(manifest: Manifest, options: Mapping[str, Any]) -> MemoryNeed:
     rows = options.get("max_batch") or limits.max_batch
     drafted = 0 if draft in (None, *DRAFT_WORDS) else plan_load(read_bundle(Path(str(draft)))).total
     return MemoryNeed(
-        plan_load(manifest, context).total + always + pending,
+        max(plan_load(manifest, context).total, opening_bytes(manifest)) + always + pending,
         plan_load(manifest, context, rows).total + (PREFIX_BYTES if prefixes is None else prefixes) + pending,
         drafted,
     )

@@ -82,7 +82,15 @@ def folders(tmp_path: Path, manifest: Manifest) -> dict[str, Path]:
     for name in "abc":
         found[name] = tmp_path / name
         found[name].mkdir()
-        publish(found[name], replace(manifest, memory=plan, source=replace(manifest.source, name=name)))
+        publish(
+            found[name],
+            replace(
+                manifest,
+                memory=plan,
+                recipe=replace(manifest.recipe, activations="none"),
+                source=replace(manifest.source, name=name),
+            ),
+        )
     return found
 
 
