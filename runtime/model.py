@@ -758,7 +758,7 @@ def drafts_keep_bits(manifest: Manifest, level: Determinism) -> bool:
     """Tell whether verified drafts leave the bits of all logits as they are."""
     kept = manifest.graphs["decode"].invariance
     alike = kept.single and kept.tokens > 0 and kept.outputs == 1
-    one_graph = manifest.graphs.get("prefill", manifest.graphs["decode"]).file == manifest.graphs["decode"].file
+    one_graph = manifest.graphs["prefill"].file == manifest.graphs["decode"].file
     return level is Determinism.STRICT or (level is Determinism.FAST and one_graph and alike)
 
 
