@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.adapters import draw_factors, write_adapter
+from doubles.clocks import even_costs
 
 from llmc.bundle import ADAPTERS_FOLDER, FACTORS_FILE, read_bundle
 from llmc.errors import BundleError, CheckpointError, LlmcError, RequestError, ResourceError, UsageError
@@ -150,7 +151,7 @@ def test_a_level_that_the_build_did_not_see_kept_is_refused(bundles, tmp_path):
         assert tokens(submit(found, None).result())
 
 
-def test_samples_beams_and_drafts_work_with_an_adapter(bundles, model):
+def test_samples_beams_and_drafts_work_with_an_adapter(bundles, model, monkeypatch):
     wanted = tokens(submit(model, "sql", max_tokens=24).result())
     assert tokens(submit(model, "sql", max_tokens=24, num_beams=1, n=1).result()) == wanted
     beams = submit(model, "sql", num_beams=3, num_return_sequences=3, logprobs=None).result()
@@ -159,6 +160,7 @@ def test_samples_beams_and_drafts_work_with_an_adapter(bundles, model):
     drawn = submit(model, "sql", n=2, temperature=1.0, seed=3).result()
     again = submit(model, "sql", n=2, temperature=1.0, seed=3).result()
     assert [it.token_ids for it in drawn.outputs] == [it.token_ids for it in again.outputs]
+    even_costs(monkeypatch)
     with load(bundles / "fp32", self_test=False, draft="lookup") as drafting:
         result = submit(drafting, "sql", max_tokens=24).result()
         assert tokens(result) == wanted
