@@ -39,13 +39,16 @@ def test_what_the_block_was_doing_is_ended_as_by_ctrl_c():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_an_error_that_a_library_made_of_it_ends_the_same():
-    with pytest.raises(SystemExit) as stopped, cleanly_stopped():
+@pytest.mark.parametrize(
+    ("number", "ending", "code"), [(signal.SIGTERM, SystemExit, TERMINATED), (signal.SIGINT, KeyboardInterrupt, None)]
+)
+def test_an_error_that_a_library_made_of_it_ends_the_same(number: int, ending: type[BaseException], code: int | None):
+    with pytest.raises(ending) as stopped, cleanly_stopped():
         try:
-            terminate()
+            signal.raise_signal(number)
         except KeyboardInterrupt:
             raise BuildError("the engine's builder was stopped") from None
-    assert stopped.value.code == TERMINATED
+    assert getattr(stopped.value, "code", None) == code
 
 
 def test_an_interrupt_that_was_swallowed_is_told_in_the_end():
