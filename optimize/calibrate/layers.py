@@ -138,7 +138,7 @@ class _Layer:
     ) -> None:
         self.source = source
         self.recipe = recipe
-        self.prompts = prompts if recipe.scheme == "gptq" else None
+        self.prompts = prompts if recipe.scheme == "gptq" and recipe.rotates("prefill") else None
         self.prefix = _prefix(index)
         self.mappings = list_smoothing_mappings(source.geometry, index)
         self.module = source.layer(index)
@@ -238,22 +238,21 @@ class _Layer:
             parameter.data = torch.from_numpy(part.dequantize()).to(self.source.device)
 
     def _decide_prompts(self, mapping: SmoothingMapping, statistics: InputStatistics) -> None:
-        """Choose the integers of W8A8 in the basis of its graph, which has the moment of what it reads in that basis."""
+        """Choose the integers that a rotated W8A8 multiplies, for what it reads in the basis of its graph."""
         if self.prompts is None:
             return
-        geometry, producer = self.source.geometry, self.prefix + mapping.producer
-        rotated = self.recipe.rotates("prefill")
-        reads = rotated and producer in geometry.read_norms
+        geometry = self.source.geometry
+        reads = self.prefix + mapping.producer in geometry.read_norms
         gain = as_array(self.module.get_parameter(f"{mapping.producer}.weight")) if reads else None
         inputs: gptq.Inputs | None = None
         for name in mapping.linears:
             linear, config = geometry.linear[self.prefix + name], self.prompts.of(self.prefix + name)
-            if not isinstance(config, PerToken) or (linear.codes and config.grid.holds(linear.codes, linear.inputs)):
+            if not isinstance(config, PerToken):
                 continue
             block = count_mixed(linear.name, linear.inputs)
             inputs = inputs or gptq.Inputs(_turn_moment(statistics.inputs.moment, gain, block))
             matrix = turn_inputs(as_array(self._weight(name)), gain, block)
-            matrix = turn_outputs(matrix) if rotated and linear.name in geometry.writers else matrix
+            matrix = turn_outputs(matrix) if linear.name in geometry.writers else matrix
             grid = split_grid(config.grid, linear.inputs, count_runs(linear.inputs, block))
             found = gptq.quantize(torch.from_numpy(matrix).to(self.source.device), inputs, grid)
             self.arrays |= arrays_of(f"{linear.name}.weight", found, PROMPTS)

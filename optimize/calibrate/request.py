@@ -134,7 +134,7 @@ def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "Calibra
     phases = "single" if recipe.phases == "single" else ""
     # ``kept`` is how a store keeps integers, those of experts too.
     settled: dict[str, Any] = {"name": "", "budget": None, "phases": phases, "kept": "two per byte"}
-    if recipe.scheme == "rtn" or recipe.activations != "per-token":  # nothing is chosen for prompts
+    if recipe.scheme == "rtn" or not recipe.rotates("prefill"):  # nothing is chosen for prompts
         settled |= {"activations": "", "rotated": ()}
     decided = {**asdict(recipe), **settled}
     weights = [export.source.fingerprint, weights_identity(source)]

@@ -33,5 +33,6 @@ def estimate_build(geometry: Geometry, recipe: Recipe, tokens: int, cores: int) 
         read = sum(group[0].inputs ** 2 for group in layers)
         read += sum(item.chosen * part.inputs**2 for item in experts for part in item.parts)
         factors = sum(item.count * part.inputs**3 / 3 for item in experts for part in item.parts)
-        seconds += (tokens * read + factors) / speed + GPTQ * weights
+        times = ("int4" in recipe.precisions()) + recipe.rotates("prefill")  # decode's integers, and prompts'
+        seconds += (tokens * read + factors) / speed + GPTQ * weights * times
     return seconds / cores

@@ -69,7 +69,7 @@ class Request:
         description: one sentence for people.
         precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4; on GPUs also bf16 and fp8.
             source, the default of quantized checkpoints, keeps their integers; what those leave in floats becomes int8.
-        scheme: rtn (round to nearest with clip search) or gptq, of 4 bits and of what the W8A8 graph multiplies by;
+        scheme: rtn (round to nearest with clip search) or gptq, of 4 bits and of a rotated graph with W8A8;
             default: gptq for these where the build can calibrate, else rtn.
         block_size: inputs that share a weight scale: 32 (default), 64 (default of 4 bits by gptq), 128 (default for
             TensorRT) or 256; TensorRT's int8 has one per output.
@@ -249,13 +249,14 @@ def resolve(
     phases = _phases(request.phases, target, integers=rest in QUANTIZED, one=mixture)
     compute = _compute(request.compute, precision, target)
     activations = _activations(request.activations, phases, stored, target)
-    chosen = "int4" in stored or activations == "per-token"  # what a text can choose integers for
-    can_choose = calibrated and chosen and precision != "source"
+    # For W8A8 of a smoothed stream a text chooses nothing that is better than the nearest.
+    gains = "int4" in stored or (activations == "per-token" and rotates)
+    can_choose = calibrated and gains and precision != "source"
     scheme = _one_of("scheme", either(request.scheme, "gptq" if can_choose else "rtn"), SCHEMES)
-    if scheme == "gptq" and not chosen:
+    if scheme == "gptq" and not gains:
         raise UsageError(
-            f"scheme = 'gptq' is for int4 and for prompts with per-token activations, the precision is {precision}; "
-            "leave it out"
+            f"scheme = 'gptq' is for int4 and for prompts of a rotated stream, the precision is {precision} without "
+            "one; leave it out"
         )
     if request.layers is None and precision == "int4" and scheme == "rtn" and not target.has_gpu:
         layers = {SENSITIVE: "int8"}
