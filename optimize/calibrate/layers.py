@@ -18,13 +18,15 @@ from torch import Tensor
 from llmc.bundle import Geometry, Recipe
 from llmc.inventory import HEAD, Experts
 from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
-from llmc.optimize.lower.context import QuantConfig, QuantConfigs, WeightOnly
+from llmc.optimize.lower.context import PerToken, QuantConfig, QuantConfigs, WeightOnly
+from llmc.optimize.lower.onnxruntime.cpu_linears import count_runs, split_grid
 from llmc.optimize.lower.onnxruntime.experts import fit_block
+from llmc.optimize.lower.onnxruntime.rotation import count_mixed, turn_inputs, turn_outputs
 from llmc.optimize.lower.tensorrt.weights import fit_grid
 from llmc.optimize.progress import Progress, make_counter
 from llmc.optimize.quantize import gptq, rtn, smoothquant
 from llmc.optimize.quantize.grid import Grid, Quantized, stack
-from llmc.optimize.weights.store import Store, arrays_of, layer_part
+from llmc.optimize.weights.store import PROMPTS, Store, arrays_of, layer_part
 from llmc.runtime.host.machine import usable_threads
 
 # Tokens per forward pass: enough to keep the cores busy, few enough that a layer's activations stay small.
@@ -79,12 +81,18 @@ def _prefix(layer: int) -> str:
 
 
 def calibrate(
-    source: LayerSource, ids: NDArray[np.int64], recipe: Recipe, configs: QuantConfigs, folder: Path, progress: Progress
+    source: LayerSource,
+    ids: NDArray[np.int64],
+    recipe: Recipe,
+    configs: QuantConfigs,
+    folder: Path,
+    progress: Progress,
+    prompts: QuantConfigs | None = None,
 ) -> Store:
     """Make all decisions that ``recipe`` leaves to calibration, on ``ids`` [n, length], and return their store.
 
-    ``configs`` are those of the graph whose weights are quantized (decode's, or the only one). Results of an
-    interrupted run in ``folder`` are used.
+    ``configs`` are those of the graph whose weights are quantized (decode's, or the only one), ``prompts`` those of
+    another for prefill. Results of an interrupted run in ``folder`` are used.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(folder)
@@ -96,7 +104,7 @@ def calibrate(
         for _ in range(start):
             done()
         for index in range(start, source.geometry.layers):
-            layer = _Layer(source, index, recipe, configs)
+            layer = _Layer(source, index, recipe, configs, prompts)
             arrays, hidden = layer.decide(hidden)
             experts = experts + layer.experts
             store.write(layer_part(index), arrays)
@@ -125,9 +133,12 @@ def _batches(samples: Tensor) -> Iterator[Tensor]:
 class _Layer:
     """One layer during calibration: its weights change from the float ones to the bundle's."""
 
-    def __init__(self, source: LayerSource, index: int, recipe: Recipe, configs: QuantConfigs) -> None:
+    def __init__(
+        self, source: LayerSource, index: int, recipe: Recipe, configs: QuantConfigs, prompts: QuantConfigs | None
+    ) -> None:
         self.source = source
         self.recipe = recipe
+        self.prompts = prompts if recipe.scheme == "gptq" and recipe.rotates("prefill") else None
         self.prefix = _prefix(index)
         self.mappings = list_smoothing_mappings(source.geometry, index)
         self.module = source.layer(index)
@@ -147,9 +158,11 @@ class _Layer:
         folded = {mapping: self._fold_linears(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
         for mapping in self.mappings:
             statistics, by_grid = folded.pop(mapping), dict[Grid, list[str]]()
+            self._decide_prompts(mapping, statistics)
             for name in mapping.linears:
                 self.arrays[f"input:{self.prefix}{name}"] = statistics.absmax.cpu().numpy()
-                if isinstance(config := self.quant[name], WeightOnly):
+                # 8 bits are rounded to nearest when the graph is lowered, and the next layer would not notice.
+                if isinstance(config := self.quant[name], WeightOnly) and config.grid.bits == 4:
                     by_grid.setdefault(config.grid, []).append(name)
             for grid, names in by_grid.items():
                 self._decide_linears(names, grid, statistics)
@@ -224,6 +237,26 @@ class _Layer:
                 self.arrays |= arrays_of(f"{self.prefix}{name}.weight", part)
             parameter.data = torch.from_numpy(part.dequantize()).to(self.source.device)
 
+    def _decide_prompts(self, mapping: SmoothingMapping, statistics: InputStatistics) -> None:
+        """Choose the integers that a rotated W8A8 multiplies, for what it reads in the basis of its graph."""
+        if self.prompts is None:
+            return
+        geometry = self.source.geometry
+        reads = self.prefix + mapping.producer in geometry.read_norms
+        gain = as_array(self.module.get_parameter(f"{mapping.producer}.weight")) if reads else None
+        inputs: gptq.Inputs | None = None
+        for name in mapping.linears:
+            linear, config = geometry.linear[self.prefix + name], self.prompts.of(self.prefix + name)
+            if not isinstance(config, PerToken):
+                continue
+            block = count_mixed(linear.name, linear.inputs)
+            inputs = inputs or gptq.Inputs(_turn_moment(statistics.inputs.moment, gain, block))
+            matrix = turn_inputs(as_array(self._weight(name)), gain, block)
+            matrix = turn_outputs(matrix) if linear.name in geometry.writers else matrix
+            grid = split_grid(config.grid, linear.inputs, count_runs(linear.inputs, block))
+            found = gptq.quantize(torch.from_numpy(matrix).to(self.source.device), inputs, grid)
+            self.arrays |= arrays_of(f"{linear.name}.weight", found, PROMPTS)
+
     def _decide_experts(self, item: Experts, grid: Grid, read: "Read") -> None:
         """Quantize each expert for what itself reads, one after the other; what the first product reads, all share."""
         for number, part in enumerate(item.parts):
@@ -257,6 +290,21 @@ class _Layer:
     def _weight(self, name: str) -> Tensor:
         weight: Tensor = self.module.get_parameter(f"{name}.weight")
         return weight
+
+
+def _turn_moment(moment: Tensor, gain: NDArray[np.float32] | None, block: int) -> Tensor:
+    """The second moment of inputs X [tokens, K] once they are divided by ``gain`` and turned as
+    :func:`turn_inputs` wants them; a channel that the gain silences was never seen."""
+    turned = as_array(moment)
+    if gain is not None:
+        inverse = np.divide(1, gain, out=np.zeros_like(gain), where=gain != 0)
+        turned, gain = turned * inverse[:, None] * inverse, np.ones_like(gain)
+    half = turn_inputs(turned, gain, block)
+    return torch.from_numpy(np.ascontiguousarray(turn_inputs(half.T, gain, block))).to(moment.device)
+
+
+def as_array(tensor: Tensor) -> NDArray[np.float32]:
+    return tensor.float().cpu().numpy()
 
 
 class Read:
@@ -317,7 +365,7 @@ def _keys_and_values(presents: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
 
 def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics) -> Quantized:
     """Quantize weights [N, K] to ``grid`` by ``scheme``, for inputs with these statistics."""
-    if scheme == "rtn" or grid.bits == 8:  # GPTQ gains nothing at 8 bits
+    if scheme == "rtn":
         return rtn.quantize(weights.cpu().numpy(), grid)
     return gptq.quantize(weights, statistics.inputs, grid)
 
@@ -338,7 +386,7 @@ def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, config: Qu
         accumulator.update(norm(batch.to(source.device)))
     statistics = accumulator.finish()
     arrays: dict[str, NDArray[Any]] = {f"input:{HEAD}": statistics.absmax.cpu().numpy()}
-    if recipe.scheme == "rtn" or not isinstance(config, WeightOnly):
+    if recipe.scheme == "rtn" or not isinstance(config, WeightOnly) or config.grid.bits == 8:
         return arrays
     rows = max(1, HEAD_PIECE // hidden.shape[-1])
     found = [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -102,7 +102,7 @@ def calibrate_weights(
     # Weights do not depend on how activations are quantized.
     decided = replace(stored.get("decode") or next(iter(stored.values())), w8a8=None)
     try:
-        store = calibrate(decoder, samples.ids, recipe, decided, folder, progress)
+        store = calibrate(decoder, samples.ids, recipe, decided, folder, progress, stored.get("prefill"))
         store.settle()
         calibrated, nearest = store.read("state")["experts"].tolist()
     except OSError as error:
@@ -133,7 +133,9 @@ def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "Calibra
     # Engines have other integers; apart from that, the set of graphs does not matter.
     phases = "single" if recipe.phases == "single" else ""
     # ``kept`` is how a store keeps integers, those of experts too.
-    settled = {"name": "", "budget": None, "phases": phases, "activations": "", "rotated": (), "kept": "two per byte"}
+    settled: dict[str, Any] = {"name": "", "budget": None, "phases": phases, "kept": "two per byte"}
+    if recipe.scheme == "rtn" or not recipe.rotates("prefill"):  # nothing is chosen for prompts
+        settled |= {"activations": "", "rotated": ()}
     decided = {**asdict(recipe), **settled}
     weights = [export.source.fingerprint, weights_identity(source)]
     digest = hashlib.sha256(json.dumps([__version__, weights, decided]).encode())

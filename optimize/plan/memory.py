@@ -54,8 +54,9 @@ LOGITS_COPIES = 3
 # What a build adds: onnx, onnx-ir, the graphs, click and rich.
 BUILDER = 35 * MB
 TORCH = 260 * MB
-# GPTQ factorizes the widest moment: besides, it holds that reversed, its factor, and the factor turned back.
-GPTQ_MATRICES = 3
+# GPTQ factorizes the widest moment, which is turned for prompts: besides, it holds that reversed, its factor, and the
+# factor turned back.
+GPTQ_MATRICES = 4
 # Quantizing the largest matrix holds its integers (1 byte) in pieces, joined, and unpacked and packed again.
 QUANTIZING = 4
 # Rotating the largest matrix of a layer holds it in float32 before and after, and its integers.

@@ -1,7 +1,7 @@
 """Rough time of a build, from the geometry and the recipe alone.
 
-With ``--int4`` Qwen2.5-0.5B's geometry took 359 core-seconds on a shared machine with AVX-512, and this says 368;
-SmolLM2-135M took 207 on one without, and this says 185.
+With ``--int8`` Qwen2.5-0.5B's geometry took 412 core-seconds on two cores with AVX-512, and this says 368; SmolLM2-135M
+took 120, and this says 123.
 
 Most of it is calibration: each layer multiplies every token twice, once to be observed and once with its integers, and
 second moments take the square of what its linears read.
@@ -33,5 +33,6 @@ def estimate_build(geometry: Geometry, recipe: Recipe, tokens: int, cores: int) 
         read = sum(group[0].inputs ** 2 for group in layers)
         read += sum(item.chosen * part.inputs**2 for item in experts for part in item.parts)
         factors = sum(item.count * part.inputs**3 / 3 for item in experts for part in item.parts)
-        seconds += (tokens * read + factors) / speed + GPTQ * weights
+        times = ("int4" in recipe.precisions()) + recipe.rotates("prefill")  # decode's integers, and prompts'
+        seconds += (tokens * read + factors) / speed + GPTQ * weights * times
     return seconds / cores

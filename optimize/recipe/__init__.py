@@ -69,8 +69,8 @@ class Request:
         description: one sentence for people.
         precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4; on GPUs also bf16 and fp8.
             source, the default of quantized checkpoints, keeps their integers; what those leave in floats becomes int8.
-        scheme: rtn (round to nearest with clip search) or gptq; default: gptq for 4 bits where the build can calibrate,
-            else rtn.
+        scheme: rtn (round to nearest with clip search) or gptq, of 4 bits and of a rotated graph with W8A8;
+            default: gptq for these where the build can calibrate, else rtn.
         block_size: inputs that share a weight scale: 32 (default), 64 (default of 4 bits by gptq), 128 (default for
             TensorRT) or 256; TensorRT's int8 has one per output.
         symmetric: of 4 bits: false (default) for a zero point per block, true for none, as TensorRT wants it.
@@ -246,14 +246,22 @@ def resolve(
     layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
     stored = {rest, head, *layers.values()}
     _refuse_integer_keys(request, precision, stored)
-    can_choose = calibrated and "int4" in stored and precision != "source"
-    scheme = _one_of("scheme", either(request.scheme, "gptq" if can_choose else "rtn"), SCHEMES)
-    if request.layers is None and precision == "int4" and scheme == "rtn" and not target.has_gpu:
-        layers = {SENSITIVE: "int8"}
     phases = _phases(request.phases, target, integers=rest in QUANTIZED, one=mixture)
     compute = _compute(request.compute, precision, target)
     activations = _activations(request.activations, phases, stored, target)
-    rotated = _list_rotated(phases, activations, precision, scheme) if rotates and not target.has_gpu else ()
+    # For W8A8 of a smoothed stream a text chooses nothing that is better than the nearest.
+    gains = "int4" in stored or (activations == "per-token" and rotates)
+    can_choose = calibrated and gains and precision != "source"
+    scheme = _one_of("scheme", either(request.scheme, "gptq" if can_choose else "rtn"), SCHEMES)
+    if scheme == "gptq" and not gains:
+        raise UsageError(
+            f"scheme = 'gptq' is for int4 and for prompts of a rotated stream, the precision is {precision} without "
+            "one; leave it out"
+        )
+    if request.layers is None and precision == "int4" and scheme == "rtn" and not target.has_gpu:
+        layers = {SENSITIVE: "int8"}
+    eight = precision == "int8" and (scheme == "rtn" or "int4" not in stored)
+    rotated = _list_rotated(phases, activations, eight) if rotates and not target.has_gpu else ()
     smooths = calibrated and not rotates and activations == "per-token" and precision != "source"
     if request.engine is not None and _collect_values(request.engine) and not target.makes_engine:
         raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
@@ -372,9 +380,9 @@ def _cache(asked: str | None, compute: str, target: Capabilities) -> str:
     return str(_one_of("cache", either(asked, compute), allowed))
 
 
-def _list_rotated(phases: str, activations: str, precision: str, scheme: str) -> tuple[str, ...]:
-    """The phases whose graph rotates the residual stream: W8A8's, and both where 8 bits are chosen without a text."""
-    eight = precision == "int8" and scheme == "rtn"
+def _list_rotated(phases: str, activations: str, eight: bool) -> tuple[str, ...]:
+    """The phases whose graph rotates the residual stream: W8A8's, and both where decode has ``eight`` bits, to which
+    weights are rounded without a text."""
     of_prompts = eight if phases == "shared" else activations == "per-token"
     return (("prefill",) if of_prompts else ()) + (("decode",) if eight else ())
 
@@ -418,9 +426,8 @@ def _refuse_integer_keys(request: Request, precision: str, stored: set[str]) -> 
     for key in meaningless:
         if getattr(request, key) is not None:
             raise UsageError(f"{key} is for int8 and int4, the precision is {precision}; leave it out")
-    for key, asked in (("symmetric", request.symmetric is not None), ("scheme = 'gptq'", request.scheme == "gptq")):
-        if asked and "int4" not in stored:
-            raise UsageError(f"{key} is for int4, the precision is {precision}; leave it out")
+    if request.symmetric is not None and "int4" not in stored:
+        raise UsageError(f"symmetric is for int4, the precision is {precision}; leave it out")
 
 
 def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities) -> str:

@@ -21,6 +21,8 @@ from llmc.optimize.weights.tensors import CodedTensor, Weight, codes_of, in_para
 from llmc.runtime.host import disk_cache
 
 Arrays = Mapping[str, NDArray[Any]]
+# Marks integers that W8A8 multiplies, which are in the basis of its own graph.
+PROMPTS = "prompts."
 
 
 def grid_name(grid: Grid) -> str:
@@ -40,9 +42,10 @@ def part_of(tensor: str) -> str:
     return layer_part(int(words[2])) if tensor.startswith("model.layers.") else "head"
 
 
-def arrays_of(tensor: str, quantized: Quantized) -> dict[str, NDArray[Any]]:
-    """The arrays that a store keeps of a matrix [N, K] on a grid: of 4 bits two integers to a byte."""
-    key, grid, zeros = f"{grid_name(quantized.grid)}:{tensor}", quantized.grid, quantized.zero_points
+def arrays_of(tensor: str, quantized: Quantized, use: str = "") -> dict[str, NDArray[Any]]:
+    """The arrays that a store keeps of a matrix [N, K] on a grid: of 4 bits two integers to a byte. ``use`` is
+    :data:`PROMPTS` or empty."""
+    key, grid, zeros = f"{use}{grid_name(quantized.grid)}:{tensor}", quantized.grid, quantized.zero_points
     arrays: dict[str, NDArray[Any]] = {f"values:{key}": pack_rows(quantized.values, grid)}
     arrays |= {f"scales:{key}": quantized.scales, f"inputs:{key}": np.array(quantized.values.shape[1])}
     return arrays if zeros is None else {**arrays, f"zeros:{key}": pack_rows(zeros, grid)}
@@ -146,9 +149,15 @@ class Calibrated:
         changed = any(f"{kind}:{tensor.name}" in arrays for kind in ("rows", "columns", f"values:{grid_name(grid)}"))
         return not changed and grid.holds(tensor.kind, inputs)
 
-    def chosen(self, tensor: str, grid: Grid) -> Quantized | None:
+    def chosen_for_prompts(self, tensors: Sequence[str], grid: Grid) -> Quantized | None:
+        """The integers that calibration chose for stacked matrices of W8A8's graph; None if for some it chose none."""
+        parts = [self.chosen(tensor, grid, PROMPTS) for tensor in tensors]
+        found = [part for part in parts if part is not None]
+        return stack(found) if len(found) == len(parts) else None
+
+    def chosen(self, tensor: str, grid: Grid, use: str = "") -> Quantized | None:
         """The integers that calibration chose for a matrix, or for those of all experts one below the other."""
-        arrays, key = self._arrays(tensor), f"{grid_name(grid)}:{tensor}"
+        arrays, key = self._arrays(tensor), f"{use}{grid_name(grid)}:{tensor}"
         if f"values:{key}" not in arrays:
             return None
         values = unpack_rows(arrays[f"values:{key}"], grid, int(arrays[f"inputs:{key}"]))

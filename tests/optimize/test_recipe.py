@@ -152,12 +152,19 @@ def test_activations_are_smoothed_where_the_stream_cannot_be_rotated(request_, c
         ({"activations": "static"}, ("decode",)),
         ({"precision": "int4"}, ("prefill",)),  # its weights are chosen on a text, in the model's own basis
         ({"precision": "int4", "scheme": "gptq"}, ("prefill",)),
+        ({"scheme": "gptq", "layers": {"*.mlp.*": "int4"}}, ("prefill",)),
         ({"precision": "fp32"}, ()),
     ],
 )
 def test_graphs_whose_integers_are_chosen_without_a_text_are_rotated(request_, rotated):
     assert resolved(True, **request_).rotated == rotated
     assert resolve(Request(**request_), CPU, 2048, "x", rotates=False)[0].rotated == ()
+
+
+def test_eight_bits_are_rotated_in_both_phases_where_a_text_decides_for_prompts():
+    assert resolved(True, scheme="gptq").rotated == ("prefill", "decode")
+    with pytest.raises(UsageError, match="'gptq' is for int4 and for prompts of a rotated stream"):
+        resolve(Request(scheme="gptq"), CPU, 2048, "x", rotates=False)
 
 
 def test_a_recipe_is_a_file_that_ends(tmp_path):
@@ -175,7 +182,7 @@ def test_defaults_are_int8_in_blocks_of_64_with_a_graph_for_each_phase():
     assert recipe == Recipe(
         name="default",
         precision="int8",
-        scheme="rtn",
+        scheme="gptq",
         block_size=64,
         symmetric=True,
         head="int8",
@@ -191,6 +198,11 @@ def test_defaults_are_int8_in_blocks_of_64_with_a_graph_for_each_phase():
     )
     assert (limits.max_context, limits.max_batch) == (2048, 8)
     assert limits.prefill_chunk <= 512
+    plain = replace(recipe, scheme="rtn")
+    assert resolve(Request(), CPU, 2048, "default")[0] == plain
+    for other in (Request(phases="shared"), Request(activations="static")):
+        assert resolve(other, CPU, 2048, "default", calibrated=True)[0].scheme == "rtn"
+    assert resolve(Request(), CPU, 2048, "default", calibrated=True, rotates=False)[0].scheme == "rtn"
 
 
 def test_what_is_asked_for_goes_over_what_the_recipe_says():
@@ -243,7 +255,8 @@ def test_what_is_asked_for_beats_the_defaults_of_four_bits():
         ({"precision": "fp32", "activations": "per-token"}, "activations is for int8 and int4, the precision is fp32"),
         ({"precision": "fp16", "block_size": 32}, "block_size is for int8 and int4, the precision is fp16"),
         ({"symmetric": True}, "symmetric is for int4, the precision is int8"),
-        ({"scheme": "gptq"}, "scheme = 'gptq' is for int4, the precision is int8"),
+        ({"scheme": "gptq", "phases": "shared"}, "scheme = 'gptq' is for int4 and for prompts of a rotated"),
+        ({"scheme": "gptq", "activations": "static"}, "scheme = 'gptq' is for int4 and for prompts of a rotated"),
         ({"smoothing": 1.01}, "smoothing is 1.01, expected 0.0 ... 1.0"),
         ({"smoothing": float("nan")}, "smoothing is nan, expected 0.0 ... 1.0"),
         ({"budget": Budget(min_agreement=98.0)}, "budget: min_agreement is 98.0, expected 0.0 ... 1.0"),

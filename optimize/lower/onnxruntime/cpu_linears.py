@@ -77,7 +77,8 @@ def _per_token_linear(
     on another."""
     x = linear.node.inputs[0]
     assert x is not None
-    emit, block = Emitter(linear.node), 0 if _keeps_codes(linear, grid, context) else count_mixed(linear)
+    emit, keeps = Emitter(linear.node), _keeps_codes(linear, grid, context)
+    block = 0 if keeps else count_mixed(linear.module, linear.inputs)
     if x not in activations:
         activations[x] = _quantize_tokens(linear, x, block, _rows_before(linear, context))
     tokens, token_scales = activations[x]
@@ -111,8 +112,19 @@ def _quantize_weights(linear: Linear, grid: Grid, context: LoweringContext, runs
     """The linear's integers as the graph multiplies them: the checkpoint's own if it has them in this form."""
     if _keeps_codes(linear, grid, context):
         return context.calibrated.quantize_stacked(linear.weights, grid)
-    matrix = read_weights(linear, context, block)
-    return quantize_matrix(matrix, grid if runs == 1 else replace(grid, block=linear.inputs // runs))
+    grid = split_grid(grid, linear.inputs, runs)
+    chosen = context.calibrated.chosen_for_prompts([weight.name or "" for weight in linear.weights], grid)
+    return chosen or quantize_matrix(read_weights(linear, context, block), grid)
+
+
+def split_grid(grid: Grid, inputs: int, runs: int) -> Grid:
+    """``grid``, which has a scale per row, with one for each of ``runs`` runs of a row's inputs."""
+    return grid if runs == 1 else replace(grid, block=inputs // runs)
+
+
+def count_runs(inputs: int, block: int) -> int:
+    """Scales per token of an activation of which ``block`` values at a time are mixed."""
+    return RUNS if block and inputs % (block * RUNS) == 0 else 1
 
 
 def _keeps_codes(linear: Linear, grid: Grid, context: LoweringContext) -> bool:
@@ -155,11 +167,9 @@ def _rows_before(linear: Linear, context: LoweringContext) -> ir.Value:
 def _quantize_tokens(linear: Linear, x: ir.Value, block: int, rows: ir.Value) -> Tokens:
     """Activation x [B, S, K], of which ``block`` values at a time are mixed -> uint8 [M, K / runs] around 128 of each
     run and scales float32 [M, runs], M = B x S."""
-    emit, runs = Emitter(linear.node, f"{linear.name}.input"), 1
+    emit, runs = Emitter(linear.node, f"{linear.name}.input"), count_runs(linear.inputs, block)
     graph, last = emit.graph, vector(emit.graph, [-1])
-    if block:
-        x = mix(emit, x, block)
-        runs = RUNS if linear.inputs % (block * RUNS) == 0 else 1
+    x = mix(emit, x, block) if block else x
     flat = emit("Reshape", x, vector(graph, [-1, linear.inputs // runs]))
     # Two reductions read the activation twice; an Abs would write it as well.
     high, low = (emit(reduce, flat, last, keepdims=1) for reduce in ("ReduceMax", "ReduceMin"))

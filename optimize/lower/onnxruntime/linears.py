@@ -77,7 +77,7 @@ def emit_blocked_linear(
     """MatMulNBits with scales in the type of the activations; ``bias`` is added inside of it."""
     emit, x = Emitter(linear.node, main="MatMulNBits"), linear.node.inputs[0]
     assert x is not None
-    block = count_mixed(linear) if context.rotated else 0
+    block = count_mixed(linear.module, linear.inputs) if context.rotated else 0
     if block:
         x = emit("Reshape", mix(emit, x, block), vector(emit.graph, [0, 0, -1]))
     stored = (

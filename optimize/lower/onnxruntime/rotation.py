@@ -47,19 +47,31 @@ def rotate_stream(graph: ir.Graph, context: LoweringContext) -> int:
 def read_weights(linear: Linear, context: LoweringContext, block: int = 0) -> Float:
     """The matrix of a linear, float32 [N, K], in the graph's basis; of its inputs ``block`` at a time are mixed."""
     matrix: Float = context.calibrated.matrix(linear.weights)
-    if (gain := _find_gain(linear, context)) is not None:
-        matrix = np.matmul(matrix * gain, rotation(linear.inputs))
-    matrix = rotate_blocks(matrix, block) if block else matrix
-    return np.matmul(rotation(linear.outputs).T, matrix) if _writes_stream(linear, context) else matrix
+    matrix = turn_inputs(matrix, _find_gain(linear, context), block)
+    return turn_outputs(matrix) if _writes_stream(linear, context) else matrix
 
 
-def count_mixed(linear: Linear) -> int:
+def turn_inputs(matrix: Float, gain: Float | None, block: int) -> Float:
+    """Rows [N, K] for inputs in another basis: that of the stream behind a norm with the weight ``gain`` [K], or
+    ``block`` at a time mixed; None and 0 for none."""
+    if gain is not None:
+        matrix = np.matmul(matrix * gain, rotation(len(gain)))
+    return rotate_blocks(matrix, block) if block else matrix
+
+
+def turn_outputs(matrix: Float) -> Float:
+    """The matrix [N, K] of a linear that writes to the rotated stream."""
+    turned: Float = np.matmul(rotation(len(matrix)).T, matrix)
+    return turned
+
+
+def count_mixed(module: str, inputs: int) -> int:
     """Neighbouring inputs of a linear that are mixed before they are quantized, 0 where each stays as it is.
 
     The widest values of an MLP have outliers in other channels for each token, so no fixed basis helps there.
     """
-    block = min(BLOCK, linear.inputs & -linear.inputs)
-    return block if block > 1 and linear.module.endswith(".down_proj") else 0
+    block = min(BLOCK, inputs & -inputs)
+    return block if block > 1 and module.endswith(".down_proj") else 0
 
 
 def mix(emit: Emitter, x: ir.Value, block: int) -> ir.Value:

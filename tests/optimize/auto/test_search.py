@@ -228,7 +228,7 @@ def test_the_text_goes_to_candidates_that_look_at_it(tiny_export, tmp_path, monk
     monkeypatch.setattr(auto, "build", build)
     text, recipe = tmp_path / "mine.txt", tmp_path / "mine.toml"
     text.write_text("words")
-    recipe.write_text(f'cache = "{cache}"\n' if cache else 'precision = "int8"\n')
+    recipe.write_text(f'cache = "{cache}"\n' if cache else 'precision = "int8"\nscheme = "rtn"\n')
     with pytest.raises(KeyboardInterrupt):
         automatic(
             tiny_export, tmp_path / "out", budget=LOOSE, recipe=recipe,
