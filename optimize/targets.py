@@ -63,7 +63,7 @@ TARGETS = {
         precisions=("fp32", "fp16", "int8", "int4"),
         # The oldest version that was tried with each. 1.23, the last one for Python 3.10, is the first with 8-bit
         # MatMulNBits and row gather, and refuses an int8 cache.
-        caches={"float32": "1.23", "int8": "1.31", "int8-channel": "1.31"},
+        caches={"float32": "1.23", "float16": "1.32", "int8": "1.31", "int8-channel": "1.31"},
         has_gpu=False,
         ragged_rows="1.32",
     ),
