@@ -1,6 +1,7 @@
 """A float16 cache: attention in float16 amid float32 agrees with the portable graph, in both phases."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +9,11 @@ import onnx_ir as ir
 import pytest
 from doubles.lowerings import VARIED, relative_difference
 
+from llmc.bundle import read_export
+from llmc.optimize import recipe
 from llmc.optimize.lower.onnxruntime import folded_heads
+from llmc.optimize.recipe import Request, settle
+from llmc.optimize.targets import capabilities
 
 pytest.importorskip("onnxruntime", "1.32", reason="older engines' attention in float16 is slow")
 
@@ -16,13 +21,8 @@ pytest.importorskip("onnxruntime", "1.32", reason="older engines' attention in f
 # weights whose attention is nearly a choice of one position, cost 0.02 to 0.29 %. Rotary tables of 8 bits cost 0.45 %.
 HALF_TOLERANCE = 4e-3
 
-BIASES = "llama-biases"
-FAMILIES = (
-    *VARIED,
-    "gpt_oss-sinks-clamped-experts-bf16",
-    "deepseek_v2-latent-keys-grouped-experts",
-    "qwen3_5-delta-and-gates",
-)
+BIASES, SINKS = "llama-biases", "gpt_oss-sinks-clamped-experts-bf16"
+FAMILIES = (*VARIED, SINKS, "deepseek_v2-latent-keys-grouped-experts", "qwen3_5-delta-and-gates")
 PIECES = {"prefill": [7, 2, 11], "decode": [7, *[1] * 13]}
 
 
@@ -67,3 +67,37 @@ def test_a_planted_error_exceeds_the_tolerance(exported, halved, decoder, portab
     plant(lowered)
     logits = decoder(lowered.write(), lowered.geometry, "float16")(ids, PIECES["decode"])
     assert relative_difference(logits, portable_logits(case)) > HALF_TOLERANCE
+
+
+# ---------------------------------------------------------------------------------------------------------- the default
+
+
+def cache_of(export, **request) -> str:
+    chosen, _ = settle(Request(**request), read_export(export).geometry, capabilities("cpu"), "x", calibrated=False)
+    return chosen.cache
+
+
+@pytest.mark.parametrize(
+    ("request_", "cache"),
+    [
+        ({}, "float16"),
+        ({"precision": "int4"}, "float16"),
+        ({"cache": "float32"}, "float32"),
+        ({"phases": "shared"}, "float32"),  # for older engines, too
+        ({"precision": "fp16"}, "float32"),  # who rounds no activations asks for no rounding
+        ({"precision": "fp32"}, "float32"),
+    ],
+)
+def test_integers_in_two_graphs_get_a_float16_cache(exported, request_, cache):
+    assert cache_of(exported(BIASES).export, **request_) == cache
+
+
+@pytest.mark.parametrize("name", ["mistral-window-wide-heads", "gpt2-scale-by-layer", SINKS])
+def test_windows_sinks_and_heads_without_groups_keep_float32(exported, name):
+    """A lone query of a head takes longer in float16."""
+    assert cache_of(exported(name).export, phases="split") == "float32"
+
+
+def test_an_older_engine_gets_what_it_knows(exported, monkeypatch):
+    monkeypatch.setattr(recipe, "import_onnxruntime", lambda _: SimpleNamespace(__version__="1.31.1"))
+    assert cache_of(exported(BIASES).export) == "float32"
