@@ -12,8 +12,8 @@ OLD, NATIVE = (21, 10), (24, 11)
 class Capabilities:
     """Facts about one engine on one kind of processor.
 
-    ``caches``: types that the KV cache may have, and the oldest engine that knows each; the first one is the default,
-    but where activations may have several types it is theirs.
+    ``caches``: types that the KV cache may have, and the oldest engine that knows each; the first one is the default
+    (on CPUs float16 for some models), but where activations may have several types it is theirs.
     ``computes``: types of activations, the first one the default.
     ``phases``: how the two phases may share graphs, the first one the default for integers.
     ``activations``: how activations may be quantized, the first one the default.
