@@ -169,6 +169,17 @@ class Attention:
     sinks: bool = False
     latent: Annotated[int, range(1 << 20)] = 0
 
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a head of keys and values."""
+        return self.heads // self.kv_heads
+
+    @property
+    def folds(self) -> bool:
+        """True for heads in groups without a window or sinks: a step may give them as tokens of one position, and
+        tokens that share a head have but one sink."""
+        return self.group_size > 1 and not self.window and not self.sinks
+
 
 @dataclass(frozen=True)
 class Recurrent:

@@ -45,7 +45,8 @@ class Order:
     def ragged_rows(self) -> bool:
         """True if each phase has a graph of its own, and the installed engine takes rows of different lengths."""
         since = self.target.ragged_rows
-        if not since or self.export.geometry.encoder or self.recipe.phases != "split" or self.recipe.cache != "float32":
+        integers = self.recipe.cache_type() == "int8"
+        if not since or self.export.geometry.encoder or self.recipe.phases != "split" or integers:
             return False
         return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(since)
 

@@ -12,8 +12,8 @@ OLD, NATIVE = (21, 10), (24, 11)
 class Capabilities:
     """Facts about one engine on one kind of processor.
 
-    ``caches``: types that the KV cache may have, and the oldest engine that knows each; the first one is the default,
-    but where activations may have several types it is theirs.
+    ``caches``: types that the KV cache may have, and the oldest engine that knows each; the first one is the default
+    (on CPUs float16 for some models), but where activations may have several types it is theirs.
     ``computes``: types of activations, the first one the default.
     ``phases``: how the two phases may share graphs, the first one the default for integers.
     ``activations``: how activations may be quantized, the first one the default.
@@ -63,7 +63,7 @@ TARGETS = {
         precisions=("fp32", "fp16", "int8", "int4"),
         # The oldest version that was tried with each. 1.23, the last one for Python 3.10, is the first with 8-bit
         # MatMulNBits and row gather, and refuses an int8 cache.
-        caches={"float32": "1.23", "int8": "1.31", "int8-channel": "1.31"},
+        caches={"float32": "1.23", "float16": "1.32", "int8": "1.31", "int8-channel": "1.31"},
         has_gpu=False,
         ragged_rows="1.32",
     ),

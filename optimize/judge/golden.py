@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import LARGEST_TOLERANCE, GoldenPrompt, Quality
-from llmc.errors import BundleError
+from llmc.errors import BundleError, RequestError
 from llmc.optimize.judge.quality import Float, Tally
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.progress import Progress, silent
@@ -94,7 +94,10 @@ def greedy_answers(model: Model) -> list[Answered]:
     """Token ids of the golden prompts, and of the bundle's greedy answers."""
     new_tokens = max(1, min(NEW_TOKENS, model.runner.max_context - PROMPT_TOKENS))
     options = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-    return [(prompt, model.generate(prompt, **options).token_ids) for prompt in prompt_ids(model)]
+    try:
+        return [(prompt, model.generate(prompt, **options).token_ids) for prompt in prompt_ids(model)]
+    except RequestError as error:  # no token can be chosen
+        raise _not_finite(model, "bundle") from error
 
 
 def list_fed(answered: Sequence[Answered]) -> list[list[int]]:
@@ -112,11 +115,17 @@ def path_logits(model: Model, ids: Sequence[int], phase: Phase) -> Float:
     """Logits after every token of ``ids`` through one path; NaN and infinity raise BundleError."""
     logits = model.runner.logits(ids, phase)
     if not np.isfinite(logits).all():
-        raise BundleError(
-            f"{model.folder}: the {phase.value} path computes NaN or infinite logits, so nothing can be said about its "
-            "quality; build the bundle again, with precision fp32 if it stays so"
-        )
+        raise _not_finite(model, f"{phase.value} path")
     return logits
+
+
+def _not_finite(model: Model, what: str) -> BundleError:
+    halves = model.manifest.cache == "float16" and model.manifest.target.name == "cpu"
+    remedy = "cache = 'float32' in the recipe, if keys or values leave float16" if halves else "precision fp32"
+    return BundleError(
+        f"{model.folder}: the {what} computes NaN or infinite logits, so nothing can be said about its quality; build "
+        f"again, with {remedy}"
+    )
 
 
 def prompt_ids(model: Model) -> list[list[int]]:

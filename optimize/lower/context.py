@@ -119,7 +119,7 @@ class LoweringContext:
         compute: type of activations: float32, float16 or bfloat16.
         linear_done: called after each linear, for progress.
         ragged_rows: whether the engine's attention takes several tokens in each of several rows, of any lengths; where
-            it does, the cache is float32.
+            it does, the cache holds floats.
         overwritten: positions behind a step's token that its folded heads write over, 0 where heads are not folded.
         rotated: whether the residual stream is in another basis, see :mod:`llmc.optimize.lower.onnxruntime.rotation`.
         adapters: whether it is the graph for adapters.
@@ -156,6 +156,12 @@ class LoweringContext:
     def type(self) -> ir.DataType:
         """The type of activations, for the graph."""
         return ir.DataType.from_numpy(self.array_type)
+
+    @property
+    def attention_type(self) -> ir.DataType:
+        """The type of what attention over the cache reads and gives: float16 where the cache is, which on CPUs is not
+        the type of activations."""
+        return ir.DataType.FLOAT16 if self.cache == "float16" else self.type
 
     @property
     def embedding(self) -> QuantConfig:

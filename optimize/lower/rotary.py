@@ -22,8 +22,9 @@ class Tables:
     query: Pair
 
 
-def rotary_tables(node: ir.Node, context: LoweringContext) -> Tables | None:
-    """The tables of a ``llmc::CachedAttention`` or ``SharedAttention`` in the compute type; None without a rope.
+def rotary_tables(node: ir.Node, context: LoweringContext, kind: ir.DataType | None = None) -> Tables | None:
+    """The tables of a ``llmc::CachedAttention`` or ``SharedAttention`` in a type, by default the compute type; None
+    without a rope.
 
     They cover the planned context and hold the rope's magnitude; all graphs and attentions with the same rope share
     them.
@@ -36,16 +37,17 @@ def rotary_tables(node: ir.Node, context: LoweringContext) -> Tables | None:
         for name in ("magnitude", "growth", "period")
     )
     positions = np.arange(context.table_rows, dtype=np.float32)
-    key = _pair(node.inputs[-1], context, "", np.full_like(positions, magnitude))
+    kind = kind or context.type
+    key = _pair(node.inputs[-1], context, kind, "", np.full_like(positions, magnitude))
     if not growth or context.limits.max_context <= period:
         return Tables(key, key)
     lengths = magnitude * (1 + growth * np.log1p(positions // period))
-    return Tables(key, _pair(node.inputs[-1], context, "query.", lengths))
+    return Tables(key, _pair(node.inputs[-1], context, kind, "query.", lengths))
 
 
 def table_pair(node: ir.Node, context: LoweringContext) -> Pair:
     magnitude = np.float32(node.attributes["magnitude"].as_float())
-    return _pair(node.inputs[2], context, "", np.full(context.table_rows, magnitude))
+    return _pair(node.inputs[2], context, context.type, "", np.full(context.table_rows, magnitude))
 
 
 def rotations(graph: ir.Graph, context: LoweringContext) -> list[tuple[ir.Node, Attention]]:
@@ -61,17 +63,20 @@ def rotations(graph: ir.Graph, context: LoweringContext) -> list[tuple[ir.Node, 
     return [(node, attention) for node, (_, attention) in zip(nodes, listed, strict=True)]
 
 
-def _pair(inv_freq: ir.Value | None, context: LoweringContext, prefix: str, lengths: NDArray[np.float32]) -> Pair:
+def _pair(
+    inv_freq: ir.Value | None, context: LoweringContext, kind: ir.DataType, prefix: str, lengths: NDArray[np.float32]
+) -> Pair:
     """Tables whose rows are ``lengths`` [positions] long."""
     assert inv_freq is not None and inv_freq.name and inv_freq.const_value is not None
     graph = inv_freq.graph
     assert graph is not None
     frequencies = inv_freq.const_value.numpy().astype(np.float32)
     angles = np.arange(len(lengths), dtype=np.float32)[:, None] * frequencies[None, :]
-    dtype, rope = context.array_type, inv_freq.name.removesuffix("inv_freq") + prefix
+    rope = inv_freq.name.removesuffix("inv_freq") + prefix
+    suffix = "" if kind == context.type else f".{kind.name.lower()}"  # a bundle may want both
     cos, sin = context.weights.add(
-        [f"{rope}cos", f"{rope}sin"],
-        lambda: [(table(angles) * lengths[:, None]).astype(dtype) for table in (np.cos, np.sin)],
+        [f"{rope}cos{suffix}", f"{rope}sin{suffix}"],
+        lambda: [(table(angles) * lengths[:, None]).astype(kind.numpy()) for table in (np.cos, np.sin)],
         frequencies.tobytes() + lengths.tobytes(),
     )
     return initializer(graph, cos), initializer(graph, sin)

@@ -5,16 +5,18 @@ import sys
 import types
 import typing
 from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import llmc
-from llmc.bundle import MOST_ADAPTERS, MOST_RANK, Budget, Geometry, Limits, Recipe
+from llmc.bundle import MOST_ADAPTERS, MOST_RANK, Budget, Geometry, Limits, Recipe, version
 from llmc.errors import UsageError, format_value
 from llmc.inventory import SENSITIVE
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH
+from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 from llmc.strict import read_bytes
 
 if sys.version_info >= (3, 11):
@@ -81,8 +83,9 @@ class Request:
             none (default) or static, with int8 and fp8.
         smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off, but 0.6 for per-token activations of a model whose
             residual stream cannot be rotated, where the build can calibrate.
-        cache: KV cache in float32 (default), int8 (a scale per tensor) or int8-channel (a scale per channel); on GPUs
-            in the type of ``compute``.
+        cache: KV cache in float16, float32, int8 (a scale per tensor) or int8-channel (a scale per channel); default:
+            float16 of integers in split phases whose every attention has groups of query heads and neither windows nor
+            sinks, else float32; on GPUs in the type of ``compute``.
         compute: type of activations on GPUs: float16 (default), bfloat16 or float32; follows fp32, fp16 and bf16.
         layers: precision by pattern of module names (``*.mlp.down_proj``, ``model.layers.0.*``); the last match wins.
             ``sensitive`` stands for the inventory's list of what loses most; default: that in int8 for 4 bits by rtn
@@ -210,10 +213,28 @@ def settle(
         )
     if geometry.encoder:
         asked, calibrated = for_encoder(asked, target, geometry.max_positions), False
-    return resolve(
+    recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
         *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures)),
     )
+    if asked.cache is None and _halves_cache(recipe, geometry, target):
+        recipe = replace(recipe, cache="float16")
+    return recipe, limits
+
+
+def _halves_cache(recipe: Recipe, geometry: Geometry, target: Capabilities) -> bool:
+    """True if the cache is float16 unless the request says otherwise.
+
+    It halves the cache everywhere, and steps that fold their heads take less time on every CPU that was tried, with
+    AVX-512 and without; a lone query of a head takes more. So it follows from the model, not from the CPU that builds.
+    """
+    rounds = recipe.precision in (*BITS, "source") and recipe.phases == "split"
+    folds = bool(geometry.attentions) and all(it.folds for it in geometry.attentions) and not geometry.shares
+    if target.has_gpu or not (rounds and folds):
+        return False
+    if find_spec("onnxruntime") is None:  # to plan, nothing need be installed
+        return True
+    return version(import_onnxruntime("0").__version__) >= version(target.caches["float16"])
 
 
 def resolve(

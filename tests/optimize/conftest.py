@@ -175,7 +175,7 @@ class Decoder:
             "past_lengths": np.array(past, np.int64),
             "logit_indices": np.tile(np.arange(len(ids[0])), (len(ids), 1)),
         }
-        if self.geometry.has_states:
+        if any(value.name == "new_lengths" for value in self.session.get_inputs()):
             feeds["new_lengths"] = np.full(len(ids), len(ids[0]))
         logits, *presents = self.session.run(None, feeds | cache)
         return logits, dict(zip(cache, presents, strict=True))

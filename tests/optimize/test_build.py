@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import onnx_ir as ir
 import pytest
 
-from llmc.bundle import WEIGHTS_FILE, Geometry, read_bundle, read_export, verify_files
+from llmc.bundle import CACHE_BYTES, WEIGHTS_FILE, Geometry, read_bundle, read_export, verify_files
 from llmc.errors import BuildError, UsageError
 from llmc.optimize.build import BuildReport, build
 from llmc.optimize.judge.reference import Reference
@@ -108,7 +108,7 @@ def test_weights_are_counted_as_they_are_read(built, kind):
         assert least < graph.step_weight_bytes <= graph.weight_bytes
         assert graph.weight_bytes <= size + OTHER_TENSORS
     assert manifest.memory.weights >= sum(graph.step_weight_bytes for graph in set(manifest.graphs.values())) * 0.95
-    assert manifest.memory.cache_per_token == g.cache_bytes(1)
+    assert manifest.memory.cache_per_token == g.cache_bytes(1, bytes_per_value=CACHE_BYTES[manifest.cache])
 
 
 # ------------------------------------------------------------------------------------------------------ sizes on disk

@@ -11,8 +11,9 @@ import onnx_ir as ir
 import pytest
 
 from llmc.bundle import DECODER_FILE, WEIGHTS_FILE, write_manifest
-from llmc.errors import CheckpointError, LlmcError, ResourceError
+from llmc.errors import BundleError, CheckpointError, LlmcError, ResourceError
 from llmc.optimize.build import build
+from llmc.optimize.recipe import Request
 from llmc.optimize.weights.file import WeightFile
 
 SHARD = "model.safetensors"
@@ -44,6 +45,13 @@ def test_a_weight_that_is_no_number_is_refused_by_name(source, untouched, name, 
     set_weight(source, name, float("nan"))
     with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinite weights"):
         build(source, untouched, precision=precision, force=True)
+
+
+def test_keys_beyond_float16_are_refused_with_the_cache_that_holds_them(source, untouched):
+    set_weight(source, "model.layers.0.self_attn.k_proj.bias", 1e5)
+    with pytest.raises(BundleError, match=r"NaN or infinite logits, .* build again, with cache = 'float32'"):
+        build(source, untouched, force=True)
+    build(source, source.parent / "exact", recipe=Request(cache="float32"))
 
 
 @pytest.mark.parametrize("name", [SHARD, DECODER_FILE, "tokenizer.json"])

@@ -248,7 +248,7 @@ def test_what_is_asked_for_beats_the_defaults_of_four_bits():
         ({"precision": "int3"}, "precision is 'int3', expected one of fp32, fp16, int8, int4"),
         ({"scheme": "gguf"}, "scheme is 'gguf', expected one of rtn, gptq"),
         ({"precision": "fp32", "phases": "split"}, "phases is 'split', expected one of shared"),
-        ({"cache": "int4"}, "cache is 'int4', expected one of float32, int8, int8-channel"),
+        ({"cache": "int4"}, "cache is 'int4', expected one of float32, float16, int8, int8-channel"),
         ({"layers": {"*.q_proj": "int3"}}, "layers: *.q_proj is 'int3', expected one of fp32, fp16, int8, int4"),
         ({"activations": "none"}, "activations is 'none', expected one of per-token, static"),
         ({"activations": "static", "phases": "shared"}, "activations is 'static', but only the prefill graph of split"),

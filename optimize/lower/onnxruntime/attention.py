@@ -4,7 +4,7 @@ Its kernels take a head_dim that is a multiple of 8, and rotate a multiple of 16
 (tried with onnxruntime 1.31.1, in float32 and float16); other heads are rotated before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -20,6 +20,7 @@ from llmc.optimize.lower.rewrite import (
     MICROSOFT,
     Emitter,
     constant,
+    emit_conversion,
     graph_input,
     nodes_of,
     replace,
@@ -86,22 +87,25 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
         return 0
     lengths = make_lengths(graph, attentions[0])
     for node in attentions:
-        attention, tables = context.attention(node), rotary_tables(node, context)
+        attention, tables = context.attention(node), rotary_tables(node, context, context.attention_type)
         query, key, value, past_key, past_value = node.inputs[:5]
         scales, attributes = _cache_scales(graph, attention, context)
         sinks = _inline_sinks(node, context) if attention.sinks else None
         emit = Emitter(node, main=GQA)
         packed = _split_source(query, key, value)
-        if tables and _must_rotate_apart(attention, tables):
-            query, key = emit_rotation(emit, attention, token_positions(graph, attentions[0]), tables)
-            packed = tables = None
+        apart = tables is not None and _must_rotate_apart(attention, tables)
+        parts = [packed, None, None] if packed and not apart else [query, key, value]
+        parts = [part and emit_conversion(emit, part, context.type, context.attention_type) for part in parts]
+        if tables and apart:
+            parts[:2] = emit_rotation(emit, attention, parts[:2], token_positions(graph, attentions[0]), tables)
+            tables = None
         # Rotary tables, position ids, a bias, sinks, scales of the cache.
         optional = [*(tables.key if tables else (None, None)), None, None, sinks, *scales]
         while optional and optional[-1] is None:
             optional.pop()
-        outputs = emit.many(
+        attended, *present = emit.many(
             GQA,
-            [*((packed, None, None) if packed else (query, key, value)), past_key, past_value, *lengths, *optional],
+            [*parts, past_key, past_value, *lengths, *optional],
             3,
             MICROSOFT,
             num_heads=attention.heads,
@@ -113,14 +117,15 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
             rotary_interleaved=node.attributes["interleaved"].as_int(),
             **attributes,
         )
-        replace(node, *outputs)
+        replace(node, emit_conversion(emit, attended, context.attention_type, context.type), *present)
     return len(attentions)
 
 
 def _inline_sinks(node: ir.Node, context: LoweringContext) -> ir.Value:
     """A logit more of each head [H]."""
     assert node.graph is not None
-    return constant(node.graph, f"{node.name}.sink_logits", context.calibrated.rows(find_vector(node.inputs[6])))
+    logits = context.calibrated.rows(find_vector(node.inputs[6])).astype(context.attention_type.numpy())
+    return constant(node.graph, f"{node.name}.sink_logits", logits)
 
 
 def rotate_before(graph: ir.Graph, context: LoweringContext) -> None:
@@ -138,10 +143,10 @@ def _must_rotate_apart(attention: Attention, tables: Tables) -> bool:
 
 
 def emit_rotation(
-    emit: Emitter, attention: Attention, positions: ir.Value, tables: Tables
+    emit: Emitter, attention: Attention, parts: Sequence[ir.Value | None], positions: ir.Value, tables: Tables
 ) -> tuple[ir.Value, ir.Value]:
-    """Query and key [B, S, heads * D] of the attention before which ``emit`` emits, turned by ``positions`` [B, S]."""
-    query, key = emit.anchor.inputs[:2]
+    """Query and key [B, S, heads * D] of an attention, ``parts``, turned by ``positions`` [B, S]."""
+    query, key = parts
     return (
         rotate(emit, attention.rotary_dim, attention.heads, query, positions, tables.query),
         rotate(emit, attention.rotary_dim, attention.kv_heads, key, positions, tables.key),
@@ -240,10 +245,11 @@ def _cache_scales(
 
 
 def type_cache(graph: ir.Graph, context: LoweringContext) -> int:
-    """Declare the inputs and outputs of a quantized cache as integers."""
-    if context.cache not in QUANTIZED_CACHES:
+    """Declare the type of the cache's inputs and outputs, which the export left float32."""
+    if context.cache == "float32":
         return 0
+    kind = ir.DataType.INT8 if context.cache in QUANTIZED_CACHES else context.attention_type
     values = [v for v in (*graph.inputs, *graph.outputs) if (v.name or "").startswith(("past_key_values.", "present."))]
     for value in values:
-        value.type = ir.TensorType(ir.DataType.INT8)
+        value.type = ir.TensorType(kind)
     return len(values)

@@ -54,7 +54,7 @@ def basic_attention(node: ir.Node, shared: Shared, context: LoweringContext) -> 
     query, key, value, past_key, past_value = node.inputs[:5]
     emit, attention, provider = Emitter(node), context.attention(node), shared.provider
     if tables := rotary_tables(node, context):
-        query, key = emit_rotation(emit, attention, shared.positions, tables)
+        query, key = emit_rotation(emit, attention, (query, key), shared.positions, tables)
     split = vector(emit.graph, [0, 0, attention.kv_heads, attention.head_dim])
     present_key, present_value = (
         provider.write_cache(

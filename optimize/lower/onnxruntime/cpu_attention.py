@@ -4,9 +4,19 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import group_query_attention, rotate_before
+from llmc.optimize.lower.onnxruntime.attention import QUANTIZED_CACHES, group_query_attention, rotate_before
 from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention, shared_attention
-from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, graph_input, nodes_of, replace, scalar, vector
+from llmc.optimize.lower.rewrite import (
+    LLMC,
+    Emitter,
+    constant,
+    emit_conversion,
+    graph_input,
+    nodes_of,
+    replace,
+    scalar,
+    vector,
+)
 
 # Positions that ONNX Runtime's softmax adds up side by side, in vectors of all widths.
 SUMMED_AT_ONCE = 64
@@ -24,7 +34,7 @@ def _lower_shared(graph: ir.Graph, context: LoweringContext) -> int:
     nodes = list(nodes_of(graph, "SharedAttention", LLMC))
     if nodes:
         _ask_for_a_row(graph)
-        shared = Shared.before(nodes[0], _Cache(nodes[0]), nodes[0].inputs[3])
+        shared = Shared.before(nodes[0], _Cache(nodes[0], context), nodes[0].inputs[3])
         for node in nodes:
             replace(node, shared_attention(node, shared, context))
     return len(nodes)
@@ -69,9 +79,9 @@ def _lower_capped(graph: ir.Graph, context: LoweringContext) -> int:
     """
     nodes = list(nodes_of(graph, "CachedAttention", LLMC))
     capped = [node for node in nodes if node.attributes["softcap"].as_float()]
-    if not capped or context.phase != "prefill" or context.cache != "float32":
+    if not capped or context.phase != "prefill" or context.cache in QUANTIZED_CACHES:
         return 0
-    shared = Shared.before(nodes[0], _Cache(nodes[0]))
+    shared = Shared.before(nodes[0], _Cache(nodes[0], context))
     for node in capped:
         replace(node, *basic_attention(node, shared, context))
     return len(capped)
@@ -81,7 +91,8 @@ class _Cache:
     """Caches of which as many tiles are read as the longest row fills: sums over fewer positions would round a row
     otherwise when a longer one is beside it."""
 
-    def __init__(self, first: ir.Node) -> None:
+    def __init__(self, first: ir.Node, context: LoweringContext) -> None:
+        self._types = context.type, context.attention_type
         emit = Emitter(first, "positions")
         longest, tile = emit("ReduceMax", _totals(emit), keepdims=1), vector(emit.graph, [SUMMED_AT_ONCE])
         tiles = emit("Div", emit("Add", longest, vector(emit.graph, [SUMMED_AT_ONCE - 1])), tile)
@@ -96,10 +107,11 @@ class _Cache:
         kv_heads = emit.anchor.attributes["kv_heads"].as_int()
         if kv_heads not in self._places:
             self._places[kv_heads] = _places(Emitter(emit.anchor, "positions"), positions, kv_heads)
-        return emit("ScatterND", past, self._places[kv_heads], heads)
+        return emit("ScatterND", past, self._places[kv_heads], emit_conversion(emit, heads, *self._types))
 
     def read(self, emit: Emitter, present: ir.Value) -> ir.Value:
-        return emit("Slice", present, vector(emit.graph, [0]), self._longest, vector(emit.graph, [2]))
+        filled = emit("Slice", present, vector(emit.graph, [0]), self._longest, vector(emit.graph, [2]))
+        return emit_conversion(emit, filled, *self._types[::-1])
 
 
 def _places(emit: Emitter, positions: ir.Value, kv_heads: int) -> ir.Value:

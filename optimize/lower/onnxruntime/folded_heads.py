@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import GQA, MASKED
+from llmc.optimize.lower.onnxruntime.attention import GQA
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, graph_input, nodes_of, replace, scalar, vector
 
 
@@ -38,14 +38,15 @@ def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
     if not context.overwritten or context.phase != "decode":
         return 0
     attentions = [(node, context.geometry.attention[node.name or ""]) for node in nodes_of(graph, GQA, MICROSOFT)]
-    folded = [(node, attention) for node, attention in attentions if foldable(attention)]
+    folded = [(node, attention) for node, attention in attentions if attention.folds]
     if not folded:
         return 0
     single = _single(folded[0][0])
-    groups = {group: _Group(folded[0][0], group) for group in sorted({group_size(item) for _, item in folded})}
+    sizes, dtype = sorted({item.group_size for _, item in folded}), context.attention_type.numpy()
+    groups = {size: _Group(folded[0][0], size, dtype) for size in sizes}
     for node, attention in folded:
         emit = _Branch(node)
-        outputs = _emit_folded(emit, attention, groups[group_size(attention)])
+        outputs = _emit_folded(emit, attention, groups[attention.group_size])
         together = _graph(f"{node.name}.folded", emit.nodes, outputs)
         several = ir.node(GQA, node.inputs, dict(node.attributes), domain=MICROSOFT, num_outputs=3)
         several.name = f"{node.name}.several"
@@ -57,18 +58,9 @@ def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
     return len(folded)
 
 
-def group_size(attention: Attention) -> int:
-    return attention.heads // attention.kv_heads
-
-
-def foldable(attention: Attention) -> bool:
-    """True for heads in groups without a window or sinks, of which tokens that share a head have but one."""
-    return group_size(attention) > 1 and not attention.window and not attention.sinks
-
-
 def count_overwritten(attentions: tuple[Attention, ...]) -> int:
     """Positions behind a step's token that its folded heads write over."""
-    return max((group_size(attention) - 1 for attention in attentions if foldable(attention)), default=0)
+    return max((attention.group_size - 1 for attention in attentions if attention.folds), default=0)
 
 
 def _graph(name: str, nodes: list[ir.Node], outputs: list[ir.Value]) -> ir.Graph:
@@ -93,10 +85,10 @@ class _Group:
         positions: of each query, int64 [B, G].
         lengths, total: ``seqlens_k`` and ``total_sequence_length`` with a key for each query.
         counts: queries of each row, int32 [B].
-        bias: float32 [B, 1, G, T]; hides all keys behind the new token's first.
+        bias: [B, 1, G, T] in the type of attention; hides all keys behind the new token's first.
     """
 
-    def __init__(self, first: ir.Node, size: int) -> None:
+    def __init__(self, first: ir.Node, size: int, dtype: np.dtype[Any]) -> None:
         emit = Emitter(first, f"fold_{size}")
         graph, lengths, total = emit.graph, first.inputs[5], first.inputs[6]
         past = emit("Unsqueeze", graph_input(graph, "past_lengths"), vector(graph, [1]))
@@ -106,7 +98,8 @@ class _Group:
         self.counts = emit("Expand", vector(graph, [size], np.int32), emit("Shape", lengths))
         keys = emit("Range", scalar(graph, 0, np.int32), self.total, scalar(graph, 1, np.int32))
         seen = emit("LessOrEqual", keys, emit("Unsqueeze", lengths, vector(graph, [1, 2, 3])))  # (B, 1, 1, T)
-        hidden = emit("Where", seen, scalar(graph, 0.0, np.float32), scalar(graph, MASKED, np.float32))
+        # Copies of the new key: hidden by the least float16, too, for they have the score of their first.
+        hidden = emit("Where", seen, scalar(graph, 0.0, dtype), scalar(graph, float(np.finfo(dtype).min), dtype))
         self.bias = emit("Expand", hidden, vector(graph, [1, 1, size, 1]))
 
 
@@ -121,7 +114,7 @@ def _emit_folded(emit: Emitter, attention: Attention, group: _Group) -> list[ir.
     """Outputs of the attention before which ``emit`` emits, for a call of one token in each row."""
     graph, node, kv_heads, width = emit.graph, emit.anchor, attention.kv_heads, attention.head_dim
     packed, key, value, past_key, past_value = node.inputs[:5]
-    size, rotates = group_size(attention), node.attributes["do_rotary"].as_int()
+    size, rotates = attention.group_size, node.attributes["do_rotary"].as_int()
     if key is not None:
         packed = emit("Concat", packed, key, value, axis=-1)
     heads = emit("Reshape", packed, vector(graph, [0, -1, width]))

@@ -60,7 +60,7 @@ def _attend(node: ir.Node, context: LoweringContext, masks: dict[int, ir.Value])
     emit, attention = Emitter(node), context.attention(node)
     query, key, value = node.inputs[:3]
     if tables := rotary_tables(node, context):
-        query, key = emit_rotation(emit, attention, token_positions(emit.graph, node), tables)
+        query, key = emit_rotation(emit, attention, (query, key), token_positions(emit.graph, node), tables)
     split = vector(emit.graph, [0, 0, attention.kv_heads, 1, attention.head_dim])
     keys, values = (
         emit("Transpose", emit("Reshape", part, split), perm=[0, 2, 3, 1, 4]) for part in (key, value)

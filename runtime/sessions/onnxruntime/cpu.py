@@ -54,7 +54,8 @@ class OnnxRuntimeSession(Session):
         files = open_graphs(runtime, folder, manifest, sorted(set(names.values())), threads)
         self._graphs: dict[str, Any] = {phase: files[name] for phase, name in names.items()}
         self._takes_lengths: set[str] = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
-        ragged = (manifest.recipe.phases, manifest.cache) == ("split", "float32") or not manifest.geometry.has_states
+        split = manifest.recipe.phases == "split" and manifest.cache != "int8"
+        ragged = split or not manifest.geometry.has_states
         self.packs_rows = ragged and Phase.PREFILL in self._takes_lengths
         self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
         self._takes_embeddings = _takes(self._graphs[Phase.DECODE], "embeddings")

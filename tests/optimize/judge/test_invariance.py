@@ -141,6 +141,14 @@ def test_a_token_whose_heads_are_folded_is_never_one_beside_others(manifest: Man
     assert graphs["decode"].invariance == replace(ALL, single=False)
 
 
+def test_a_lone_token_over_a_float16_cache_is_never_one_beside_others(manifest: Manifest):
+    """It is in the few positions that are measured, and rounds otherwise after some hundreds."""
+    halved = replace(with_limits(manifest), cache="float16")
+    assert halved.target.name == "cpu"
+    graphs = measure_guarantees(Exact(), halved).graphs
+    assert {graph.invariance for graph in graphs.values()} == {replace(ALL, single=False)}
+
+
 @pytest.fixture(params=["tiny_bundle", "fp32_bundle"])
 def built(request: pytest.FixtureRequest) -> Iterator[Path]:
     yield request.getfixturevalue(request.param)

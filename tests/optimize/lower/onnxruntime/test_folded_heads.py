@@ -23,8 +23,8 @@ CAPACITY = 24
 def folding(lowering):
     """A lowering of decode for an engine that folds."""
 
-    def start(export):
-        lowered = lowering(export)
+    def start(export, cache="float32"):
+        lowered = lowering(export, cache=cache)
         spare = folded_heads.count_overwritten(lowered.geometry.attentions)
         lowered.context = replace(lowered.context, phase="decode", ragged_rows=True, overwritten=spare)
         return lowered
@@ -46,9 +46,10 @@ def test_token_by_token_equals_the_portable_graph_in_every_family(case, folding,
     assert difference(logits, portable_logits(case)) <= FLOAT_TOLERANCE
 
 
-def test_rows_of_any_lengths_have_the_bits_that_each_has_alone(exported, folding, decoder, ids):
-    lowered = folding(exported("llama-biases").export)
-    decode = decoder(lowered.save(), lowered.geometry)
+@pytest.mark.parametrize("cache", ["float32", "float16"])
+def test_rows_of_any_lengths_have_the_bits_that_each_has_alone(exported, folding, decoder, ids, cache):
+    lowered = folding(exported("llama-biases").export, cache)
+    decode = decoder(lowered.save(), lowered.geometry, cache)
     lengths = [9, 0, 1, 14]
     caches = [decode.run([ids[:n]], [0], decode.empty_cache())[1] if n else decode.empty_cache() for n in lengths]
     alone = [decode.run([[5]], [n], cache)[0][0] for n, cache in zip(lengths, caches, strict=True)]
