@@ -180,6 +180,7 @@ def numbers(stage: Stage) -> dict[str, object]:
         "total": plan.total,
         "per_layer_table": plan.per_layer_table,
         **({"seconds": round(plan.seconds)} if plan.seconds else {}),
+        **({"smaller": dict(zip(("recipe", "total"), plan.smaller, strict=True))} if plan.smaller else {}),
         **{name: getattr(verdict, name) if verdict else None for name in known},
     }
 
@@ -195,6 +196,9 @@ def print_stages(ahead: Ahead) -> None:
         rows.append(("peak", f"{show.size(plan.total)}  {state}"))
         if plan.per_layer_table:
             rows.append(("per-layer table", f"{show.size(plan.per_layer_table)}  beside: rows are read from its file"))
+        if plan.smaller:
+            name, total = plan.smaller
+            rows.append(("weights once", f"{show.size(total)}  with --recipe {name}"))
         if plan.seconds:
             rows.append(("time", f"{show.minutes(plan.seconds)} if nothing else computes here"))
         show.print_table((plan.stage + at, ""), rows)

@@ -48,6 +48,7 @@ CANDIDATES: dict[str, Request] = {
     "int4-sensitive8": Request(precision="int4", scheme="gptq", block_size=64, layers={SENSITIVE: "int8"}),
     "int4-quality": Request(precision="int4", scheme="gptq", block_size=32, layers={SENSITIVE: "int8"}),
     "int4-uncalibrated": Request(precision="int4", scheme="rtn"),
+    "int8-small": Request(precision="int8", phases="shared", activations="per-token"),
     "int8": Request(precision="int8"),
     "int8-exact": Request(precision="int8", block_size=32, phases="shared"),
     "fp32": Request(precision="fp32"),

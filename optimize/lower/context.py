@@ -239,9 +239,8 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
     if single:
         w8a8 = Static(Grid(8, positive=True)) if static else None
         return {"single": replace(stored, w8a8=w8a8, w8a8_bits=(8,))}
-    if recipe.phases == "shared":
-        return {"shared": stored}
-    return {"prefill": replace(stored, w8a8=W8A8[recipe.activations]), "decode": stored}
+    prompts = replace(stored, w8a8=W8A8.get(recipe.activations))
+    return {"shared": prompts} if recipe.phases == "shared" else {"prefill": prompts, "decode": stored}
 
 
 def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4:

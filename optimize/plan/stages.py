@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from llmc.bundle import EXPORT_MANIFEST, TOKENIZER_FILE, Geometry
 from llmc.errors import BundleError
@@ -14,6 +15,9 @@ from llmc.optimize.targets import capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH, export_plan
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.kv.budget import MemoryEstimate, plan_device, plan_run
+
+# The recipe with one graph for both phases, by precision.
+HOLDS_WEIGHTS_ONCE = {"int8": "int8-small", "int4": "int4-small"}
 
 
 def plan_stages(
@@ -47,6 +51,11 @@ def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unifi
         build = plan_build(geometry, chosen, limits, tokenizer, *windows, judged=judged)
         seconds = estimate_build(geometry, chosen, DEFAULT_SAMPLES * DEFAULT_LENGTH, usable_threads())
         run = plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)
+        if (name := HOLDS_WEIGHTS_ONCE.get(chosen.precision)) and chosen.phases == "split":
+            small = read_recipe(cast(Path, find_recipe(name)))
+            once, _ = settle(small, geometry, abilities, name, can_calibrate())
+            parts = memory_plan(geometry, limits, once, tokenizer).parts(limits.max_context, batch)
+            run = replace(run, smaller=(name, sum(parts.values())))
         return [replace(build, seconds=seconds), run]
     device = device_plan(geometry, limits, chosen)
     one_memory = unified and abilities.makes_engine  # the engine's builder runs kernels on the GPU

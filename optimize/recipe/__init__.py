@@ -79,8 +79,8 @@ class Request:
         head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``, int8 for int4.
         phases: split (a W8A8 graph for prefill beside the weight-only one, default on CPUs), shared (one graph, less
             memory) or single (one engine; TensorRT knows nothing else).
-        activations: of the W8A8 graph: per-token (default) or static, one calibrated scale per tensor. For TensorRT
-            none (default) or static, with int8 and fp8.
+        activations: of the W8A8 graph: per-token (default) or static, one calibrated scale per tensor. A shared graph
+            is W8A8 where this is per-token. For TensorRT none (default) or static, with int8 and fp8.
         smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off, but 0.6 for per-token activations of a model whose
             residual stream cannot be rotated, where the build can calibrate.
         cache: KV cache in float16, float32, int8 (a scale per tensor) or int8-channel (a scale per channel); default:
@@ -453,11 +453,12 @@ def _refuse_integer_keys(request: Request, precision: str, stored: set[str]) -> 
 
 def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities) -> str:
     if phases == "shared":
-        if asked is not None:
+        if asked not in (None, "per-token") or (asked and ("int4" in stored or target.has_gpu)):
             raise UsageError(
-                f"activations is {asked!r}, but only the prefill graph of split phases quantizes activations"
+                f"activations is {asked!r}, but one graph for both phases takes only 'per-token', beside 8-bit weights "
+                "on cpu; leave it out"
             )
-        return "none"
+        return either(asked, "none")
     found = str(_one_of("activations", either(asked, target.activations[0]), target.activations))
     if phases == "single" and found == "static" and stored.isdisjoint(("int8", "fp8")):
         raise UsageError("activations is 'static', which goes with int8 or fp8 weights, and there are none")

@@ -109,6 +109,7 @@ class MemoryEstimate:
         needed: total bytes for another context and batch.
         seconds: that it takes, roughly; 0 where nobody asks.
         per_layer_table: bytes of a table beside, of whose file rows are read; the system takes their pages back.
+        smaller: the recipe that holds weights once, where this one holds them twice, and the bytes taken with it.
     """
 
     stage: str
@@ -119,6 +120,7 @@ class MemoryEstimate:
     needed: Callable[[int, int], int] = field(repr=False, compare=False)
     seconds: float = 0.0
     per_layer_table: int = 0
+    smaller: tuple[str, int] | None = None
 
     @property
     def total(self) -> int:
@@ -142,7 +144,10 @@ class MemoryEstimate:
 
 
 def what_fits(plan: MemoryEstimate, verdict: Verdict) -> str:
-    """The largest context and batch that fit, each beside the plan's other one."""
+    """A recipe that fits, or the largest context and batch that do, each beside the plan's other one."""
+    if plan.smaller and plan.smaller[1] <= plan.total - verdict.missing:
+        name, needed = plan.smaller
+        return f"build with --recipe {name}, which holds the weights once and takes {_round_to_mb(needed)} MB"
     if not verdict.largest_context and not verdict.largest_batch:
         return "no context or batch is small enough: free memory or use a smaller precision or model"
     fits = {

@@ -61,6 +61,21 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would(llmc, tiny_bundle: P
     assert "MB are missing. Advice: a context of 2047 tokens fits with a batch of 1: lower" in ran.err
 
 
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize(("precision", "small"), [("--int8", "int8-small"), ("--int4", "int4-small")])
+def test_a_run_whose_weights_are_held_twice_says_what_it_takes_with_one_graph(
+    llmc, tiny_export: Path, precision: str, small: str
+):
+    run = stages(llmc("plan", tiny_export, "--json", precision).out)["run"]
+    once = stages(llmc("plan", tiny_export, "--json", "--recipe", small).out)["run"]
+    assert run["smaller"] == {"recipe": small, "total": once["total"]}
+    assert once["total"] < run["total"] and "smaller" not in once
+    assert f"with --recipe {small}" in llmc("plan", tiny_export, precision).out
+    advice = f"build with --recipe {small}, which holds the weights once and takes "
+    assert advice in llmc("plan", tiny_export, precision, "--memory", once["total"]).err
+    assert advice not in llmc("plan", tiny_export, precision, "--memory", once["total"] - 1).err
+
+
 def test_every_stage_that_does_not_fit_is_named(llmc, tiny_checkpoint: Path):
     ran = llmc("plan", tiny_checkpoint, "--memory", "1MB")
     assert ran.code == 1

@@ -25,7 +25,7 @@ from llmc.runtime.selftest import replay
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
-NAMES = {"int8", "int4", "int4-quality", "int4-small", "int8-exact", "w8a8-static"}
+NAMES = {"int8", "int4", "int4-quality", "int4-small", "int8-exact", "int8-small", "w8a8-static"}
 
 EXPECTED = {path.stem: read_recipe(path).expected for path in RECIPES}
 

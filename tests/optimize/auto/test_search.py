@@ -201,7 +201,13 @@ def candidates(
 
 
 def test_without_calibration_only_plain_rounding_is_tried():
-    assert list(candidates(Request(), calibrates=False)) == ["int4-uncalibrated", "int8", "int8-exact", "fp32"]
+    assert list(candidates(Request(), calibrates=False)) == [
+        "int4-uncalibrated",
+        "int8-small",
+        "int8",
+        "int8-exact",
+        "fp32",
+    ]
     assert list(candidates(Request())) == list(auto.CANDIDATES)
 
 
