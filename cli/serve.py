@@ -43,16 +43,11 @@ def _show_default(setting: Setting) -> str:
         return ""
     if setting.kind == "flag":
         return f"  [default: {'yes' if setting.default else 'no'}]"
-    if setting.unit == "bytes":
-        return f"  [default: {_in_units(setting.default)}]"
+    unit, size = (name for name in UNITS if setting.unit == "bytes" and setting.default % UNITS[name] == 0), 0
+    if larger := next(unit, None):  # as people write bytes, where that is exact
+        return f"  [default: {setting.default // UNITS[larger]}{larger}]"
     number = f"{setting.default:g}" if setting.kind == "number" else str(setting.default)
     return f"  [default: {number}{' ' * bool(setting.unit)}{setting.unit}]"
-
-
-def _in_units(size: int) -> str:
-    """Bytes as people write them, if that is exact."""
-    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size and size % UNITS[unit] == 0), "")
-    return f"{size // UNITS[unit]}{unit}" if unit else f"{size} bytes"
 
 
 def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:
