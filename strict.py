@@ -45,12 +45,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """All of a regular file of at most ``most`` bytes.
-
-    Raises:
-        OSError: there is none, or it cannot be read.
-        ValueError: it is larger, or something else than a regular file.
-    """
+    """All of a regular file of at most ``most`` bytes. Raises OSError: there is none, or it cannot be read; ValueError:
+    it is larger, or something else than a regular file."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -73,10 +69,7 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
 
 def parse_json(content: bytes) -> Any:
     """The value that JSON in UTF-8 describes, at most 64 levels deep, with integers of at most 40 digits.
-
-    Raises:
-        ValueError: it is no JSON, or beyond a bound.
-    """
+    Raises ValueError: it is no JSON, or beyond a bound."""
     too_deep = f"it nests more than {DEEPEST_JSON} levels deep"
     try:
         value = json.loads(content.decode("utf-8"), parse_int=_integer)

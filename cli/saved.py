@@ -56,10 +56,7 @@ def _is_message(item: Any) -> bool:
 
 def write_messages(path: Path, model: str, messages: list[Message]) -> None:
     """Save a conversation with ``model``, whole or not at all, readable by its owner only; a link stays a link.
-
-    Raises:
-        UsageError: it cannot be written, or something else than a saved conversation is there.
-    """
+    Raises UsageError: it cannot be written, or something else than a saved conversation is there."""
     path = path.resolve() if path.is_symlink() else path
     if os.path.lexists(path):
         try:

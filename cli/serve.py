@@ -18,7 +18,7 @@ def amount(text: str) -> int:
     return 0 if text == "0" else size(text)
 
 
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 TYPES: dict[str, Any] = {"integer": int, "number": float, "text": str, "path": click.Path(path_type=Path), "list": str}
 
 
@@ -43,9 +43,9 @@ def _show_default(setting: Setting) -> str:
         return ""
     if setting.kind == "flag":
         return f"  [default: {'yes' if setting.default else 'no'}]"
-    unit, size = (name for name in UNITS if setting.unit == "bytes" and setting.default % UNITS[name] == 0), 0
-    if larger := next(unit, None):  # as people write bytes, where that is exact
-        return f"  [default: {setting.default // UNITS[larger]}{larger}]"
+    exact = [unit for unit in UNITS if setting.unit == "bytes" and setting.default % UNITS[unit] == 0]
+    if exact:  # as people write bytes
+        return f"  [default: {setting.default // UNITS[exact[0]]}{exact[0]}]"
     number = f"{setting.default:g}" if setting.kind == "number" else str(setting.default)
     return f"  [default: {number}{' ' * bool(setting.unit)}{setting.unit}]"
 

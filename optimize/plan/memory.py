@@ -83,8 +83,6 @@ def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, comput
     """Bytes of a linear's weights as they are stored or held.
 
     Args:
-        linear: of the inventory.
-        config: its storage.
         copies: of the scales of blocks, :data:`BLOCK_COPIES` in the engine for CPUs.
         compute: bytes of an activation's value and of a scale on a GPU; 0 for CPUs, whose engine pads blocks, and makes
             float32 of float16.

@@ -55,11 +55,9 @@ def build_engine(
     """Build an engine with one profile for each of ``profiles`` and write it, or write nothing.
 
     Args:
-        spec: how to build, with which library.
         graph: lowered ONNX file; its weights lie beside it.
         output: the engine's file; its folder must be there.
         profiles: sizes of the graph's named dimensions.
-        progress: called with how far the build is.
     """
     progress(PARSING)
     model = read_graph(graph, spec.config.buckets[-1])

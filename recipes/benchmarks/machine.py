@@ -51,9 +51,7 @@ def publish(path: Path | None, other_cpus: float | None, tables: Sequence[str], 
     """Print the tables and the machine, and write the JSON file where one is asked for.
 
     Args:
-        path: the file.
         other_cpus: CPUs that something else kept busy; None where nobody knows.
-        tables: what is printed.
         found: what the file holds beside machine, date and command.
     """
     origin = provenance()
@@ -82,10 +80,7 @@ class Disturbance:
     """Mean number of CPUs that were busy with something else while this process, or its children, ran.
 
     A run is disturbed when this is not close to zero; what the hypervisor took away counts too. Linux only, elsewhere
-    :meth:`cpus` is None.
-
-    Args:
-        processes: ids of children that run all the time; others count when they have ended.
+    :meth:`cpus` is None. ``processes``: ids of children that run all the time; others count when they have ended.
     """
 
     def __init__(self, processes: Sequence[int] = ()) -> None:

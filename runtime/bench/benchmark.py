@@ -63,11 +63,7 @@ def benchmark(
     bundle: str | Path, *, prompt_length: int = 128, new_tokens: int = 64, repeats: int = 3, threads: int | None = None
 ) -> BenchmarkReport:
     """Load the bundle and time the engine's greedy answers to prompts of arbitrary tokens, one after the other.
-
-    Raises:
-        UsageError: a length is out of range.
-        BundleError, ResourceError: the bundle cannot be loaded.
-    """
+    Raises UsageError: a length is out of range; BundleError, ResourceError: the bundle cannot be loaded."""
     folder = Path(bundle)
     context = read_bundle(folder).limits.max_context
     if prompt_length < 1 or new_tokens < 2 or repeats < 1 or prompt_length + new_tokens > context:

@@ -21,10 +21,7 @@ def check_peak(peak: float) -> None:
 
 def weigh(logits: Logits) -> Logits:
     """Probabilities of ``logits`` [V] as multiples of the largest one, a new array.
-
-    Raises:
-        RequestError: the logits hold NaN or +inf, or nothing but -inf.
-    """
+    Raises RequestError: the logits hold NaN or +inf, or nothing but -inf."""
     peak = logits.max()
     check_peak(float(peak))
     with np.errstate(over="ignore", under="ignore"):  # logits at both ends of float32 are infinitely far apart

@@ -21,8 +21,6 @@ class TokenLogprobs:
     """Log-probabilities, in nats and before any processor, where one token was chosen.
 
     Args:
-        token: the token chosen.
-        logprob: of that token.
         top: the most probable tokens, most probable first, with their log-probabilities; equally probable ones come in
             the order of their ids, and impossible ones not at all.
     """
@@ -34,10 +32,7 @@ class TokenLogprobs:
 
 def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
     """Log-probability of ``token``, and the ``top`` most probable tokens, under logits [V].
-
-    Raises:
-        RequestError: the logits hold NaN or +inf, or nothing but -inf.
-    """
+    Raises RequestError: the logits hold NaN or +inf, or nothing but -inf."""
     total = float(logits.max()) + math.log(float(weigh(logits).sum()))  # in pairs, so close to the exact sum
     most = most_probable(logits, top).tolist() if top else []
     return TokenLogprobs(

@@ -83,10 +83,7 @@ class Setting:
 @dataclass(frozen=True)
 class ServerConfig:
     """All settings of the service. Left out ones have the defaults that ``settings()`` lists.
-
-    Raises:
-        UsageError: a value is of another type, out of its range or contradicts another one.
-    """
+    Raises UsageError: a value is of another type, out of its range or contradicts another one."""
 
     models: Mapping[str, Path] = _setting(MODELS, {}, "Names that clients use, each with the folder of its bundle.")
     warm: tuple[str, ...] = _setting(

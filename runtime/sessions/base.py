@@ -82,10 +82,7 @@ class Session(ABC):
 
     def open_adapters(self) -> None:
         """Get ready for calls with adapters, unless it is. Any thread may call this while others run.
-
-        Raises:
-            BundleError: the engine has no such calls.
-        """
+        Raises BundleError: the engine has no such calls."""
         raise BundleError("this engine runs no adapters beside a model; merge the adapter at export instead")
 
     @abstractmethod

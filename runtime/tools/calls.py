@@ -90,10 +90,7 @@ class Tool:
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     """The tools of a request, in OpenAI's form: ``{"type": "function", "function": {"name", "parameters", ...}}``.
-
-    Raises:
-        UsageError: another form, a name twice, or more than :data:`MOST_TOOLS`.
-    """
+    Raises UsageError: another form, a name twice, or more than :data:`MOST_TOOLS`."""
     if tools is None:
         return ()
     if not isinstance(tools, list | tuple):
@@ -129,10 +126,7 @@ def _tool(tool: Any, where: str) -> Tool:
 
 def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
     """The tools that ``tool_choice`` allows to call.
-
-    Raises:
-        UsageError: it is neither one of :data:`CHOICES` nor a tool's name, or wants tools and there are none.
-    """
+    Raises UsageError: it is neither one of :data:`CHOICES` nor a tool's name, or wants tools and there are none."""
     if not isinstance(choice, str):
         raise UsageError(f"tool_choice is {format_value(choice)}, expected {', '.join(CHOICES)} or a tool's name")
     if choice == "none" or (choice == "auto" and not tools):

@@ -35,10 +35,7 @@ class CallFormat(Protocol):
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
         """The rule ``calls``, of what follows the opening mark, and those that it needs.
-
-        Raises:
-            GrammarError: the format cannot hold to the schema of a tool.
-        """
+        Raises GrammarError: the format cannot hold to the schema of a tool."""
 
     def bare_grammar(self) -> str:
         """A regular expression for the beginning of a call without an opening mark; no other answer begins so."""
@@ -119,11 +116,7 @@ def format_of(template: str) -> str | None:
 
 
 def writer(name: str | None) -> Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str] | None:
-    """The writer of calls in the format of that name; None for none.
-
-    Raises:
-        UsageError: there is no such format.
-    """
+    """The writer of calls in the format of that name; None for none. Raises UsageError: there is no such format."""
     return None if name is None else format_named(name).write
 
 

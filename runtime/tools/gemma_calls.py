@@ -45,10 +45,7 @@ class GemmaCalls(MarkedCalls):
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
         """The rule ``calls``, of what follows the opening mark, and those that it needs.
-
-        Raises:
-            GrammarError: a schema has more than types, properties, items and choices.
-        """
+        Raises GrammarError: a schema has more than types, properties, items and choices."""
         rules = _Rules(spell(self.quote))
         calls = [
             f"call_{i}: {literal(f'call:{tool.name}')} {rules.value(without_annotations(tool.schema), tool.name)}"
@@ -87,11 +84,7 @@ class GemmaCalls(MarkedCalls):
 
 
 class _Rules:
-    """Rules of values, written one by one.
-
-    Args:
-        quote: the terminal before and after a text.
-    """
+    """Rules of values, written one by one."""
 
     def __init__(self, quote: str) -> None:
         self.written: list[str] = []

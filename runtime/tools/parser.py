@@ -28,7 +28,6 @@ class ChatParser:
 
     Args:
         calls: the format of calls; None reads none.
-        tools: those that may be called, by name.
         marks: what encloses reasoning; None reads none.
         thinking: True if the prompt has opened the reasoning already.
         new_id: gives the id of a call, by its index.

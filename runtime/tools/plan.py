@@ -65,10 +65,7 @@ class ChatPlan:
 
     def make_sampling(self, tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of the request: those ``given``, and what the plan adds to them.
-
-        Raises:
-            UsageError: they contradict one another.
-        """
+        Raises UsageError: they contradict one another."""
         arguments = dict(given)
         if self.calls is not None:
             if given.get("detokenize") is False:
@@ -86,10 +83,7 @@ class ChatPlan:
 
     def _form(self, given: Mapping[str, Any]) -> Any:
         """The schema of an answer without calls; None for any text.
-
-        Raises:
-            UsageError: the request asks for a form that does not go with calls.
-        """
+        Raises UsageError: the request asks for a form that does not go with calls."""
         name = next((name for name in GUIDES if given.get(name) is not None), None)
         if name is None:
             return None

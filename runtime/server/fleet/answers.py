@@ -94,11 +94,7 @@ class Answer:
 
 
 def make_failure(scope: Scope, error: ApiError, number: int) -> bytes:
-    """The event that ends a stream with an error, in the dialect of the route.
-
-    Args:
-        number: events before it.
-    """
+    """The event that ends a stream with an error, in the dialect of the route. ``number``: events before it."""
     if scope["path"].startswith("/v1/messages"):
         return event(error.anthropic_body(scope.get("state", {}).get("request_id")), "error")
     if scope["path"].startswith("/v1/responses"):

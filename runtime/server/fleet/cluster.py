@@ -119,12 +119,7 @@ def _absolute(config: ServerConfig) -> ServerConfig:
 
 @serve.ingress()
 class Front:
-    """A front behind Ray's HTTP proxy.
-
-    Args:
-        config: the server's settings.
-        replicas: of :func:`replicas_of`.
-    """
+    """A front behind Ray's HTTP proxy."""
 
     def __init__(self, config: ServerConfig, replicas: "DeploymentHandle[Any]") -> None:
         self._config = config

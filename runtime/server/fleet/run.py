@@ -65,11 +65,7 @@ def connect_ray(address: str | None) -> Iterator[None]:
 
 
 class Fleet:
-    """The replicas, deployed by :meth:`warm`, as the front and the server see them.
-
-    Args:
-        config: the server's settings.
-    """
+    """The replicas, deployed by :meth:`warm`, as the front and the server see them."""
 
     lost: GpuError | None = None  # a replica that loses its GPU is replaced
 
@@ -80,10 +76,7 @@ class Fleet:
 
     async def warm(self, *names: str) -> None:
         """Deploy, and wait until as many replicas are there as always shall be.
-
-        Raises:
-            ResourceError: they cannot be started.
-        """
+        Raises ResourceError: they cannot be started."""
         event(log, "starting replicas, which load the models")
         handle = await asyncio.to_thread(self._deploy)
         told = asyncio.get_running_loop().time()

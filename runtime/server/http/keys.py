@@ -71,10 +71,7 @@ class Keyring:
 
     def reload(self) -> None:
         """Take what the file says now; where it cannot be read, the keys stay as they are.
-
-        Raises:
-            UsageError: as :func:`read_keys`.
-        """
+        Raises UsageError: as :func:`read_keys`."""
         self._keys = read_keys(self._path)
 
     @property

@@ -21,11 +21,7 @@ class DeviceSession(Session):
 
     An engine's session loads its model within :meth:`_free_on_error`, where it calls :meth:`_begin` before it takes
     memory, and :meth:`_make_cache`; it runs calls within :meth:`_guard_context`, and leaves logits in ``_logits``.
-
-    Args:
-        folder: the bundle.
-        manifest: of the bundle.
-        driver: the GPU. It is closed with the session.
+    ``driver``: the GPU. It is closed with the session.
     """
 
     cache: DeviceCache
@@ -122,13 +118,7 @@ class DeviceSession(Session):
 
 def check_memory(folder: Path, driver: Driver, memory: DeviceMemory, positions: int) -> int:
     """Bytes that a session may take in all; refuses to load what cannot fit with one row of the cache.
-
-    Args:
-        folder: the bundle, for the message.
-        driver: of the GPU.
-        memory: what the bundle takes there.
-        positions: that the cache has at least.
-    """
+    ``positions``: that the cache has at least."""
     free = free_memory(driver) + memory.context  # which is taken by now
     needed = memory.total(positions)
     if needed <= free:

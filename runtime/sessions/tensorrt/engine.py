@@ -29,12 +29,7 @@ def require_config(folder: Path, manifest: Manifest) -> EngineConfig:
 
 
 def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, library: Any, device: DeviceInfo) -> None:
-    """Refuse, before it is loaded, an engine that was built for something else than this.
-
-    Args:
-        library: of the engine, as it is here.
-        device: the GPU here.
-    """
+    """Refuse, before it is loaded, an engine that was built for something else than this."""
     installed, found = library_version(library), f"{device.name} has {device.compute_capability}"
     if not lists_gpu(library, device.compute_capability):
         raise GpuError(
@@ -63,17 +58,7 @@ def _remedy(folder: Path) -> str:
 
 
 class Engine:
-    """A loaded engine.
-
-    Args:
-        library: tensorrt, tensorrt_rtx, or what behaves alike.
-        file: the serialized engine.
-        folder: of the bundle, for messages.
-
-    Raises:
-        BundleError: the library refuses the engine.
-        GpuError: the library cannot start.
-    """
+    """A loaded engine. Raises BundleError: the library refuses the engine; GpuError: the library cannot start."""
 
     def __init__(self, library: Any, file: Path, folder: Path) -> None:
         self.library = library
@@ -118,10 +103,7 @@ class Engine:
 
     def check_aliases(self, presents: list[str]) -> None:
         """Ask the engine if it updates its cache in place; that is not assumed.
-
-        Raises:
-            BundleError: some tensor is not, or in another's place.
-        """
+        Raises BundleError: some tensor is not, or in another's place."""
         for name in presents:
             source = self.native.get_aliased_input_tensor(name) or ""
             if source != name.replace("present", "past_key_values", 1):
@@ -188,11 +170,7 @@ class Context:
                 raise RequestError(f"{name} of shape {list(shape)} is not in the engine's profile ({said})")
 
     def run(self, stream: int) -> None:
-        """Queue a run.
-
-        Raises:
-            GpuError: the engine refuses, with what the library logged.
-        """
+        """Queue a run. Raises GpuError: the engine refuses, with what the library logged."""
         self._ask("running the engine", self._native.execute_async_v3, stream)
         self._ran = True
 
@@ -217,11 +195,7 @@ def last_error(messages: list[Any]) -> str:
 
 @contextmanager
 def map_file(file: Path) -> Iterator[Any]:
-    """A file's bytes without a copy of them in memory.
-
-    Raises:
-        BundleError: it cannot be read, or is empty.
-    """
+    """A file's bytes without a copy of them in memory. Raises BundleError: it cannot be read, or is empty."""
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
             yield content

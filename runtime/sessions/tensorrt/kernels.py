@@ -34,11 +34,8 @@ def kernels_file(*what: str) -> Path:
 class Kernels:
     """Kernels that were compiled for an engine, from earlier runs and this one.
 
-    The library checks what it is given, and refuses what is not for this version, driver and GPU.
-
-    Args:
-        engine: the library's own.
-        file: where they are kept; it need not exist.
+    The library checks what it is given, and refuses what is not for this version, driver and GPU. ``file``: where they
+    are kept; it need not exist.
     """
 
     def __init__(self, library: Any, engine: Any, file: Path) -> None:

@@ -30,8 +30,6 @@ class TensorRTSession(DeviceSession):
     """A :class:`llmc.runtime.sessions.base.Session` on an engine of TensorRT's kind.
 
     Args:
-        folder: the bundle.
-        manifest: of the bundle.
         threads: of no use here.
         device: the number of the GPU among those that are visible.
         driver: of the GPU; default: opened, and closed with the session.
@@ -160,10 +158,7 @@ class TensorRTSession(DeviceSession):
 
     def full_logits(self) -> NDArray[np.float32]:
         """All logits of the last call, float32 [B, O, vocab], also of one that asked for candidates.
-
-        Raises:
-            GpuError: the GPU failed.
-        """
+        Raises GpuError: the GPU failed."""
         with self._guard_context("copying logits"):
             if self._left is not None:
                 self._left.download_logits(self._stream)

@@ -60,13 +60,7 @@ class Pair:
 
 class Step:
     """A call with its addresses, and its arrays in pinned memory.
-
-    Args:
-        call: what is called.
-        takes: blocks of inputs and of outputs.
-        places: where the inputs and outputs lie in their blocks.
-        fixed: shapes and addresses of all other tensors: the cache, and which of its positions are attended to.
-    """
+    ``fixed``: shapes and addresses of all other tensors: the cache, and which of its positions are attended to."""
 
     def __init__(
         self,
@@ -153,11 +147,7 @@ class Steps:
 
     def run(self, step: Step) -> None:
         """Run a step and wait for it. Its inputs are in its arrays, and then so are its outputs.
-
-        Raises:
-            RequestError: its shapes are not in the engine's profile.
-            GpuError: the engine or the GPU fails.
-        """
+        Raises RequestError: its shapes are not in the engine's profile; GpuError: the engine or the GPU fails."""
         self._driver.activate()
         if not step.graph and step.own is None and self._may_record(step):
             if self._recorder is not None:
