@@ -89,8 +89,6 @@ def resolve_engine(
         buckets=buckets,
         decode=Profile(limits.max_batch, 1, 1),
         prefill=Profile(1, limits.prefill_chunk, min(limits.prefill_chunk, PREFILL_OUTPUTS)),
-        select="",
-        candidates=0,
         platform=platform_name(),
         compute_capabilities=wanted,
         verified="no",

@@ -48,13 +48,6 @@ def make_plan(onnx_path: Path, decode: Profile, prefill: Profile, buckets: tuple
     return json.dumps(content).encode()
 
 
-def make_select_plan(onnx_path: Path, rows: int, vocab: int) -> bytes:
-    """An engine that finds the largest logits of up to ``rows`` rows."""
-    ranges = {"logits": [[1, vocab], [rows, vocab], [rows, vocab]]}
-    content = {"magic": MAGIC, "onnx": str(onnx_path), "profiles": [ranges], "aliases": {}}
-    return json.dumps(content).encode()
-
-
 def interface(onnx_path: Path) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
     """Names and shapes of a graph's inputs and outputs."""
     session = open_graph(onnx_path)

@@ -74,8 +74,8 @@ class DeviceSession(Session):
         self._close_later(block.close)
         return block
 
-    def _outputs_of(self, rows: int, outputs: int, candidates: int = 0) -> dict[str, Part]:
-        return outputs_of(rows, outputs, self._geometry.vocab_size, candidates)
+    def _outputs_of(self, rows: int, outputs: int) -> dict[str, Part]:
+        return outputs_of(rows, outputs, self._geometry.vocab_size)
 
     def _close_later(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` when the session closes, the last one first; on a lost GPU nothing can be freed."""

@@ -97,10 +97,6 @@ class Engine:
         each = [self.native.get_device_memory_size_for_profile_v2(i) for i in profiles]
         return int(max(self.native.device_memory_size_v2, *each))
 
-    def largest(self, name: str, profile: int) -> Shape:
-        """The largest shape of an input in a profile."""
-        return tuple(self.native.get_tensor_profile_shape(name, profile)[2])
-
     def check_aliases(self, presents: list[str]) -> None:
         """Ask the engine if it updates its cache in place; that is not assumed.
         Raises BundleError: some tensor is not, or in another's place."""

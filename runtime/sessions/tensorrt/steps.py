@@ -33,7 +33,6 @@ class Call:
         rows, sequence, outputs: B, S, O.
         first_row: of the cache.
         attended: cache positions that attention looks at.
-        candidates: how many logits are selected on the device, 0 if all are wanted.
     """
 
     profile: int
@@ -42,20 +41,6 @@ class Call:
     outputs: int
     first_row: int
     attended: int
-    candidates: int
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The contexts that a step runs in: of the decoder, and of the engine that finds the largest logits, if any."""
-
-    decoder: Context
-    select: Context | None
-
-    def close(self) -> None:
-        self.decoder.close()
-        if self.select is not None:
-            self.select.close()
 
 
 class Step:
@@ -71,34 +56,24 @@ class Step:
     ) -> None:
         self.call = call
         self.graph = 0
-        self.own: Pair | None = None  # of a library that records by itself
+        self.own: Context | None = None  # of a library that records by itself
         self._blocks = blocks
         (taken, given), (inputs, outputs) = blocks, places
-        self._upload = size_of(inputs)
-        self._logits = outputs["logits"]
-        self._download = self._logits.offset if call.candidates else self._logits.end
+        self._upload, self._download = size_of(inputs), size_of(outputs)
         self.shapes = {**{name: part.shape for name, part in inputs.items()}, **fixed[0]}
         self.addresses = {
             **fixed[1],
             **{name: taken.device + part.offset for name, part in inputs.items()},
             "logits": given.device + outputs["logits"].offset,
         }
-        self.select_shapes = {"logits": (call.rows * call.outputs, self._logits.shape[2])}
-        selected = ("logits", "values", "indices") if call.candidates else ()
-        self.select_addresses = {name: given.device + outputs[name].offset for name in selected}
         self.inputs = {name: taken.array(part) for name, part in inputs.items()}
-        self.outputs = {name: given.array(part) for name, part in outputs.items()}
+        self.logits = given.array(outputs["logits"])
 
     def upload(self, stream: int) -> None:
         self._blocks[0].upload(self._upload, stream)
 
     def download(self, stream: int) -> None:
-        """Queue the copy of what the caller wants."""
         self._blocks[1].download(0, self._download, stream)
-
-    def download_logits(self, stream: int) -> None:
-        """Queue the copy of the logits that :meth:`download` left."""
-        self._blocks[1].download(self._logits.offset, self._logits.end, stream)
 
 
 class Steps:
@@ -110,7 +85,7 @@ class Steps:
     """
 
     def __init__(
-        self, driver: Driver, stream: int, contexts: Sequence[Pair], recorder: Callable[[int], Pair] | None = None
+        self, driver: Driver, stream: int, contexts: Sequence[Context], recorder: Callable[[int], Context] | None = None
     ) -> None:
         self._driver = driver
         self._stream = stream
@@ -156,50 +131,40 @@ class Steps:
                 step.graph = self._record(step)
         if step.graph:
             if self._last.get(step.call.profile) is not step:  # what was recorded is its context's, as it was set then
-                self._prepare(step, self._share_context(step))
+                self._prepare(step, self._contexts[step.call.profile])
             self._driver.launch(step.graph, self._stream)
         else:
             self._queue(step)
         self._driver.synchronize(self._stream)
 
-    def _share_context(self, step: Step) -> Pair:
-        return self._contexts[step.call.profile]
-
     def _queue(self, step: Step) -> None:
-        contexts = step.own or self._share_context(step)
-        self._prepare(step, contexts)
+        context = step.own or self._contexts[step.call.profile]
+        self._prepare(step, context)
         step.upload(self._stream)
-        contexts.decoder.run(self._stream)
-        if step.call.candidates and contexts.select is not None:
-            contexts.select.run(self._stream)
+        context.run(self._stream)
         step.download(self._stream)
 
-    def _prepare(self, step: Step, contexts: Pair) -> None:
+    def _prepare(self, step: Step, context: Context) -> None:
         self._last.pop(step.call.profile, None)  # until all are set, they are nobody's
-        contexts.decoder.prepare(step.shapes, step.addresses)
-        if step.call.candidates and contexts.select is not None:
-            contexts.select.prepare(step.select_shapes, step.select_addresses)
-            self._last = {}  # the context that selects is shared by all profiles
-        if contexts is not step.own:
+        context.prepare(step.shapes, step.addresses)
+        if context is not step.own:
             self._last[step.call.profile] = step
 
     def _may_record(self, step: Step) -> bool:
         """True of a short step whose very shapes have just been run: the library sets up a run only once."""
-        call, contexts = step.call, self._share_context(step)
-        if not self.records or call.sequence > RECORDED_TOKENS or not contexts.decoder.has_run(step.shapes):
+        call, context = step.call, self._contexts[step.call.profile]
+        if not self.records or call.sequence > RECORDED_TOKENS or not context.has_run(step.shapes):
             return False
         if self._recorder is not None:
             return call.profile == DECODE
-        if call.candidates and contexts.select is not None and not contexts.select.has_run(step.select_shapes):
-            return False
-        if contexts.decoder.can_be_recorded(self._stream):
+        if context.can_be_recorded(self._stream):
             return True
         log.info("steps are not recorded as CUDA graphs: the engine cannot be recorded")
         self.records = False
         return False
 
-    def _give_own(self, step: Step, recorder: Callable[[int], Pair]) -> None:
-        """Contexts of its own for a step, if the library makes them; the one whose were unused for longest loses its,
+    def _give_own(self, step: Step, recorder: Callable[[int], Context]) -> None:
+        """A context of its own for a step, if the library makes one; the step whose was unused for longest loses its,
         if there are too many."""
         owners = [kept for kept in self._kept.values() if kept.own is not None]
         if len(owners) >= KEPT_CONTEXTS:

@@ -48,7 +48,7 @@ def test_a_call_that_comes_again_gets_a_context_that_records_it_and_nothing_else
     assert np.array_equal(used(setup), want), "the first steps ran with the kernels of the later ones"
     own, shared = CudaGraphStrategy.WHOLE_GRAPH_CAPTURE, CudaGraphStrategy.DISABLED
     strategies = [context.config.cuda_graph_strategy for context in setup.library.contexts]
-    assert strategies == [shared, shared, shared, own, own]  # decode, prefill, selection; decode, selection
+    assert strategies == [shared, shared, own]  # decode, prefill; decode
     assert len({context.memory for context in setup.library.contexts}) == 1
     assert setup.driver.calls["begin_capture"] == 0
 
@@ -57,7 +57,7 @@ def test_kernels_of_a_step_are_waited_for_and_those_of_a_prompt_are_not(bundle: 
     setup = compiling(bundle())
     used(setup)
     when = [c.config.dynamic_shapes_kernel_specialization_strategy for c in setup.library.contexts]
-    assert when == [KernelStrategy.EAGER, KernelStrategy.LAZY, *[KernelStrategy.EAGER] * 3]
+    assert when == [KernelStrategy.EAGER, KernelStrategy.LAZY, KernelStrategy.EAGER]
 
 
 def test_without_room_for_another_context_steps_share_theirs(
@@ -67,7 +67,7 @@ def test_without_room_for_another_context_steps_share_theirs(
     monkeypatch.setattr(
         Engine,
         "create_execution_context",
-        lambda engine, settings: make(engine, settings) if len(engine.library.contexts) < 3 else None,
+        lambda engine, settings: make(engine, settings) if len(engine.library.contexts) < 2 else None,
     )
     setup = compiling(bundle())
     assert np.array_equal(used(setup), used(bundle()))
@@ -88,7 +88,7 @@ def test_a_gpu_that_the_library_does_not_list_is_refused_before_the_engine_is_re
 
 
 def test_kernels_are_kept_from_run_to_run(bundle: Callable[..., Any], kept: Path):
-    setup = bundle(select=False)
+    setup = bundle()
     first, second = compiling(setup), compiling(setup)
     used(first)
     assert len(first.library.compile_grammar) == 1
