@@ -115,7 +115,13 @@ def _config(work: _Work, monitor: Monitor) -> Any:
         _set_gpus(config, library, asked.compute_capabilities)
     config.progress_monitor = monitor.native(library)
     for ranges in work.profiles:
-        _add_profile(work, config, ranges)
+        profile = work.builder.create_optimization_profile()
+        present = {tensor.name for tensor in work.network.inputs()}
+        for name, (least, best, most) in profile_shapes(work.network.graph, ranges).items():
+            if name in present:
+                profile.set_shape(name, least, best, most)
+        if config.add_optimization_profile(profile) < 0:
+            raise BuildError(f"the builder refuses the profile {dict(ranges)}")
     return config
 
 
@@ -136,13 +142,3 @@ def _member(library: Any, enumeration: str, name: str) -> Any:
             f"{library.__name__} {library_version(library)} does not build for {name}; {enumeration} has {known}"
         )
     return getattr(members, name)
-
-
-def _add_profile(work: _Work, config: Any, ranges: Ranges) -> None:
-    profile = work.builder.create_optimization_profile()
-    present = {tensor.name for tensor in work.network.inputs()}
-    for name, (least, best, most) in profile_shapes(work.network.graph, ranges).items():
-        if name in present:
-            profile.set_shape(name, least, best, most)
-    if config.add_optimization_profile(profile) < 0:
-        raise BuildError(f"the builder refuses the profile {dict(ranges)}")

@@ -349,7 +349,10 @@ def _check(setting: Setting, value: Any) -> Any:
     taken = _TAKEN[setting.kind](value)
     low, high = setting.low, setting.high
     if setting.kind == "models" and isinstance(value, Mapping):
-        _check_names(value)
+        for name in value:
+            if type(name) is not str or not _MODEL.fullmatch(name):
+                said = f"models has the name {format_value(name)}, expected letters, digits and . _ : / + @ -"
+                raise UsageError(f"{said}, a letter or digit first; give it another name")
     wrong = taken is None or (setting.choices and value not in setting.choices)
     if wrong or (low is not None and taken < low) or (high is not None and not taken <= high):
         raise UsageError(f"{setting.name} is {format_value(value)}, expected {describe_values(setting)}")
@@ -368,14 +371,6 @@ def describe_values(setting: Setting) -> str:
 
 def _plain(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
-
-
-def _check_names(models: Mapping[Any, Any]) -> None:
-    """Refuse a name that no client could ask for."""
-    for name in models:
-        if type(name) is not str or not _MODEL.fullmatch(name):
-            said = f"models has the name {format_value(name)}, expected letters, digits and . _ : / + @ -"
-            raise UsageError(f"{said}, a letter or digit first; give it another name")
 
 
 def _path(value: Any) -> Path | None:

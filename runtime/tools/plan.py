@@ -159,18 +159,14 @@ def plan_chat(
         marks = None
     required = tool_choice not in ("auto", "none")
     if goes_on:
-        _refuse_beside_a_beginning(required, reasoning_budget)
+        if required or reasoning_budget is not None:
+            asked = "tool_choice wants a call" if required else "reasoning_budget is given"
+            raise UsageError(
+                f"{asked}, but the answer has begun (continue_final_message), and that would come before it; "
+                "leave one out"
+            )
         marks = None
     return ChatPlan(calls, callable_tools, required, parallel, marks, opens_reasoning(prompt, marks), reasoning_budget)
-
-
-def _refuse_beside_a_beginning(required: bool, reasoning_budget: int | None) -> None:
-    """Refuse what would have to stand before the beginning that an answer has already."""
-    if required or reasoning_budget is not None:
-        asked = "tool_choice wants a call" if required else "reasoning_budget is given"
-        raise UsageError(
-            f"{asked}, but the answer has begun (continue_final_message), and that would come before it; leave one out"
-        )
 
 
 def _calls(template: str, name: str | None) -> CallFormat:

@@ -47,7 +47,7 @@ class Answer:
         """Send a message, or hold it until it is sure that this replica answers."""
         if message["type"] == "http.response.start":
             self._begin(message)
-        elif self._streams and _is_heartbeat(message["body"]):
+        elif self._streams and message["body"] in (HEARTBEAT, PING):
             await self._release_start()
             await self._send(message)
         elif self._streams and _is_opening(message):
@@ -107,10 +107,6 @@ def _name_event(path: str, body: bytes) -> bytes:
     """The body of a refusal as an event."""
     head = b"event: error\n" if path.startswith(("/v1/messages", "/v1/responses")) else b""
     return head + b"data: " + body + b"\n\n"
-
-
-def _is_heartbeat(piece: bytes) -> bool:
-    return piece in (HEARTBEAT, PING)
 
 
 def _is_opening(message: Message) -> bool:

@@ -13,7 +13,6 @@ from ray import serve
 from starlette.types import Message
 
 from llmc.errors import EngineClosedError, GpuError, LlmcError, UsageError
-from llmc.runtime import Model
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import BILL
@@ -86,14 +85,11 @@ class Replica:
             raise pool.lost
         for name, model in pool.models().items():
             if not model.manifest.geometry.encoder:
-                await self._check_engine(pool, name, model)
-
-    async def _check_engine(self, pool: ModelPool, name: str, model: Model) -> None:
-        try:
-            await asyncio.to_thread(model.engine.call, lambda: None)  # its thread answers between two steps
-        except EngineClosedError:
-            if pool.models().get(name) is model:  # and was not swapped out meanwhile
-                raise
+                try:
+                    await asyncio.to_thread(model.engine.call, lambda: None)  # its thread answers between two steps
+                except EngineClosedError:
+                    if pool.models().get(name) is model:  # and was not swapped out meanwhile
+                        raise
 
     async def metrics(self) -> tuple[str, bytes]:
         """The replica's name, and its own text for Prometheus."""

@@ -152,18 +152,15 @@ class Context:
             if self._shapes.get(name) != shape:
                 self._ran = False
                 self._shapes.pop(name, None)
-                self._set_shape(name, shape)
+                with self._log.collect_messages() as messages:
+                    if not self._native.set_input_shape(name, shape):
+                        said = last_error(messages) or "no reason given"
+                        raise RequestError(f"{name} of shape {list(shape)} is not in the engine's profile ({said})")
                 self._shapes[name] = shape
         for name, address in addresses.items():
             if self._addresses.get(name) != address:
                 self._ask(f"setting the address of {name}", self._native.set_tensor_address, name, address)
                 self._addresses[name] = address
-
-    def _set_shape(self, name: str, shape: Shape) -> None:
-        with self._log.collect_messages() as messages:
-            if not self._native.set_input_shape(name, shape):
-                said = last_error(messages) or "no reason given"
-                raise RequestError(f"{name} of shape {list(shape)} is not in the engine's profile ({said})")
 
     def run(self, stream: int) -> None:
         """Queue a run. Raises GpuError: the engine refuses, with what the library logged."""
