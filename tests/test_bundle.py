@@ -170,7 +170,7 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
     with pytest.raises(
-        BundleError, match=r"schema version 12 of an older llmc \(0.1.0\), this one reads 13; make it again"
+        BundleError, match=r"schema version 13 of an older llmc \(0.1.0\), this one reads 14; make it again"
     ):
         bundle.read_bundle(folder)
 

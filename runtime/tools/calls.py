@@ -1,34 +1,21 @@
 """Tools as requests offer them, and the calls that a model makes of them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import UsageError, format_value
+from llmc.runtime.tools.source import Reading, Source
 
 # OpenAI's rule; templates write names between quotes, brackets or spaces.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MOST_TOOLS = 128
 CHOICES = ("auto", "none", "required")
 
-
-class MarkedCalls:
-    """The part that formats share whose calls always begin with one mark, ``begin``."""
-
-    begin: str
-    bare_starts: tuple[str, ...] = ()
-    frame: tuple[str, str] = ("", "")
-
-    @property
-    def begins(self) -> tuple[str, ...]:
-        return (self.begin,)
-
-    def bare_grammar(self) -> str:
-        return ""
-
-    def may_be_bare(self, text: str) -> bool:
-        return False
+Spell = Callable[[str], str]
+"""Makes a terminal of a mark: a special token where it is one, else its text."""
 
 
 @dataclass(frozen=True)
@@ -142,3 +129,50 @@ def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
         names = ", ".join([*CHOICES, *(tool.name for tool in tools)])
         raise UsageError(f"tool_choice is {format_value(choice)}, expected one of {names}")
     return named
+
+
+class CallFormat(ABC):
+    """A way in which models write calls; in most of them calls begin with one mark, ``begin``.
+
+    Attributes:
+        frame: texts with special tokens around an answer without calls.
+    """
+
+    begin: str
+    frame: tuple[str, str] = ("", "")
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """Texts that open a call, or several of them."""
+        return (self.begin,)
+
+    @property
+    def bare_starts(self) -> tuple[str, ...]:
+        """Texts with which a call begins that has no opening mark."""
+        return ()
+
+    @property
+    @abstractmethod
+    def marks(self) -> tuple[str, ...]:
+        """All texts that may be special tokens."""
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        """The rule ``calls``, of what follows the opening mark, and those that it needs.
+        Raises GrammarError: the format cannot hold to the schema of a tool."""
+
+    def bare_grammar(self) -> str:
+        """A regular expression for the beginning of a call without an opening mark; no other answer begins so."""
+        return ""
+
+    def may_be_bare(self, text: str) -> bool:
+        """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""
+        return False
+
+    @abstractmethod
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls, names with arguments, as a model is taught to write them."""
+
+    @abstractmethod
+    def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
+        """Read calls from one of ``begins`` on; False if none follows, and then nothing was handed on."""

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from llmc.runtime.tools.calls import Tool, ToolCallDelta
-from llmc.runtime.tools.formats import CallFormat
+from llmc.runtime.tools.calls import CallFormat, Tool, ToolCallDelta
 from llmc.runtime.tools.source import BLANKS, Arguments, Called, Content, Event, Reading, Source, Thought
 from llmc.runtime.tools.thinking import ThinkingMarks
 

@@ -9,8 +9,8 @@ from llmc.errors import UsageError
 from llmc.runtime.guided.json_schema import schema_text, without_rules, without_unenforceable
 from llmc.runtime.sampling.params import GUIDES
 from llmc.runtime.text.tokenizer import Tokenizer
-from llmc.runtime.tools.calls import Tool, choose_tools
-from llmc.runtime.tools.formats import FORMATS, CallFormat, format_named, format_of
+from llmc.runtime.tools.calls import CallFormat, Tool, choose_tools
+from llmc.runtime.tools.formats import FORMATS, format_named, format_of
 from llmc.runtime.tools.grammar import answer_grammar, bare_grammar, literal, spell_run, value_of
 from llmc.runtime.tools.parser import ChatParser
 from llmc.runtime.tools.thinking import Thinking, ThinkingMarks, check_budget, marks_of, opens_reasoning
