@@ -75,21 +75,19 @@ class Engine:
         self._kernels: Kernels | None = None
 
     @property
-    def records_itself(self) -> bool:
-        """True where its contexts record CUDA graphs by themselves."""
+    def compiles_kernels(self) -> bool:
+        """True where kernels are compiled while it runs."""
         return self._kernels is not None
 
     def keep_kernels(self, file: Path) -> None:
         """Use kernels that were compiled before, and keep those of this run when :meth:`close` is called."""
         self._kernels = Kernels(self.library, self.native, file)
 
-    def context_settings(self, *, repeats: bool, records: bool) -> Any:
+    def context_settings(self, repeats: bool) -> Any:
         """Settings of a context that works in memory which it is given; ``repeats`` tells that its calls have few
-        shapes, which come again, and ``records`` that it has a single call, which it may record."""
+        shapes, which come again."""
         strategy = self.library.ExecutionContextAllocationStrategy.USER_MANAGED
-        if self._kernels is None:
-            return strategy
-        return self._kernels.configure_context(strategy, repeats=repeats, records=records)
+        return strategy if self._kernels is None else self._kernels.configure_context(strategy, repeats)
 
     def memory(self) -> int:
         """Bytes that a context of any profile works in."""
@@ -118,20 +116,16 @@ class Engine:
 class Context:
     """An execution context for calls of one profile of an engine. Shapes and addresses stay as they were last set.
 
-    Args:
-        memory, size: device memory to work in, which contexts that never run at the same time may share.
-        records: it is for a single call, always with the same shapes and addresses, which the library may record.
+    ``memory``, ``size``: device memory to work in, which contexts that never run at the same time may share.
     """
 
-    def __init__(
-        self, engine: Engine, profile: int, stream: int, memory: int, size: int, *, records: bool = False
-    ) -> None:
+    def __init__(self, engine: Engine, profile: int, stream: int, memory: int, size: int) -> None:
         self._log = engine.log
         self._library = engine.library
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._ran = False
-        settings = engine.context_settings(repeats=profile == DECODE, records=records)
+        settings = engine.context_settings(repeats=profile == DECODE)
         self._native = self._ask("making a context", engine.native.create_execution_context, settings)
         self._ask("choosing a profile", self._native.set_optimization_profile_async, profile, stream)
         if size:

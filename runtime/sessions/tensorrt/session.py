@@ -5,7 +5,6 @@ A decode step writes a few integers into pinned memory, launches one recorded gr
 Not run on a GPU yet: tests run this session on doubles of CUDA and TensorRT that enforce their rules.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +62,14 @@ class TensorRTSession(DeviceSession):
     def _open(self, manifest: Manifest) -> None:
         check_machine(self._folder, manifest, self._config, self._library, self._driver.device)
         self._begin(round_up(self._config, 1))
-        engine = self._load_engine(manifest, self._config.file)
+        engine = self._load_engine(manifest)
         self._make_blocks()
         self._make_contexts(engine)
         engine.check_aliases([tensor.present for tensor in tensors_of(self._geometry.caches)])
         self._make_cache()
 
-    def _load_engine(self, manifest: Manifest, file: str) -> Engine:
+    def _load_engine(self, manifest: Manifest) -> Engine:
+        file = self._config.file
         path = self._folder / file
         engine = Engine(self._library, path, self._folder)
         self._close_later(engine.close)
@@ -95,14 +95,12 @@ class TensorRTSession(DeviceSession):
         memory = self._driver.alloc(size) if size else 0
         if memory:
             self._close_later(self._driver.free, memory)
-        context = partial(Context, engine, stream=self._stream, memory=memory, size=size)
-        shared = []
+        contexts = []
         for profile in (DECODE, PREFILL):
-            shared.append(context(profile))
-            self._close_later(shared[-1].close)
-        recorder = partial(context, records=True) if engine.records_itself else None
-        self.changes_kernels = engine.records_itself
-        self._steps = Steps(self._driver, self._stream, shared, recorder)
+            contexts.append(Context(engine, profile, self._stream, memory, size))
+            self._close_later(contexts[-1].close)
+        self.changes_kernels = engine.compiles_kernels
+        self._steps = Steps(self._driver, self._stream, contexts)
         self._close_later(self._steps.clear)
 
     def _bucket(self, positions: int) -> int:

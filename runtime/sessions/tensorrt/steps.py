@@ -6,20 +6,18 @@ included, can be recorded as a CUDA graph.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.errors import GpuError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.sessions.cuda.blocks import Block, Part, Shape, size_of
-from llmc.runtime.sessions.tensorrt.engine import DECODE, Context
+from llmc.runtime.sessions.tensorrt.engine import Context
 
 log = logging.getLogger(__name__)
 
 # Calls whose addresses are kept, with what was recorded of them: one for every number of rows and bucket.
 KEPT_STEPS = 64
-# Steps with contexts of their own, each of which takes the library's memory on the host.
-KEPT_CONTEXTS = 16
 # A longer call keeps the device busy for so long that queueing its kernels one by one costs nothing.
 RECORDED_TOKENS = 16
 
@@ -56,7 +54,6 @@ class Step:
     ) -> None:
         self.call = call
         self.graph = 0
-        self.own: Context | None = None  # of a library that records by itself
         self._blocks = blocks
         (taken, given), (inputs, outputs) = blocks, places
         self._upload, self._download = size_of(inputs), size_of(outputs)
@@ -78,20 +75,13 @@ class Step:
 
 class Steps:
     """Runs steps, and records those that come again: what was recorded is launched at once, kernels and copies.
+    ``contexts``: for each profile of the engine the one that its calls share."""
 
-    Args:
-        contexts: for each profile of the engine those that its calls share.
-        recorder: makes contexts that are a single call's, of a library that records by itself; None of any other.
-    """
-
-    def __init__(
-        self, driver: Driver, stream: int, contexts: Sequence[Context], recorder: Callable[[int], Context] | None = None
-    ) -> None:
+    def __init__(self, driver: Driver, stream: int, contexts: Sequence[Context]) -> None:
         self._driver = driver
         self._stream = stream
         self._contexts = contexts
-        self._recorder = recorder
-        self._last: dict[int, Step] = {}  # whose shapes and addresses the shared contexts of a profile have
+        self._last: dict[int, Step] = {}  # whose shapes and addresses the context of a profile has
         self._kept: OrderedDict[Call, Step] = OrderedDict()
         self.records = True
 
@@ -115,67 +105,38 @@ class Steps:
         graph, step.graph = step.graph, 0
         if graph:
             self._driver.destroy_graph(graph)
-        own, step.own = step.own, None
-        if own is not None:
-            own.close()
         self._last = {profile: last for profile, last in self._last.items() if last is not step}
 
     def run(self, step: Step) -> None:
         """Run a step and wait for it. Its inputs are in its arrays, and then so are its outputs.
         Raises RequestError: its shapes are not in the engine's profile; GpuError: the engine or the GPU fails."""
         self._driver.activate()
-        if not step.graph and step.own is None and self._may_record(step):
-            if self._recorder is not None:
-                self._give_own(step, self._recorder)
-            else:
-                step.graph = self._record(step)
+        if not step.graph and self._may_record(step):
+            step.graph = self._record(step)
         if step.graph:
             if self._last.get(step.call.profile) is not step:  # what was recorded is its context's, as it was set then
-                self._prepare(step, self._contexts[step.call.profile])
+                self._prepare(step)
             self._driver.launch(step.graph, self._stream)
         else:
             self._queue(step)
         self._driver.synchronize(self._stream)
 
     def _queue(self, step: Step) -> None:
-        context = step.own or self._contexts[step.call.profile]
-        self._prepare(step, context)
+        self._prepare(step)
         step.upload(self._stream)
-        context.run(self._stream)
+        self._contexts[step.call.profile].run(self._stream)
         step.download(self._stream)
 
-    def _prepare(self, step: Step, context: Context) -> None:
+    def _prepare(self, step: Step) -> None:
         self._last.pop(step.call.profile, None)  # until all are set, they are nobody's
-        context.prepare(step.shapes, step.addresses)
-        if context is not step.own:
-            self._last[step.call.profile] = step
+        self._contexts[step.call.profile].prepare(step.shapes, step.addresses)
+        self._last[step.call.profile] = step
 
     def _may_record(self, step: Step) -> bool:
         """True of a short step whose very shapes have just been run: the library sets up a run only once."""
         call, context = step.call, self._contexts[step.call.profile]
-        if not self.records or call.sequence > RECORDED_TOKENS or not context.has_run(step.shapes):
-            return False
-        if self._recorder is not None:
-            return call.profile == DECODE
-        if context.can_be_recorded(self._stream):
-            return True
-        log.info("steps are not recorded as CUDA graphs: the engine cannot be recorded")
-        self.records = False
-        return False
-
-    def _give_own(self, step: Step, recorder: Callable[[int], Context]) -> None:
-        """A context of its own for a step, if the library makes one; the step whose was unused for longest loses its,
-        if there are too many."""
-        owners = [kept for kept in self._kept.values() if kept.own is not None]
-        if len(owners) >= KEPT_CONTEXTS:
-            self._forget(owners[0])
-        try:
-            step.own = recorder(step.call.profile)
-        except GpuError as error:
-            if error.lost:
-                raise
-            log.warning("no more contexts of their own for steps (%s): every kernel is launched by itself", error)
-            self.records = False
+        may = self.records and call.sequence <= RECORDED_TOKENS and context.has_run(step.shapes)
+        return may and context.can_be_recorded(self._stream)
 
     def _record(self, step: Step) -> int:
         """The recorded step, or 0 where that fails, and then it is not tried again."""
