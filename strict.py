@@ -19,6 +19,11 @@ from typing import Any, BinaryIO
 
 from llmc.errors import BundleError
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 # Bytes of a JSON file; as Python's objects it takes about twenty times as much. A vocabulary of a quarter of a million
 # tokens with its merges has 35 MB, any other file far less.
 MOST_JSON = 128 << 20
@@ -65,6 +70,18 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
         ValueError: it is no JSON, or beyond a bound; the message is a clause such as "it has ... bytes".
     """
     return parse_json(read_bytes(path, most))
+
+
+TomlError = tomllib.TOMLDecodeError
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """The tables that TOML in UTF-8 describes. Raises ValueError: it is no TOML (:data:`TomlError`), or too deep."""
+    try:
+        tables: dict[str, Any] = tomllib.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    return tables
 
 
 def parse_json(content: bytes) -> Any:

@@ -1,7 +1,6 @@
 """Recipes: how weights are to be compiled, from the command line or from a TOML file, parsed strictly."""
 
 import difflib
-import sys
 import types
 import typing
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -15,12 +14,7 @@ from llmc.inventory import SENSITIVE
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH
-from llmc.strict import read_bytes
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from llmc.strict import parse_toml, read_bytes
 
 # Plain rounding needs blocks of 32, with 8 bits to lose no more than llama.cpp's Q8_0, with 4 bits to make sense. With
 # 8 bits a rotated stream loses as little in blocks of 64, which take a tenth less time, and so do 4 bits by GPTQ.
@@ -145,8 +139,8 @@ def find_recipe(name: str | None) -> Path | None:
 def read_recipe(path: Path) -> Request:
     """Parse a recipe file. Raises UsageError: unreadable, not TOML, an unknown key or a value of the wrong type."""
     try:
-        data: dict[str, Any] = tomllib.loads(read_bytes(path, MOST_RECIPE).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not TOML, absurd numbers, absurd depth
+        data = parse_toml(read_bytes(path, MOST_RECIPE))
+    except (OSError, ValueError) as error:  # not UTF-8, not TOML, absurd numbers, absurd depth
         raise UsageError(f"{path}: not a readable TOML recipe ({str(error)[:200]})") from error
     request: Request = _read_table(Request, data, f"{path}:")
     return request

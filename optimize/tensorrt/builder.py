@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmc.errors import BuildError, GpuError, ResourceError
+from llmc.errors import BuildError, ResourceError
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.tensorrt.flags import use_flags
 from llmc.optimize.tensorrt.messages import failure
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
 from llmc.optimize.tensorrt.network import Network, Ranges, profile_shapes, read_graph
 from llmc.optimize.tensorrt.spec import EngineSpec
-from llmc.runtime.sessions.tensorrt.library import Message, library_version, logger, make_object, nameable_gpus
+from llmc.runtime.sessions.tensorrt.library import Message, logger, make_object, nameable_gpus
 
 PARSING = "reading the graph"
 
@@ -130,15 +130,4 @@ def _set_gpus(config: Any, library: Any, wanted: Sequence[str]) -> None:
         return
     config.num_compute_capabilities = len(wanted)
     for index, capability in enumerate(wanted):
-        member = _member(library, "ComputeCapability", f"SM{capability.replace('.', '')}")
-        config.set_compute_capability(member, index)
-
-
-def _member(library: Any, enumeration: str, name: str) -> Any:
-    members = getattr(library, enumeration)
-    if not hasattr(members, name):
-        known = ", ".join(sorted(members.__members__))
-        raise GpuError(
-            f"{library.__name__} {library_version(library)} does not build for {name}; {enumeration} has {known}"
-        )
-    return getattr(members, name)
+        config.set_compute_capability(getattr(library.ComputeCapability, f"SM{capability.replace('.', '')}"), index)

@@ -27,12 +27,11 @@ SAID_AT_MOST = 4
 
 def list_dropped(messages: Sequence[Message]) -> list[str]:
     """Messages of the parser that say that something of the graph was left out."""
-    return [message.text for message in messages if _says_dropped(message.text)]
-
-
-def _says_dropped(text: str) -> bool:
-    left_out = UNUSED.search(text) or (REFUSED.search(text) and PART.search(text))
-    return bool(left_out) and not HARMLESS.search(text)
+    return [
+        text
+        for text in (message.text for message in messages)
+        if (UNUSED.search(text) or (REFUSED.search(text) and PART.search(text))) and not HARMLESS.search(text)
+    ]
 
 
 def remarks(messages: Sequence[Message]) -> tuple[str, ...]:

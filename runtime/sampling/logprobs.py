@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from llmc.errors import UsageError
 from llmc.runtime.sampling.logits import Logits, most_probable, weigh
 
 Top = tuple[tuple[int, float], ...]
@@ -50,8 +49,5 @@ def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top:
 
     Raises:
         RequestError: the logits hold NaN or +inf, or nothing but -inf.
-        UsageError: not as many tokens as rows.
     """
-    if len(tokens) != len(logits):
-        raise UsageError(f"{len(logits)} rows of logits and {len(tokens)} tokens, expected as many; give one per token")
     return [token_logprobs(row, token, top) for row, token in zip(logits, tokens, strict=True)]

@@ -7,7 +7,6 @@ It imports the standard library only, so that ``llmc serve --help`` can list the
 
 import ipaddress
 import re
-import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -18,12 +17,7 @@ from typing import Any, Literal
 
 from llmc.errors import UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
-from llmc.strict import read_bytes
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from llmc.strict import parse_toml, read_bytes
 
 MOST_CONFIG = 1 << 20  # bytes of the file; one with every key has some two thousand
 # Beyond the schemes of the web, what browsers send for pages of extensions, and "null" for pages without an address.
@@ -308,7 +302,7 @@ def read_config(path: Path | None, flags: Mapping[str, Any] | None = None) -> Se
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(read_bytes(path, MOST_CONFIG).decode("utf-8"))
+        content = parse_toml(read_bytes(path, MOST_CONFIG))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{path} cannot be read as settings: {reason}") from error

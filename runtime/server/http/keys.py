@@ -5,7 +5,6 @@ import hmac
 import os
 import re
 import stat
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,7 @@ from llmc.errors import UsageError, format_value
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.refusal import check_messages, refuse
-from llmc.strict import open_regular
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from llmc.strict import TomlError, open_regular, parse_toml
 
 MOST_BYTES = 1 << 20  # of the file
 MOST_KEYS = 1000  # each is compared with what every request brings: 1000 take about half a millisecond
@@ -96,10 +90,10 @@ def read_keys(path: Path) -> tuple[Key, ...]:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        tables = tomllib.loads(content.decode("utf-8"))
+        tables = parse_toml(content)
     except OSError as error:
         raise UsageError(f"the keys' file {path} cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:  # its message shows characters of the file
+    except TomlError as error:  # its message shows characters of the file
         line = re.search(r"at line \d+", str(error))
         raise UsageError(f"the keys' file {path} is no TOML{f' {line[0]}' if line else ''}") from None
     except ValueError as error:

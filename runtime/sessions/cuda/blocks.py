@@ -53,10 +53,6 @@ def inputs_of(rows: int, sequence: int, outputs: int) -> dict[str, Part]:
     )
 
 
-def outputs_of(rows: int, outputs: int, vocab: int) -> dict[str, Part]:
-    return lay_out({"logits": ((rows, outputs, vocab), FLOAT)})
-
-
 def size_of(parts: Mapping[str, Part]) -> int:
     return max(part.end for part in parts.values())
 

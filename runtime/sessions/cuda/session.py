@@ -13,7 +13,7 @@ from llmc.runtime.host.machine import available_memory
 from llmc.runtime.kv.budget import MB, largest
 from llmc.runtime.kv.device_cache import DeviceCache
 from llmc.runtime.sessions.base import Session
-from llmc.runtime.sessions.cuda.blocks import Block, Part, outputs_of
+from llmc.runtime.sessions.cuda.blocks import FLOAT, Block, Part, lay_out
 
 
 class DeviceSession(Session):
@@ -75,7 +75,7 @@ class DeviceSession(Session):
         return block
 
     def _outputs_of(self, rows: int, outputs: int) -> dict[str, Part]:
-        return outputs_of(rows, outputs, self._geometry.vocab_size)
+        return lay_out({"logits": ((rows, outputs, self._geometry.vocab_size), FLOAT)})
 
     def _close_later(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` when the session closes, the last one first; on a lost GPU nothing can be freed."""
