@@ -408,15 +408,6 @@ def test_an_export_without_its_graph_is_refused(tmp_path: Path, export_manifest:
 # ------------------------------------------------------------------------------------------------------- arithmetic
 
 
-@pytest.mark.parametrize(("name", "kind"), [("export.json", "an export"), ("config.json", "a checkpoint")])
-def test_what_a_bundle_has_yet_to_be_built_of_is_named_with_the_command(tmp_path: Path, name: str, kind: str):
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(BundleError) as caught:
-        bundle.read_bundle(tmp_path)
-    expected = f"{tmp_path} is {kind}, expected a bundle; build one with: llmc build {tmp_path} -o BUNDLE"
-    assert str(caught.value) == expected
-
-
 def test_an_export_whose_inventory_does_not_fit_together_is_refused(tmp_path: Path, export_manifest: ExportManifest):
     geometry = dataclasses.replace(export_manifest.geometry, linears=())
     bundle.write_manifest(dataclasses.replace(export_manifest, geometry=geometry), tmp_path)

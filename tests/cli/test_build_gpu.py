@@ -125,8 +125,6 @@ def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: Fake
         (["--auto", "--target", "cuda"], "--auto measures candidates on the CPU, the target is cuda"),
         (["--auto", "--deferred"], "--auto measures candidates on the CPU"),
         (["--target", "gpu"], "target 'gpu' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
-        (["--target", "cuda", "--deferred"], "engine: is for TensorRT, the target is cuda"),
-        (["--target", "cuda", "--bf16"], "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
         (
             ["--target", "tensorrt-rtx", "--deferred", "--compute-capabilities", "8.9"],
             "a deferred engine is for the GPU",
