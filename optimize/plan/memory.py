@@ -220,9 +220,6 @@ def plan_build(
     """The peak of a build: the largest of calibrating, quantizing, and judging the finished bundle.
 
     Args:
-        geometry: of the decoder.
-        recipe, limits: as resolved.
-        tokenizer_bytes: size of tokenizer.json.
         samples, length: of the calibration text, if the recipe calibrates.
         judged: whether quality is judged on a text.
         device: of a bundle for a GPU, which is judged on the CPU only where that fits as well.

@@ -52,7 +52,6 @@ class Setting:
             ``models`` (names to paths).
         default: what holds if it is left out; None: what ``help`` says, or none.
         section: the heading that it stands under.
-        help: one sentence.
         unit: ``bytes``, ``seconds`` and the like, or nothing.
         low, high: the range of a number, both included.
         choices: the values of a ``choice``.

@@ -24,7 +24,6 @@ class ToolCall:
 
     Attributes:
         id: nine letters and digits, for some templates take no other.
-        name: of the tool.
         arguments: JSON text. Of an output that was cut by its length it is only the beginning.
     """
 

@@ -28,12 +28,7 @@ _MOST_DEEP = 32
 
 @dataclass(frozen=True)
 class GemmaCalls(CallFormat):
-    """Calls between two marks each, with another mark around every text.
-
-    Args:
-        begin, end: the marks of a call.
-        quote: the mark before and after a text.
-    """
+    """Calls between two marks each, with another mark around every text."""
 
     begin: str
     end: str

@@ -31,11 +31,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 @dataclass(frozen=True)
 class XmlCalls(CallFormat):
     """A mark, ``<function=NAME>``, ``<parameter=KEY>VALUE</parameter>`` for each, ``</function>``, a mark.
-
-    Args:
-        begin, end: the marks.
-        pad: text between the tags of a parameter and its value.
-    """
+    ``pad``: text between the tags of a parameter and its value."""
 
     begin: str
     end: str

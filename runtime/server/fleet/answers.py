@@ -22,11 +22,8 @@ LOST = "the replica that computed the answer was lost in the middle of it; ask a
 
 
 class Answer:
-    """Takes what a replica sends in ASGI's messages.
-
-    Args:
-        scope: of the request, whose route says how an error ends a stream.
-        send: to the client.
+    """Takes what a replica sends in ASGI's messages. ``scope``: of the request, whose route says how an error ends a
+    stream.
 
     Attributes:
         started: the client has the status and headers.

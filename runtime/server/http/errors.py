@@ -53,12 +53,10 @@ class ApiError(Exception):
     """A request that is answered with an error.
 
     Args:
-        status: HTTP's status.
         message: one sentence: what was found, what was expected, what to do.
         param: the parameter that is at fault, as ``messages[0].content``.
         code: a word that programs compare, as OpenAI's ``model_not_found``.
         retry_after_s: seconds after which another try may succeed, sent as Retry-After; rounded up.
-        headers: further headers.
     """
 
     def __init__(

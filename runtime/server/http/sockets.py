@@ -23,11 +23,8 @@ async def converse(socket: WebSocket, kind: type[Body], opened: Opened) -> None:
     """Answer requests on a WebSocket until it is closed.
 
     A text message is a request. Its events come back as text messages, the last one is ``[DONE]`` or an error, and then
-    the next request may come. A message before that cancels the request.
-
-    Args:
-        kind: of the requests.
-        opened: submits it, and gives its events, as JSON.
+    the next request may come. A message before that cancels the request. ``opened``: submits it, and gives its events,
+    as JSON.
     """
     await socket.accept()
     async with aclosing(_Client(socket)) as client:

@@ -16,7 +16,6 @@ class Piece:
     """One call of the engine's share of a batch.
 
     Attributes:
-        profile: of the engine.
         rows, tokens: of the batch, from ... to.
         outputs: places of its logits among those of these rows.
     """

@@ -29,7 +29,6 @@ class TensorRTSession(DeviceSession):
     """A :class:`llmc.runtime.sessions.base.Session` on an engine of TensorRT's kind.
 
     Args:
-        threads: of no use here.
         device: the number of the GPU among those that are visible.
         driver: of the GPU; default: opened, and closed with the session.
         library: tensorrt or tensorrt_rtx; default: what the bundle was built for.

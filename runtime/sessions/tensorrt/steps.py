@@ -29,7 +29,6 @@ class Call:
     Attributes:
         profile: of the engine: decode or prefill.
         rows, sequence, outputs: B, S, O.
-        first_row: of the cache.
         attended: cache positions that attention looks at.
     """
 
