@@ -54,6 +54,20 @@ def test_what_is_no_bundle_is_refused_in_a_sentence(call: Any, path: Any, error:
         call(path)
 
 
+def test_a_planted_chat_template_is_refused(folder: Path):
+    secret = folder.parent / "secret"
+    secret.write_text("the secret")
+    manifest = read_bundle(folder)
+    files = {name: entry for name, entry in manifest.files.items() if name != "chat_template.jinja"}
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(BundleError, match=r"chat_template.jinja is a link that leads out of the bundle"):
+        load(folder)
+    write_manifest(replace(manifest, files=files), folder)
+    with pytest.raises(BundleError, match=r"chat_template.jinja is not in llmc.json"):
+        load(folder)
+
+
 def test_a_flipped_bit_is_found_by_hashing_and_at_the_first_load_but_not_where_nobody_looks(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

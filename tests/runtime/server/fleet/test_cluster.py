@@ -22,6 +22,7 @@ import httpx2 as httpx
 import pytest
 
 from llmc.bundle import read_bundle, write_manifest
+from llmc.errors import UsageError
 
 pytest.importorskip("ray.serve", reason="needs Ray Serve")
 
@@ -236,6 +237,13 @@ def under_load(url: str) -> Iterator[Load]:
             load.stop.set()
     for one in running:
         one.result()
+
+
+def test_a_fleet_for_others_needs_keys(tmp_path: Path) -> None:
+    from llmc.runtime.server.fleet.cluster import build
+
+    with pytest.raises(UsageError, match="no key would be asked for"):
+        build({"models": {"tiny": str(tmp_path)}})
 
 
 def test_a_key_has_its_models_its_rate_and_its_prefixes(url: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from doubles.serving import serving
 
 from llmc.errors import GrammarError
-from llmc.runtime.guided import guide
+from llmc.runtime.guided import guide, trial
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded
 
@@ -126,6 +126,11 @@ class TestOfficialClients:
 
 
 class TestGrammars:
+    def test_are_compiled_within_their_time(self, alice: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(trial, "COMPILE_SECONDS", 0.3)
+        said = message_of(alice.post(CHAT, json=chat(json_schema=SLOW)))
+        assert said == "json_schema takes longer than 0.3 s to compile; make it smaller"
+
     def test_keep_nobody_else_waiting_however_many_are_compiled(
         self, alice: httpx.Client, monkeypatch: pytest.MonkeyPatch
     ):
