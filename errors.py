@@ -201,10 +201,7 @@ def _requirements(extra: str) -> list[str]:
 
 def require(module: str, extra: str) -> ModuleType:
     """Import ``module``, or say in one sentence which extra brings it.
-
-    Raises:
-        MissingExtraError: the module is not installed, or only a folder without code is left of it.
-    """
+    Raises MissingExtraError: the module is not installed, or only a folder without code is left of it."""
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

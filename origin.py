@@ -57,11 +57,7 @@ def _home(folder: Path) -> Path:
 
 def copy_own(source: Path, names: Iterable[str], target: Path) -> int:
     """Copy those of the files that ``source`` has into the folder ``target``; return how many bytes they have.
-
-    Raises:
-        CheckpointError: see :func:`find_own_file`.
-        OSError: one cannot be read or written.
-    """
+    Raises CheckpointError: see :func:`find_own_file`; OSError: one cannot be read or written."""
     count = 0
     for name in names:
         if found := find_own_file(source, name):

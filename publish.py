@@ -123,11 +123,8 @@ def replace_file(path: Path, prefix: str, *, synced: bool = True) -> Iterator[Bi
 
 
 def refuse_to_overwrite(target: Path, force: bool) -> None:
-    """Check before any work that :func:`stage_folder` may publish to ``target``.
-
-    Raises:
-        UsageError: the target exists and ``force`` is false, or is no folder of llmc's, or has a name for no folder.
-    """
+    """Check before any work that :func:`stage_folder` may publish to ``target``. Raises UsageError: the target exists
+    and ``force`` is false, or is no folder of llmc's, or has a name for no folder."""
     refuse_bytes(target)
     if os.path.islink(os.path.realpath(target)):
         raise UsageError(f"{target} is a link to itself, by way of others perhaps; choose another output folder")
@@ -150,10 +147,7 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
 
 def refuse_bytes(path: Path) -> None:
     """Refuse a path, as it is after links, that is not UTF-8: engines open files by names in UTF-8 only.
-
-    Raises:
-        UsageError: with its bytes as escapes.
-    """
+    Raises UsageError: with its bytes as escapes."""
     try:
         os.path.realpath(path).encode("utf-8")
     except UnicodeEncodeError as error:

@@ -19,6 +19,11 @@ from typing import Any, BinaryIO
 
 from llmc.errors import BundleError
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 # Bytes of a JSON file; as Python's objects it takes about twenty times as much. A vocabulary of a quarter of a million
 # tokens with its merges has 35 MB, any other file far less.
 MOST_JSON = 128 << 20
@@ -45,12 +50,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """All of a regular file of at most ``most`` bytes.
-
-    Raises:
-        OSError: there is none, or it cannot be read.
-        ValueError: it is larger, or something else than a regular file.
-    """
+    """All of a regular file of at most ``most`` bytes. Raises OSError: there is none, or it cannot be read; ValueError:
+    it is larger, or something else than a regular file."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -71,12 +72,21 @@ def read_json(path: Path, most: int = MOST_JSON) -> Any:
     return parse_json(read_bytes(path, most))
 
 
+TomlError = tomllib.TOMLDecodeError
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """The tables that TOML in UTF-8 describes. Raises ValueError: it is no TOML (:data:`TomlError`), or too deep."""
+    try:
+        tables: dict[str, Any] = tomllib.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    return tables
+
+
 def parse_json(content: bytes) -> Any:
     """The value that JSON in UTF-8 describes, at most 64 levels deep, with integers of at most 40 digits.
-
-    Raises:
-        ValueError: it is no JSON, or beyond a bound.
-    """
+    Raises ValueError: it is no JSON, or beyond a bound."""
     too_deep = f"it nests more than {DEEPEST_JSON} levels deep"
     try:
         value = json.loads(content.decode("utf-8"), parse_int=_integer)

@@ -56,10 +56,7 @@ def list_adapters(bundle: Path) -> dict[str, Path]:
 
 def read_adapter_manifest(folder: Path) -> AdapterManifest:
     """Read an adapter's manifest, and check that the file of its factors is the one that was written.
-
-    Raises:
-        BundleError: it is no adapter that ``llmc adapter add`` wrote, or damaged.
-    """
+    Raises BundleError: it is no adapter that ``llmc adapter add`` wrote, or damaged."""
     try:
         manifest: AdapterManifest = decode(AdapterManifest, read_json(folder / ADAPTER_MANIFEST, MOST_MANIFEST))
         found = sha256_file(folder / FACTORS_FILE)

@@ -67,7 +67,6 @@ class EngineConfig:
         compute: float16, bfloat16 or float32.
         buckets: numbers of cache positions that attention may look at, ascending; the last one is the longest context.
         decode, prefill: the profiles 0 and 1.
-        select: the engine that finds the ``candidates`` largest logits; empty if there is none.
         platform: operating system and processor, as linux-x86_64.
         compute_capabilities: of the GPUs it was built for, as 8.7.
         verified: ``device`` where the engine itself was run after building, ``cpu`` where only its graph was, on a CPU;
@@ -84,8 +83,6 @@ class EngineConfig:
     buckets: Annotated[tuple[Positions, ...], range(1, 65)]
     decode: Profile
     prefill: Profile
-    select: str
-    candidates: Annotated[int, range(1 << 24)]
     platform: str
     compute_capabilities: tuple[str, ...]
     verified: str
@@ -111,8 +108,7 @@ class EngineConfig:
     def is_sound(self, max_context: int, max_batch: int, prefill_chunk: int) -> bool:
         """True if a build with these limits could write these numbers."""
         rising = list(self.buckets) == sorted(set(self.buckets)) and min(self.buckets) > 0
-        selects = self.candidates > 0 if self.select else self.candidates == 0
         decode, prefill = Profile(max_batch, 1, 1), (self.prefill.batch, self.prefill.sequence)
         profiles = self.decode == decode and prefill == (1, prefill_chunk) and 0 < self.prefill.outputs <= prefill_chunk
         gpus = all(re.fullmatch(r"\d+\.\d+", gpu, re.ASCII) for gpu in self.compute_capabilities)
-        return rising and self.buckets[-1] >= max_context and selects and profiles and gpus and self.workspace != 0
+        return rising and self.buckets[-1] >= max_context and profiles and gpus and self.workspace != 0

@@ -22,10 +22,7 @@ SAMPLED_CHUNKS = 16  # of one file, 64 MiB: 50 ms of hashing
 
 def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Hash every file and yield its name once it is proven whole.
-
-    Raises:
-        BundleError: a file cannot be read, or its hash differs from the manifest.
-    """
+    Raises BundleError: a file cannot be read, or its hash differs from the manifest."""
     for name, entry in manifest.files.items():
         try:
             found = sha256_file(folder / name)

@@ -8,7 +8,7 @@ from typing import Annotated
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
 from llmc.inventory import Geometry, Positions
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 GRAPH_CONTRACT_VERSION = 6
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -463,8 +463,7 @@ class Manifest:
 
     def engine_files(self) -> list[str]:
         """The engine and its side files, which ``llmc build --rebuild`` writes anew."""
-        e = self.engine
-        return [name for name in (e.file, e.select, e.log) if name] if e is not None else []
+        return [name for name in (self.engine.file, self.engine.log) if name] if self.engine is not None else []
 
 
 def write_manifest(manifest: ExportManifest | Manifest, folder: Path) -> None:

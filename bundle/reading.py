@@ -114,10 +114,7 @@ def read_undisturbed(folder: Path, work: Callable[[Path], T], undo: Callable[[T]
 
 def read_same(folder: Path, known: tuple[int, ...] | None, work: Callable[[Path], T]) -> T:
     """Call ``work`` on ``folder`` if it still holds the :func:`publication` ``known``, and return its result.
-
-    Raises:
-        BundleError: another one has taken its place.
-    """
+    Raises BundleError: another one has taken its place."""
 
     def run_checked(place: Path) -> T:
         if publication(place) != known:
@@ -155,10 +152,7 @@ def find_unbuilt_kind(folder: Path) -> str | None:
 
 def refuse_other(folder: Path) -> None:
     """Refuse a path that is no bundle, and say how to get one.
-
-    Raises:
-        BundleError: nothing is there, or something that bundles are built of.
-    """
+    Raises BundleError: nothing is there, or something that bundles are built of."""
     if not os.path.lexists(folder):
         said = f"{folder}: there is no such folder, expected a bundle; build one with: {build_command('CHECKPOINT')}"
         raise BundleError(explain_absent(folder) or said)
@@ -216,11 +210,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
 
 
 def read_export(folder: Path) -> ExportManifest:
-    """Read an export's manifest.
-
-    Raises:
-        BundleError: not an export, damaged, or written by a newer llmc.
-    """
+    """Read an export's manifest. Raises BundleError: not an export, damaged, or written by a newer llmc."""
     if not (folder / EXPORT_MANIFEST).exists():
         refuse_bundle(folder, "an export")
     manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")

@@ -88,7 +88,14 @@ def build_command(
     """
     require("onnx_ir", "export" if is_checkpoint(source) else "build")
     if rebuild:
-        refuse_choices()
+        context = click.get_current_context()
+        for option in context.command.params:
+            given = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
+            if given and option.name not in REBUILDING:
+                raise click.UsageError(
+                    f"{option.opts[-1]} means nothing to --rebuild, whose graph and options are the bundle's; leave it "
+                    "out, or build the bundle again from its export"
+                )
         rebuild_bundle(source, output, force, as_json)
         return
     if output is None:
@@ -129,18 +136,6 @@ def is_checkpoint(source: Path) -> bool:
     """True of what must be exported first."""
     named = any((source / name).exists() for name in (CONFIG_FILE, ADAPTER_FILE))
     return source.is_file() or (named and not (source / EXPORT_MANIFEST).exists())
-
-
-def refuse_choices() -> None:
-    """Refuse options that a rebuild does not look at: everything is as the bundle was built."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        given = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
-        if given and option.name not in REBUILDING:
-            raise click.UsageError(
-                f"{option.opts[-1]} means nothing to --rebuild, whose graph and options are the bundle's; leave it "
-                "out, or build the bundle again from its export"
-            )
 
 
 def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool) -> None:

@@ -55,7 +55,14 @@ def eval_command(
     """
     require("onnx_ir", "build")
     if layers:
-        check_layers(bundle, reference)
+        if reference is None:
+            raise click.UsageError("--layers compares with the unquantized model: give --reference EXPORT")
+        compute = read_bundle(bundle).recipe.compute
+        if compute != "float32":
+            raise UsageError(
+                f"--layers compares layers in float32, {bundle} computes in {compute}; leave it out, or build "
+                "it with a budget (--max-kl), which says which layers lose the most"
+            )
     from llmc.optimize.judge.evaluate import MAX_WINDOWS, evaluate, read_windows
     from llmc.optimize.judge.layers import WINDOWS, layer_errors
     from llmc.optimize.judge.reference import Reference
@@ -76,18 +83,6 @@ def eval_command(
         show.print_json({"bundle": bundle, **show.as_dict(found), "layers": errors})
     else:
         print_report(bundle, found, errors)
-
-
-def check_layers(bundle: Path, reference: Path | None) -> None:
-    """Refuse to look into layers without a reference, or into those that hand on 16 bits: a reference has float32."""
-    if reference is None:
-        raise click.UsageError("--layers compares with the unquantized model: give --reference EXPORT")
-    compute = read_bundle(bundle).recipe.compute
-    if compute != "float32":
-        raise UsageError(
-            f"--layers compares layers in float32, {bundle} computes in {compute}; leave it out, or build "
-            "it with a budget (--max-kl), which says which layers lose the most"
-        )
 
 
 def print_report(bundle: Path, quality: Quality, errors: tuple[LayerError, ...]) -> None:

@@ -175,6 +175,5 @@ def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
             "calls",
             f"decode of {decode.batch} rows, prefill of {prefill.sequence} tokens with logits of {prefill.outputs}",
         ),
-        ("candidates", f"the {engine.candidates} largest logits" if engine.select else "none, all logits are copied"),
         ("verified", VERIFIED.get(engine.verified, engine.verified)),
     ]

@@ -149,8 +149,7 @@ def _tokenizer_folder(checkpoint: Checkpoint) -> Iterator[Path]:
 
 def check_export(checkpoint: Path, text_only: bool = False) -> Geometry | None:
     """Refuse to export where memory does not suffice, or a tokenizer that does not work; else the model's geometry. A
-    broken checkpoint, of which that is None, is the exporter's to report.
-    """
+    broken checkpoint, of which that is None, is the exporter's to report."""
     from llmc.export.sources.checkpoint import read_checkpoint
     from llmc.runtime.bench.stages import Stage, export_plan, refusal
     from llmc.runtime.kv.budget import usable_memory

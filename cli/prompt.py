@@ -76,7 +76,7 @@ def _bindings() -> KeyBindings:
 
 
 class _Questions(FileHistory):
-    """Questions in a file; where that is full or gone, the talk goes on without."""
+    """Questions in a file; where that is full or gone, the talk goes on without it."""
 
     def store_string(self, string: str) -> None:
         with suppress(OSError):

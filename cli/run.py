@@ -18,7 +18,7 @@ from llmc.cli.sampling import SAMPLING_NAMES, answering_options, collect_load_op
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
-    from llmc.runtime import Handle, Output
+    from llmc.runtime import Handle
 
 
 @click.command("run", cls=SectionCommand)
@@ -96,13 +96,10 @@ def write(stream: Handle, as_json: bool, one: bool) -> None:
                 click.echo(text, nl=False)  # flushes
             click.echo()
         else:
-            write_outputs(stream.result().outputs)
-
-
-def write_outputs(outputs: tuple[Output, ...]) -> None:
-    for place, output in enumerate(outputs, 1):
-        if len(outputs) > 1:
-            seed = "" if output.seed is None else f", seed {output.seed}"
-            score = "" if output.score is None else f", score {output.score:.4f}"
-            click.echo(f"--- {place} of {len(outputs)}: ended by {output.finish_reason}{seed}{score}")
-        click.echo(output.text)
+            outputs = stream.result().outputs
+            for place, output in enumerate(outputs, 1):
+                if len(outputs) > 1:
+                    seed = "" if output.seed is None else f", seed {output.seed}"
+                    score = "" if output.score is None else f", score {output.score:.4f}"
+                    click.echo(f"--- {place} of {len(outputs)}: ended by {output.finish_reason}{seed}{score}")
+                click.echo(output.text)

@@ -38,33 +38,25 @@ def read_messages(path: Path) -> list[Message]:
     return messages
 
 
-def _is_message(item: object) -> bool:
-    return (
-        isinstance(item, dict)
-        and item.keys() == {"role", "content"}
-        and item["role"] in ROLES
-        and (_is_text(item["content"]) or (isinstance(item["content"], list) and all(map(_is_part, item["content"]))))
+def _is_message(item: Any) -> bool:
+    """True for a message of a text, or of parts, which are texts and paths of images."""
+    if not isinstance(item, dict) or item.keys() != {"role", "content"} or item["role"] not in ROLES:
+        return False
+    content = item["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return all(
+        isinstance(part, dict)
+        and (kind := part.get("type")) in ("text", "image")
+        and part.keys() == {"type", kind}
+        and isinstance(part[kind], str)
+        and not re.search("[\ud800-\udfff]", part[kind])  # which UTF-8 cannot spell
+        for part in parts
     )
-
-
-def _is_part(item: object) -> bool:
-    """True for a text, and for the path of an image."""
-    kind = item.get("type") if isinstance(item, dict) else None
-    return (
-        isinstance(item, dict) and kind in ("text", "image") and item.keys() == {"type", kind} and _is_text(item[kind])
-    )
-
-
-def _is_text(item: object) -> bool:
-    return isinstance(item, str) and not re.search("[\ud800-\udfff]", item)  # which UTF-8 cannot spell
 
 
 def write_messages(path: Path, model: str, messages: list[Message]) -> None:
     """Save a conversation with ``model``, whole or not at all, readable by its owner only; a link stays a link.
-
-    Raises:
-        UsageError: it cannot be written, or something else than a saved conversation is there.
-    """
+    Raises UsageError: it cannot be written, or something else than a saved conversation is there."""
     path = path.resolve() if path.is_symlink() else path
     if os.path.lexists(path):
         try:

@@ -18,7 +18,7 @@ def amount(text: str) -> int:
     return 0 if text == "0" else size(text)
 
 
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 TYPES: dict[str, Any] = {"integer": int, "number": float, "text": str, "path": click.Path(path_type=Path), "list": str}
 
 
@@ -43,16 +43,11 @@ def _show_default(setting: Setting) -> str:
         return ""
     if setting.kind == "flag":
         return f"  [default: {'yes' if setting.default else 'no'}]"
-    if setting.unit == "bytes":
-        return f"  [default: {_in_units(setting.default)}]"
+    exact = [unit for unit in UNITS if setting.unit == "bytes" and setting.default % UNITS[unit] == 0]
+    if exact:  # as people write bytes
+        return f"  [default: {setting.default // UNITS[exact[0]]}{exact[0]}]"
     number = f"{setting.default:g}" if setting.kind == "number" else str(setting.default)
     return f"  [default: {number}{' ' * bool(setting.unit)}{setting.unit}]"
-
-
-def _in_units(size: int) -> str:
-    """Bytes as people write them, if that is exact."""
-    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size and size % UNITS[unit] == 0), "")
-    return f"{size // UNITS[unit]}{unit}" if unit else f"{size} bytes"
 
 
 def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:

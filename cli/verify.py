@@ -40,7 +40,12 @@ def verify_command(bundle: Path, threads: int | None, emulate: bool, as_json: bo
             *list_golden_rows(report, embeds=read_bundle(bundle).geometry.encoder is not None),
         ]
     )
-    click.echo(f"{bundle} is sound" + (emulation(bundle) if emulate else ""))
+    meaning = ""
+    if emulate and read_bundle(bundle).device is None:
+        meaning = "; it is for the CPU, so --emulate changed nothing"
+    elif emulate:
+        meaning = " as far as the CPU can tell: the GPU was not used"
+    click.echo(f"{bundle} is sound{meaning}")
 
 
 def list_golden_rows(report: VerifyReport, embeds: bool) -> list[tuple[str, str]]:
@@ -60,10 +65,3 @@ def _tokens(report: VerifyReport) -> str:
         return "not compared, for other graphs run here than where the bundle was built"
     ties = " (the rest follow a near tie)" if report.equal_tokens < report.tokens else ""
     return f"{report.equal_tokens} of {report.tokens}{ties}"
-
-
-def emulation(bundle: Path) -> str:
-    """The meaning of a pass with ``--emulate``."""
-    if read_bundle(bundle).device is None:
-        return "; it is for the CPU, so --emulate changed nothing"
-    return " as far as the CPU can tell: the GPU was not used"

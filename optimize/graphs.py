@@ -8,7 +8,6 @@ import onnx_ir as ir
 
 from llmc.bundle import ADAPTERS_FOLDER as ADAPTERS
 from llmc.bundle import VISION_FILE, EngineConfig, Graph
-from llmc.inventory import Vision
 from llmc.optimize.lower.context import (
     Float32,
     LoweringContext,
@@ -56,38 +55,31 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             whole = "encoder" if geometry.encoder else "decoder"
             name = f"{phase if phase in ('prefill', 'decode') else whole}.onnx"
             own = replace(context, phase=phase, quant=stored, rotated=order.recipe.rotates(phase))
-            graphs[phase] = _compile(order, folder, own, name)
+            graphs[phase] = _compile(order, folder, own, name, f"the {phase} graph")
         if len(graphs) == 1:
             graphs = dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
         if order.limits.adapters:
             *_, (phase, stored) = quant_configs(without_rotation(order.recipe), geometry).items()
             own = replace(context, phase=phase, quant=stored, adapters=True)
-            graphs[ADAPTERS] = _compile(order, folder, own, f"{ADAPTERS}.onnx")
+            graphs[ADAPTERS] = _compile(order, folder, own, f"{ADAPTERS}.onnx", f"the {ADAPTERS} graph")
         if geometry.vision is not None:
-            graphs["vision"] = _compile_tower(order, folder, geometry.vision, weights)
+            tower = replace(
+                geometry, layers=geometry.vision.layers, linears=geometry.vision.linears, caches=(), attentions=()
+            )
+            stored = choose_tower_configs(next(iter(quant_configs(order.recipe, geometry).values())))
+            own = LoweringContext("vision", tower, order.limits, stored, weights, Calibrated())
+            graphs["vision"] = _compile(order, folder, own, VISION_FILE, "the tower for images")
     return graphs
 
 
-def _compile(order: Order, folder: Path, context: LoweringContext, name: str) -> Graph:
-    shown = f"lowering and quantizing the {ADAPTERS if context.adapters else context.phase} graph"
-    count = make_counter(order.progress, shown, len(context.geometry.linears))
-    model = read_graph(order.source)
-    lower(model, order.passes, replace(context, linear_done=count))
+def _compile(order: Order, folder: Path, context: LoweringContext, name: str, shown: str) -> Graph:
+    count = make_counter(order.progress, f"lowering and quantizing {shown}", len(context.geometry.linears))
+    tower = name == VISION_FILE
+    model = read_graph(order.source, name) if tower else read_graph(order.source)
+    lower(model, f"{order.target.name}-vision" if tower else order.passes, replace(context, linear_done=count))
     _declare_opsets(model, order)
     ir.save(model, folder / name)
-    return _describe_graph(model.graph, name, context.quant, order, context.phase)
-
-
-def _compile_tower(order: Order, folder: Path, vision: Vision, weights: WeightFile) -> Graph:
-    stored = choose_tower_configs(next(iter(quant_configs(order.recipe, order.export.geometry).values())))
-    geometry = replace(order.export.geometry, layers=vision.layers, linears=vision.linears, caches=(), attentions=())
-    count = make_counter(order.progress, "lowering and quantizing the tower for images", len(vision.linears))
-    model = read_graph(order.source, VISION_FILE)
-    plan = LoweringContext("vision", geometry, order.limits, stored, weights, Calibrated(), linear_done=count)
-    lower(model, f"{order.target.name}-vision", plan)
-    _declare_opsets(model, order)
-    ir.save(model, folder / VISION_FILE)
-    return _describe_graph(model.graph, VISION_FILE, stored, order, "vision")
+    return _describe_graph(model.graph, name, order.overwritten if context.phase == "decode" else 0)
 
 
 def _declare_opsets(model: ir.Model, order: Order) -> None:
@@ -99,7 +91,7 @@ def _declare_opsets(model: ir.Model, order: Order) -> None:
         model.opset_imports["com.microsoft"] = 1
 
 
-def _describe_graph(graph: ir.Graph, name: str, stored: QuantConfigs, order: Order, phase: str) -> Graph:
+def _describe_graph(graph: ir.Graph, name: str, overwritten: int) -> Graph:
     """Bytes of weights in memory and per token; embedding rows stay on disk until read."""
     sizes = {
         name: value.const_value.nbytes
@@ -107,9 +99,5 @@ def _describe_graph(graph: ir.Graph, name: str, stored: QuantConfigs, order: Ord
         if value.const_value is not None and not all("Gather" in node.op_type for node, _ in value.uses())
     }
     tables = sum(size for name, size in sizes.items() if name.startswith("rotary_emb."))
-    return Graph(
-        file=name,
-        weight_bytes=sum(sizes.values()),
-        step_weight_bytes=sum(sizes.values()) - tables,
-        overwritten=order.overwritten if phase == "decode" else 0,
-    )
+    weights = sum(sizes.values())
+    return Graph(name, weight_bytes=weights, step_weight_bytes=weights - tables, overwritten=overwritten)

@@ -102,7 +102,7 @@ def _rebuild_engine(source: Path, manifest: Manifest, old: EngineConfig, folder:
         plan = replace(plan, verified=old.verified)
     write_chunks(folder, [*kept, plan.file])
     chunks = [CHUNKS_FILE] if (folder / CHUNKS_FILE).exists() else []
-    names = [plan.file, plan.select, plan.log, *chunks]
+    names = [plan.file, plan.log, *chunks]
     files = kept | file_entries(folder, names)
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
     device = manifest.device and with_engine(manifest.device, folder, plan)

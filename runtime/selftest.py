@@ -89,8 +89,7 @@ def replay(
     prompts: int | None = None,
 ) -> VerifyReport:
     """Run the golden prompts on a loaded bundle: the ``prompts`` shortest, with up to ``limit`` tokens after each; all
-    of them by default.
-    """
+    of them by default."""
     if model.manifest.geometry.encoder:
         return _replay_vectors(model, progress, prompts)
     cases = model.manifest.golden

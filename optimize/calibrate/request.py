@@ -117,10 +117,7 @@ def calibrate_weights(
 
 def check_windows(request: CalibrationRequest, longest: int) -> tuple[int, int]:
     """Number and length of the windows of a model whose context is ``longest``.
-
-    Raises:
-        UsageError: one of them is out of range.
-    """
+    Raises UsageError: one of them is out of range."""
     samples, length = request.windows(longest)
     for name, value, highest in (("samples", samples, 100_000), ("length", length, longest)):
         if not 2 <= value <= highest:

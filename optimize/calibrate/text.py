@@ -90,7 +90,11 @@ def read_samples(
     _check_vocabulary(np.append(prefix, ids), vocab_size, tokenizer, source)
     step = length - len(prefix)
     fewest = 1 if path is None else min(samples, FEWEST_WINDOWS)
-    _check_length(ids, fewest * step, source, remedy)
+    needed = fewest * step
+    if len(ids) < needed:
+        raise UsageError(
+            f"{source} is too short: {len(ids)} tokens, expected at least {needed}; give a longer text, or {remedy}"
+        )
     return CalibrationSamples(
         ids=_windows(ids, step, samples, prefix),
         name="default text" if path is None else printable(path.name),
@@ -206,13 +210,6 @@ def _check_vocabulary(ids: Ids, vocab_size: int, tokenizer: Tokenizer, path: Pat
         raise UsageError(
             f"{path}: {text!r} is token {beyond[0]}, but the model's vocabulary ends at {vocab_size - 1}; "
             "take it out of the text, or give the model the tokenizer it was trained with"
-        )
-
-
-def _check_length(ids: Ids, needed: int, path: Path, remedy: str) -> None:
-    if len(ids) < needed:
-        raise UsageError(
-            f"{path} is too short: {len(ids)} tokens, expected at least {needed}; give a longer text, or {remedy}"
         )
 
 

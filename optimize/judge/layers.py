@@ -36,7 +36,6 @@ class LayerError:
 
     Attributes:
         name: model.embed_tokens, model.layers.{i} or lm_head.
-        phase: prefill or decode.
         noise_to_signal: power of the error over the power of the part's own addition to the hidden state; for the head,
             over the power of its logits without their mean, which softmax ignores.
     """

@@ -84,8 +84,6 @@ def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, comput
     """Bytes of a linear's weights as they are stored or held.
 
     Args:
-        linear: of the inventory.
-        config: its storage.
         copies: of the scales of blocks, :data:`BLOCK_COPIES` in the engine for CPUs.
         compute: bytes of an activation's value and of a scale on a GPU; 0 for CPUs, whose engine pads blocks, and makes
             float32 of float16.
@@ -223,9 +221,6 @@ def plan_build(
     """The peak of a build: the largest of calibrating, quantizing, and judging the finished bundle.
 
     Args:
-        geometry: of the decoder.
-        recipe, limits: as resolved.
-        tokenizer_bytes: size of tokenizer.json.
         samples, length: of the calibration text, if the recipe calibrates.
         judged: whether quality is judged on a text.
         device: of a bundle for a GPU, which is judged on the CPU only where that fits as well.

@@ -1,7 +1,6 @@
 """Recipes: how weights are to be compiled, from the command line or from a TOML file, parsed strictly."""
 
 import difflib
-import sys
 import types
 import typing
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -17,12 +16,7 @@ from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
-from llmc.strict import read_bytes
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from llmc.strict import parse_toml, read_bytes
 
 # Plain rounding needs blocks of 32, with 8 bits to lose no more than llama.cpp's Q8_0, with 4 bits to make sense. With
 # 8 bits a rotated stream loses as little in blocks of 64, which take a tenth less time, and so do 4 bits by GPTQ.
@@ -136,10 +130,7 @@ def _collect_values(values: Any) -> dict[str, Any]:
 
 def find_recipe(name: str | None) -> Path | None:
     """The recipe file called ``name``: a path, or one of those that come with llmc, without its suffix.
-
-    Raises:
-        UsageError: there is none.
-    """
+    Raises UsageError: there is none."""
     if name is None or Path(name).is_file():
         return None if name is None else Path(name)
     shipped = {path.stem: path for path in (Path(llmc.__path__[0]) / "recipes").glob("*.toml")}
@@ -149,14 +140,10 @@ def find_recipe(name: str | None) -> Path | None:
 
 
 def read_recipe(path: Path) -> Request:
-    """Parse a recipe file.
-
-    Raises:
-        UsageError: unreadable, not TOML, an unknown key or a value of the wrong type.
-    """
+    """Parse a recipe file. Raises UsageError: unreadable, not TOML, an unknown key or a value of the wrong type."""
     try:
-        data: dict[str, Any] = tomllib.loads(read_bytes(path, MOST_RECIPE).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not TOML, absurd numbers, absurd depth
+        data = parse_toml(read_bytes(path, MOST_RECIPE))
+    except (OSError, ValueError) as error:  # not UTF-8, not TOML, absurd numbers, absurd depth
         raise UsageError(f"{path}: not a readable TOML recipe ({str(error)[:200]})") from error
     request: Request = _read_table(Request, data, f"{path}:")
     return request
@@ -197,10 +184,7 @@ def settle(
     asked: Request, geometry: Geometry, target: Capabilities, name: str, calibrated: bool
 ) -> tuple[Recipe, Limits]:
     """:func:`resolve` a request for a model; ``calibrated`` tells that the build can calibrate.
-
-    Raises:
-        UsageError: as there, or the target does not take such models.
-    """
+    Raises UsageError: as there, or the target does not take such models."""
     if geometry.cpu_only and target.name != "cpu":
         why = ", whose session keeps no states" if geometry.has_states else ""
         if geometry.mixtures and target.name == "tensorrt-rtx":
@@ -349,10 +333,7 @@ def _check_source(request: Request, coded: bool) -> None:
 
 def for_encoder(request: Request, target: Capabilities, max_positions: int) -> Request:
     """The request for a model that embeds or ranks: one graph for the CPU, weights rounded to nearest.
-
-    Raises:
-        UsageError: it asks for what only a model that generates has, or for another target.
-    """
+    Raises UsageError: it asks for what only a model that generates has, or for another target."""
     if target.has_gpu:
         raise UsageError(
             f"the target is {target.name}, but a model that embeds or ranks is built for cpu; leave it out"
@@ -372,10 +353,7 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
 
 def check_context(name: str, context: int, max_positions: int, advice: str = "") -> None:
     """Refuse a context that the model does not have.
-
-    Raises:
-        UsageError: with the bounds, and what is called ``name``.
-    """
+    Raises UsageError: with the bounds, and what is called ``name``."""
     if not 2 <= context <= max_positions:
         of = "the max_position_embeddings of the checkpoint"
         raise UsageError(f"{name} is {context}, expected 2 ... {max_positions}, {of}{advice}")
@@ -483,11 +461,7 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
 
 
 def check_between(name: str, value: N, low: N, high: N) -> N:
-    """The value called ``name``.
-
-    Raises:
-        UsageError: it is out of range.
-    """
+    """The value called ``name``. Raises UsageError: it is out of range."""
     if not low <= value <= high:
         raise UsageError(f"{name} is {value}, expected {low} ... {high}")
     return value

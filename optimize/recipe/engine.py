@@ -30,10 +30,7 @@ class EngineRequest:
 
 def check_heads(geometry: Geometry) -> None:
     """Refuse heads that TensorRT's attention does not take.
-
-    Raises:
-        BuildError: some head's width is no multiple of 8.
-    """
+    Raises BuildError: some head's width is no multiple of 8."""
     odd = next((item for item in geometry.attentions if item.head_dim % HEAD_MULTIPLE), None)
     if odd is not None:
         raise BuildError(

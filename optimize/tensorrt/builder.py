@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmc.errors import BuildError, GpuError, ResourceError
+from llmc.errors import BuildError, ResourceError
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.tensorrt.flags import use_flags
 from llmc.optimize.tensorrt.messages import failure
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
 from llmc.optimize.tensorrt.network import Network, Ranges, profile_shapes, read_graph
 from llmc.optimize.tensorrt.spec import EngineSpec
-from llmc.runtime.sessions.tensorrt.library import Message, library_version, logger, make_object, nameable_gpus
+from llmc.runtime.sessions.tensorrt.library import Message, logger, make_object, nameable_gpus
 
 PARSING = "reading the graph"
 
@@ -55,11 +55,9 @@ def build_engine(
     """Build an engine with one profile for each of ``profiles`` and write it, or write nothing.
 
     Args:
-        spec: how to build, with which library.
         graph: lowered ONNX file; its weights lie beside it.
         output: the engine's file; its folder must be there.
         profiles: sizes of the graph's named dimensions.
-        progress: called with how far the build is.
     """
     progress(PARSING)
     model = read_graph(graph, spec.config.buckets[-1])
@@ -117,7 +115,13 @@ def _config(work: _Work, monitor: Monitor) -> Any:
         _set_gpus(config, library, asked.compute_capabilities)
     config.progress_monitor = monitor.native(library)
     for ranges in work.profiles:
-        _add_profile(work, config, ranges)
+        profile = work.builder.create_optimization_profile()
+        present = {tensor.name for tensor in work.network.inputs()}
+        for name, (least, best, most) in profile_shapes(work.network.graph, ranges).items():
+            if name in present:
+                profile.set_shape(name, least, best, most)
+        if config.add_optimization_profile(profile) < 0:
+            raise BuildError(f"the builder refuses the profile {dict(ranges)}")
     return config
 
 
@@ -126,25 +130,4 @@ def _set_gpus(config: Any, library: Any, wanted: Sequence[str]) -> None:
         return
     config.num_compute_capabilities = len(wanted)
     for index, capability in enumerate(wanted):
-        member = _member(library, "ComputeCapability", f"SM{capability.replace('.', '')}")
-        config.set_compute_capability(member, index)
-
-
-def _member(library: Any, enumeration: str, name: str) -> Any:
-    members = getattr(library, enumeration)
-    if not hasattr(members, name):
-        known = ", ".join(sorted(members.__members__))
-        raise GpuError(
-            f"{library.__name__} {library_version(library)} does not build for {name}; {enumeration} has {known}"
-        )
-    return getattr(members, name)
-
-
-def _add_profile(work: _Work, config: Any, ranges: Ranges) -> None:
-    profile = work.builder.create_optimization_profile()
-    present = {tensor.name for tensor in work.network.inputs()}
-    for name, (least, best, most) in profile_shapes(work.network.graph, ranges).items():
-        if name in present:
-            profile.set_shape(name, least, best, most)
-    if config.add_optimization_profile(profile) < 0:
-        raise BuildError(f"the builder refuses the profile {dict(ranges)}")
+        config.set_compute_capability(getattr(library.ComputeCapability, f"SM{capability.replace('.', '')}"), index)

@@ -1,4 +1,4 @@
-"""From a lowered graph to the engines in a bundle: the decoder's, and the small one that finds the largest logits."""
+"""From a lowered graph to the engine in a bundle."""
 
 import logging
 from dataclasses import replace
@@ -10,16 +10,12 @@ from llmc.optimize.progress import Progress
 from llmc.optimize.tensorrt.builder import build_engine
 from llmc.optimize.tensorrt.messages import remarks, transcript
 from llmc.optimize.tensorrt.network import Ranges
-from llmc.optimize.tensorrt.select import build_select
 from llmc.optimize.tensorrt.spec import EngineSpec
 
 log = logging.getLogger(__name__)
 
 ENGINE_FILE = "engine.plan"
-SELECT_FILE = "select.plan"
 LOG_FILE = "build-log.json"
-# More candidates than top-k is usually asked for; the device sorts these few, and a row of them is 512 bytes.
-CANDIDATES = 64
 # An integrated GPU takes its scratch memory from the machine's: room for the scores of attention in float32 and for
 # their softmax, where attention has no kernel of its own, and never less than splitting a product wants.
 SCORES, LEAST_WORKSPACE = 2 * 4, 1 << 30
@@ -39,15 +35,10 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
             f"{spec.library.__name__} {spec.version} made {len(report.aliases)} in-place cache updates of the graph, "
             f"{wanted} are expected; report this, and build for the target cuda or cpu"
         )
-    candidates = min(CANDIDATES, geometry.vocab_size)
-    small = build_select(
-        spec, folder / SELECT_FILE, vocab_size=geometry.vocab_size, candidates=candidates, progress=progress
-    )
-    said = (*report.messages, *small.messages)
-    if notable := remarks(said):
+    if notable := remarks(report.messages):
         log.warning("%s warned while it built (%s); all is in %s", spec.library.__name__, notable[0], LOG_FILE)
-    (folder / LOG_FILE).write_text(transcript(said), encoding="utf-8")
-    return replace(config, file=ENGINE_FILE, select=SELECT_FILE, candidates=candidates, log=LOG_FILE)
+    (folder / LOG_FILE).write_text(transcript(report.messages), encoding="utf-8")
+    return replace(config, file=ENGINE_FILE, log=LOG_FILE)
 
 
 def estimate_workspace(config: EngineConfig, geometry: Geometry) -> int:

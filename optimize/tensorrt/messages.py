@@ -27,12 +27,11 @@ SAID_AT_MOST = 4
 
 def list_dropped(messages: Sequence[Message]) -> list[str]:
     """Messages of the parser that say that something of the graph was left out."""
-    return [message.text for message in messages if _says_dropped(message.text)]
-
-
-def _says_dropped(text: str) -> bool:
-    left_out = UNUSED.search(text) or (REFUSED.search(text) and PART.search(text))
-    return bool(left_out) and not HARMLESS.search(text)
+    return [
+        text
+        for text in (message.text for message in messages)
+        if (UNUSED.search(text) or (REFUSED.search(text) and PART.search(text))) and not HARMLESS.search(text)
+    ]
 
 
 def remarks(messages: Sequence[Message]) -> tuple[str, ...]:
@@ -50,12 +49,8 @@ def failure(what: str, messages: Sequence[Message], workspace: int | None = None
     """The error for a build that the library gave up, told from what it logged while it built.
 
     A build without a driver ends in the same errors of CUDA as one on a broken GPU, so they are told apart from what
-    the graph is to blame for.
-
-    Args:
-        what: was done.
-        messages: logged meanwhile.
-        workspace: bytes that the builder was allowed; None for the library's own limit, all of the GPU's memory.
+    the graph is to blame for. ``workspace``: bytes that the builder was allowed; None for the library's own limit, all
+    of the GPU's memory.
     """
     errors = list(dict.fromkeys(message.text.strip() for message in messages if message.is_error))
     if errors and not NO_DRIVER.search(errors[0]):

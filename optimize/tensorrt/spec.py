@@ -70,7 +70,9 @@ def resolve_engine(
         MissingExtraError, GpuError: the library is not installed, too old or broken, or finds no GPU and needs one.
         UsageError: a value is out of range, or not for this library.
     """
-    precisions = _list_wanted_precisions(recipe, own_bits)
+    stored = recipe.precisions()
+    own = {"int8" if bits == 8 else "int4" for bits in own_bits} if "source" in stored else set()
+    precisions = (stored - {"source"}) | own | {COMPUTES[recipe.compute]}
     library = None if request.deferred else load_library(target.engine)
     buckets = bucket_sizes(limits.max_context)
     gpu = next(iter(probe_driver().devices), None) if library is not None else None
@@ -89,8 +91,6 @@ def resolve_engine(
         buckets=buckets,
         decode=Profile(limits.max_batch, 1, 1),
         prefill=Profile(1, limits.prefill_chunk, min(limits.prefill_chunk, PREFILL_OUTPUTS)),
-        select="",
-        candidates=0,
         platform=platform_name(),
         compute_capabilities=wanted,
         verified="no",
@@ -163,12 +163,6 @@ def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capa
 
 def list_own_bits(geometry: Geometry) -> set[int]:
     return {linear.codes.bits for linear in geometry.linears if linear.codes is not None}
-
-
-def _list_wanted_precisions(recipe: Recipe, own_bits: Collection[int]) -> set[str]:
-    stored = recipe.precisions()
-    own = {"int8" if bits == 8 else "int4" for bits in own_bits} if "source" in stored else set()
-    return (stored - {"source"}) | own | {COMPUTES[recipe.compute]}
 
 
 def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> None:

@@ -51,12 +51,12 @@ def publish(path: Path | None, other_cpus: float | None, tables: Sequence[str], 
     """Print the tables and the machine, and write the JSON file where one is asked for.
 
     Args:
-        path: the file.
         other_cpus: CPUs that something else kept busy; None where nobody knows.
-        tables: what is printed.
         found: what the file holds beside machine, date and command.
     """
-    origin = provenance()
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    machine = {**asdict(this_machine()), "system": platform.platform()}
+    origin = {"date": date, "command": shlex.join(sys.argv), "machine": machine}
     print("\n\n".join(tables))
     print(f"\n{origin['machine']['threads']} CPUs usable, {origin['machine']['cpu']}, {origin['date']}")
     if other_cpus is not None and other_cpus > QUIET_CPUS:
@@ -64,13 +64,6 @@ def publish(path: Path | None, other_cpus: float | None, tables: Sequence[str], 
     if path is not None:
         content = {**origin, **found, "other_cpus": other_cpus}
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def provenance() -> dict[str, Any]:
-    """Origin of figures: the date in UTC, the command, the machine."""
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    machine = {**asdict(this_machine()), "system": platform.platform()}
-    return {"date": date, "command": shlex.join(sys.argv), "machine": machine}
 
 
 def table(head: Sequence[str], *rows: Sequence[str]) -> str:
@@ -82,10 +75,7 @@ class Disturbance:
     """Mean number of CPUs that were busy with something else while this process, or its children, ran.
 
     A run is disturbed when this is not close to zero; what the hypervisor took away counts too. Linux only, elsewhere
-    :meth:`cpus` is None.
-
-    Args:
-        processes: ids of children that run all the time; others count when they have ended.
+    :meth:`cpus` is None. ``processes``: ids of children that run all the time; others count when they have ended.
     """
 
     def __init__(self, processes: Sequence[int] = ()) -> None:

@@ -67,10 +67,7 @@ def write_checkpoint(geometry: dict[str, Any], folder: Path) -> None:
 
 def fill_vocabulary(path: Path, size: int) -> None:
     """Give each id of a tokenizer of byte pairs a text; no merge leads to the new ones, so prompts are what they were.
-
-    Raises:
-        SystemExit: it has more tokens than ``size``.
-    """
+    Raises SystemExit: it has more tokens than ``size``."""
     content = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
     if len(vocabulary) > size:

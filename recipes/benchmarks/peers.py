@@ -30,12 +30,7 @@ from runners import PHASES, RUNNERS, lengths
 
 from llmc.errors import BundleError, LlmcError
 from llmc.runtime.host.machine import usable_threads
-from llmc.strict import decode
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from llmc.strict import decode, parse_toml
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
@@ -84,7 +79,7 @@ class Row:
 def read_systems(path: Path) -> tuple[Quality, dict[str, Path], tuple[Entry, ...]]:
     """Read the TOML file: the reference, the interpreter of each runner (llmc's by default the present one), the
     systems."""
-    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    document = parse_toml(path.read_bytes())
     try:
         quality = decode(Quality, document.pop("quality", {}), "quality")
         pythons = decode(dict[str, str], document.pop("python", {}), "python")

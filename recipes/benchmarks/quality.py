@@ -57,10 +57,7 @@ class Task:
 
     def measure(self, run: Callable[..., str]) -> dict[str, Figures]:
         """Bits per weight, KL in nats and so on by phase, of a system that ``run`` lets write its logits.
-
-        Raises:
-            RuntimeError: its logits are not those of this model.
-        """
+        Raises RuntimeError: its logits are not those of this model."""
         sizes = json.loads(run("--logits", self.folder))
         return {phase: {"bits": 8 * sizes[phase] / self._weights, **self._compare(phase)} for phase in PHASES}
 

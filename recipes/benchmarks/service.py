@@ -53,10 +53,7 @@ Ask = Callable[[int, int], dict[str, Any]]  # concurrency and number of the roun
 @contextmanager
 def server(command: Sequence[object], port: int, ready: str) -> Iterator[int]:
     """A server while the block runs, which answers GET ``ready`` with 200; its process id.
-
-    Raises:
-        SystemExit: it ended, or is not ready in time.
-    """
+    Raises SystemExit: it ended, or is not ready in time."""
     process = subprocess.Popen(
         [str(part) for part in command],
         env=os.environ | ENVIRONMENT,
@@ -77,11 +74,7 @@ def server(command: Sequence[object], port: int, ready: str) -> Iterator[int]:
 
 
 def wait_for(process: "subprocess.Popen[str]", url: str) -> None:
-    """Wait until a URL answers with 200.
-
-    Raises:
-        SystemExit: the process ended, or it takes too long.
-    """
+    """Wait until a URL answers with 200. Raises SystemExit: the process ended, or it takes too long."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -100,11 +93,7 @@ def free_port() -> int:
 
 
 def over_http(args: argparse.Namespace, port: int, concurrency: int, number: int) -> dict[str, Any]:
-    """Figures of clients in a process of their own.
-
-    Raises:
-        SystemExit: they failed.
-    """
+    """Figures of clients in a process of their own. Raises SystemExit: they failed."""
     options = {
         "--concurrency": concurrency,
         "--requests": concurrency * args.requests,

@@ -81,10 +81,8 @@ class ChatHandle(Handle):
     """A submitted conversation: a :class:`llmc.runtime.api.handle.Handle` that gives messages, too.
 
     Iterating gives the answer's content alone; ``deltas()`` gives content, reasoning and calls as they come;
-    ``result()`` waits for the whole. All pieces go to one reader at a time.
-
-    Args:
-        parser: makes the parser of an output, given what makes its calls' ids.
+    ``result()`` waits for the whole. All pieces go to one reader at a time. ``parser``: makes the parser of an output,
+    given what makes its calls' ids.
     """
 
     def __init__(

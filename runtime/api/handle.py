@@ -185,10 +185,7 @@ class Handle:
 
     def cancel(self) -> bool:
         """Stop the request; its cache row is free after the engine's present step. False if it had ended already.
-
-        Raises:
-            EngineClosedError: the engine stayed in the process that this one was forked from.
-        """
+        Raises EngineClosedError: the engine stayed in the process that this one was forked from."""
         if self._cancelled or self._collector.ended:
             return False
         self._collector.refuse_forked()

@@ -60,16 +60,16 @@ class Request:
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= LONGEST_SCOPE
-
-
-def _are_functions(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(callable, value))
-
-
-_FUNCTIONS = Range("functions", "a list of functions", _are_functions)
-_NAME = optional(Range("text", f"a name of up to {LONGEST_SCOPE} characters", _is_name))
+_FUNCTIONS = Range(
+    "functions", "a list of functions", lambda value: isinstance(value, list | tuple) and all(map(callable, value))
+)
+_NAME = optional(
+    Range(
+        "text",
+        f"a name of up to {LONGEST_SCOPE} characters",
+        lambda value: isinstance(value, str) and 0 < len(value) <= LONGEST_SCOPE,
+    )
+)
 _RANGES = {
     "params": Range("parameters", "SamplingParams", lambda value: isinstance(value, SamplingParams)),
     "logits_processors": _FUNCTIONS,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmc import __version__
 from llmc.bundle import read_bundle
@@ -64,11 +63,7 @@ def benchmark(
     bundle: str | Path, *, prompt_length: int = 128, new_tokens: int = 64, repeats: int = 3, threads: int | None = None
 ) -> BenchmarkReport:
     """Load the bundle and time the engine's greedy answers to prompts of arbitrary tokens, one after the other.
-
-    Raises:
-        UsageError: a length is out of range.
-        BundleError, ResourceError: the bundle cannot be loaded.
-    """
+    Raises UsageError: a length is out of range; BundleError, ResourceError: the bundle cannot be loaded."""
     folder = Path(bundle)
     context = read_bundle(folder).limits.max_context
     if prompt_length < 1 or new_tokens < 2 or repeats < 1 or prompt_length + new_tokens > context:
@@ -148,13 +143,11 @@ def read_bandwidth(threads: int) -> float:
     """
     size = min(BYTES_PER_THREAD, available_memory() // (4 * threads))
     arrays = [np.ones(size // 8, np.int64) for _ in range(threads)]
+    seconds = []
     with ThreadPoolExecutor(threads) as pool:
-        best = min(_time_pass(pool, arrays) for _ in range(PASSES))
-    return threads * size / best
-
-
-def _time_pass(pool: ThreadPoolExecutor, arrays: list[NDArray[np.int64]]) -> float:
-    start = time.perf_counter()
-    # max() is a vectorised reduction that releases the interpreter lock and has no long dependency chain.
-    list(pool.map(np.max, arrays))
-    return time.perf_counter() - start
+        for _ in range(PASSES):
+            start = time.perf_counter()
+            # max() is a vectorised reduction that releases the interpreter lock and has no long dependency chain.
+            list(pool.map(np.max, arrays))
+            seconds.append(time.perf_counter() - start)
+    return threads * size / min(seconds)

@@ -325,13 +325,14 @@ def open_loop(
     settings: LoadSettings, rate: float, bodies: Callable[[int], bytes], send: Callable[[bytes, float], object]
 ) -> None:
     """Send each request when it is due, late ones at once, whatever became of the others."""
-    start, limit = time.perf_counter(), settings.duration or float("inf")
-    offsets = itertools.islice(due_times(rate, settings.seed), settings.most_requests)
-    for number, offset in enumerate(itertools.takewhile(lambda offset: offset < limit, offsets)):
+    start, limit, offset = time.perf_counter(), settings.duration or float("inf"), 0.0
+    gaps, number = np.random.default_rng(settings.seed), 0  # of a Poisson process
+    while offset < limit and number < settings.most_requests:
         body, due = bodies(number), start + offset
         if (rest := due - time.perf_counter()) > 0:
             time.sleep(rest)
         send(body, due)
+        offset, number = offset + float(gaps.exponential(1 / rate)), number + 1
 
 
 def run_closed_loop(
@@ -345,11 +346,3 @@ def run_closed_loop(
     while time.perf_counter() < until and (number := next(numbers)) < settings.most_requests:
         body = bodies(number)
         send(body, time.perf_counter())
-
-
-def due_times(rate: float, seed: int) -> Iterator[float]:
-    """Seconds from the first arrival to each of a Poisson process of ``rate`` per second, without end."""
-    generator, moment = np.random.default_rng(seed), 0.0
-    while True:
-        yield moment
-        moment += float(generator.exponential(1 / rate))

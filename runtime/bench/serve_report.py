@@ -101,11 +101,7 @@ def figures(exchanges: Sequence[Exchange], client_cpu: float) -> dict[str, Any]:
     """Compute the figures of one test from at least one exchange; times are in seconds.
 
     The page of the service, runtime/server/README.md, defines each figure. A latency is None where nothing was
-    completed.
-
-    Args:
-        exchanges: all requests, failed ones included.
-        client_cpu: share of one CPU that the client took.
+    completed. ``client_cpu``: share of one CPU that the client took.
     """
     done = [each for each in exchanges if each.failure is None]
     seconds = max(each.ended for each in exchanges) - min(each.due for each in exchanges)

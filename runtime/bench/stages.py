@@ -75,11 +75,7 @@ def export_plan(geometry: Geometry) -> MemoryEstimate:
 
 
 def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[MemoryEstimate]:
-    """Running a bundle, on the machine and on its GPU.
-
-    Raises:
-        UsageError: context or batch is beyond the bundle's.
-    """
+    """Running a bundle, on the machine and on its GPU. Raises UsageError: context or batch is beyond the bundle's."""
     limits = manifest.limits
     for name, value, most in (("max_context", context, limits.max_context), ("max_batch", batch, limits.max_batch)):
         if value is not None and value > most:

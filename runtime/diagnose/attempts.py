@@ -28,10 +28,6 @@ IDENTITY = bytes.fromhex(
 )
 
 
-def open_cpu() -> str:
-    return f"onnxruntime {import_onnxruntime(MINIMUM['cpu']).__version__}"
-
-
 def open_cuda() -> str:
     runtime = require("onnxruntime", "gpu")
     check_provider(runtime, MINIMUM["cuda"])
@@ -78,7 +74,7 @@ def _describe(target: str, device: DeviceInfo) -> str:
 
 ATTEMPTS: dict[str, Callable[[], str]] = {
     "lowering": find_lowering,
-    "cpu": open_cpu,
+    "cpu": lambda: f"onnxruntime {import_onnxruntime(MINIMUM['cpu']).__version__}",
     "cuda": open_cuda,
     "tensorrt": partial(open_engine, "tensorrt"),
     "tensorrt builder": partial(make_builder, "tensorrt"),

@@ -39,7 +39,6 @@ class Sample(Sequence):
         self.index = index
         self.tokens = self.context
         self.sampler = sampler
-        self.needs = sampler.needs
         self.finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
         self._text = text

@@ -34,7 +34,6 @@ class Grammars:
     The first grammar reads the vocabulary, which takes about a second for 150,000 tokens.
 
     Args:
-        tokenizer: of the model.
         vocab_size: length of the model's logits. Ids without a token in the tokenizer are never allowed.
         eos_token_ids: tokens that end an output; all are allowed where it is complete, and nowhere else.
     """

@@ -161,11 +161,7 @@ class GrammarGuide:
         return self._allowed
 
     def accept(self, token: int) -> None:
-        """Go on by one token.
-
-        Raises:
-            GrammarError: the token is not allowed here; the guide stays where it was.
-        """
+        """Go on by one token. Raises GrammarError: the token is not allowed here; the guide stays where it was."""
         vocabulary = self._compiled.vocabulary
         if not 0 <= token < vocabulary.size or self._ended or not self.compute_allowed()[token // 8] >> token % 8 & 1:
             where = "after its end" if self._ended else f"after {len(self._accepted)} tokens"

@@ -82,10 +82,7 @@ OPTIONS = {
 
 def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
     """A schema, the argument ``name``, as JSON text with its properties in their order, which is that of the output.
-
-    Raises:
-        UsageError: it is not the JSON text of an object, or holds what JSON has not.
-    """
+    Raises UsageError: it is not the JSON text of an object, or holds what JSON has not."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else dict(value)
         text = json.dumps(parsed, allow_nan=False)
@@ -98,10 +95,7 @@ def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
 
 def check_schema(schema: Any) -> bool:
     """Refuse a parsed schema that would not be enforced as a whole, or is too large; True if it may take long.
-
-    Raises:
-        GrammarError: naming the keyword and where it stands.
-    """
+    Raises GrammarError: naming the keyword and where it stands."""
     nodes = list(_nodes(schema))
     for path, node in nodes:
         _check_keywords(path, node)
@@ -117,10 +111,7 @@ def check_schema(schema: Any) -> bool:
 
 def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
     """A checked schema as the library has to have it: with formats spelt out, and patterns in its notation.
-
-    Raises:
-        GrammarError: naming the keyword whose value cannot be enforced.
-    """
+    Raises GrammarError: naming the keyword whose value cannot be enforced."""
     schema = json.loads(json.dumps(schema))
     for path, node in list(_nodes(schema)):
         _spell_format(path, node)
@@ -134,10 +125,7 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
 
 def without_unenforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A schema without the keywords that cannot be enforced, and their names; of ``oneOf`` the alternatives are left.
-
-    Raises:
-        GrammarError: it is no schema.
-    """
+    Raises GrammarError: it is no schema."""
     found = json.loads(json.dumps(schema))
     names = []
     for path, node in _nodes(found):
@@ -206,10 +194,7 @@ def _holds_unnamed_control(value: Any) -> bool:
 
 def _nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """All subschemas but true and false, with their paths.
-
-    Raises:
-        GrammarError: there are too many, or one is no schema.
-    """
+    Raises GrammarError: there are too many, or one is no schema."""
     waiting = [("#", schema)]
     visited = 0
     while waiting:

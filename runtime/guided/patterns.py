@@ -30,10 +30,7 @@ _SETS = {
 
 def check_regex(regex: str, name: str) -> None:
     """Refuse a regular expression that is too long, or repeats too much.
-
-    Raises:
-        GrammarError: beginning with ``name``.
-    """
+    Raises GrammarError: beginning with ``name``."""
     if len(regex) > LONGEST_REGEX:
         raise GrammarError(f"{name} has {len(regex)} characters, expected at most {LONGEST_REGEX}")
     found = repetitions(regex)

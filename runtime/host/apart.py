@@ -112,7 +112,8 @@ def _answer(step: _Started, deadline: float, seconds: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         _end(step.process)
         return {"state": "hung", "problem": _with_last_words(f"no answer within {seconds:g} s", step.err)}
-    end = f"ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    names = {each.value: each.name for each in signal.Signals}
+    end = f"ended by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
     step.out.seek(0)
     try:
         found = dict(json.loads(step.out.read()))
@@ -130,13 +131,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
         process.returncode = -signal.SIGKILL  # it goes when the driver lets it; Popen must not complain until then
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _with_last_words(what: str, err: IO[bytes]) -> str:

@@ -137,17 +137,14 @@ def prune(kind: str, max_bytes: int) -> None:
     What this process asked for stays, and so does what another one holds, or used in the last :data:`RECENT_S`.
     """
     with suppress(FileNotFoundError):  # others remove and publish meanwhile: the next one prunes the rest
-        _prune(cache_root() / kind, max_bytes)
-
-
-def _prune(folder: Path, max_bytes: int) -> None:
-    for path in [*folder.glob(f"{STAGING}*"), *folder.glob(f"[!.]*/{STAGING}*")]:
-        _remove_unused(path)
-    sizes = {path: _bytes(path) for path in folder.glob("[!.]*")}
-    kept = sum(sizes.values())
-    for path in sorted(sizes, key=_last_use):
-        if kept > max_bytes and path not in _used and _remove_unused(path):
-            kept -= sizes[path]
+        folder = cache_root() / kind
+        for path in [*folder.glob(f"{STAGING}*"), *folder.glob(f"[!.]*/{STAGING}*")]:
+            _remove_unused(path)
+        sizes = {path: _bytes(path) for path in folder.glob("[!.]*")}
+        kept = sum(sizes.values())
+        for path in sorted(sizes, key=_last_use):
+            if kept > max_bytes and path not in _used and _remove_unused(path):
+                kept -= sizes[path]
 
 
 def _remove_unused(path: Path) -> bool:

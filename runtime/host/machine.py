@@ -16,8 +16,10 @@ VNNI_FLAGS = {"avx512_vnni", "avx_vnni"}
 
 def usable_threads() -> int:
     """Threads worth starting: the affinity mask, cut by the cgroup's CPU quota; at least 1."""
-    affinity, quota = len(os.sched_getaffinity(0)), _cpu_quota()
-    return max(1, min(affinity, math.ceil(quota)) if quota else affinity)
+    affinity, fields = len(os.sched_getaffinity(0)), " ".join(_lines(CGROUP / "cpu.max")).split()
+    if len(fields) != 2 or fields[0] == "max":
+        return affinity
+    return max(1, min(affinity, math.ceil(int(fields[0]) / int(fields[1]))))
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Available:
 
 def memory_here() -> Available:
     """Memory that can be taken now without swapping: free memory of the machine, cut by the cgroup's limit."""
-    free, granted = _meminfo_available(), _cgroup_available()
+    free, granted = kilobytes(Path("/proc/meminfo"), "MemAvailable") or 1 << 62, _cgroup_available()
     return Available(free, "machine") if granted is None or free <= granted else Available(granted, "cgroup")
 
 
@@ -75,16 +77,6 @@ def _value(path: Path, name: str) -> str:
     """The text behind ``name:`` in the first such line of a file."""
     lines = (line.partition(":") for line in _lines(path))
     return next((value.strip() for key, _, value in lines if key.strip() == name), "")
-
-
-def _cpu_quota() -> float | None:
-    """CPUs that the cgroup grants, or None without a quota."""
-    fields = " ".join(_lines(CGROUP / "cpu.max")).split()
-    return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0] != "max" else None
-
-
-def _meminfo_available() -> int:
-    return kilobytes(Path("/proc/meminfo"), "MemAvailable") or 1 << 62
 
 
 def _cgroup_available() -> int | None:

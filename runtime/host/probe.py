@@ -4,14 +4,11 @@ It needs neither cuda-bindings nor an engine's library.
 """
 
 import ctypes
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmc.errors import BundleError
 from llmc.runtime.host.apart import command, run_apart
-from llmc.strict import decode
 
 # A first use of a GPU reads libraries of hundreds of megabytes: a builder took 7 s to make on a server with a T4, and a
 # small board with a cold disk is not to be taken for hanging.
@@ -55,11 +52,7 @@ def probe_driver(timeout_s: float = TIMEOUT_S) -> Driver:
     """Examine the driver; takes a tenth of a second where there is none."""
     answer = run_apart({"driver": command(f"{__name__}:describe_driver")}, timeout_s)["driver"]
     found = answer.get("result") or {"state": "failed", **answer}
-    try:
-        described: Driver = decode(Driver, json.loads(json.dumps(asdict(Driver("", "")))) | found)
-    except BundleError as error:
-        return Driver("failed", f"the probe's answer makes no sense: {error}")
-    return described
+    return Driver(**{**found, "devices": tuple(Device(**device) for device in found.get("devices", ()))})
 
 
 def describe_driver() -> dict[str, Any]:

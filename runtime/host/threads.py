@@ -32,10 +32,7 @@ _leaving = False
 
 def start(target: Callable[[], object], name: str, stop: Callable[[], object] = lambda: None) -> threading.Thread:
     """Start a thread that ends before Python does; ``stop`` makes ``target`` return soon, if nobody else does.
-
-    Raises:
-        ResourceError: no thread can be started.
-    """
+    Raises ResourceError: no thread can be started."""
 
     def run() -> None:
         try:

@@ -21,7 +21,6 @@ from llmc.runtime.kv.rows import Rows, Slot
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
-from llmc.runtime.sampling.logits import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
 
 # From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the bits
@@ -102,8 +101,7 @@ class ModelRunner:
         self._policy = Policy.of(level, session, manifest, max_rows)
         self._has_states = manifest.geometry.has_states
         self._strict = level is Determinism.STRICT
-        self._candidates = 0 if manifest.engine is None else manifest.engine.candidates
-        self._last = _zeros(0, Phase.DECODE, 0, 0)  # step without drafts
+        self._last = _zeros(0, Phase.DECODE, 0)  # step without drafts
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make room for so many rows and positions, and for the dummies that the policy adds."""
@@ -137,20 +135,14 @@ class ModelRunner:
             return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:
             return self._one_by_one(call)
-        # The largest logits are enough only where these decide every sequence's token.
-        few = self._candidates > 0 and all(0 < sequence.needs < self._candidates for sequence in call)
-        step = self._step(call, self.phase(len(call)), self._candidates if few else 0)
-        logits = self._run(_with_adapters(step, call))
-        if few and not all(suffice(row, sequence.needs) for row, sequence in zip(logits[:, 0], call, strict=False)):
-            logits = self.session.full_logits()
-        return logits
+        return self._run(_with_adapters(self._step(call, self.phase(len(call))), call))
 
-    def _step(self, call: Sequence[Slot], phase: Phase, candidates: int) -> Batch:
+    def _step(self, call: Sequence[Slot], phase: Phase) -> Batch:
         """A call that feeds last tokens; mostly the last step's, whose arrays are written in place."""
         odd = self._policy.in_pairs and len(call) % 2
         rows, first, last = len(call) + odd, call[0].row, self._last
-        if (len(last.input_ids), last.phase, last.first_row, last.candidates) != (rows, phase, first, candidates):
-            self._last = last = _zeros(rows, phase, first, candidates)
+        if (len(last.input_ids), last.phase, last.first_row) != (rows, phase, first):
+            self._last = last = _zeros(rows, phase, first)
         ids, lengths = last.input_ids, last.past_lengths
         for i, sequence in enumerate(call):
             ids[i, 0], lengths[i] = sequence.context[sequence.cached], sequence.cached
@@ -186,7 +178,7 @@ class ModelRunner:
         indices = np.arange(len(padded), dtype=np.int64)[None]
         ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
         new = np.array([len(tokens)], np.int64) if self._has_states else None
-        found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, 0, new)
+        found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new)
         logits: Floats = self._run(_with_adapters(found, [sequence]))[0]
         return logits[len(waiting) - 1 : len(tokens)]
 
@@ -203,9 +195,9 @@ class ModelRunner:
         return logits
 
 
-def _zeros(rows: int, phase: Phase, first_row: int, candidates: int) -> Batch:
+def _zeros(rows: int, phase: Phase, first_row: int) -> Batch:
     ids, lengths, indices = (np.zeros(shape, np.int64) for shape in ((rows, 1), rows, (rows, 1)))
-    return Batch(phase, ids, lengths, indices, first_row, candidates)
+    return Batch(phase, ids, lengths, indices, first_row)
 
 
 def _with_adapters(call: Batch, sequences: Sequence[Slot]) -> Batch:

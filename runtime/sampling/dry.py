@@ -71,7 +71,6 @@ class Dry(Follower):
         allowed_length: repetitions shorter than this go free.
         window: last tokens looked back at; 0 is all.
         breakers: texts that no repetition reaches across; None for none.
-        branching: see :class:`Follower`.
     """
 
     def __init__(

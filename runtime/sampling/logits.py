@@ -21,10 +21,7 @@ def check_peak(peak: float) -> None:
 
 def weigh(logits: Logits) -> Logits:
     """Probabilities of ``logits`` [V] as multiples of the largest one, a new array.
-
-    Raises:
-        RequestError: the logits hold NaN or +inf, or nothing but -inf.
-    """
+    Raises RequestError: the logits hold NaN or +inf, or nothing but -inf."""
     peak = logits.max()
     check_peak(float(peak))
     with np.errstate(over="ignore", under="ignore"):  # logits at both ends of float32 are infinitely far apart
@@ -55,20 +52,3 @@ def most_probable(logits: Logits, k: int) -> npt.NDArray[np.intp]:
     """The ``k`` most probable tokens, most probable first, of equals the lowest id; impossible ones never."""
     candidates = largest(logits, k)
     return candidates[np.argsort(-logits[candidates], kind="stable")[:k]]
-
-
-def suffice(logits: Logits, needs: int) -> bool:
-    """True if ``logits`` [V], with -inf wherever a session left one out, hold the ``needs`` largest and all their
-    equals.
-
-    What was left out is no larger than the least of those that are there. So it is enough that the last of the needed
-    ones is larger than that; where both are equal, one more of the same size may have been left out. NaN is never
-    enough, so that whoever sees all logits says what they hold.
-    """
-    if logits.min() > -np.inf:  # nothing was left out
-        return True
-    there = logits.take(np.flatnonzero(logits != -np.inf))
-    if there.size <= needs:
-        return False
-    last = np.partition(there, there.size - needs)[there.size - needs]
-    return bool(last > there.min())

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from llmc.errors import UsageError
 from llmc.runtime.sampling.logits import Logits, most_probable, weigh
 
 Top = tuple[tuple[int, float], ...]
@@ -21,8 +20,6 @@ class TokenLogprobs:
     """Log-probabilities, in nats and before any processor, where one token was chosen.
 
     Args:
-        token: the token chosen.
-        logprob: of that token.
         top: the most probable tokens, most probable first, with their log-probabilities; equally probable ones come in
             the order of their ids, and impossible ones not at all.
     """
@@ -34,10 +31,7 @@ class TokenLogprobs:
 
 def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
     """Log-probability of ``token``, and the ``top`` most probable tokens, under logits [V].
-
-    Raises:
-        RequestError: the logits hold NaN or +inf, or nothing but -inf.
-    """
+    Raises RequestError: the logits hold NaN or +inf, or nothing but -inf."""
     total = float(logits.max()) + math.log(float(weigh(logits).sum()))  # in pairs, so close to the exact sum
     most = most_probable(logits, top).tolist() if top else []
     return TokenLogprobs(
@@ -55,8 +49,5 @@ def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top:
 
     Raises:
         RequestError: the logits hold NaN or +inf, or nothing but -inf.
-        UsageError: not as many tokens as rows.
     """
-    if len(tokens) != len(logits):
-        raise UsageError(f"{len(logits)} rows of logits and {len(tokens)} tokens, expected as many; give one per token")
     return [token_logprobs(row, token, top) for row, token in zip(logits, tokens, strict=True)]

@@ -307,10 +307,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
 
 def check_combination(params: SamplingParams) -> None:
     """Refuse parameters, each in its range, that contradict one another or that nothing here can do together.
-
-    Raises:
-        UsageError: naming the parameters.
-    """
+    Raises UsageError: naming the parameters."""
     for mode, is_on, excluded in _MODES:
         clash = next((name for name in excluded if _is_set(params, name)), None) if is_on(params) else None
         if clash:

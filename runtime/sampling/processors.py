@@ -67,7 +67,6 @@ class SamplingContext:
     """All that the steps and the sampler of a sequence are built from.
 
     Args:
-        params: of the request.
         vocab_size: V, the length of the logits.
         prompt_length: tokens of the prompt, which some penalties leave out.
         eos_token_ids: the checkpoint's end-of-sequence tokens.

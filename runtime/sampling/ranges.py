@@ -79,10 +79,6 @@ def _is_tuple(value: object, is_item: Callable[[Any], bool], most: float = math.
     return isinstance(value, tuple) and len(value) <= most and all(map(is_item, value))
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2
-
-
 # ----------------------------------------------------------------------------------------------------------- ranges
 
 FLAG = Range("flag", "true or false", lambda value: isinstance(value, bool))
@@ -117,7 +113,8 @@ def _numbers(
 ) -> Range:
     short = f"from {low}" if high == math.inf else f"{low} to {most or high}"
     text = f"of at least {low}" if high == math.inf else f"from {short}"
-    return Range(kind, f"{name} {text}{_format_note(note)}", lambda value: holds(value, low, high), short, note)
+    said = f" ({note})" if note else ""
+    return Range(kind, f"{name} {text}{said}", lambda value: holds(value, low, high), short, note)
 
 
 def above(low: float, high: float = math.inf) -> Range:
@@ -127,10 +124,6 @@ def above(low: float, high: float = math.inf) -> Range:
     return Range(
         "number", f"a number above {low}{text}", lambda value: holds(value) and value > low, f"above {low}{short}"
     )
-
-
-def _format_note(note: str) -> str:
-    return f" ({note})" if note else ""
 
 
 def one_of(*choices: str | bool) -> Range:
@@ -165,7 +158,7 @@ def biases(size: float, most: int) -> Range:
     pair, fits = f"-{size} to {size}", number(-size, size).holds
 
     def holds(value: Any) -> bool:
-        pairs = _is_tuple(value, _is_pair, most)
+        pairs = _is_tuple(value, lambda pair: isinstance(pair, tuple) and len(pair) == 2, most)
         return (
             pairs and all(_is_token(token) and fits(bias) for token, bias in value) and len(dict(value)) == len(value)
         )

@@ -32,11 +32,7 @@ def make_sampler(context: SamplingContext, index: int = 0) -> "Sampler":
         return Sampler(build(PROCESSORS, context), {}, None, context.guide, top)
     seed = secrets.randbits(64) if params.seed is None else (params.seed + index) % 2**64
     context = replace(context, seed=seed)
-    sampler = Sampler(build(PROCESSORS, context), build(CUTS, context), seed, context.guide, top)
-    # After a first cut to k, nothing sees more than that; a log-probability is a share of the whole.
-    if top is None and sampler.begins_with("top_k"):
-        sampler.needs = params.top_k
-    return sampler
+    return Sampler(build(PROCESSORS, context), build(CUTS, context), seed, context.guide, top)
 
 
 class Sampler:
@@ -47,10 +43,6 @@ class Sampler:
         seed: of the draws; None takes the most probable token, of several the one with the lowest id.
         guide: told every token chosen.
         top: how many of the most probable tokens to report; None reports no log-probabilities.
-
-    Attributes:
-        needs: number of the largest logits that decide the token, 0 for all of them: the others may be -inf, as long
-            as :func:`llmc.runtime.sampling.logits.suffice` holds.
     """
 
     def __init__(
@@ -64,10 +56,6 @@ class Sampler:
         self._processors, self._cuts = processors, cuts
         self._guide, self._top = guide, top
         self.seed = seed
-        self.needs = 1 if seed is None and top is None and not processors else 0
-
-    def begins_with(self, name: str) -> bool:
-        return next(iter([*self._processors, *self._cuts]), None) == name
 
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
         """The token that follows ``tokens`` (prompt and output), from ``logits`` (float32 [V], left as they are).

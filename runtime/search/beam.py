@@ -46,10 +46,9 @@ class BeamSearch:
         num_beams: rows in all, from 1.
         num_return_sequences: outputs, up to ``num_beams``. There are fewer if the processors forbid the rest.
         length_penalty: above 0 favours long outputs, below 0 short ones.
-        early_stopping: when ``num_beams`` outputs are finished, True stops at once; False stops unless the best
-            beam, ended here, would be better than the worst of them; "never" stops when no beam can become better.
+        early_stopping: when ``num_beams`` outputs are finished, True stops at once; False stops unless the best beam,
+            ended here, would be better than the worst of them; "never" stops when no beam can become better.
         max_tokens: new tokens at most, from 1.
-        eos_token_ids: tokens that end an output.
         processors: applied to the log-probabilities of every beam, which are not normalised again.
         stops: a stopping criterion beside ``eos_token_ids``, asked about the new tokens.
     """

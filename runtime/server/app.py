@@ -40,11 +40,7 @@ ROUTERS = (
 
 def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
     """The application over these models; keys and limits stand around it, see :mod:`llmc.runtime.server.http.guarded`.
-
-    Args:
-        config: the server's settings.
-        pool: the models; whoever made it closes it.
-    """
+    ``pool``: the models; whoever made it closes it."""
     # docs_url: the interactive pages of FastAPI fetch scripts from elsewhere.
     app = FastAPI(title="llmc", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.router.redirect_slashes = False  # a redirect would name whatever host the client did

@@ -7,7 +7,6 @@ It imports the standard library only, so that ``llmc serve --help`` can list the
 
 import ipaddress
 import re
-import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -18,12 +17,7 @@ from typing import Any, Literal
 
 from llmc.errors import UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
-from llmc.strict import read_bytes
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from llmc.strict import parse_toml, read_bytes
 
 MOST_CONFIG = 1 << 20  # bytes of the file; one with every key has some two thousand
 # Beyond the schemes of the web, what browsers send for pages of extensions, and "null" for pages without an address.
@@ -58,7 +52,6 @@ class Setting:
             ``models`` (names to paths).
         default: what holds if it is left out; None: what ``help`` says, or none.
         section: the heading that it stands under.
-        help: one sentence.
         unit: ``bytes``, ``seconds`` and the like, or nothing.
         low, high: the range of a number, both included.
         choices: the values of a ``choice``.
@@ -83,10 +76,7 @@ class Setting:
 @dataclass(frozen=True)
 class ServerConfig:
     """All settings of the service. Left out ones have the defaults that ``settings()`` lists.
-
-    Raises:
-        UsageError: a value is of another type, out of its range or contradicts another one.
-    """
+    Raises UsageError: a value is of another type, out of its range or contradicts another one."""
 
     models: Mapping[str, Path] = _setting(MODELS, {}, "Names that clients use, each with the folder of its bundle.")
     warm: tuple[str, ...] = _setting(
@@ -311,7 +301,7 @@ def read_config(path: Path | None, flags: Mapping[str, Any] | None = None) -> Se
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(read_bytes(path, MOST_CONFIG).decode("utf-8"))
+        content = parse_toml(read_bytes(path, MOST_CONFIG))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{path} cannot be read as settings: {reason}") from error
@@ -352,7 +342,10 @@ def _check(setting: Setting, value: Any) -> Any:
     taken = _TAKEN[setting.kind](value)
     low, high = setting.low, setting.high
     if setting.kind == "models" and isinstance(value, Mapping):
-        _check_names(value)
+        for name in value:
+            if type(name) is not str or not _MODEL.fullmatch(name):
+                said = f"models has the name {format_value(name)}, expected letters, digits and . _ : / + @ -"
+                raise UsageError(f"{said}, a letter or digit first; give it another name")
     wrong = taken is None or (setting.choices and value not in setting.choices)
     if wrong or (low is not None and taken < low) or (high is not None and not taken <= high):
         raise UsageError(f"{setting.name} is {format_value(value)}, expected {describe_values(setting)}")
@@ -371,14 +364,6 @@ def describe_values(setting: Setting) -> str:
 
 def _plain(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
-
-
-def _check_names(models: Mapping[Any, Any]) -> None:
-    """Refuse a name that no client could ask for."""
-    for name in models:
-        if type(name) is not str or not _MODEL.fullmatch(name):
-            said = f"models has the name {format_value(name)}, expected letters, digits and . _ : / + @ -"
-            raise UsageError(f"{said}, a letter or digit first; give it another name")
 
 
 def _path(value: Any) -> Path | None:

@@ -57,11 +57,7 @@ class Options(Body):
     mirostat: Annotated[Literal[0] | None, Field(exclude=True)] = None
 
     def plain(self) -> dict[str, Any]:
-        """The parameters by llmc's names.
-
-        Raises:
-            ApiError: a penalty shall look at the last tokens only.
-        """
+        """The parameters by llmc's names. Raises ApiError: a penalty shall look at the last tokens only."""
         given = self.model_dump(exclude_none=True, by_alias=True)
         last = given.pop("repeat_last_n", -1)
         if last == 0:

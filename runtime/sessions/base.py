@@ -33,8 +33,6 @@ class Batch:
         input_ids: int64 [B, S], right-padded where ``new_lengths`` says so.
         past_lengths: int64 [B], valid positions in the cache before this call.
         logit_indices: int64 [B, O], which of the S new positions get logits, ascending; O may be 0.
-        candidates: how many of the largest logits of each output the caller needs, 0 for all of them. A session may
-            then leave all others at -inf; :meth:`Session.full_logits` has them still.
         new_lengths: int64 [B], how many of each row's new tokens count; default: all. States stay as the last of them
             left them. In a call of several tokens for several rows they differ only if the session packs rows.
         embedded: of a call of one row with images, the rows in place of some tokens' own embeddings.
@@ -46,7 +44,6 @@ class Batch:
     past_lengths: NDArray[np.int64]
     logit_indices: NDArray[np.int64]
     first_row: int = 0
-    candidates: int = 0
     new_lengths: NDArray[np.int64] | None = None
     embedded: Embedded | None = None
     adapters: tuple[Adapter | None, ...] = ()
@@ -76,16 +73,9 @@ class Session(ABC):
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab]; the next call may reuse the array, so copy what must outlive it."""
 
-    def full_logits(self) -> NDArray[np.float32]:
-        """All logits of the last call, float32 [B, O, vocab], also of one that asked for candidates."""
-        return self._logits
-
     def open_adapters(self) -> None:
         """Get ready for calls with adapters, unless it is. Any thread may call this while others run.
-
-        Raises:
-            BundleError: the engine has no such calls.
-        """
+        Raises BundleError: the engine has no such calls."""
         raise BundleError("this engine runs no adapters beside a model; merge the adapter at export instead")
 
     @abstractmethod

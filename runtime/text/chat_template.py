@@ -63,12 +63,8 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
-        """Load chat_template.jinja, or else what tokenizer_config.json holds.
-
-        Raises:
-            RequestError: the model has no chat template, or one that is not valid jinja.
-            BundleError: a file cannot be read.
-        """
+        """Load chat_template.jinja, or else what tokenizer_config.json holds. Raises RequestError: the model has no
+        chat template, or one that is not valid jinja; BundleError: a file cannot be read."""
         return cls(_read_templates(Path(folder)), tokenizer.special_tokens, tokenizer.controls)
 
     def source(self, tools: bool) -> str:

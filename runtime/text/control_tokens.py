@@ -98,10 +98,7 @@ class ControlTokens:
 
     def encode(self, prompt: str, disguise: "Disguise") -> list[int]:
         """Token ids of ``prompt``, in which all but marks is text.
-
-        Raises:
-            RequestError: even so this tokenizer makes a control token of some text.
-        """
+        Raises RequestError: even so this tokenizer makes a control token of some text."""
 
         def named(match: re.Match[str]) -> str:
             text = self.marked.get(match[0])

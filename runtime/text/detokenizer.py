@@ -60,12 +60,13 @@ class TextStream:
             end, _, self.stopped = min(found)
             self._held = ""
             return text[: end if self._keep_stop else end - len(self.stopped)]
-        certain = len(text) - max((_overlap(text, stop) for stop in stops), default=0)
+        certain = len(text) - max((overlap(text, stop) for stop in stops), default=0)
         self._held = text[certain:]
         return text[:certain]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` with which ``stop`` begins, shorter than it."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)

@@ -28,10 +28,7 @@ class Prompts:
     @classmethod
     def from_folder(cls, folder: Path) -> "Prompts":
         """Read sentence-transformers' file of a bundle; without one there are no prompts.
-
-        Raises:
-            BundleError: it is broken.
-        """
+        Raises BundleError: it is broken."""
         path = folder / PROMPTS_FILE
         try:
             values = read_json(path)

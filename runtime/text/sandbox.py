@@ -25,11 +25,7 @@ _ESCAPED = re.compile(f"[^\x00-\x7f{STANDS}]+")  # of JSON in ASCII
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of chat templates.
-
-    Args:
-        mark: what becomes of the texts that templates are written in.
-    """
+    """The environment of chat templates. ``mark``: what becomes of the texts that templates are written in."""
 
     def __init__(self, mark: Callable[[str], str] = str) -> None:
         self._mark = mark

@@ -30,10 +30,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 class Tokenizer:
     """A tokenizer.json, with what the files beside it say about special tokens. Safe to share between threads.
-
-    Args:
-        backend: the loaded tokenizer.json.
-        special_tokens: texts by name (``bos_token``, ``eos_token``, ...), as chat templates see them.
+    ``special_tokens``: texts by name (``bos_token``, ``eos_token``, ...), as chat templates see them.
 
     Attributes:
         joins_bytes: True if a text is the bytes of its tokens one after the other, whichever these are.
@@ -52,10 +49,7 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
         """Load the tokenizer files of a checkpoint, export or bundle.
-
-        Raises:
-            BundleError: tokenizer.json is missing or broken, or a file beside it is.
-        """
+        Raises BundleError: tokenizer.json is missing or broken, or a file beside it is."""
         folder = Path(folder)
         backend = _load_backend(folder / TOKENIZER_FILE)
         config = read_tokenizer_config(folder)
@@ -105,10 +99,7 @@ class Tokenizer:
 
     def encode_disguised(self, prompt: str, disguise: Disguise) -> list[int]:
         """Token ids of a prompt that a template with marks rendered: nothing else in it is a control token.
-
-        Raises:
-            RequestError: as :meth:`encode`, or the tokenizer cannot encode such a text otherwise.
-        """
+        Raises RequestError: as :meth:`encode`, or the tokenizer cannot encode such a text otherwise."""
         if not disguise.hidden:
             ids = self.encode(self.controls.unmark(prompt), add_special_tokens=False)
             if self.controls.all_written(prompt, ids):
@@ -131,13 +122,8 @@ class Tokenizer:
     ) -> tuple[list[int], int]:
         """Encode ``text``, or if it has more than ``most`` tokens, enough of it for a few more than that.
 
-        The work depends on ``most``, not on the length of the text.
-
-        Args:
-            text: any text.
-            most: tokens of interest.
-            encode: makes tokens of text, as :meth:`encode` does.
-            from_end: keep the end of the text, not its beginning.
+        The work depends on ``most``, not on the length of the text. ``from_end``: keep the end of the text, not its
+        beginning.
 
         Returns:
             The tokens, and the number of characters that were encoded. If not all were, the last (or first)
@@ -163,10 +149,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids without a token nothing.
-
-        Raises:
-            UsageError: an id is negative or no integer.
-        """
+        Raises UsageError: an id is negative or no integer."""
         try:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:

@@ -50,20 +50,14 @@ CHATS: tuple[dict[str, Any], ...] = (
 
 def load_tried_tokenizer(folder: Path) -> Tokenizer:
     """:meth:`Tokenizer.from_folder`, after a trial where these files have not been tried on this machine.
-
-    Raises:
-        BundleError: the files are missing or broken, or the tokenizer does not work within the limits.
-    """
+    Raises BundleError: the files are missing or broken, or the tokenizer does not work within the limits."""
     try_tokenizer(folder)
     return Tokenizer.from_folder(folder)
 
 
 def try_tokenizer(folder: Path) -> None:
     """Try the tokenizer of a checkpoint, export or bundle, unless the cache knows that it works.
-
-    Raises:
-        BundleError: it is missing or broken, or does not work within the limits.
-    """
+    Raises BundleError: it is missing or broken, or does not work within the limits."""
 
     def examine_apart() -> None:
         try:
@@ -95,10 +89,7 @@ def _key(folder: Path) -> str:
 
 def examine(folder: str) -> None:
     """Load a tokenizer and a chat template and use them on samples. It is called in a process of its own.
-
-    Raises:
-        BundleError: it is broken, or makes too much of too little.
-    """
+    Raises BundleError: it is broken, or makes too much of too little."""
     path = Path(folder) / TOKENIZER_FILE
     tokenizer = Tokenizer.from_folder(folder)
     _ = tokenizer.controls

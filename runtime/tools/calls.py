@@ -1,34 +1,21 @@
 """Tools as requests offer them, and the calls that a model makes of them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import UsageError, format_value
+from llmc.runtime.tools.source import Reading, Source
 
 # OpenAI's rule; templates write names between quotes, brackets or spaces.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MOST_TOOLS = 128
 CHOICES = ("auto", "none", "required")
 
-
-class MarkedCalls:
-    """The part that formats share whose calls always begin with one mark, ``begin``."""
-
-    begin: str
-    bare_starts: tuple[str, ...] = ()
-    frame: tuple[str, str] = ("", "")
-
-    @property
-    def begins(self) -> tuple[str, ...]:
-        return (self.begin,)
-
-    def bare_grammar(self) -> str:
-        return ""
-
-    def may_be_bare(self, text: str) -> bool:
-        return False
+Spell = Callable[[str], str]
+"""Makes a terminal of a mark: a special token where it is one, else its text."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +24,6 @@ class ToolCall:
 
     Attributes:
         id: nine letters and digits, for some templates take no other.
-        name: of the tool.
         arguments: JSON text. Of an output that was cut by its length it is only the beginning.
     """
 
@@ -90,10 +76,7 @@ class Tool:
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     """The tools of a request, in OpenAI's form: ``{"type": "function", "function": {"name", "parameters", ...}}``.
-
-    Raises:
-        UsageError: another form, a name twice, or more than :data:`MOST_TOOLS`.
-    """
+    Raises UsageError: another form, a name twice, or more than :data:`MOST_TOOLS`."""
     if tools is None:
         return ()
     if not isinstance(tools, list | tuple):
@@ -129,10 +112,7 @@ def _tool(tool: Any, where: str) -> Tool:
 
 def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
     """The tools that ``tool_choice`` allows to call.
-
-    Raises:
-        UsageError: it is neither one of :data:`CHOICES` nor a tool's name, or wants tools and there are none.
-    """
+    Raises UsageError: it is neither one of :data:`CHOICES` nor a tool's name, or wants tools and there are none."""
     if not isinstance(choice, str):
         raise UsageError(f"tool_choice is {format_value(choice)}, expected {', '.join(CHOICES)} or a tool's name")
     if choice == "none" or (choice == "auto" and not tools):
@@ -148,3 +128,50 @@ def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
         names = ", ".join([*CHOICES, *(tool.name for tool in tools)])
         raise UsageError(f"tool_choice is {format_value(choice)}, expected one of {names}")
     return named
+
+
+class CallFormat(ABC):
+    """A way in which models write calls; in most of them calls begin with one mark, ``begin``.
+
+    Attributes:
+        frame: texts with special tokens around an answer without calls.
+    """
+
+    begin: str
+    frame: tuple[str, str] = ("", "")
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """Texts that open a call, or several of them."""
+        return (self.begin,)
+
+    @property
+    def bare_starts(self) -> tuple[str, ...]:
+        """Texts with which a call begins that has no opening mark."""
+        return ()
+
+    @property
+    @abstractmethod
+    def marks(self) -> tuple[str, ...]:
+        """All texts that may be special tokens."""
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        """The rule ``calls``, of what follows the opening mark, and those that it needs.
+        Raises GrammarError: the format cannot hold to the schema of a tool."""
+
+    def bare_grammar(self) -> str:
+        """A regular expression for the beginning of a call without an opening mark; no other answer begins so."""
+        return ""
+
+    def may_be_bare(self, text: str) -> bool:
+        """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""
+        return False
+
+    @abstractmethod
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls, names with arguments, as a model is taught to write them."""
+
+    @abstractmethod
+    def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
+        """Read calls from one of ``begins`` on; False if none follows, and then nothing was handed on."""

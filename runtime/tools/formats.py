@@ -1,57 +1,15 @@
 """The formats of calls by the families that use them, and which of them a checkpoint's chat template teaches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from llmc.errors import UsageError, format_value
-from llmc.runtime.tools.calls import Tool
+from llmc.runtime.tools.calls import CallFormat
 from llmc.runtime.tools.gemma_calls import GemmaCalls
-from llmc.runtime.tools.grammar import Spell
 from llmc.runtime.tools.harmony import HarmonyCalls
 from llmc.runtime.tools.json_calls import JsonCalls, NamedCalls
 from llmc.runtime.tools.python_calls import PythonCalls
-from llmc.runtime.tools.source import Reading, Source
 from llmc.runtime.tools.xml_calls import XmlCalls
-
-
-class CallFormat(Protocol):
-    """A way in which models write calls."""
-
-    @property
-    def begins(self) -> tuple[str, ...]:
-        """Texts that open a call, or several of them."""
-
-    @property
-    def bare_starts(self) -> tuple[str, ...]:
-        """Texts with which a call begins that has no opening mark."""
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """All texts that may be special tokens."""
-
-    @property
-    def frame(self) -> tuple[str, str]:
-        """Texts with special tokens around an answer without calls."""
-
-    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """The rule ``calls``, of what follows the opening mark, and those that it needs.
-
-        Raises:
-            GrammarError: the format cannot hold to the schema of a tool.
-        """
-
-    def bare_grammar(self) -> str:
-        """A regular expression for the beginning of a call without an opening mark; no other answer begins so."""
-
-    def may_be_bare(self, text: str) -> bool:
-        """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""
-
-    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls, names with arguments, as a model is taught to write them."""
-
-    def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
-        """Read calls from one of ``begins`` on; False if none follows, and then nothing was handed on."""
-
 
 _MISTRAL = JsonCalls(("[TOOL_CALLS]",), listed=True)
 FORMATS: dict[str, CallFormat] = {
@@ -119,11 +77,7 @@ def format_of(template: str) -> str | None:
 
 
 def writer(name: str | None) -> Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str] | None:
-    """The writer of calls in the format of that name; None for none.
-
-    Raises:
-        UsageError: there is no such format.
-    """
+    """The writer of calls in the format of that name; None for none. Raises UsageError: there is no such format."""
     return None if name is None else format_named(name).write
 
 

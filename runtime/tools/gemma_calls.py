@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import GrammarError, format_value
-from llmc.runtime.tools.calls import MarkedCalls, Tool
-from llmc.runtime.tools.grammar import Spell, check_name, literal, without_annotations
+from llmc.runtime.tools.calls import CallFormat, Spell, Tool
+from llmc.runtime.tools.grammar import check_name, literal, without_annotations
 from llmc.runtime.tools.json_calls import read_name, take_after_blanks
 from llmc.runtime.tools.literals import Literals
 from llmc.runtime.tools.source import Called, Reading, Source
@@ -27,13 +27,8 @@ _MOST_DEEP = 32
 
 
 @dataclass(frozen=True)
-class GemmaCalls(MarkedCalls):
-    """Calls between two marks each, with another mark around every text.
-
-    Args:
-        begin, end: the marks of a call.
-        quote: the mark before and after a text.
-    """
+class GemmaCalls(CallFormat):
+    """Calls between two marks each, with another mark around every text."""
 
     begin: str
     end: str
@@ -44,11 +39,7 @@ class GemmaCalls(MarkedCalls):
         return (self.begin, self.end, self.quote)
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """The rule ``calls``, of what follows the opening mark, and those that it needs.
-
-        Raises:
-            GrammarError: a schema has more than types, properties, items and choices.
-        """
+        """It holds to types, properties, items and choices, and refuses a schema with more."""
         rules = _Rules(spell(self.quote))
         calls = [
             f"call_{i}: {literal(f'call:{tool.name}')} {rules.value(without_annotations(tool.schema), tool.name)}"
@@ -72,7 +63,6 @@ class GemmaCalls(MarkedCalls):
         return json.dumps(value)
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
-        """Read a call from its opening mark on; False if none follows, and then nothing was handed on."""
         yield from source.take(self.begin)
         yield from source.skip_blanks()
         if not (yield from source.take("call:")):
@@ -87,11 +77,7 @@ class GemmaCalls(MarkedCalls):
 
 
 class _Rules:
-    """Rules of values, written one by one.
-
-    Args:
-        quote: the terminal before and after a text.
-    """
+    """Rules of values, written one by one."""
 
     def __init__(self, quote: str) -> None:
         self.written: list[str] = []

@@ -6,12 +6,12 @@ answer may have before it.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import GrammarError, format_value
-from llmc.runtime.tools.calls import Tool
+from llmc.runtime.tools.calls import Spell, Tool
 
 # They restrict nothing, and are most of what is written in schemas; grammars have a longest length.
 _ANNOTATIONS = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
@@ -21,9 +21,6 @@ _VALUES = {"const", "enum"}
 _OF_PARAMETERS = {"$defs", "$schema", "additionalProperties", "definitions", "properties", "required", "type"}
 
 _NAME = re.compile(r"[\w.-]+")
-
-Spell = Callable[[str], str]
-"""Makes a terminal of a mark: a special token where it is one, else its text."""
 
 
 @dataclass(frozen=True)

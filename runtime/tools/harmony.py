@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.runtime.tools.calls import MarkedCalls, Tool
-from llmc.runtime.tools.grammar import Spell, literal, schema_of
+from llmc.runtime.tools.calls import CallFormat, Spell, Tool
+from llmc.runtime.tools.grammar import literal, schema_of
 from llmc.runtime.tools.source import Arguments, Called, Content, Event, Reading, Source, Thought
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -24,7 +24,7 @@ _MOST_HEADER = 256
 
 
 @dataclass(frozen=True)
-class HarmonyCalls(MarkedCalls):
+class HarmonyCalls(CallFormat):
     """Messages, of which those to a function are calls: ``to=functions.NAME`` in the header, and JSON.
 
     The prompt ends in the header of the first one, so that it begins in the middle: with its channel or its recipient.

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.runtime.tools.calls import MarkedCalls, Tool
-from llmc.runtime.tools.grammar import Spell, literal, schema_of
+from llmc.runtime.tools.calls import CallFormat, Spell, Tool
+from llmc.runtime.tools.grammar import literal, schema_of
 from llmc.runtime.tools.json_values import read_string, read_value, stream_value
 from llmc.runtime.tools.source import Arguments, Called, Reading, Source
 
@@ -15,7 +15,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
-class JsonCalls:
+class JsonCalls(CallFormat):
     """An opening mark, an object or a list of them, a closing mark: ``{"name": ..., "arguments": {...}}``.
 
     Args:
@@ -30,7 +30,7 @@ class JsonCalls:
         frame: special tokens around an answer without calls.
     """
 
-    begins: tuple[str, ...]
+    begins: tuple[str, ...] = ()
     end: str = ""
     pad: str = ""
     between: str | None = None
@@ -49,7 +49,6 @@ class JsonCalls:
         return ("{",) if self.bare else ()
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """The rule ``calls``, of what follows the opening mark, and those that it needs."""
         objects = "\n".join(f"call_{i}: {self._object(tool)}" for i, tool in enumerate(tools))
         call = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n{objects}\n"
         pad, end = literal(self.pad), spell(self.end)
@@ -67,7 +66,6 @@ class JsonCalls:
         return rf'\{{[ \n\t]*"{self.keys[0]}"'
 
     def may_be_bare(self, text: str) -> bool:
-        """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""
         head, written = f'{{"{self.keys[0]}"', "".join(text.split())
         return head.startswith(written) or written.startswith(head)
 
@@ -95,7 +93,6 @@ class JsonCalls:
         return (self.between or "").join(f"{begin}{self.pad}{one}{self.pad}{self.end}" for one in written)
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
-        """Read calls from one of ``begins`` on; False if none follows, and then nothing was handed on."""
         begin = yield from take_any(source, self.begins)
         yield from source.skip_blanks()
         closing = "]" if begin.endswith("[") or (yield from source.take("[")) else ""
@@ -121,7 +118,7 @@ class JsonCalls:
 
 
 @dataclass(frozen=True)
-class NamedCalls(MarkedCalls):
+class NamedCalls(CallFormat):
     """An opening mark, the tool's name, another mark, and the arguments; the older form of Mistral's is read, too.
 
     Args:
@@ -138,7 +135,6 @@ class NamedCalls(MarkedCalls):
         return (self.begin, self.middle)
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """The rule ``calls``, of what follows the opening mark, and those that it needs."""
         choices = (f"{literal(tool.name)} {spell(self.middle)} {schema_of(tool)}" for tool in tools)
         calls = "\n".join(f"call_{i}: {choice}" for i, choice in enumerate(choices))
         more = f" ({spell(self.begin)} call)*" if parallel else ""
@@ -150,7 +146,6 @@ class NamedCalls(MarkedCalls):
         )
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
-        """Read a call from its opening mark on; False if none follows, and then nothing was handed on."""
         start = source.at
         yield from source.take(self.begin)
         yield from source.skip_blanks()

@@ -2,6 +2,7 @@
 
 import json
 
+from llmc.runtime.text.detokenizer import overlap
 from llmc.runtime.tools.source import BLANKS, Arguments, Reading, Source
 
 _OPENING = {"{": "}", "[": "]"}
@@ -9,23 +10,49 @@ _OPENING = {"{": "}", "[": "]"}
 
 def read_string(source: Source) -> Reading[str | None]:
     """A string that begins here, decoded; None, and nothing is read, if none does or it has no end."""
-    start, end = source.at, source.at + 1
+    start = source.at
     if (yield from source.peek()) != '"':
         return None
-    while True:
-        while end < len(source.text) and source.text[end] != '"':
-            end += 2 if source.text[end] == "\\" else 1
-        if end < len(source.text):
-            break
-        if source.ended:
-            return None
-        yield None
+    end = yield from find_quote(source, '"', start + 1)
+    if end is None:
+        return None
     try:
         value = json.loads(source.text[start : end + 1], strict=False)
     except ValueError:
         return None
     source.at = end + 1
     return str(value)
+
+
+def find_quote(source: Source, quote: str, at: int) -> Reading[int | None]:
+    """The place from ``at`` on of the quote that ends a string, in which backslashes escape; None if it has no end."""
+    while True:
+        while at < len(source.text) and source.text[at] != quote:
+            at += 2 if source.text[at] == "\\" else 1
+        if at < len(source.text):
+            return at
+        if source.ended:
+            return None
+        yield None
+
+
+def stream_text(source: Source, *ends: str) -> Reading[bool]:
+    """Hand a text on as a string, up to the first of ``ends``, which is read too; False where none comes."""
+    yield Arguments('"')
+    while True:
+        rest = source.rest
+        found = [(place, len(end)) for end in ends if (place := rest.find(end)) >= 0]
+        held = 0 if source.ended else max(overlap(rest, end) for end in ends)
+        place, length = min(found, default=(len(rest) - held, 0))
+        if place:
+            yield Arguments(json.dumps(rest[:place], ensure_ascii=False)[1:-1])
+        source.at += place + length
+        if found:
+            yield Arguments('"')
+            return True
+        if source.ended:
+            return False
+        yield None
 
 
 def stream_value(source: Source) -> Reading[bool]:

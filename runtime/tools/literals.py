@@ -4,7 +4,8 @@ import json
 import re
 from dataclasses import dataclass
 
-from llmc.runtime.tools.source import BLANKS, Arguments, Reading, Source, overlap
+from llmc.runtime.tools.json_values import find_quote, stream_text
+from llmc.runtime.tools.source import BLANKS, Arguments, Reading, Source
 
 _DEEPEST = 64
 _LONGEST_KEY = 1024
@@ -78,34 +79,14 @@ class Literals:
     def _stream_string(self, source: Source, quote: str) -> Reading[bool]:
         if self.escapes:
             return (yield from _stream_escaped(source, quote))
-        yield Arguments('"')
-        while True:
-            rest = source.rest
-            place = rest.find(quote)
-            held = 0 if source.ended else overlap(rest, quote)
-            certain = rest[:place] if place >= 0 else rest[: len(rest) - held]
-            if certain:
-                yield Arguments(json.dumps(certain, ensure_ascii=False)[1:-1])
-            source.at += len(certain) + (len(quote) if place >= 0 else 0)
-            if place >= 0:
-                yield Arguments('"')
-                return True
-            if source.ended:
-                return False
-            yield None
+        return (yield from stream_text(source, quote))
 
 
 def _stream_escaped(source: Source, quote: str) -> Reading[bool]:
     """A string with escapes, which is handed on when its end is there."""
-    at = source.at
-    while True:
-        while at < len(source.text) and source.text[at] != quote:
-            at += 2 if source.text[at] == "\\" else 1
-        if at < len(source.text):
-            break
-        if source.ended:
-            return False
-        yield None
+    at = yield from find_quote(source, quote, source.at)
+    if at is None:
+        return False
     written = source.text[source.at : at]
     source.at = at + 1
     try:

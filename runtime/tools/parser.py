@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from llmc.runtime.tools.calls import Tool, ToolCallDelta
-from llmc.runtime.tools.formats import CallFormat
+from llmc.runtime.tools.calls import CallFormat, Tool, ToolCallDelta
 from llmc.runtime.tools.source import BLANKS, Arguments, Called, Content, Event, Reading, Source, Thought
 from llmc.runtime.tools.thinking import ThinkingMarks
 
@@ -28,7 +27,6 @@ class ChatParser:
 
     Args:
         calls: the format of calls; None reads none.
-        tools: those that may be called, by name.
         marks: what encloses reasoning; None reads none.
         thinking: True if the prompt has opened the reasoning already.
         new_id: gives the id of a call, by its index.

@@ -9,8 +9,8 @@ from llmc.errors import UsageError
 from llmc.runtime.guided.json_schema import schema_text, without_rules, without_unenforceable
 from llmc.runtime.sampling.params import GUIDES
 from llmc.runtime.text.tokenizer import Tokenizer
-from llmc.runtime.tools.calls import Tool, choose_tools
-from llmc.runtime.tools.formats import FORMATS, CallFormat, format_named, format_of
+from llmc.runtime.tools.calls import CallFormat, Tool, choose_tools
+from llmc.runtime.tools.formats import FORMATS, format_named, format_of
 from llmc.runtime.tools.grammar import answer_grammar, bare_grammar, literal, spell_run, value_of
 from llmc.runtime.tools.parser import ChatParser
 from llmc.runtime.tools.thinking import Thinking, ThinkingMarks, check_budget, marks_of, opens_reasoning
@@ -65,10 +65,7 @@ class ChatPlan:
 
     def make_sampling(self, tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of the request: those ``given``, and what the plan adds to them.
-
-        Raises:
-            UsageError: they contradict one another.
-        """
+        Raises UsageError: they contradict one another."""
         arguments = dict(given)
         if self.calls is not None:
             if given.get("detokenize") is False:
@@ -86,10 +83,7 @@ class ChatPlan:
 
     def _form(self, given: Mapping[str, Any]) -> Any:
         """The schema of an answer without calls; None for any text.
-
-        Raises:
-            UsageError: the request asks for a form that does not go with calls.
-        """
+        Raises UsageError: the request asks for a form that does not go with calls."""
         name = next((name for name in GUIDES if given.get(name) is not None), None)
         if name is None:
             return None
@@ -165,18 +159,14 @@ def plan_chat(
         marks = None
     required = tool_choice not in ("auto", "none")
     if goes_on:
-        _refuse_beside_a_beginning(required, reasoning_budget)
+        if required or reasoning_budget is not None:
+            asked = "tool_choice wants a call" if required else "reasoning_budget is given"
+            raise UsageError(
+                f"{asked}, but the answer has begun (continue_final_message), and that would come before it; "
+                "leave one out"
+            )
         marks = None
     return ChatPlan(calls, callable_tools, required, parallel, marks, opens_reasoning(prompt, marks), reasoning_budget)
-
-
-def _refuse_beside_a_beginning(required: bool, reasoning_budget: int | None) -> None:
-    """Refuse what would have to stand before the beginning that an answer has already."""
-    if required or reasoning_budget is not None:
-        asked = "tool_choice wants a call" if required else "reasoning_budget is given"
-        raise UsageError(
-            f"{asked}, but the answer has begun (continue_final_message), and that would come before it; leave one out"
-        )
 
 
 def _calls(template: str, name: str | None) -> CallFormat:

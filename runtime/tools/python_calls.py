@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.runtime.tools.calls import Tool
-from llmc.runtime.tools.grammar import Spell, literal, parameters_of, value_of
+from llmc.runtime.tools.calls import CallFormat, Spell, Tool
+from llmc.runtime.tools.grammar import literal, parameters_of, value_of
 from llmc.runtime.tools.json_calls import read_name, take_after_blanks
 from llmc.runtime.tools.literals import Literals
 from llmc.runtime.tools.source import Arguments, Called, Reading, Source
@@ -15,7 +15,7 @@ _LITERALS = Literals(('"', "'"), escapes=True)
 
 
 @dataclass(frozen=True)
-class PythonCalls:
+class PythonCalls(CallFormat):
     """Calls between two marks, or without marks in a list that is the whole answer.
 
     Args:
@@ -26,7 +26,6 @@ class PythonCalls:
     begin: str
     end: str
     between: str
-    frame: tuple[str, str] = ("", "")
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -43,7 +42,6 @@ class PythonCalls:
     # ------------------------------------------------------------------------------------------------------- grammar
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """The rule ``calls``, of what follows the opening mark, and those that it needs."""
         rules = [rule for i, tool in enumerate(tools) for rule in _rules(i, tool)]
         heads = [f"call: {_heads(tools, '')}", *rules]
         more = f" ({literal(self.between)} call)*" if parallel else ""
@@ -70,7 +68,6 @@ class PythonCalls:
         return f"{self.begin}\n{joined}\n{self.end}" if self.begin else f"[{joined}]"
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
-        """Read calls from the opening mark on; False if none follows, and then nothing was handed on."""
         yield from source.take(self.begin)
         listed = yield from take_after_blanks(source, "[")
         found = False

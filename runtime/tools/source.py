@@ -4,6 +4,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from llmc.runtime.text.detokenizer import overlap
+
 _T = TypeVar("_T")
 
 
@@ -109,11 +111,3 @@ class Source:
                 return rest[: len(rest) - held], False
             self.forget()
             yield None
-
-
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` with which ``mark`` begins, shorter than it."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-length:]):
-            return length
-    return 0

@@ -82,13 +82,8 @@ class ThinkingGuide:
     Once the reasoning has as many tokens as its budget, the tokens of the closing mark are the only ones allowed, even
     if the request bans them. An answer that is guided can only be reached through the closing mark: the reasoning is
     not allowed to end the sequence. Between reasoning and a guided answer one token of line ends is allowed. Where a
-    mark stands before the answer there is none, and the output begins with the opening mark.
-
-    Args:
-        thinking: of the request.
-        tokenizer: of the model.
-        eos_token_ids: tokens that end the sequence.
-        answer: the guide of the answer; None leaves it free.
+    mark stands before the answer there is none, and the output begins with the opening mark. ``answer``: the guide of
+    the answer; None leaves it free.
     """
 
     def __init__(
@@ -119,10 +114,7 @@ class ThinkingGuide:
 
     def mask(self, logits: Logits) -> Logits:
         """``logits`` as they are, or a copy with -inf for what may not come.
-
-        Raises:
-            GrammarError: the guide of the answer allows no token.
-        """
+        Raises GrammarError: the guide of the answer allows no token."""
         if self._forced:
             return _only(self._forced[:1], logits)
         if self._answer is None:
@@ -139,11 +131,7 @@ class ThinkingGuide:
         return masked
 
     def accept(self, token: int) -> None:
-        """Go on by the token chosen.
-
-        Raises:
-            GrammarError: the guide of the answer does not allow it.
-        """
+        """Go on by the token chosen. Raises GrammarError: the guide of the answer does not allow it."""
         if self._forced:
             self._forced.pop(0)
             if not self._forced and self._place == _BEFORE:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import GrammarError
-from llmc.runtime.tools.calls import MarkedCalls, Tool
-from llmc.runtime.tools.grammar import Parameter, Spell, literal, parameters_of, value_of
+from llmc.runtime.tools.calls import CallFormat, Spell, Tool
+from llmc.runtime.tools.grammar import Parameter, literal, parameters_of, value_of
 from llmc.runtime.tools.json_calls import take_after_blanks
-from llmc.runtime.tools.source import Arguments, Called, Reading, Source, overlap
+from llmc.runtime.tools.json_values import stream_text
+from llmc.runtime.tools.source import Arguments, Called, Reading, Source
 
 _END = "</parameter>"
 _LONGEST_NAME = 256
@@ -28,13 +29,9 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass(frozen=True)
-class XmlCalls(MarkedCalls):
+class XmlCalls(CallFormat):
     """A mark, ``<function=NAME>``, ``<parameter=KEY>VALUE</parameter>`` for each, ``</function>``, a mark.
-
-    Args:
-        begin, end: the marks.
-        pad: text between the tags of a parameter and its value.
-    """
+    ``pad``: text between the tags of a parameter and its value."""
 
     begin: str
     end: str
@@ -47,7 +44,6 @@ class XmlCalls(MarkedCalls):
     # ------------------------------------------------------------------------------------------------------- grammar
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """The rule ``calls``, of what follows the opening mark, and those that it needs."""
         rules = [rule for i, tool in enumerate(tools) for rule in self._rules(i, tool)]
         call = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"
         one = f"{literal(chr(10))} call {literal(chr(10))} {spell(self.end)}"
@@ -91,7 +87,6 @@ class XmlCalls(MarkedCalls):
         return "\n".join(written)
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
-        """Read a call from its opening mark on; False if none follows, and then nothing was handed on."""
         yield from source.take(self.begin)
         yield from source.skip_blanks()
         if not (yield from source.take("<function=")):
@@ -129,37 +124,13 @@ def _read_value(source: Source, schema: Mapping[str, Any], pad: str) -> Reading[
     types = types_of(schema)
     yield from source.take(pad)
     if types == {"string"}:
-        yield Arguments('"')
-        ended = yield from _stream_text(source, pad)
-        if ended:
-            yield Arguments('"')
-        return ended
+        return (yield from stream_text(source, pad + _END, _END))
     value = yield from source.until(_END, len(source.text) + 10**9)
     if value is None:
         source.at = len(source.text)
         return False
     yield Arguments(_as_json(value.removesuffix(pad), types))
     return True
-
-
-def _stream_text(source: Source, pad: str) -> Reading[bool]:
-    """Hand a text on up to the closing tag, without the pad before that; False where it does not come."""
-    ends = (pad + _END, _END)
-    while True:
-        rest = source.rest
-        found = [(place, len(end)) for end in ends if (place := rest.find(end)) >= 0]
-        if found:
-            place, length = min(found)
-            yield Arguments(json.dumps(rest[:place], ensure_ascii=False)[1:-1])
-            source.at += place + length
-            return True
-        held = 0 if source.ended else max(overlap(rest, end) for end in ends)
-        if len(rest) > held:
-            yield Arguments(json.dumps(rest[: len(rest) - held], ensure_ascii=False)[1:-1])
-            source.at += len(rest) - held
-        if source.ended:
-            return False
-        yield None
 
 
 def _as_json(value: str, types: frozenset[str]) -> str:

@@ -319,14 +319,6 @@ def test_what_is_no_image_is_refused_at_once(talk, model: FakeModel, tmp_path: P
     assert model.asked == [[user("Hello")]]
 
 
-def test_a_model_that_sees_nothing_refuses_images(llmc, tiny_bundle: Path, tmp_path: Path):
-    Image.new("RGB", (4, 3)).save(tmp_path / "one.png")
-    for arguments in (("chat", tiny_bundle), ("run", tiny_bundle, "-p", "?", "--image", tmp_path / "one.png")):
-        ran = llmc(*arguments, stdin=f"/image {tmp_path}/one.png\n".encode())
-        assert (ran.code, ran.out) == (2, "")
-        assert "has no tower that sees images; send text alone" in ran.err
-
-
 @pytest.mark.parametrize("content", ["", "text", "[]", '{"messages": []}', "\ud800"])
 def test_other_files_are_not_overwritten(talk, model: FakeModel, tmp_path: Path, content: str):
     file = tmp_path / "precious"

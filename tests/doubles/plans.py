@@ -10,11 +10,9 @@ PLAN = EngineConfig(
     buckets=(256, 512),
     decode=Profile(1, 1, 1),
     prefill=Profile(1, 128, 32),
-    select="",
-    candidates=0,
     platform="linux-x86_64",
     compute_capabilities=("8.9",),
     verified="cpu",
 )
 # With everything that an engine can have, for another machine.
-FULL = replace(PLAN, select="select.plan", candidates=64, platform="linux-aarch64", compute_capabilities=("8.7",))
+FULL = replace(PLAN, platform="linux-aarch64", compute_capabilities=("8.7",))

@@ -48,13 +48,6 @@ def make_plan(onnx_path: Path, decode: Profile, prefill: Profile, buckets: tuple
     return json.dumps(content).encode()
 
 
-def make_select_plan(onnx_path: Path, rows: int, vocab: int) -> bytes:
-    """An engine that finds the largest logits of up to ``rows`` rows."""
-    ranges = {"logits": [[1, vocab], [rows, vocab], [rows, vocab]]}
-    content = {"magic": MAGIC, "onnx": str(onnx_path), "profiles": [ranges], "aliases": {}}
-    return json.dumps(content).encode()
-
-
 def interface(onnx_path: Path) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
     """Names and shapes of a graph's inputs and outputs."""
     session = open_graph(onnx_path)
@@ -151,7 +144,6 @@ class FakeTensorRT:
         self.__version__ = version
         self.compile_grammar: list[str] = []
         if compiles:
-            self.CudaGraphStrategy = CudaGraphStrategy
             self.DynamicShapesKernelSpecializationStrategy = KernelStrategy
             self.ComputeCapability = ComputeCapability
         self.driver = driver
@@ -219,7 +211,7 @@ class Engine:
         self.num_optimization_profiles = len(self.profiles)
         self.device_memory_size_v2 = max(WORKSPACE[: len(self.profiles)])
         self.get_aliased_input_tensor = self.aliases.get
-        if hasattr(library, "CudaGraphStrategy"):
+        if hasattr(library, "DynamicShapesKernelSpecializationStrategy"):
             self.create_runtime_config = lambda: RuntimeConfig(library)
 
     def get_tensor_name(self, index: int) -> str:
@@ -251,13 +243,6 @@ class Engine:
         context = Context(self, settings)
         self.library.contexts.append(context)
         return context
-
-
-class CudaGraphStrategy(enum.Enum):
-    """Whether contexts record runs by themselves."""
-
-    DISABLED = 0
-    WHOLE_GRAPH_CAPTURE = 1
 
 
 class KernelStrategy(enum.Enum):
@@ -305,7 +290,6 @@ class RuntimeConfig:
     def __init__(self, library: FakeTensorRT) -> None:
         self._library = library
         self.strategy = FakeTensorRT.ExecutionContextAllocationStrategy.STATIC
-        self.cuda_graph_strategy = CudaGraphStrategy.DISABLED
         self.dynamic_shapes_kernel_specialization_strategy = KernelStrategy.LAZY
         self.cache: RuntimeCache | None = None
 
@@ -338,7 +322,6 @@ class Context:
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._warm = False
-        self._recorded: tuple[dict[str, Shape], dict[str, int]] | None = None
         self.history: list[dict[str, Shape]] = []
         if self._library.capturable is not None:
             self.is_stream_capturable = lambda stream: self._library.capturable
@@ -395,7 +378,6 @@ class Context:
         if reason:
             return self._refuse(reason)
         self._check_memory()
-        self._check_recording()
         rounds = self._compile()
         work = self._work(dict(self._shapes), dict(self._addresses), self._memory, rounds)
         self._driver.submit(stream, self._as_set(work) if self._driver.is_capturing(stream) else work)
@@ -413,15 +395,6 @@ class Context:
             work()
 
         return replayed
-
-    def _check_recording(self) -> None:
-        """A context that records has one recording, of its first shapes and addresses."""
-        if self.config is None or self.config.cuda_graph_strategy is CudaGraphStrategy.DISABLED:
-            return
-        now = dict(self._shapes), dict(self._addresses)
-        self._recorded = self._recorded or now
-        if self._recorded != now:
-            raise RuleBrokenError("a context that records runs got another call: it would be recorded anew each time")
 
     def _compile(self) -> float:
         """Compile a kernel for these shapes, if the library compiles any and has not yet; by what this run's results

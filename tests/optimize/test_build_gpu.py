@@ -106,10 +106,10 @@ def whole(report: BuildReport) -> bool:
 def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle: BuildReport):
     manifest, plan = engine_bundle.manifest, engine_of(engine_bundle.manifest)
     assert whole(engine_bundle)
-    assert {"engine.plan", "select.plan", "build-log.json", "decoder.onnx", "weights.bin"} <= manifest.files.keys()
+    assert {"engine.plan", "build-log.json", "decoder.onnx", "weights.bin"} <= manifest.files.keys()
     assert (manifest.target.name, manifest.target.engine) == ("tensorrt-rtx", "tensorrt-rtx")
     assert manifest.target.engine_version == sys.modules["tensorrt_rtx"].__version__
-    assert (plan.buckets, plan.candidates) == ((64,), 64)
+    assert plan.buckets == (64,)
     assert (plan.verified, plan.compute_capabilities) == ("cpu", ())
     assert (manifest.recipe.compute, manifest.cache, manifest.golden_tolerance) == ("float16", "float16", 0.5)
     planned = device_plan(manifest.geometry, manifest.limits, manifest.recipe)
@@ -147,7 +147,7 @@ def test_every_precision_is_judged_on_the_cpu(exported: Callable[[str], Any], tm
     assert whole(report)
     check_quality(report.manifest, precision)
     plan = engine_of(report.manifest)
-    assert (plan.file, plan.select) == ("", "")
+    assert plan.file == ""
     assert plan.verified == ("float32" if precision == "bf16" else "cpu"), "no CPU computes in bfloat16"
     assert report.manifest.target.engine_version == "none"
     if precision != "bf16":
@@ -295,7 +295,7 @@ def test_tensorrt_makes_an_engine_for_the_gpu_at_hand(
     assert plan.optimization_level == 2
     assert plan.compute_capabilities == (H200.driver.devices[0].compute_capability,)
     assert report.manifest.target.engine_version == library.__version__
-    assert (output / "engine.plan").read_bytes() == (output / "select.plan").read_bytes() == PLAN
+    assert (output / "engine.plan").read_bytes() == PLAN
 
 
 def test_on_its_gpu_a_bundle_is_verified_by_running_it(

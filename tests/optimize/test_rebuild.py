@@ -26,7 +26,7 @@ from llmc.runtime.sessions.tensorrt.engine import platform_name
 NAME = "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}
 OLD_PLAN = b"an engine of the machine before"
-ENGINE_FILES = ("engine.plan", "select.plan", "build-log.json")
+ENGINE_FILES = ("engine.plan", "build-log.json")
 
 
 def no_driver(*_: object, **__: object) -> None:
@@ -64,9 +64,7 @@ def bundle(built: Path, tmp_path: Path) -> Callable[..., Path]:
             plan = dataclasses.replace(
                 manifest.engine,
                 file="engine.plan",
-                select="select.plan",
                 log="build-log.json",
-                candidates=64,
                 platform="plan9-mips",
                 compute_capabilities=("5.2",),
                 verified="device",
@@ -131,7 +129,7 @@ def test_a_deferred_engine_is_made_in_place(bundle: Callable[..., Path], machine
     assert plan is not None
     assert report.manifest == manifest
     assert manifest.target.engine_version == library.__version__
-    assert (plan.file, plan.select, plan.log) == ENGINE_FILES
+    assert (plan.file, plan.log) == ENGINE_FILES
     assert (folder / "engine.plan").read_bytes() == PLAN
     assert plan.optimization_level == 2, "as the bundle was asked"
     assert plan.verified == "cpu", "the golden prompts are of this very graph"

@@ -141,11 +141,6 @@ def test_the_checkpoint_and_the_caller_fill_the_sampling_parameters(scripted: Ca
     assert result.params == SamplingParams(max_tokens=3, temperature=0.7, top_k=7, stop=("x",), seed=1)
 
 
-def test_a_misspelt_parameter_is_refused_with_the_nearest(scripted: Callable[..., Model]):
-    with pytest.raises(UsageError, match="unknown sampling parameter 'temprature'; did you mean temperature"):
-        scripted().generate(PROMPT, temprature=0)
-
-
 def test_the_default_for_new_tokens_fits_the_context(tiny_bundle: Path):
     with load(tiny_bundle, threads=1, max_context=64) as short:
         assert len(short.generate(list(range(10, 20)), temperature=0, ignore_eos=True).token_ids) == 54

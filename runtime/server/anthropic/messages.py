@@ -239,10 +239,7 @@ class Prompted(Body):
 
     def plain(self) -> list[dict[str, Any]]:
         """The conversation as chat templates read it; turns of the user that follow each other are one.
-
-        Raises:
-            ApiError: the last message is the assistant's, and cannot be gone on with.
-        """
+        Raises ApiError: the last message is the assistant's, and cannot be gone on with."""
         if self.is_prefilled:
             self._check_prefill(f"messages[{len(self.messages) - 1}]")
         system = [{"role": "system", "content": text_of(self.system)}] if self.system else []
@@ -266,10 +263,7 @@ class Prompted(Body):
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
-
-        Raises:
-            UsageError: the chat template cannot do as ``thinking`` says.
-        """
+        Raises UsageError: the chat template cannot do as ``thinking`` says."""
         kind = self.thinking.type if self.thinking else None
         if kind == "adaptive" and "enable_thinking" not in model.chat_template.variables(False):
             kind = None
@@ -290,10 +284,7 @@ class MessageRequest(Sampled, Prompted):
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
-
-        Raises:
-            ApiError: parameters contradict each other.
-        """
+        Raises ApiError: parameters contradict each other."""
         wanted = self.output_config.format if self.output_config else None
         choice = self.tool_choice
         parallel = choice is None or not choice.disable_parallel_tool_use

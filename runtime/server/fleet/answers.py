@@ -22,11 +22,8 @@ LOST = "the replica that computed the answer was lost in the middle of it; ask a
 
 
 class Answer:
-    """Takes what a replica sends in ASGI's messages.
-
-    Args:
-        scope: of the request, whose route says how an error ends a stream.
-        send: to the client.
+    """Takes what a replica sends in ASGI's messages. ``scope``: of the request, whose route says how an error ends a
+    stream.
 
     Attributes:
         started: the client has the status and headers.
@@ -47,7 +44,7 @@ class Answer:
         """Send a message, or hold it until it is sure that this replica answers."""
         if message["type"] == "http.response.start":
             self._begin(message)
-        elif self._streams and _is_heartbeat(message["body"]):
+        elif self._streams and message["body"] in (HEARTBEAT, PING):
             await self._release_start()
             await self._send(message)
         elif self._streams and _is_opening(message):
@@ -94,11 +91,7 @@ class Answer:
 
 
 def make_failure(scope: Scope, error: ApiError, number: int) -> bytes:
-    """The event that ends a stream with an error, in the dialect of the route.
-
-    Args:
-        number: events before it.
-    """
+    """The event that ends a stream with an error, in the dialect of the route. ``number``: events before it."""
     if scope["path"].startswith("/v1/messages"):
         return event(error.anthropic_body(scope.get("state", {}).get("request_id")), "error")
     if scope["path"].startswith("/v1/responses"):
@@ -111,10 +104,6 @@ def _name_event(path: str, body: bytes) -> bytes:
     """The body of a refusal as an event."""
     head = b"event: error\n" if path.startswith(("/v1/messages", "/v1/responses")) else b""
     return head + b"data: " + body + b"\n\n"
-
-
-def _is_heartbeat(piece: bytes) -> bool:
-    return piece in (HEARTBEAT, PING)
 
 
 def _is_opening(message: Message) -> bool:

@@ -18,13 +18,7 @@ class ReplicaLostError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A request.
-
-    Attributes:
-        scope: of ASGI.
-        body: the whole of it.
-        prefix: names of its prompt's blocks.
-    """
+    """A request. ``prefix``: names of its prompt's blocks."""
 
     scope: dict[str, Any]
     body: bytes

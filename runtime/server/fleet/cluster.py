@@ -21,7 +21,7 @@ from llmc.runtime.server.fleet.front import ASKED_S, make_front
 from llmc.runtime.server.fleet.replica import Replica
 from llmc.runtime.server.fleet.router import PrefixRouter
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.guarded import guard_app
+from llmc.runtime.server.http.guarded import Guarded
 
 # Ray asks a replica so often, and gives it so long; a replica that computes answers between two steps.
 HEALTH_PERIOD_S = 5.0
@@ -119,12 +119,7 @@ def _absolute(config: ServerConfig) -> ServerConfig:
 
 @serve.ingress()
 class Front:
-    """A front behind Ray's HTTP proxy.
-
-    Args:
-        config: the server's settings.
-        replicas: of :func:`replicas_of`.
-    """
+    """A front behind Ray's HTTP proxy."""
 
     def __init__(self, config: ServerConfig, replicas: "DeploymentHandle[Any]") -> None:
         self._config = config
@@ -132,7 +127,7 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Ray for the application that it is to serve."""
-        return guard_app(make_front(self._replicas), self._config)
+        return Guarded(make_front(self._replicas), self._config)
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:

@@ -11,11 +11,7 @@ from llmc.runtime.server.http.accounts import allows_model
 
 def join_expositions(texts: Mapping[str, bytes]) -> bytes:
     """One text with the families of all, and the label ``replica`` on every sample; without models that the present
-    client's key is not for.
-
-    Args:
-        texts: by the name of the replica.
-    """
+    client's key is not for. ``texts``: by the name of the replica."""
     registry = CollectorRegistry()
     registry.register(_Joined(texts))
     return generate_latest(registry)

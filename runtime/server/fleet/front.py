@@ -35,11 +35,7 @@ class Replicas(Protocol):
 
     def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
         """The answer of a replica; closing it cancels the request.
-
-        Raises:
-            ReplicaLostError: before or amid the answer.
-            ApiError: 429, as many requests wait as may wait.
-        """
+        Raises ReplicaLostError: before or amid the answer; ApiError: 429, as many requests wait as may wait."""
 
     async def metrics(self) -> dict[str, bytes]:
         """Texts for Prometheus by the names of the replicas that answered."""
@@ -56,11 +52,7 @@ async def _health(request: Request) -> Response:
 
 
 class Front:
-    """Hands requests on.
-
-    Args:
-        replicas: what answers them.
-    """
+    """Hands requests on."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas

@@ -29,12 +29,8 @@ def prefix_of(path: str, body: bytes, scope: str | None = None) -> tuple[bytes, 
 
     Two requests share as many names as their prompts share whole blocks from the beginning on; those of different keys
     share none, so that each key's have a replica to come back to. What is no prompt, no JSON or shorter than a block
-    has no names of blocks; the replica will say what is wrong with it.
-
-    Args:
-        path: the route.
-        body: what the client sent.
-        scope: only requests of the same one share cached prefixes.
+    has no names of blocks; the replica will say what is wrong with it. ``scope``: only requests of the same one share
+    cached prefixes.
     """
     if (members := PROMPTS.get(path)) is None:
         return ()

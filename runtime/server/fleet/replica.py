@@ -13,7 +13,6 @@ from ray import serve
 from starlette.types import Message
 
 from llmc.errors import EngineClosedError, GpuError, LlmcError, UsageError
-from llmc.runtime import Model
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import BILL
@@ -25,10 +24,7 @@ log = logging.getLogger(__name__)
 
 class Replica:
     """The application, reached through calls of Ray instead of a socket.
-
-    Args:
-        config: the server's settings, all but ``models``, which :meth:`reconfigure` brings.
-    """
+    ``config``: the server's settings, all but ``models``, which :meth:`reconfigure` brings."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -41,9 +37,7 @@ class Replica:
 
         Bundles in other folders, or built anew in the same ones, take the place of those before without a failed
         request. ``revision`` may be any text: another one makes Ray call this though the folders are the same.
-
-        Args:
-            user_config: ``models``, names to folders on this machine; ``revision``.
+        ``user_config``: ``models``, names to folders on this machine; ``revision``.
 
         Raises:
             UsageError: the names are others than before.
@@ -71,10 +65,7 @@ class Replica:
 
     async def refresh(self) -> None:
         """Swap every model in whose folder another bundle was published.
-
-        Raises:
-            LlmcError: one cannot be loaded; the one before it goes on.
-        """
+        Raises LlmcError: one cannot be loaded; the one before it goes on."""
         for error in (await self._ready_pool.refresh()).values():
             if error is not None:
                 raise error
@@ -94,14 +85,11 @@ class Replica:
             raise pool.lost
         for name, model in pool.models().items():
             if not model.manifest.geometry.encoder:
-                await self._check_engine(pool, name, model)
-
-    async def _check_engine(self, pool: ModelPool, name: str, model: Model) -> None:
-        try:
-            await asyncio.to_thread(model.engine.call, lambda: None)  # its thread answers between two steps
-        except EngineClosedError:
-            if pool.models().get(name) is model:  # and was not swapped out meanwhile
-                raise
+                try:
+                    await asyncio.to_thread(model.engine.call, lambda: None)  # its thread answers between two steps
+                except EngineClosedError:
+                    if pool.models().get(name) is model:  # and was not swapped out meanwhile
+                        raise
 
     async def metrics(self) -> tuple[str, bytes]:
         """The replica's name, and its own text for Prometheus."""
@@ -115,12 +103,7 @@ class Replica:
         """The application's answer, as it comes: all that is there goes into one message between the machines, with
         what the client took by then before it.
 
-        Whoever stops reading cancels the request.
-
-        Args:
-            scope: of ASGI.
-            body: the whole of it.
-            prefix: for the router; nothing is done with it here.
+        Whoever stops reading cancels the request. ``prefix``: for the router; nothing is done with it here.
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()

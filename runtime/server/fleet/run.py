@@ -19,7 +19,7 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import Call
 from llmc.runtime.server.fleet.cluster import RayReplicas, replicas_of
 from llmc.runtime.server.fleet.front import make_front
-from llmc.runtime.server.http.guarded import guard_app
+from llmc.runtime.server.http.guarded import Guarded
 from llmc.runtime.server.http.logs import log_to_stderr, route_noted
 from llmc.runtime.server.run import run
 
@@ -42,7 +42,7 @@ def serve(config: ServerConfig) -> None:
     """
     with log_to_stderr(config.log_format), connect_ray(config.ray_address):
         fleet = Fleet(config)
-        run(config, fleet, guard_app(route_noted(make_front(fleet)), config))
+        run(config, fleet, Guarded(route_noted(make_front(fleet)), config))
 
 
 @contextmanager
@@ -65,11 +65,7 @@ def connect_ray(address: str | None) -> Iterator[None]:
 
 
 class Fleet:
-    """The replicas, deployed by :meth:`warm`, as the front and the server see them.
-
-    Args:
-        config: the server's settings.
-    """
+    """The replicas, deployed by :meth:`warm`, as the front and the server see them."""
 
     lost: GpuError | None = None  # a replica that loses its GPU is replaced
 
@@ -80,10 +76,7 @@ class Fleet:
 
     async def warm(self, *names: str) -> None:
         """Deploy, and wait until as many replicas are there as always shall be.
-
-        Raises:
-            ResourceError: they cannot be started.
-        """
+        Raises ResourceError: they cannot be started."""
         event(log, "starting replicas, which load the models")
         handle = await asyncio.to_thread(self._deploy)
         told = asyncio.get_running_loop().time()

@@ -20,12 +20,7 @@ Clock = Callable[[], float]
 
 
 class Bucket:
-    """As much as a minute brings, filled evenly; what is spent beyond is owed.
-
-    Args:
-        per_minute: its size, and what flows in each minute.
-        clock: seconds.
-    """
+    """As much as a minute brings, filled evenly; what is spent beyond is owed."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.size = per_minute
@@ -63,11 +58,7 @@ class Account:
     tokens: Bucket | None
 
     def admit(self) -> None:
-        """Count a request.
-
-        Raises:
-            ApiError: 429, with the time after which it would be admitted.
-        """
+        """Count a request. Raises ApiError: 429, with the time after which it would be admitted."""
         self._check("requests", self.requests, 1)
         self._check("tokens", self.tokens, 1)
         if self.requests is not None:
@@ -75,20 +66,14 @@ class Account:
 
     def count(self, more: int) -> None:
         """Count requests that came with one that was admitted; more than a minute's where the bucket was full.
-
-        Raises:
-            ApiError: as :meth:`admit`.
-        """
+        Raises ApiError: as :meth:`admit`."""
         if self.requests is not None:
             self._check("requests", self.requests, min(more, self.requests.size - 1))
             self.requests.spend(more)
 
     def reserve(self, tokens: int) -> None:
         """Take out what a request may use at most; more than a minute's if any are left, and others wait meanwhile.
-
-        Raises:
-            ApiError: as :meth:`admit`.
-        """
+        Raises ApiError: as :meth:`admit`."""
         if self.tokens is not None:
             self._check("tokens", self.tokens, tokens if tokens <= self.tokens.size else 1, tokens)
             self.tokens.spend(tokens)
@@ -137,11 +122,7 @@ class Tab:
         self._bill = NOTHING
 
     def take(self, bill: Bill) -> None:
-        """Account for what the bill has beyond the one before.
-
-        Raises:
-            ApiError: 429, there is no room for it.
-        """
+        """Account for what the bill has beyond the one before. Raises ApiError: 429, there is no room for it."""
         requests, reserved, _ = self._bill
         if bill.requests > requests:
             self.account.count(bill.requests - requests)
@@ -197,10 +178,7 @@ class Client:
 
     def charge(self, handle: Handle) -> None:
         """Reserve what a request to a model may use, until it has ended.
-
-        Raises:
-            ApiError: 429; the request is cancelled.
-        """
+        Raises ApiError: 429; the request is cancelled."""
         self._handles.append(handle)
         try:
             self.report(self.bill)
@@ -211,11 +189,7 @@ class Client:
             raise
 
     def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
-        """Take what is used for certain.
-
-        Raises:
-            ApiError: 429.
-        """
+        """Take what is used for certain. Raises ApiError: 429."""
         self._add(requests, tokens)
         try:
             self.report(self.bill)
@@ -252,11 +226,7 @@ def allows_model(model: str) -> bool:
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that the present client's key is not for.
-
-    Raises:
-        ApiError: 403, with the models that it is for.
-    """
+    """Refuse a model that the present client's key is not for. Raises ApiError: 403, with the models that it is for."""
     client = CLIENT.get()
     if client and client.key and not allows_model(name):
         known = ", ".join(sorted(client.key.models or ()))
@@ -272,19 +242,13 @@ def prefix_scope() -> str | None:
 
 def spend(*, requests: int = 0, tokens: int = 0) -> None:
     """Take requests beyond the present client's one, and tokens, that are used for certain.
-
-    Raises:
-        ApiError: 429, its rates have no room for them.
-    """
+    Raises ApiError: 429, its rates have no room for them."""
     if client := CLIENT.get():
         client.spend(requests=requests, tokens=tokens)
 
 
 def charge(handle: Handle) -> None:
     """Reserve the tokens of a request to a model for the present client, until it has ended.
-
-    Raises:
-        ApiError: 429, its rate has no room for them; the request is cancelled.
-    """
+    Raises ApiError: 429, its rate has no room for them; the request is cancelled."""
     if client := CLIENT.get():
         client.charge(handle)

@@ -124,12 +124,7 @@ async def _refuse_and_linger(scope: Scope, receive: Receive, send: Send, error: 
 
 def value_of(content: bytes) -> Any:
     """The value that JSON is. Of a large one each number is a call of Python's, between which other threads have their
-    turn; without, numbers are read faster.
-
-    Raises:
-        ValueError: it is none.
-        ApiError: an object has a name twice.
-    """
+    turn; without, numbers are read faster. Raises ValueError: it is none; ApiError: an object has a name twice."""
     return json.loads(content, object_pairs_hook=_once, **(_NUMBERS if len(content) > LARGE else {}))
 
 
@@ -166,10 +161,7 @@ def check_json(content: bytes, deepest: int) -> Any:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these members. A name that it has twice is refused: one of the two values would count for nothing.
-
-    Raises:
-        ApiError: 400, naming it.
-    """
+    Raises ApiError: 400, naming it."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)

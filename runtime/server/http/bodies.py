@@ -85,11 +85,7 @@ LogitBias = (
 
 
 def list_texts(name: str, given: Any, most: int) -> list[Any]:
-    """Texts, or their tokens, one by one.
-
-    Raises:
-        ApiError: there are none, or too many.
-    """
+    """Texts, or their tokens, one by one. Raises ApiError: there are none, or too many."""
     several = isinstance(given, list) and not (given and isinstance(given[0], int))
     found = given if several else [given]
     if not 1 <= len(found) <= most:
@@ -192,10 +188,7 @@ class Sampled(_Sampling):
 
     def sampling(self, **own: Any) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream`: the parameters given here, and ``own`` before them.
-
-        Raises:
-            ApiError: a parameter is given under two names.
-        """
+        Raises ApiError: a parameter is given under two names."""
         given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
         own = {name: value for name, value in own.items() if value is not None}
         if biases := own.get("logit_bias"):

@@ -53,12 +53,10 @@ class ApiError(Exception):
     """A request that is answered with an error.
 
     Args:
-        status: HTTP's status.
         message: one sentence: what was found, what was expected, what to do.
         param: the parameter that is at fault, as ``messages[0].content``.
         code: a word that programs compare, as OpenAI's ``model_not_found``.
         retry_after_s: seconds after which another try may succeed, sent as Retry-After; rounded up.
-        headers: further headers.
     """
 
     def __init__(
@@ -92,10 +90,7 @@ class ApiError(Exception):
 
 def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
     """The answer to a request that llmc could not serve; an error that is one already stays as it is.
-
-    Args:
-        names: the dialect's own names of parameters, by llmc's; ``prompt`` is that of what the model reads.
-    """
+    ``names``: the dialect's own names of parameters, by llmc's; ``prompt`` is that of what the model reads."""
     if isinstance(error, ApiError):
         return error
     status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
@@ -117,10 +112,7 @@ def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingPro
 @contextmanager
 def name_parameters(names: Mapping[str, str]) -> Iterator[None]:
     """Refusals of what the block does say a dialect's own names of parameters; see :func:`from_llmc`.
-
-    Raises:
-        ApiError: the block raises a UsageError or a RequestError; others are left as they are.
-    """
+    Raises ApiError: the block raises a UsageError or a RequestError; others are left as they are."""
     try:
         yield
     except (UsageError, RequestError) as error:
@@ -150,11 +142,7 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 def document_errors(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """The errors that every route may answer with, for the OpenAPI document.
-
-    Args:
-        schema: the JSON schema of an error's body.
-    """
+    """The errors that every route may answer with, for the OpenAPI document."""
     content = {"content": {"application/json": {"schema": schema}}}
     return {status: {"description": said, **content} for status, said in MEANINGS.items()}
 

@@ -18,11 +18,8 @@ _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
 class Guarded:
-    """The application behind its guards.
-
-    Raises:
-        UsageError: the keys' file cannot be used.
-    """
+    """An application that only those reach who may, within the limits of the settings.
+    Raises UsageError: the keys' file cannot be used."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._keyring = None if config.keys_file is None else Keyring(config.keys_file)
@@ -38,22 +35,9 @@ class Guarded:
         await self._app(scope, receive, send)
 
     def reload(self) -> None:
-        """Read the keys anew; where their file cannot be used, those before stay.
-
-        Raises:
-            UsageError: it cannot.
-        """
+        """Read the keys anew; where their file cannot be used, those before stay. Raises UsageError: it cannot."""
         if self._keyring is not None:
             self._keyring.reload()
-
-
-def guard_app(app: ASGIApp, config: ServerConfig) -> Guarded:
-    """An application that only those reach who may, within the limits of the settings.
-
-    Raises:
-        UsageError: the keys' file cannot be used.
-    """
-    return Guarded(app, config)
 
 
 class RequestIds:

@@ -13,10 +13,8 @@ _NAMES: ContextVar[dict[str, None] | None] = ContextVar("llmc_ignored", default=
 def ignore(name: str) -> None:
     """Accept a parameter without honouring it, and tell the client so.
 
-    Call it only for what cannot change this answer; everything else is honoured or refused.
-
-    Args:
-        name: the parameter, as ``annotations``; characters that a header cannot hold are left out of it.
+    Call it only for what cannot change this answer; everything else is honoured or refused. ``name``: the parameter, as
+    ``annotations``; characters that a header cannot hold are left out of it.
     """
     names = _NAMES.get()
     if names is not None and len(names) < MOST and (clean := "".join(filter(_fits, name[:64]))):

@@ -17,10 +17,7 @@ DataUrl = Annotated[
 
 def decode_base64(text: str, place: str) -> bytes:
     """The bytes of an image, also of one in a :data:`DataUrl`; ``place`` names it to the client.
-
-    Raises:
-        ApiError: 400, it is no base64.
-    """
+    Raises ApiError: 400, it is no base64."""
     try:
         return base64.b64decode(text.rpartition(",")[2], validate=True)
     except ValueError as error:

@@ -5,7 +5,6 @@ import hmac
 import os
 import re
 import stat
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +13,12 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmc.errors import UsageError, format_value
+from llmc.errors import UsageError
+from llmc.runtime.sampling.ranges import FLAG, Range, integer
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.refusal import check_messages, refuse
-from llmc.strict import open_regular
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from llmc.strict import TomlError, open_regular, parse_toml
 
 MOST_BYTES = 1 << 20  # of the file
 MOST_KEYS = 1000  # each is compared with what every request brings: 1000 take about half a millisecond
@@ -31,6 +26,16 @@ SHORTEST = 16  # characters of a key; what people think up is guessed
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 _KEY = re.compile(rf"[!-~]{{{SHORTEST},512}}")
 _HASH = re.compile("[0-9a-f]{64}")
+_VALUES = {
+    "models": Range(
+        "names",
+        "a list of names",
+        lambda value: isinstance(value, list) and bool(value) and all(type(name) is str for name in value),
+    ),
+    "requests_per_minute": integer(1),
+    "tokens_per_minute": integer(1),
+    "admin": FLAG,
+}
 # WebSockets in browsers send no headers of a page's choice, but names of protocols, of which one is to be accepted.
 PROTOCOL = "llmc"
 KEY_PROTOCOL = "llmc-key."
@@ -71,10 +76,7 @@ class Keyring:
 
     def reload(self) -> None:
         """Take what the file says now; where it cannot be read, the keys stay as they are.
-
-        Raises:
-            UsageError: as :func:`read_keys`.
-        """
+        Raises UsageError: as :func:`read_keys`."""
         self._keys = read_keys(self._path)
 
     @property
@@ -99,10 +101,10 @@ def read_keys(path: Path) -> tuple[Key, ...]:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        tables = tomllib.loads(content.decode("utf-8"))
+        tables = parse_toml(content)
     except OSError as error:
         raise UsageError(f"the keys' file {path} cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:  # its message shows characters of the file
+    except TomlError as error:  # its message shows characters of the file
         line = re.search(r"at line \d+", str(error))
         raise UsageError(f"the keys' file {path} is no TOML{f' {line[0]}' if line else ''}") from None
     except ValueError as error:
@@ -139,21 +141,18 @@ def _key(path: Path, name: str, table: Any) -> Key:
         raise UsageError(f"{where}: expected a name of letters, digits and . _ -, at most 64")
     if not isinstance(table, dict):
         raise UsageError(f"{where}: expected a table with key or sha256")
-    if unknown := table.keys() - {"key", "sha256", "models", "requests_per_minute", "tokens_per_minute", "admin"}:
+    if unknown := table.keys() - {"key", "sha256", *_VALUES}:
         raise UsageError(
             f"{where}: unknown entry {min(unknown)!r:.60}, expected key or sha256, and models, requests_per_minute, "
             "tokens_per_minute or admin"
         )
-    if type(admin := table.get("admin", False)) is not bool:
-        raise UsageError(f"{where}: admin is {format_value(admin)}, expected true or false")
-    return Key(
-        name,
-        _digest(where, table),
-        _models(where, table.get("models")),
-        _rate(where, "requests_per_minute", table),
-        _rate(where, "tokens_per_minute", table),
-        admin,
-    )
+    for entry, values in _VALUES.items():
+        if entry in table:
+            values.check(f"{where}: {entry}", table[entry])
+    given = {entry: table[entry] for entry in _VALUES if entry in table}
+    if "models" in given:
+        given["models"] = frozenset(given["models"])
+    return Key(name, _digest(where, table), **given)
 
 
 def _digest(where: str, table: Mapping[str, Any]) -> bytes:
@@ -166,21 +165,6 @@ def _digest(where: str, table: Mapping[str, Any]) -> bytes:
     if type(table["key"]) is not str or not _KEY.fullmatch(table["key"]):
         raise UsageError(f"{where}: key is no {SHORTEST} ... 512 printable ASCII characters without spaces")
     return hashlib.sha256(table["key"].encode()).digest()
-
-
-def _models(where: str, value: Any) -> frozenset[str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not value or not all(type(name) is str for name in value):
-        raise UsageError(f"{where}: models is {format_value(value)}, expected a list of names")
-    return frozenset(value)
-
-
-def _rate(where: str, name: str, table: Mapping[str, Any]) -> int | None:
-    value = table.get(name)
-    if value is not None and (type(value) is not int or value < 1):
-        raise UsageError(f"{where}: {name} is {format_value(value)}, expected an integer above 0")
-    return value
 
 
 # -------------------------------------------------------------------------------------------------------- middleware

@@ -106,11 +106,8 @@ class RequestLog:
     ``status``, ``model``, ``user``, ``safety_identifier`` and ``metadata`` (as the client gives them),
     ``prompt_tokens``, ``cached_tokens``, ``output_tokens``, ``ttft_s``, ``duration_s``. Errors that nobody foresaw are
     logged with the place where they happened, and without their message, which may quote the request. A trace that the
-    request continues (``traceparent``) is continued, where OpenTelemetry is in use.
-
-    Args:
-        app: the application.
-        bodies: write what is received and sent too, 64 KiB of each, and messages of errors.
+    request continues (``traceparent``) is continued, where OpenTelemetry is in use. ``bodies``: write what is received
+    and sent too, 64 KiB of each, and messages of errors.
     """
 
     def __init__(self, app: ASGIApp, *, bodies: bool = False) -> None:

@@ -23,11 +23,8 @@ async def converse(socket: WebSocket, kind: type[Body], opened: Opened) -> None:
     """Answer requests on a WebSocket until it is closed.
 
     A text message is a request. Its events come back as text messages, the last one is ``[DONE]`` or an error, and then
-    the next request may come. A message before that cancels the request.
-
-    Args:
-        kind: of the requests.
-        opened: submits it, and gives its events, as JSON.
+    the next request may come. A message before that cancels the request. ``opened``: submits it, and gives its events,
+    as JSON.
     """
     await socket.accept()
     async with aclosing(_Client(socket)) as client:
@@ -49,11 +46,7 @@ class _Client:
         self.waiting = asyncio.ensure_future(socket.receive())
 
     async def message(self) -> str:
-        """The next message.
-
-        Raises:
-            WebSocketDisconnect: there is none.
-        """
+        """The next message. Raises WebSocketDisconnect: there is none."""
         text = _text(await self.waiting)
         self.waiting = asyncio.ensure_future(self._socket.receive())
         return text
@@ -64,11 +57,7 @@ class _Client:
 
 
 async def _answer(socket: WebSocket, client: _Client, events: AsyncIterator[str]) -> None:
-    """Send the events, and hear the client meanwhile.
-
-    Raises:
-        ApiError: a message came before the last event.
-    """
+    """Send the events, and hear the client meanwhile. Raises ApiError: a message came before the last event."""
     sending = asyncio.ensure_future(_send_all(socket, events))
     try:
         await asyncio.wait((sending, client.waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -82,11 +71,7 @@ async def _answer(socket: WebSocket, client: _Client, events: AsyncIterator[str]
 
 
 def _text(message: Message) -> str:
-    """The text of a client's message.
-
-    Raises:
-        WebSocketDisconnect: it is the last one.
-    """
+    """The text of a client's message. Raises WebSocketDisconnect: it is the last one."""
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect
     text: str | None = message.get("text")

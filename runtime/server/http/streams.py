@@ -125,10 +125,7 @@ async def _until_gone(receive: Receive) -> None:
 
 async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
     """Wait for the answer to a request, and stop waiting when its client is gone.
-
-    Raises:
-        ApiError: the client is gone, and nobody reads the answer.
-    """
+    Raises ApiError: the client is gone, and nobody reads the answer."""
     waiting = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(_until_gone(request.receive))
     try:

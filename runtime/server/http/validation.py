@@ -147,10 +147,7 @@ def _trace_place(parts: Place, at: Any) -> tuple[Place, bool]:
 
 async def no_query(connection: HTTPConnection) -> None:
     """Refuse query parameters on routes with a body; on others, those that the route does not have.
-
-    Raises:
-        ApiError: there is one.
-    """
+    Raises ApiError: there is one."""
     if connection.scope.get("method") == "GET" and not connection.url.path.startswith("/v1/responses/"):
         return  # reading: what is not known there is ignored
     route = connection.scope.get("route")
@@ -181,11 +178,7 @@ async def read_request(kind: type[M], request: Request) -> M:
 
 
 async def read_json(kind: type[M], text: str) -> M:
-    """The body that a text is.
-
-    Raises:
-        ApiError: it does not fit.
-    """
+    """The body that a text is. Raises ApiError: it does not fit."""
     mark(len(text))
     return await aside(lambda: _read(kind, text.encode()))
 

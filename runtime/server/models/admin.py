@@ -27,11 +27,7 @@ def refusal(scope: Scope) -> ApiError | None:
 
 
 async def require_admin(request: Request) -> None:
-    """Refuse whoever is no admin.
-
-    Raises:
-        ApiError: 404 or 403.
-    """
+    """Refuse whoever is no admin. Raises ApiError: 404 or 403."""
     if (error := refusal(request.scope)) is not None:
         raise error
 

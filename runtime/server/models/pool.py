@@ -193,11 +193,7 @@ class ModelPool:
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of the model that serves under a name, or would be loaded. Loads nothing.
-
-        Raises:
-            UsageError: there is no such name.
-            BundleError: the bundle is not there any more.
-        """
+        Raises UsageError: there is no such name; BundleError: the bundle is not there any more."""
         place = self._place(self.base(name))
         try:
             return self._loader.read(place.folder) if place.current is None else place.current.model.manifest
@@ -235,11 +231,7 @@ class ModelPool:
 
     async def warm(self, *names: str) -> None:
         """Load models before anybody asks for them; the first one if none is named.
-
-        Raises:
-            ResourceError: they do not fit together.
-            LlmcError: as :meth:`lease` does.
-        """
+        Raises ResourceError: they do not fit together; LlmcError: as :meth:`lease` does."""
         async with AsyncExitStack() as held:  # all at once, so that none makes room for another
             for name in names or self.names[:1]:
                 await held.enter_async_context(self.lease(name))
@@ -387,12 +379,9 @@ class ModelPool:
     async def swap(self, name: str, folder: Path | None = None) -> None:
         """Let another bundle serve under a name, without a failed request.
 
-        The new one is loaded beside the old one, whose requests finish while new ones go to the new one. If the new
-        one cannot be loaded, the old one goes on.
-
-        Args:
-            name: of the model.
-            folder: the new bundle; default: the same folder, in which another one was published.
+        The new one is loaded beside the old one, whose requests finish while new ones go to the new one. If the new one
+        cannot be loaded, the old one goes on. ``folder``: the new bundle; default: the same folder, in which another
+        one was published.
 
         Raises:
             UsageError: there is no such name.
@@ -438,11 +427,7 @@ class ModelPool:
 
     async def unload(self, name: str) -> None:
         """Let a model go: its requests finish, new ones load it again.
-
-        Raises:
-            UsageError: there is no such name.
-            EngineClosedError: the pool was closed.
-        """
+        Raises UsageError: there is no such name; EngineClosedError: the pool was closed."""
         place = self._place(name)
         async with place.swapping:
             self._refuse_closed()
@@ -484,11 +469,7 @@ class ModelPool:
 
     async def unload_adapter(self, name: str, adapter: str) -> None:
         """Take no more requests for an adapter until its model is loaded again; those that have it go on.
-
-        Raises:
-            UsageError: there is no such model.
-            RequestError: none of that name is loaded.
-        """
+        Raises UsageError: there is no such model; RequestError: none of that name is loaded."""
         place = self._place(name)
         async with place.swapping:
             if place.current is not None:

@@ -78,30 +78,19 @@ class ResponseStore:
                 self.bytes -= self._kept.popitem(last=False)[1].size
 
     def get(self, owner: str | None, name: str) -> Stored:
-        """A response of this key.
-
-        Raises:
-            ApiError: 404, it has none of that name, or no more.
-        """
+        """A response of this key. Raises ApiError: 404, it has none of that name, or no more."""
         with self._lock:
             return self._get(owner, name)
 
     def delete(self, owner: str | None, name: str) -> None:
-        """Forget a response; conversations that go on from it end with it.
-
-        Raises:
-            ApiError: 404, as :meth:`get`.
-        """
+        """Forget a response; conversations that go on from it end with it. Raises ApiError: 404, as :meth:`get`."""
         with self._lock:
             self.bytes -= self._get(owner, name).size
             del self._kept[owner, name]
 
     def conversation(self, owner: str | None, name: str | None) -> list[Item]:
         """All items up to a response and with its output, the oldest first; none before the first response.
-
-        Raises:
-            ApiError: 404, it or one before it is not stored.
-        """
+        Raises ApiError: 404, it or one before it is not stored."""
         turns = []
         while name is not None:
             stored = self.get(owner, name)

@@ -40,12 +40,7 @@ TOKENIZING_THREADS = 2
 
 
 class Service:
-    """The part that all routes share.
-
-    Args:
-        config: the server's settings.
-        pool: the models.
-    """
+    """The part that all routes share."""
 
     def __init__(self, config: "ServerConfig", pool: "ModelPool") -> None:
         self.config = config
@@ -109,14 +104,7 @@ class Service:
 
     def check_work(self, asked: str | None, wanted: str | None) -> None:
         """Refuse a model that does something else, without loading it.
-
-        Args:
-            asked: its name.
-            wanted: a key of :data:`WORK`.
-
-        Raises:
-            ApiError: 400, naming it.
-        """
+        ``wanted``: a key of :data:`WORK`. Raises ApiError: 400, naming it."""
         encoder = self.manifest(asked).geometry.encoder
         found = encoder.result if encoder else None
         if found != wanted:
@@ -148,11 +136,7 @@ class Service:
         }
 
     def generator(self, asked: str | None) -> AbstractAsyncContextManager[Model]:
-        """:meth:`model` for routes that generate.
-
-        Raises:
-            ApiError: 400, the model does something else.
-        """
+        """:meth:`model` for routes that generate. Raises ApiError: 400, the model does something else."""
         self.check_work(asked, None)
         return self.model(asked)
 

@@ -112,10 +112,7 @@ class ChatMessage(Body):
 
     def plain(self, where: str) -> dict[str, Any]:
         """The message as chat templates read it: they know no developers, who are the system's voice.
-
-        Raises:
-            ApiError: it has what its role has not, or no content.
-        """
+        Raises ApiError: it has what its role has not, or no content."""
         for name in self.model_fields_set & OF_ROLES.keys():
             if getattr(self, name) not in (None, []) and self.role != OF_ROLES[name]:
                 said = f"{where}.{name} is for messages of the role {OF_ROLES[name]}, not {self.role}; leave it out"
@@ -148,11 +145,7 @@ OF_ROLES = {
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as chat templates read them.
-
-    Raises:
-        ApiError: one has what its role has not.
-    """
+    """The messages as chat templates read them. Raises ApiError: one has what its role has not."""
     return [message.plain(f"messages[{number}]") for number, message in enumerate(messages)]
 
 
@@ -263,10 +256,7 @@ class OpenAIChat(Sampled):
 
     def admit(self, service: Service) -> None:
         """Note who asks, for the log.
-
-        Raises:
-            ApiError: prefixes shall stay in memory alone, but a folder keeps them, too.
-        """
+        Raises ApiError: prefixes shall stay in memory alone, but a folder keeps them, too."""
         note(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata or None)
         if self.prompt_cache_retention is not None and service.config.prefix_cache_folder is not None:
             said = "prompt_cache_retention is 'in_memory', but this server keeps prefixes in a folder; leave it out"
@@ -300,10 +290,7 @@ class ChatRequest(OpenAIChat):
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
-
-        Raises:
-            ApiError: parameters contradict each other, or one counts for nothing.
-        """
+        Raises ApiError: parameters contradict each other, or one counts for nothing."""
         if self.stream_options is not None and not self.stream:
             ignore("stream_options")
         if self.parallel_tool_calls is not None and not self.tools:
@@ -367,11 +354,7 @@ class ChatRequest(OpenAIChat):
 
     def make_variables(self, model: Model) -> dict[str, Any] | None:
         """Variables of the chat template.
-
-        Raises:
-            UsageError: the template cannot do as the request says.
-            ApiError: parameters contradict each other.
-        """
+        Raises UsageError: the template cannot do as the request says; ApiError: parameters contradict each other."""
         given = dict(self.chat_template_kwargs or {})
         if self.enable_thinking is not None:
             _agree(given, "enable_thinking", self.enable_thinking, "enable_thinking")
@@ -387,11 +370,7 @@ F = TypeVar("F", bound=Function)
 
 
 def pick_allowed(functions: Sequence[F], allowed: Sequence[NamedFunction], param: str) -> list[F]:
-    """Those of the functions that a request allows to call.
-
-    Raises:
-        ApiError: one of them is not there.
-    """
+    """Those of the functions that a request allows to call. Raises ApiError: one of them is not there."""
     names = {function.name for function in allowed}
     if missing := sorted(names - {function.name for function in functions}):
         said = f"{param} allows {missing[0][:64]!r}, which is none of the tools; give it, or leave it out"
@@ -400,11 +379,7 @@ def pick_allowed(functions: Sequence[F], allowed: Sequence[NamedFunction], param
 
 
 def check_choice(choice: str, tools: Sequence[Body] | None) -> str:
-    """The choice among tools, if there are some where it asks for a call.
-
-    Raises:
-        ApiError: there are none.
-    """
+    """The choice among tools, if there are some where it asks for a call. Raises ApiError: there are none."""
     if choice not in ("none", "auto") and not tools:
         raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
     return choice

@@ -58,11 +58,7 @@ class CompletionRequest(Sampled):
     user: Logged = None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one.
-
-        Raises:
-            ApiError: there are none, or too many.
-        """
+        """The prompts one by one. Raises ApiError: there are none, or too many."""
         return list_texts("prompt", self.prompt, MOST_PROMPTS)
 
     @property
@@ -72,10 +68,7 @@ class CompletionRequest(Sampled):
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream` beside the prompt.
-
-        Raises:
-            ApiError: parameters contradict each other.
-        """
+        Raises ApiError: parameters contradict each other."""
         if self.stream_options is not None and not self.stream:
             ignore("stream_options")
         most = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens

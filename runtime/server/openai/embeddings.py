@@ -49,10 +49,7 @@ class EmbeddingRequest(Body):
 
     def texts(self) -> list[Any]:
         """The texts, or their tokens, one by one.
-
-        Raises:
-            ApiError: there are none, or too many; or tokens come with an instruction, which is text.
-        """
+        Raises ApiError: there are none, or too many; or tokens come with an instruction, which is text."""
         found: list[Any] = list_texts("input", self.input, MOST_TEXTS)
         if self.instruction is not None and not isinstance(found[0], str):
             raise ApiError(400, "instruction stands before a text, but input holds tokens", param="instruction")

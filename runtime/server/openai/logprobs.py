@@ -57,10 +57,7 @@ def completion_logprobs(model: Model, logprobs: Logprobs | None, text: str, star
 
 def text_offsets(model: Model, tokens: Sequence[int], text: str, start: int = 0) -> list[int]:
     """Places of tokens in their text, in characters: those that are not in it, such as BOS, take no room there.
-
-    Args:
-        start: of the text.
-    """
+    ``start``: of the text."""
     data, at, begun, found = text.encode("utf-8", "surrogatepass"), 0, start, []
     for token in tokens:
         inside = at < len(data) and _continues(data[at])

@@ -13,10 +13,8 @@ REASONING, MESSAGE = ("reasoning", 0), ("message", 0)
 
 
 class Output:
-    """The items of an answer. Events have no ``sequence_number`` yet.
-
-    Args:
-        entries: log-probabilities in OpenAI's form; None where they are not asked for.
+    """The items of an answer. Events have no ``sequence_number`` yet. ``entries``: log-probabilities in OpenAI's form;
+    None where they are not asked for.
 
     Attributes:
         items: as they are so far.

@@ -190,14 +190,8 @@ class Prompted(Body):
     truncation: Literal["auto", "disabled"] | None = None
 
     def conversation(self, service: Service, owner: str | None) -> tuple[list[Item], list[dict[str, Any]]]:
-        """The new items of the conversation, as they are kept, and all messages as chat templates read them.
-
-        Args:
-            owner: the name of the key that asks.
-
-        Raises:
-            ApiError: there are no items, or what they go on from is not stored.
-        """
+        """The new items of the conversation, as they are kept, and all messages as chat templates read them. ``owner``:
+        the name of the key that asks. Raises ApiError: there are no items, or what they go on from is not stored."""
         if isinstance(self.input, str):
             items = [_name_item(MessageItem(role="user", content=self.input))]
         else:
@@ -209,12 +203,8 @@ class Prompted(Body):
         return items, [*system, *plain([*before, *items])]
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
-        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
-
-        Raises:
-            UsageError: the chat template cannot do as ``reasoning`` says.
-            ApiError: ``tool_choice`` allows a tool that is not there.
-        """
+        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages. Raises UsageError: the chat template
+        cannot do as ``reasoning`` says; ApiError: ``tool_choice`` allows a tool that is not there."""
         offered: Sequence[Tool] = self.tools or ()
         if isinstance(self.tool_choice, AllowedTools):
             offered = pick_allowed(offered, self.tool_choice.tools, "tool_choice.tools")
@@ -247,10 +237,7 @@ class ResponseRequest(OpenAIChat, Prompted):
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
-
-        Raises:
-            ApiError: parameters contradict each other.
-        """
+        Raises ApiError: parameters contradict each other."""
         for name in self.include or ():
             if name != LOGPROBS:
                 ignore(f"include.{name}")
@@ -387,14 +374,8 @@ def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, 
 
 
 class Turn:
-    """A request of one client, and the conversation that it goes on with.
-
-    Args:
-        owner: the name of the key that asks.
-
-    Raises:
-        ApiError: the conversation is not stored, or nothing is, or parameters contradict each other.
-    """
+    """A request of one client, and the conversation that it goes on with. ``owner``: the name of the key that asks.
+    Raises ApiError: the conversation is not stored, or nothing is, or parameters contradict each other."""
 
     def __init__(self, body: ResponseRequest, service: Service, owner: str | None) -> None:
         if body.store and not service.responses.keeps:
@@ -461,11 +442,7 @@ class Turn:
         return response
 
     async def whole(self, model: Model, handle: ChatHandle) -> dict[str, Any]:
-        """The whole response.
-
-        Raises:
-            LlmcError: the request failed.
-        """
+        """The whole response. Raises LlmcError: the request failed."""
         last: Event = {}
         async for piece in self.events(model, handle):
             last = piece

@@ -68,10 +68,7 @@ class Rendered(Body):
 
     def plain(self) -> dict[str, Any]:
         """The conversation as the model's methods take it.
-
-        Raises:
-            ApiError: parameters contradict each other, or a message has what its role has not.
-        """
+        Raises ApiError: parameters contradict each other, or a message has what its role has not."""
         begins = self.add_generation_prompt and not self.continue_final_message
         if self.add_generation_prompt and not begins and "add_generation_prompt" in self.model_fields_set:
             said = "add_generation_prompt is true, and continue_final_message too; leave one of them out"

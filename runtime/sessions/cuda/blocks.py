@@ -53,15 +53,6 @@ def inputs_of(rows: int, sequence: int, outputs: int) -> dict[str, Part]:
     )
 
 
-def outputs_of(rows: int, outputs: int, vocab: int, candidates: int) -> dict[str, Part]:
-    """Offsets of a call's outputs; all logits come last, because they may be left where they are."""
-    selected: Arrays = {
-        "values": ((rows * outputs, candidates), FLOAT),
-        "indices": ((rows * outputs, candidates), INT64),
-    }
-    return lay_out({**(selected if candidates else {}), "logits": ((rows, outputs, vocab), FLOAT)})
-
-
 def size_of(parts: Mapping[str, Part]) -> int:
     return max(part.end for part in parts.values())
 

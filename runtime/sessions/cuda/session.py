@@ -13,7 +13,7 @@ from llmc.runtime.host.machine import available_memory
 from llmc.runtime.kv.budget import MB, largest
 from llmc.runtime.kv.device_cache import DeviceCache
 from llmc.runtime.sessions.base import Session
-from llmc.runtime.sessions.cuda.blocks import Block, Part, outputs_of
+from llmc.runtime.sessions.cuda.blocks import FLOAT, Block, Part, lay_out
 
 
 class DeviceSession(Session):
@@ -21,11 +21,7 @@ class DeviceSession(Session):
 
     An engine's session loads its model within :meth:`_free_on_error`, where it calls :meth:`_begin` before it takes
     memory, and :meth:`_make_cache`; it runs calls within :meth:`_guard_context`, and leaves logits in ``_logits``.
-
-    Args:
-        folder: the bundle.
-        manifest: of the bundle.
-        driver: the GPU. It is closed with the session.
+    ``driver``: the GPU. It is closed with the session.
     """
 
     cache: DeviceCache
@@ -78,8 +74,8 @@ class DeviceSession(Session):
         self._close_later(block.close)
         return block
 
-    def _outputs_of(self, rows: int, outputs: int, candidates: int = 0) -> dict[str, Part]:
-        return outputs_of(rows, outputs, self._geometry.vocab_size, candidates)
+    def _outputs_of(self, rows: int, outputs: int) -> dict[str, Part]:
+        return lay_out({"logits": ((rows, outputs, self._geometry.vocab_size), FLOAT)})
 
     def _close_later(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` when the session closes, the last one first; on a lost GPU nothing can be freed."""
@@ -122,13 +118,7 @@ class DeviceSession(Session):
 
 def check_memory(folder: Path, driver: Driver, memory: DeviceMemory, positions: int) -> int:
     """Bytes that a session may take in all; refuses to load what cannot fit with one row of the cache.
-
-    Args:
-        folder: the bundle, for the message.
-        driver: of the GPU.
-        memory: what the bundle takes there.
-        positions: that the cache has at least.
-    """
+    ``positions``: that the cache has at least."""
     free = free_memory(driver) + memory.context  # which is taken by now
     needed = memory.total(positions)
     if needed <= free:

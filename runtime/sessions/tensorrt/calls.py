@@ -1,4 +1,4 @@
-"""The part of TensorRT's session without a device: calls cut to the engine's profiles, candidates among -inf."""
+"""The part of TensorRT's session without a device: calls cut to the engine's profiles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ class Piece:
     """One call of the engine's share of a batch.
 
     Attributes:
-        profile: of the engine.
         rows, tokens: of the batch, from ... to.
         outputs: places of its logits among those of these rows.
     """
@@ -52,26 +51,3 @@ def _chunks(row: int, indices: NDArray[np.int64], sequence: int, most: Profile) 
             end, places = int(indices[places[-1]]), places[:-1]
         yield Piece(PREFILL, slice(row, row + 1), slice(start, end), places)
         start = end
-
-
-class Sparse:
-    """Logits of which only a few are known, all others at -inf; the next ones cost as much as they are, not as the
-    vocabulary."""
-
-    def __init__(self, vocab: int) -> None:
-        self._array = np.empty((0, vocab), np.float32)
-        self._marked = np.empty((0, 0), np.int64)
-
-    def fill(self, values: NDArray[np.float32], indices: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Logits [N, vocab] with ``values`` [N, k] at ``indices`` [N, k]; the next call reuses the array, so it cannot
-        be written to."""
-        count = len(values)
-        if len(self._array) < count:
-            self._array = np.full((count, self._array.shape[1]), -np.inf, np.float32)
-        else:
-            self._array[np.arange(len(self._marked))[:, None], self._marked] = -np.inf
-        self._array[np.arange(count)[:, None], indices] = values
-        self._marked = indices.copy()
-        view = self._array[:count]
-        view.flags.writeable = False
-        return view

@@ -29,12 +29,7 @@ def require_config(folder: Path, manifest: Manifest) -> EngineConfig:
 
 
 def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, library: Any, device: DeviceInfo) -> None:
-    """Refuse, before it is loaded, an engine that was built for something else than this.
-
-    Args:
-        library: of the engine, as it is here.
-        device: the GPU here.
-    """
+    """Refuse, before it is loaded, an engine that was built for something else than this."""
     installed, found = library_version(library), f"{device.name} has {device.compute_capability}"
     if not lists_gpu(library, device.compute_capability):
         raise GpuError(
@@ -63,17 +58,7 @@ def _remedy(folder: Path) -> str:
 
 
 class Engine:
-    """A loaded engine.
-
-    Args:
-        library: tensorrt, tensorrt_rtx, or what behaves alike.
-        file: the serialized engine.
-        folder: of the bundle, for messages.
-
-    Raises:
-        BundleError: the library refuses the engine.
-        GpuError: the library cannot start.
-    """
+    """A loaded engine. Raises BundleError: the library refuses the engine; GpuError: the library cannot start."""
 
     def __init__(self, library: Any, file: Path, folder: Path) -> None:
         self.library = library
@@ -90,21 +75,19 @@ class Engine:
         self._kernels: Kernels | None = None
 
     @property
-    def records_itself(self) -> bool:
-        """True where its contexts record CUDA graphs by themselves."""
+    def compiles_kernels(self) -> bool:
+        """True where kernels are compiled while it runs."""
         return self._kernels is not None
 
     def keep_kernels(self, file: Path) -> None:
         """Use kernels that were compiled before, and keep those of this run when :meth:`close` is called."""
         self._kernels = Kernels(self.library, self.native, file)
 
-    def context_settings(self, *, repeats: bool, records: bool) -> Any:
+    def context_settings(self, repeats: bool) -> Any:
         """Settings of a context that works in memory which it is given; ``repeats`` tells that its calls have few
-        shapes, which come again, and ``records`` that it has a single call, which it may record."""
+        shapes, which come again."""
         strategy = self.library.ExecutionContextAllocationStrategy.USER_MANAGED
-        if self._kernels is None:
-            return strategy
-        return self._kernels.configure_context(strategy, repeats=repeats, records=records)
+        return strategy if self._kernels is None else self._kernels.configure_context(strategy, repeats)
 
     def memory(self) -> int:
         """Bytes that a context of any profile works in."""
@@ -112,16 +95,9 @@ class Engine:
         each = [self.native.get_device_memory_size_for_profile_v2(i) for i in profiles]
         return int(max(self.native.device_memory_size_v2, *each))
 
-    def largest(self, name: str, profile: int) -> Shape:
-        """The largest shape of an input in a profile."""
-        return tuple(self.native.get_tensor_profile_shape(name, profile)[2])
-
     def check_aliases(self, presents: list[str]) -> None:
         """Ask the engine if it updates its cache in place; that is not assumed.
-
-        Raises:
-            BundleError: some tensor is not, or in another's place.
-        """
+        Raises BundleError: some tensor is not, or in another's place."""
         for name in presents:
             source = self.native.get_aliased_input_tensor(name) or ""
             if source != name.replace("present", "past_key_values", 1):
@@ -140,20 +116,16 @@ class Engine:
 class Context:
     """An execution context for calls of one profile of an engine. Shapes and addresses stay as they were last set.
 
-    Args:
-        memory, size: device memory to work in, which contexts that never run at the same time may share.
-        records: it is for a single call, always with the same shapes and addresses, which the library may record.
+    ``memory``, ``size``: device memory to work in, which contexts that never run at the same time may share.
     """
 
-    def __init__(
-        self, engine: Engine, profile: int, stream: int, memory: int, size: int, *, records: bool = False
-    ) -> None:
+    def __init__(self, engine: Engine, profile: int, stream: int, memory: int, size: int) -> None:
         self._log = engine.log
         self._library = engine.library
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._ran = False
-        settings = engine.context_settings(repeats=profile == DECODE, records=records)
+        settings = engine.context_settings(repeats=profile == DECODE)
         self._native = self._ask("making a context", engine.native.create_execution_context, settings)
         self._ask("choosing a profile", self._native.set_optimization_profile_async, profile, stream)
         if size:
@@ -174,25 +146,18 @@ class Context:
             if self._shapes.get(name) != shape:
                 self._ran = False
                 self._shapes.pop(name, None)
-                self._set_shape(name, shape)
+                with self._log.collect_messages() as messages:
+                    if not self._native.set_input_shape(name, shape):
+                        said = last_error(messages) or "no reason given"
+                        raise RequestError(f"{name} of shape {list(shape)} is not in the engine's profile ({said})")
                 self._shapes[name] = shape
         for name, address in addresses.items():
             if self._addresses.get(name) != address:
                 self._ask(f"setting the address of {name}", self._native.set_tensor_address, name, address)
                 self._addresses[name] = address
 
-    def _set_shape(self, name: str, shape: Shape) -> None:
-        with self._log.collect_messages() as messages:
-            if not self._native.set_input_shape(name, shape):
-                said = last_error(messages) or "no reason given"
-                raise RequestError(f"{name} of shape {list(shape)} is not in the engine's profile ({said})")
-
     def run(self, stream: int) -> None:
-        """Queue a run.
-
-        Raises:
-            GpuError: the engine refuses, with what the library logged.
-        """
+        """Queue a run. Raises GpuError: the engine refuses, with what the library logged."""
         self._ask("running the engine", self._native.execute_async_v3, stream)
         self._ran = True
 
@@ -217,11 +182,7 @@ def last_error(messages: list[Any]) -> str:
 
 @contextmanager
 def map_file(file: Path) -> Iterator[Any]:
-    """A file's bytes without a copy of them in memory.
-
-    Raises:
-        BundleError: it cannot be read, or is empty.
-    """
+    """A file's bytes without a copy of them in memory. Raises BundleError: it cannot be read, or is empty."""
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
             yield content

@@ -1,10 +1,8 @@
-"""TensorRT-RTX compiles kernels where it runs: what it compiled is kept, and it decides when a run can be recorded.
+"""TensorRT-RTX compiles kernels where it runs: what it compiled is kept, and steps wait for theirs.
 
 Left to itself it compiles a kernel for every shape in the background and runs a general one until then, which rounds
 otherwise. Decode steps, whose shapes are few, wait for their kernels (eager specialisation); prompts, each of
-another length, do not. It records CUDA graphs by itself, with the shapes and addresses of a context: a call that is to
-be recorded has a context of its own. See "Working with RTX CUDA Graphs" and "Working with Runtime Cache" in its
-documentation. Not run on a GPU yet.
+another length, do not. See "Working with Runtime Cache" in its documentation. Not run on a GPU yet.
 """
 
 import hashlib
@@ -23,7 +21,7 @@ KEPT_BYTES = 1_000_000_000
 
 def compiles_kernels(library: Any) -> bool:
     """True of a library that compiles kernels while it runs, and can be told how."""
-    return hasattr(library, "CudaGraphStrategy")
+    return hasattr(library, "DynamicShapesKernelSpecializationStrategy")
 
 
 def kernels_file(*what: str) -> Path:
@@ -34,11 +32,8 @@ def kernels_file(*what: str) -> Path:
 class Kernels:
     """Kernels that were compiled for an engine, from earlier runs and this one.
 
-    The library checks what it is given, and refuses what is not for this version, driver and GPU.
-
-    Args:
-        engine: the library's own.
-        file: where they are kept; it need not exist.
+    The library checks what it is given, and refuses what is not for this version, driver and GPU. ``file``: where they
+    are kept; it need not exist.
     """
 
     def __init__(self, library: Any, engine: Any, file: Path) -> None:
@@ -52,12 +47,11 @@ class Kernels:
             else:
                 log.info("%s is not for this machine: kernels are compiled anew", file)
 
-    def configure_context(self, strategy: Any, *, repeats: bool, records: bool) -> Any:
-        """Settings of a context: who allocates its memory, whether its shapes are few, and whether it records."""
+    def configure_context(self, strategy: Any, repeats: bool) -> Any:
+        """Settings of a context: who allocates its memory, and whether its shapes are few."""
         config = self._engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
-        graphs, kernels = self._library.CudaGraphStrategy, self._library.DynamicShapesKernelSpecializationStrategy
-        config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if records else graphs.DISABLED
+        kernels = self._library.DynamicShapesKernelSpecializationStrategy
         config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER if repeats else kernels.LAZY
         config.set_runtime_cache(self._native)
         return config

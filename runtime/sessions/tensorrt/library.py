@@ -138,14 +138,10 @@ def _import_library(wanted: _Library, engine: str) -> Any:
             "compute on the CPU, and llmc build of an export --deferred leaves the engine to a machine that has it"
         ) from error
     except Exception as error:  # a broken installation raises anything
-        raise _make_error(wanted, text_of(error)) from error
-
-
-def _make_error(wanted: _Library, why: str) -> GpuError:
-    return GpuError(
-        f"{wanted.module} is installed and cannot be loaded ({why}): uninstall all packages of that library, remove "
-        f"the folder {wanted.module} if one is left, then install it: {wanted.install()}"
-    )
+        raise GpuError(
+            f"{wanted.module} is installed and cannot be loaded ({text_of(error)}): uninstall all packages of that "
+            f"library, remove the folder {wanted.module} if one is left, then install it: {wanted.install()}"
+        ) from error
 
 
 def make_object(library: Any, make: Any) -> Any:

@@ -5,7 +5,6 @@ A decode step writes a few integers into pinned memory, launches one recorded gr
 Not run on a GPU yet: tests run this session on doubles of CUDA and TensorRT that enforce their rules.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,17 @@ from llmc.runtime.kv.cache import tensors_of
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import INT64, Part, Shape, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
-from llmc.runtime.sessions.tensorrt.calls import Piece, Sparse, pieces
+from llmc.runtime.sessions.tensorrt.calls import Piece, pieces
 from llmc.runtime.sessions.tensorrt.engine import DECODE, PREFILL, Context, Engine, check_machine, require_config
 from llmc.runtime.sessions.tensorrt.kernels import compiles_kernels, kernels_file
 from llmc.runtime.sessions.tensorrt.library import library_version, load_library
-from llmc.runtime.sessions.tensorrt.steps import Call, Pair, Step, Steps
+from llmc.runtime.sessions.tensorrt.steps import Call, Step, Steps
 
 
 class TensorRTSession(DeviceSession):
     """A :class:`llmc.runtime.sessions.base.Session` on an engine of TensorRT's kind.
 
     Args:
-        folder: the bundle.
-        manifest: of the bundle.
-        threads: of no use here.
         device: the number of the GPU among those that are visible.
         driver: of the GPU; default: opened, and closed with the session.
         library: tensorrt or tensorrt_rtx; default: what the bundle was built for.
@@ -65,27 +61,14 @@ class TensorRTSession(DeviceSession):
     def _open(self, manifest: Manifest) -> None:
         check_machine(self._folder, manifest, self._config, self._library, self._driver.device)
         self._begin(round_up(self._config, 1))
-        engine, select = self._load(manifest)
-        self._candidates = self._config.candidates if select is not None else 0
+        engine = self._load_engine(manifest)
         self._make_blocks()
-        self._make_contexts(engine, select)
+        self._make_contexts(engine)
         engine.check_aliases([tensor.present for tensor in tensors_of(self._geometry.caches)])
         self._make_cache()
-        self._sparse = Sparse(self._geometry.vocab_size)
-        self._left: Step | None = None  # whose logits are still on the device
 
-    def _load(self, manifest: Manifest) -> tuple[Engine, Engine | None]:
-        """The engine, and the one that selects the largest logits.
-
-        An integrated GPU needs no second one: all logits are in the host's memory as they are.
-        """
-        config = self._config
-        engine = self._load_engine(manifest, config.file)
-        if not config.select or not config.candidates or self._driver.device.integrated:
-            return engine, None
-        return engine, self._load_engine(manifest, config.select)
-
-    def _load_engine(self, manifest: Manifest, file: str) -> Engine:
+    def _load_engine(self, manifest: Manifest) -> Engine:
+        file = self._config.file
         path = self._folder / file
         engine = Engine(self._library, path, self._folder)
         self._close_later(engine.close)
@@ -99,38 +82,24 @@ class TensorRTSession(DeviceSession):
         config = self._config
         rows, sequence, outputs = config.decode.batch, config.prefill.sequence, config.prefill.outputs
         self._taken = self._block(max(size_of(inputs_of(rows, 1, 1)), size_of(inputs_of(1, sequence, outputs))))
-        most = max(rows, outputs)
-        self._given = self._block(size_of(self._outputs_of(most, 1, self._candidates)))
+        self._given = self._block(size_of(self._outputs_of(max(rows, outputs), 1)))
         place = Part(0, (config.buckets[-1],), INT64)
         self._slots = self._block(place.end)
         self._slots.array(place)[:] = np.arange(config.buckets[-1])
         self._slots.upload(place.end, self._stream)
 
-    def _make_contexts(self, engine: Engine, select: Engine | None) -> None:
+    def _make_contexts(self, engine: Engine) -> None:
         """Contexts for each profile; all work in the same memory, for they never run at the same time."""
-        size = max(each.memory() for each in (engine, select) if each is not None)
+        size = engine.memory()
         memory = self._driver.alloc(size) if size else 0
         if memory:
             self._close_later(self._driver.free, memory)
-
-        def context(engine: Engine, profile: int, records: bool = False) -> Context:
-            return Context(engine, profile, self._stream, memory, size, records=records)
-
-        def recorder(profile: int) -> Pair:
-            decoder = context(engine, profile, records=True)
-            return Pair(decoder, context(select, 0, records=True) if select is not None else None)
-
-        decoders = []
+        contexts = []
         for profile in (DECODE, PREFILL):
-            decoders.append(context(engine, profile))
-            self._close_later(decoders[-1].close)
-        selecting = context(select, 0) if select is not None else None
-        if selecting is not None:
-            self._close_later(selecting.close)
-        shared = [Pair(decoder, selecting) for decoder in decoders]
-        self._most_selected = select.largest("logits", 0)[0] if select is not None else 0
-        self.changes_kernels = engine.records_itself
-        self._steps = Steps(self._driver, self._stream, shared, recorder if engine.records_itself else None)
+            contexts.append(Context(engine, profile, self._stream, memory, size))
+            self._close_later(contexts[-1].close)
+        self.changes_kernels = engine.compiles_kernels
+        self._steps = Steps(self._driver, self._stream, contexts)
         self._close_later(self._steps.clear)
 
     def _bucket(self, positions: int) -> int:
@@ -144,8 +113,6 @@ class TensorRTSession(DeviceSession):
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`.
 
-        With ``candidates`` the array cannot be written to, and holds -inf where no candidate is.
-
         Raises:
             UsageError: rows or positions that the cache does not have.
             RequestError: the engine's profiles do not take it.
@@ -155,44 +122,16 @@ class TensorRTSession(DeviceSession):
             self.cache.begin(batch.first_row, batch.past_lengths.tolist(), batch.input_ids.shape[1])
             todo = list(pieces(batch, self._config))
             if len(todo) == 1 and batch.logit_indices.shape[1]:
-                return self._run_at_once(batch, todo[0])
-            return self._run_in_pieces(batch, todo)
-
-    def full_logits(self) -> NDArray[np.float32]:
-        """All logits of the last call, float32 [B, O, vocab], also of one that asked for candidates.
-
-        Raises:
-            GpuError: the GPU failed.
-        """
-        with self._guard_context("copying logits"):
-            if self._left is not None:
-                self._left.download_logits(self._stream)
-                self._driver.synchronize(self._stream)
-                self._logits, self._left = self._left.outputs["logits"], None
+                self._logits = self._run_piece(batch, todo[0])
+            else:
+                self._logits = np.empty((*batch.logit_indices.shape, self._geometry.vocab_size), np.float32)
+                for piece in todo:
+                    found = self._run_piece(batch, piece)
+                    if piece.outputs.size:
+                        self._logits[piece.rows, piece.outputs] = found
             return self._logits
 
-    def _run_at_once(self, batch: Batch, piece: Piece) -> NDArray[np.float32]:
-        few = 0 < batch.candidates <= self._candidates and batch.logit_indices.size <= self._most_selected
-        step = self._run_piece(batch, piece, self._candidates if few else 0)
-        self._left = step if few else None
-        if not few:
-            self._logits = step.outputs["logits"]
-            return self._logits
-        found = self._sparse.fill(step.outputs["values"], step.outputs["indices"])
-        return found.reshape(*batch.logit_indices.shape, found.shape[1])
-
-    def _run_in_pieces(self, batch: Batch, todo: Sequence[Piece]) -> NDArray[np.float32]:
-        """Call by call, and what each gives is put together."""
-        g, shape = self._geometry, batch.logit_indices.shape
-        logits = np.empty((*shape, g.vocab_size), np.float32)
-        for piece in todo:
-            step = self._run_piece(batch, piece, 0)
-            if piece.outputs.size:
-                logits[piece.rows, piece.outputs] = step.outputs["logits"]
-        self._logits, self._left = logits, None
-        return logits
-
-    def _run_piece(self, batch: Batch, piece: Piece, candidates: int) -> Step:
+    def _run_piece(self, batch: Batch, piece: Piece) -> NDArray[np.float32]:
         ids = batch.input_ids[piece.rows, piece.tokens]
         past = [length + piece.tokens.start for length in batch.past_lengths[piece.rows].tolist()]
         ends = [length + ids.shape[1] for length in past]
@@ -205,7 +144,6 @@ class TensorRTSession(DeviceSession):
                 outputs=max(1, piece.outputs.size),  # the engine gives at least one
                 first_row=first_row,
                 attended=self._bucket(max(ends)),
-                candidates=candidates,
             )
         )
         step.inputs["input_ids"][:] = ids
@@ -215,13 +153,13 @@ class TensorRTSession(DeviceSession):
             step.inputs["logit_indices"][:] = batch.logit_indices[piece.rows, piece.outputs] - piece.tokens.start
         self._steps.run(step)
         self.cache.note_computed(first_row, ends)
-        return step
+        return step.logits
 
     def _step(self, call: Call) -> Step:
         step = self._steps.find(call)
         if step is None:
             inputs = inputs_of(call.rows, call.sequence, call.outputs)
-            outputs = self._outputs_of(call.rows, call.outputs, call.candidates)
+            outputs = self._outputs_of(call.rows, call.outputs)
             step = Step(call, (self._taken, self._given), (inputs, outputs), self._collect_fixed(call))
             self._steps.keep(step)
         return step

@@ -6,20 +6,18 @@ included, can be recorded as a CUDA graph.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.errors import GpuError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.sessions.cuda.blocks import Block, Part, Shape, size_of
-from llmc.runtime.sessions.tensorrt.engine import DECODE, Context
+from llmc.runtime.sessions.tensorrt.engine import Context
 
 log = logging.getLogger(__name__)
 
 # Calls whose addresses are kept, with what was recorded of them: one for every number of rows and bucket.
 KEPT_STEPS = 64
-# Steps with contexts of their own, each of which takes the library's memory on the host.
-KEPT_CONTEXTS = 16
 # A longer call keeps the device busy for so long that queueing its kernels one by one costs nothing.
 RECORDED_TOKENS = 16
 
@@ -31,9 +29,7 @@ class Call:
     Attributes:
         profile: of the engine: decode or prefill.
         rows, sequence, outputs: B, S, O.
-        first_row: of the cache.
         attended: cache positions that attention looks at.
-        candidates: how many logits are selected on the device, 0 if all are wanted.
     """
 
     profile: int
@@ -42,31 +38,11 @@ class Call:
     outputs: int
     first_row: int
     attended: int
-    candidates: int
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The contexts that a step runs in: of the decoder, and of the engine that finds the largest logits, if any."""
-
-    decoder: Context
-    select: Context | None
-
-    def close(self) -> None:
-        self.decoder.close()
-        if self.select is not None:
-            self.select.close()
 
 
 class Step:
     """A call with its addresses, and its arrays in pinned memory.
-
-    Args:
-        call: what is called.
-        takes: blocks of inputs and of outputs.
-        places: where the inputs and outputs lie in their blocks.
-        fixed: shapes and addresses of all other tensors: the cache, and which of its positions are attended to.
-    """
+    ``fixed``: shapes and addresses of all other tensors: the cache, and which of its positions are attended to."""
 
     def __init__(
         self,
@@ -77,52 +53,34 @@ class Step:
     ) -> None:
         self.call = call
         self.graph = 0
-        self.own: Pair | None = None  # of a library that records by itself
         self._blocks = blocks
         (taken, given), (inputs, outputs) = blocks, places
-        self._upload = size_of(inputs)
-        self._logits = outputs["logits"]
-        self._download = self._logits.offset if call.candidates else self._logits.end
+        self._upload, self._download = size_of(inputs), size_of(outputs)
         self.shapes = {**{name: part.shape for name, part in inputs.items()}, **fixed[0]}
         self.addresses = {
             **fixed[1],
             **{name: taken.device + part.offset for name, part in inputs.items()},
             "logits": given.device + outputs["logits"].offset,
         }
-        self.select_shapes = {"logits": (call.rows * call.outputs, self._logits.shape[2])}
-        selected = ("logits", "values", "indices") if call.candidates else ()
-        self.select_addresses = {name: given.device + outputs[name].offset for name in selected}
         self.inputs = {name: taken.array(part) for name, part in inputs.items()}
-        self.outputs = {name: given.array(part) for name, part in outputs.items()}
+        self.logits = given.array(outputs["logits"])
 
     def upload(self, stream: int) -> None:
         self._blocks[0].upload(self._upload, stream)
 
     def download(self, stream: int) -> None:
-        """Queue the copy of what the caller wants."""
         self._blocks[1].download(0, self._download, stream)
-
-    def download_logits(self, stream: int) -> None:
-        """Queue the copy of the logits that :meth:`download` left."""
-        self._blocks[1].download(self._logits.offset, self._logits.end, stream)
 
 
 class Steps:
     """Runs steps, and records those that come again: what was recorded is launched at once, kernels and copies.
+    ``contexts``: for each profile of the engine the one that its calls share."""
 
-    Args:
-        contexts: for each profile of the engine those that its calls share.
-        recorder: makes contexts that are a single call's, of a library that records by itself; None of any other.
-    """
-
-    def __init__(
-        self, driver: Driver, stream: int, contexts: Sequence[Pair], recorder: Callable[[int], Pair] | None = None
-    ) -> None:
+    def __init__(self, driver: Driver, stream: int, contexts: Sequence[Context]) -> None:
         self._driver = driver
         self._stream = stream
         self._contexts = contexts
-        self._recorder = recorder
-        self._last: dict[int, Step] = {}  # whose shapes and addresses the shared contexts of a profile have
+        self._last: dict[int, Step] = {}  # whose shapes and addresses the context of a profile has
         self._kept: OrderedDict[Call, Step] = OrderedDict()
         self.records = True
 
@@ -146,81 +104,38 @@ class Steps:
         graph, step.graph = step.graph, 0
         if graph:
             self._driver.destroy_graph(graph)
-        own, step.own = step.own, None
-        if own is not None:
-            own.close()
         self._last = {profile: last for profile, last in self._last.items() if last is not step}
 
     def run(self, step: Step) -> None:
         """Run a step and wait for it. Its inputs are in its arrays, and then so are its outputs.
-
-        Raises:
-            RequestError: its shapes are not in the engine's profile.
-            GpuError: the engine or the GPU fails.
-        """
+        Raises RequestError: its shapes are not in the engine's profile; GpuError: the engine or the GPU fails."""
         self._driver.activate()
-        if not step.graph and step.own is None and self._may_record(step):
-            if self._recorder is not None:
-                self._give_own(step, self._recorder)
-            else:
-                step.graph = self._record(step)
+        if not step.graph and self._may_record(step):
+            step.graph = self._record(step)
         if step.graph:
             if self._last.get(step.call.profile) is not step:  # what was recorded is its context's, as it was set then
-                self._prepare(step, self._share_context(step))
+                self._prepare(step)
             self._driver.launch(step.graph, self._stream)
         else:
             self._queue(step)
         self._driver.synchronize(self._stream)
 
-    def _share_context(self, step: Step) -> Pair:
-        return self._contexts[step.call.profile]
-
     def _queue(self, step: Step) -> None:
-        contexts = step.own or self._share_context(step)
-        self._prepare(step, contexts)
+        self._prepare(step)
         step.upload(self._stream)
-        contexts.decoder.run(self._stream)
-        if step.call.candidates and contexts.select is not None:
-            contexts.select.run(self._stream)
+        self._contexts[step.call.profile].run(self._stream)
         step.download(self._stream)
 
-    def _prepare(self, step: Step, contexts: Pair) -> None:
+    def _prepare(self, step: Step) -> None:
         self._last.pop(step.call.profile, None)  # until all are set, they are nobody's
-        contexts.decoder.prepare(step.shapes, step.addresses)
-        if step.call.candidates and contexts.select is not None:
-            contexts.select.prepare(step.select_shapes, step.select_addresses)
-            self._last = {}  # the context that selects is shared by all profiles
-        if contexts is not step.own:
-            self._last[step.call.profile] = step
+        self._contexts[step.call.profile].prepare(step.shapes, step.addresses)
+        self._last[step.call.profile] = step
 
     def _may_record(self, step: Step) -> bool:
         """True of a short step whose very shapes have just been run: the library sets up a run only once."""
-        call, contexts = step.call, self._share_context(step)
-        if not self.records or call.sequence > RECORDED_TOKENS or not contexts.decoder.has_run(step.shapes):
-            return False
-        if self._recorder is not None:
-            return call.profile == DECODE
-        if call.candidates and contexts.select is not None and not contexts.select.has_run(step.select_shapes):
-            return False
-        if contexts.decoder.can_be_recorded(self._stream):
-            return True
-        log.info("steps are not recorded as CUDA graphs: the engine cannot be recorded")
-        self.records = False
-        return False
-
-    def _give_own(self, step: Step, recorder: Callable[[int], Pair]) -> None:
-        """Contexts of its own for a step, if the library makes them; the one whose were unused for longest loses its,
-        if there are too many."""
-        owners = [kept for kept in self._kept.values() if kept.own is not None]
-        if len(owners) >= KEPT_CONTEXTS:
-            self._forget(owners[0])
-        try:
-            step.own = recorder(step.call.profile)
-        except GpuError as error:
-            if error.lost:
-                raise
-            log.warning("no more contexts of their own for steps (%s): every kernel is launched by itself", error)
-            self.records = False
+        call, context = step.call, self._contexts[step.call.profile]
+        may = self.records and call.sequence <= RECORDED_TOKENS and context.has_run(step.shapes)
+        return may and context.can_be_recorded(self._stream)
 
     def _record(self, step: Step) -> int:
         """The recorded step, or 0 where that fails, and then it is not tried again."""

@@ -11,7 +11,7 @@ import pytest
 from doubles.engines import build_decoder
 
 from llmc.bundle import EngineConfig, Profile
-from llmc.errors import BuildError, GpuError, ResourceError
+from llmc.errors import BuildError, ResourceError
 from llmc.optimize.tensorrt.messages import remarks
 from llmc.optimize.tensorrt.monitor import Monitor
 from llmc.optimize.tensorrt.network import Network, read_graph
@@ -108,11 +108,6 @@ def test_truncated_weights_are_refused_by_name(rtx: Any, decoder: Path, config: 
 
 
 # ------------------------------------------------------------------------------------------------------- options
-
-
-def test_a_gpu_that_the_library_does_not_build_for_is_named(rtx: Any, decoder: Path, config: EngineConfig):
-    with pytest.raises(GpuError, match=r"tensorrt_rtx \S+ does not build for SM90; .* SM86"):
-        build_decoder(rtx, decoder, replace(config, compute_capabilities=("9.0",)))
 
 
 def test_a_workspace_too_small_says_what_would_help(rtx: Any, decoder: Path, config: EngineConfig):

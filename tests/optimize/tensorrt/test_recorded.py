@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doubles.engines import build_decoder, spec_of
+from doubles.engines import build_decoder
 from doubles.recorded import PLAN, RecordedLibrary
 
 from llmc.bundle import EngineConfig
 from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.optimize.tensorrt.messages import remarks
-from llmc.optimize.tensorrt.select import build_select
 
 
 def test_it_takes_our_calls(decoder: Path, config: EngineConfig):
@@ -39,14 +38,6 @@ def test_every_option_is_one_that_it_has(decoder: Path, config: EngineConfig):
     build_decoder(library, decoder, asked)
     assert library.arguments("IBuilderConfig", "set_memory_pool_limit") == [(library.MemoryPoolType.WORKSPACE, 1 << 20)]
     assert library.arguments("IBuilderConfig", "builder_optimization_level=") == [(5,)]
-
-
-def test_the_engine_that_selects_has_a_profile_for_every_row(config: EngineConfig, tmp_path: Path):
-    library = RecordedLibrary()
-    asked = spec_of(library, config)
-    build_select(asked, tmp_path / "select.plan", vocab_size=96, candidates=8)
-    assert library.arguments("IOptimizationProfile", "set_shape") == [("logits", (1, 96), (1, 96), (4, 96))]
-    assert [path.name for path in tmp_path.iterdir()] == ["select.plan"]
 
 
 def test_decode_is_the_first_profile_and_prefill_the_second(decoder: Path, config: EngineConfig):

@@ -216,24 +216,18 @@ def test_a_deferred_engine_touches_no_library():
 
 
 class Builder:
-    """Stands in for both builders: writes files and takes notes."""
+    """Stands in for the builder: writes a file and takes notes."""
 
     def __init__(self, aliases: int) -> None:
         self.aliases = {f"present.{i}": f"past.{i}" for i in range(aliases)}
         self.engines: list[tuple[EngineSpec, tuple[Ranges, Ranges]]] = []
-        self.selects: list[dict[str, Any]] = []
 
     def engine(
         self, spec: EngineSpec, graph: Path, output: Path, profiles: tuple[Ranges, Ranges], **given: Any
     ) -> EngineReport:
         self.engines.append((spec, profiles))
         output.write_bytes(b"engine")
-        return EngineReport(self.aliases, (Message("WARNING", "the first engine's"),))
-
-    def select(self, spec: EngineSpec, output: Path, **options: Any) -> EngineReport:
-        self.selects.append({"spec": spec, **options})
-        output.write_bytes(b"select")
-        return EngineReport({}, (Message("WARNING", "the second engine's"),))
+        return EngineReport(self.aliases, (Message("WARNING", "the engine's"),))
 
 
 @pytest.fixture
@@ -241,7 +235,6 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Builder]:
     def make(aliases: int) -> Builder:
         made = Builder(aliases)
         monkeypatch.setattr("llmc.optimize.tensorrt.engine.build_engine", made.engine)
-        monkeypatch.setattr("llmc.optimize.tensorrt.engine.build_select", made.select)
         return made
 
     return make
@@ -254,15 +247,13 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
     made = builder(2 * manifest.geometry.layers)
     spec = resolve(optimization_level=2)
     plan = compile_engine(spec, tmp_path / "decoder.onnx", manifest.geometry, silent)
-    [(given, profiles)], [select] = made.engines, made.selects
-    assert given is select["spec"] is spec
+    [(given, profiles)] = made.engines
+    assert given is spec
     assert profiles == profiles_of(spec.config)
     config = spec.config
     assert (config.optimization_level, config.workspace) == (2, None)
-    assert (select["vocab_size"], select["candidates"]) == (320, 64)
-    assert (plan.file, plan.select, plan.log) == ("engine.plan", "select.plan", "build-log.json")
-    said = json.loads((tmp_path / plan.log).read_text())
-    assert said == [["WARNING", "the first engine's"], ["WARNING", "the second engine's"]]
+    assert (plan.file, plan.log) == ("engine.plan", "build-log.json")
+    assert json.loads((tmp_path / plan.log).read_text()) == [["WARNING", "the engine's"]]
     assert (plan.compute, plan.compute_capabilities, plan.verified) == ("float16", ("9.0",), "no")
     assert (plan.workspace, plan.optimization_level) == (None, 2), "to be asked for again by a rebuild"
     assert plan.is_sound(LIMITS.max_context, LIMITS.max_batch, LIMITS.prefill_chunk)
@@ -281,7 +272,6 @@ def test_caches_that_are_not_updated_in_place_fail_the_build(
 # --------------------------------------------------------------------------------------------------------- the manifest
 
 PLAN = FULL
-ENGINE_FILES = ("engine.plan", "select.plan")
 
 
 @pytest.fixture
@@ -289,7 +279,7 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
     """Writes a bundle whose files hold nothing of use; changes are of the engine's plan."""
 
     def write(**changes: Any) -> Path:
-        names = ["decode.onnx", *ENGINE_FILES]
+        names = ["decode.onnx", "engine.plan"]
         for name in names:
             (tmp_path / name).write_bytes(b"x")
         plan, files = dataclasses.replace(PLAN, **changes), file_entries(tmp_path, names)
@@ -315,9 +305,6 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
         {"prefill": Profile(1, 64, 32)},
         {"compute_capabilities": ("8.7; reboot",)},
         {"workspace": 0},
-        {"candidates": 0},
-        {"candidates": -1},
-        {"select": ""},
     ],
     ids=str,
 )

@@ -57,7 +57,7 @@ def test_threads_are_the_affinity_mask_cut_by_the_quota(cgroup: Path, quota: str
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine itself has 1,000 MB left."""
-    monkeypatch.setattr(machine, "_meminfo_available", lambda: 1000 * MB)
+    monkeypatch.setattr(machine, "kilobytes", lambda *_: 1000 * MB)
 
 
 def write_memory(cgroup: Path, limit: str, current: int, statistics: str = "") -> None:

@@ -26,14 +26,10 @@ def python(code: str) -> list[str]:
 HANG = python("import time; print('{}', flush=True); time.sleep(600)")
 
 
-def test_a_driver_that_crashes_or_makes_no_sense_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+def test_a_driver_that_crashes_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     crash = python("import os, signal; print('{', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
     monkeypatch.setattr(probe, "command", lambda function: crash)
     assert probe_driver(PATIENCE_S) == Driver("crashed", "ended by SIGSEGV")
-    nonsense = python("""print('{"result": {"state": "ok", "problem": "", "devices": 7}}')""")
-    monkeypatch.setattr(probe, "command", lambda function: nonsense)
-    found = probe_driver(PATIENCE_S)
-    assert found.state == "failed" and "devices" in found.problem
 
 
 def test_a_hang_is_a_finding_and_ends():

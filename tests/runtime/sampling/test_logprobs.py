@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.errors import RequestError, UsageError
+from llmc.errors import RequestError
 from llmc.runtime.sampling.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.processors import SamplingContext
@@ -121,7 +121,3 @@ class TestPrompts:
             assert entry.token == token
             assert entry.logprob == pytest.approx(log_softmax(row)[token], abs=LOGPROB_TOLERANCE)
             assert [t for t, _ in entry.top] == np.argsort(-row)[:2].tolist()
-
-    def test_need_a_token_for_every_row(self) -> None:
-        with pytest.raises(UsageError, match="2 rows of logits and 1 tokens"):
-            prompt_logprobs(np.zeros((2, 5), np.float32), [1], 0)

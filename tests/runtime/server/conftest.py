@@ -11,13 +11,13 @@ from doubles.serving import retold, serving
 
 from llmc.runtime import Model, load
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import guard_app
+from llmc.runtime.server.http.guarded import Guarded
 
 
 @pytest.fixture(scope="session")
 def address(tiny_bundle: Path) -> Iterator[str]:
     """Where a service answers; tests share it, so each leaves it as it was."""
-    with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1), guard_app) as url:
+    with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1), Guarded) as url:
         yield url
 
 
@@ -51,7 +51,7 @@ def able_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def able_address(able_bundle: Path, encoder_bundles: dict[str, Path]) -> Iterator[str]:
     """Where a service with three models answers: the one that calls and thinks, one that embeds, and one that ranks."""
-    with serving(ServerConfig(models={"able": able_bundle, **encoder_bundles}, threads=1), guard_app) as url:
+    with serving(ServerConfig(models={"able": able_bundle, **encoder_bundles}, threads=1), Guarded) as url:
         yield url
 
 

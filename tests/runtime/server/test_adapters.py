@@ -20,7 +20,7 @@ from llmc.export.adapters import add_adapter
 from llmc.optimize.build import build
 from llmc.runtime import load
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import guard_app
+from llmc.runtime.server.http.guarded import Guarded
 
 KEYS = {"admin": "admin = true", "base": 'models = ["tiny"]', "own": 'models = ["sql"]'}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
@@ -58,7 +58,7 @@ def address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     file.write_text("".join(f'[{name}]\nkey = "{key(name)}"\n{rest}\n' for name, rest in KEYS.items()))
     file.chmod(0o600)
-    with serving(ServerConfig(models={"tiny": folder}, threads=1, keys_file=file), guard_app) as url:
+    with serving(ServerConfig(models={"tiny": folder}, threads=1, keys_file=file), Guarded) as url:
         yield url
 
 

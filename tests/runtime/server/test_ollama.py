@@ -16,9 +16,9 @@ def able(able_bundle):
     from doubles.serving import serving
 
     from llmc.runtime.server.config import ServerConfig
-    from llmc.runtime.server.http.guarded import guard_app
+    from llmc.runtime.server.http.guarded import Guarded
 
-    with serving(ServerConfig(models={"tiny": able_bundle}, threads=1), guard_app) as url:
+    with serving(ServerConfig(models={"tiny": able_bundle}, threads=1), Guarded) as url:
         with httpx.Client(base_url=url, timeout=60) as client:
             yield client
 

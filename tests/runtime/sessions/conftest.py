@@ -10,7 +10,7 @@ import onnx
 import pytest
 from doubles.cuda import SERVER, FakeDriver
 from doubles.geometries import uniform
-from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
+from doubles.tensorrt import FakeTensorRT, make_plan
 from onnx import numpy_helper, parser
 
 from llmc.bundle import DeviceMemory, EngineConfig, Graph, Limits, Manifest, Profile, Target
@@ -20,7 +20,7 @@ from llmc.runtime.sessions.tensorrt.engine import platform_name
 from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
 LAYERS, HEADS, KV, WIDTH, VOCAB, HIDDEN = 2, 4, 2, 16, 97, 64
-MAX_BATCH, CAPACITY, CANDIDATES = 4, 64, 5
+MAX_BATCH, CAPACITY = 4, 64
 BUCKETS = (16, 32, 64)
 DECODE, PREFILL = Profile(3, 1, 1), Profile(1, 12, 4)
 
@@ -97,17 +97,6 @@ def decoder(kind: str) -> onnx.ModelProto:
     return model
 
 
-def selecting() -> onnx.ModelProto:
-    """The largest logits of each row, and where they are."""
-    return parser.parse_model(f"""
-    <ir_version: 11, opset_import: ["" : 24]>
-    select (float[rows,{VOCAB}] logits) => (float[rows,{CANDIDATES}] values, int64[rows,{CANDIDATES}] indices)
-    {{
-      k = Constant<value_ints=[{CANDIDATES}]>()
-      values, indices = TopK<axis=1>(logits, k)
-    }}""")
-
-
 @dataclass
 class Setup:
     """A bundle on disk, and the doubles that it is opened with."""
@@ -138,7 +127,6 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lowered")
     onnx.save(decoder("float"), folder / "float32.onnx")
     onnx.save(decoder("float16"), folder / "float16.onnx")
-    onnx.save(selecting(), folder / "select.onnx")
     return folder
 
 
@@ -146,12 +134,10 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundle(graphs: Path, manifest: Manifest, tmp_path: Path) -> Callable[..., Setup]:
     """Make a bundle: ``compute`` float32 or float16."""
 
-    def make(compute: str = "float32", device: DeviceInfo = SERVER, select: bool = True) -> Setup:
+    def make(compute: str = "float32", device: DeviceInfo = SERVER) -> Setup:
         graph = graphs / f"{compute}.onnx"
         content = make_plan(graph, DECODE, PREFILL, BUCKETS)
         (tmp_path / "engine.plan").write_bytes(content)
-        rows = max(DECODE.batch, PREFILL.outputs)
-        (tmp_path / "select.plan").write_bytes(make_select_plan(graphs / "select.onnx", rows, VOCAB))
         (tmp_path / "decoder.onnx").write_bytes(graph.read_bytes())
         driver = FakeDriver(device)
         plan = EngineConfig(
@@ -160,8 +146,6 @@ def bundle(graphs: Path, manifest: Manifest, tmp_path: Path) -> Callable[..., Se
             buckets=BUCKETS,
             decode=DECODE,
             prefill=PREFILL,
-            select="select.plan" if select else "",
-            candidates=CANDIDATES if select else 0,
             platform=platform_name(),
             compute_capabilities=(device.compute_capability,),
             verified="cpu",

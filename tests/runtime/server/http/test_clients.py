@@ -20,7 +20,7 @@ from websockets.sync.client import connect
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import Call
 from llmc.runtime.server.fleet.front import make_front
-from llmc.runtime.server.http.guarded import Guarded, guard_app
+from llmc.runtime.server.http.guarded import Guarded
 
 KEYS: dict[str, str] = {
     "limited": 'models = ["small"]',
@@ -118,7 +118,7 @@ def served(request: Any, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFac
     made: list[Guarded] = []
 
     def around(app: Any, config: ServerConfig) -> Guarded:
-        made.append(guard_app(make_front(OneReplica(app, config)) if request.param == "fleet" else app, config))
+        made.append(Guarded(make_front(OneReplica(app, config)) if request.param == "fleet" else app, config))
         return made[0]
 
     with serving(config, around) as url, httpx.Client(base_url=url, timeout=60) as http:

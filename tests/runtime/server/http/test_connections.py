@@ -15,7 +15,7 @@ import pytest
 from doubles.listening import listening
 
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import guard_app, uvicorn_options
+from llmc.runtime.server.http.guarded import Guarded, uvicorn_options
 
 PATIENCE_S = 30  # of these clients; nothing here waits so long unless it is broken
 Address = tuple[str, int]
@@ -33,7 +33,7 @@ async def pieces(scope: Any, receive: Any, send: Any) -> None:
 @contextmanager
 def served(**settings: Any) -> Iterator[Address]:
     config = ServerConfig(**settings)
-    with listening(guard_app(pieces, config), **uvicorn_options(config)) as address:
+    with listening(Guarded(pieces, config), **uvicorn_options(config)) as address:
         yield address
 
 

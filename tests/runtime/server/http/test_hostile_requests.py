@@ -17,7 +17,7 @@ from doubles.serving import serving
 from llmc.errors import GrammarError
 from llmc.runtime.guided import guide, trial
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import guard_app
+from llmc.runtime.server.http.guarded import Guarded
 
 KEYS = """
 [alice]
@@ -52,7 +52,7 @@ def alice(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     keys.write_text(KEYS)
     keys.chmod(0o600)
     config = ServerConfig(models={"tiny": tiny_bundle}, threads=1, keys_file=keys)
-    with serving(config, guard_app) as url, httpx.Client(base_url=url, timeout=60, headers=ALICE) as client:
+    with serving(config, Guarded) as url, httpx.Client(base_url=url, timeout=60, headers=ALICE) as client:
         yield client
 
 

@@ -62,7 +62,10 @@ class TestFile:
             (f'[a]\nkey = "{ALICE}"\nsha256 = "{"a" * 64}"', "expected either key or sha256"),
             (f'[a]\nkey = "{ALICE}"\nrate = 5', "unknown entry 'rate'"),
             (f'[a]\nkey = "{ALICE}"\nmodels = "tiny"', "models is 'tiny', expected a list"),
-            (f'[a]\nkey = "{ALICE}"\ntokens_per_minute = 0', "tokens_per_minute is 0, expected an integer above 0"),
+            (
+                f'[a]\nkey = "{ALICE}"\ntokens_per_minute = 0',
+                "tokens_per_minute is 0, expected an integer of at least 1",
+            ),
             (f'[a]\nkey = "{ALICE}"\nadmin = "yes"', "admin is 'yes', expected true or false"),
             (f'["a b"]\nkey = "{ALICE}"', "expected a name of letters"),
             (f'a = "{ALICE}"', "expected a table"),

@@ -9,7 +9,7 @@ from doubles.asgi import Echo, ask, converse
 from llmc.errors import CancelledError
 from llmc.runtime.api.results import Usage
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.accounts import CLIENT, Account, Bill, Bucket, Client, Tab, charge, check_model, spend
+from llmc.runtime.server.http.accounts import CLIENT, Account, Bill, Bucket, Client, Tab, charge, spend
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.keys import Key
 from llmc.runtime.server.http.rates import Rates
@@ -221,19 +221,6 @@ def test_requests_that_come_as_one_are_counted_once_however_often_they_are_told_
     for bill in (Bill(requests=9), Bill(), Bill(requests=9)):  # the second replica after one that was lost
         tab.take(bill)
     assert account.requests is not None and account.requests.level == 3 - 10
-
-
-def test_a_key_is_for_its_models_alone(clock: Clock):
-    app, echo = limited(clock)
-    app.key = Key("alice", b"", frozenset({"tiny", "small"}))
-    ask(app)
-    CLIENT.set(echo.client)
-    check_model("tiny")
-    with pytest.raises(ApiError, match="the key 'alice' is not for the model 'large', expected small, tiny") as refusal:
-        check_model("large")
-    assert refusal.value.status == 403
-    CLIENT.set(None)
-    check_model("large")
 
 
 def test_a_refused_spending_keeps_the_tokens_of_requests_that_ended(clock: Clock):

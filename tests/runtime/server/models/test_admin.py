@@ -12,7 +12,7 @@ from doubles.serving import serving
 
 from llmc.bundle import read_bundle, write_manifest
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import guard_app
+from llmc.runtime.server.http.guarded import Guarded
 
 ADMIN, BOB, LIMITED = "sk-admin-0123456789", "sk-bob-0123456789abc", "sk-limited-0123456789"
 NOBODY = f'[bob]\nkey = "{BOB}"\n'
@@ -37,7 +37,7 @@ def service(folder: Path, keys: str, models: dict[str, Path], **given: Any) -> A
     file = folder / "keys.toml"
     file.write_text(keys)
     file.chmod(0o600)
-    return serving(ServerConfig(models=models, threads=1, keys_file=file, **given), guard_app)
+    return serving(ServerConfig(models=models, threads=1, keys_file=file, **given), Guarded)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from websockets.sync.client import connect
 from llmc.runtime import Model
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.guarded import guard_app
+from llmc.runtime.server.http.guarded import Guarded
 from llmc.runtime.server.openai.chat import add_variables
 from llmc.runtime.text.chat_template import ChatTemplate
 
@@ -378,7 +378,7 @@ def harmony(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     template = (Path(__file__).parents[2] / "text" / "templates" / "harmony.jinja").read_text("utf-8")
     bundle = retold(tiny_bundle, tmp_path_factory.mktemp("harmony") / "bundle", template, HARMONY_MARKS)
     with (
-        serving(ServerConfig(models={"tiny": bundle}, threads=1), guard_app) as url,
+        serving(ServerConfig(models={"tiny": bundle}, threads=1), Guarded) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client

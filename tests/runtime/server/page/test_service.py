@@ -7,7 +7,7 @@ import pytest
 from doubles.serving import serving
 
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import guard_app
+from llmc.runtime.server.http.guarded import Guarded
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
@@ -55,7 +55,7 @@ def test_asks_for_a_key_that_the_guards_of_the_service_know(context, tiny_bundle
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "sk-alice-0123456789"\n')
     keys.chmod(0o600)
-    with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1, keys_file=keys), around=guard_app) as url:
+    with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1, keys_file=keys), around=Guarded) as url:
         page = context.new_page()
         page.goto(url)
         page.get_by_label("Key", exact=True).fill("sk-alice-0123456789")

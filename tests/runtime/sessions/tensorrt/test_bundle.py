@@ -4,14 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import onnx
 import pytest
 from doubles.cuda import SERVER, FakeDriver
-from doubles.tensorrt import FakeTensorRT, make_plan, make_select_plan
+from doubles.tensorrt import FakeTensorRT, make_plan
 
 from llmc.bundle import EngineConfig, FileEntry, Manifest, read_bundle, write_manifest
 from llmc.errors import LlmcError
-from llmc.optimize.tensorrt.select import select_graph
 from llmc.runtime import load, model
 from llmc.runtime.model import Model
 from llmc.runtime.selftest import replay
@@ -19,7 +17,6 @@ from llmc.runtime.sessions.tensorrt.engine import platform_name
 from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
 VERSION = "10.16.1.11"
-CANDIDATES = 16
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +40,10 @@ def with_engine(folder: Path, manifest: Manifest, plan: EngineConfig) -> Manifes
     """As if the engine had been built here."""
     graph = folder / manifest.graphs["decode"].file
     content = make_plan(graph, plan.decode, plan.prefill, plan.buckets)
-    vocab = manifest.geometry.vocab_size
-    onnx.save(select_graph(vocab, CANDIDATES), folder / "select.onnx")
-    contents = {"engine.plan": content, "select.plan": make_select_plan(folder / "select.onnx", 4, vocab)}
-    for name, data in contents.items():
-        (folder / name).write_bytes(data)
-    files = {**manifest.files, **{name: FileEntry(len(data), "0" * 64) for name, data in contents.items()}}
+    (folder / "engine.plan").write_bytes(content)
+    files = {**manifest.files, "engine.plan": FileEntry(len(content), "0" * 64)}
     made = replace(
-        plan,
-        file="engine.plan",
-        select="select.plan",
-        candidates=CANDIDATES,
-        platform=platform_name(),
-        compute_capabilities=(SERVER.compute_capability,),
+        plan, file="engine.plan", platform=platform_name(), compute_capabilities=(SERVER.compute_capability,)
     )
     target = replace(manifest.target, engine_version=VERSION)
     return replace(manifest, engine=made, files=files, target=target)
@@ -90,7 +78,6 @@ def test_requests_that_share_batches_get_their_own_tokens(opened: tuple[Model, F
     found = [handle.result().token_ids for handle in handles]
     for golden, tokens in zip(loaded.manifest.golden, found, strict=False):
         assert tuple(tokens) == golden.tokens[:8]
-    assert loaded.runner.session._sparse._marked.shape[1] == CANDIDATES  # they were chosen among few
 
 
 def test_a_gpu_that_is_lost_while_requests_run_ends_them_and_closes(opened: tuple[Model, FakeDriver]):
@@ -103,12 +90,3 @@ def test_a_gpu_that_is_lost_while_requests_run_ends_them_and_closes(opened: tupl
         handle.result()
     with pytest.raises(LlmcError):
         loaded.generate(prompt, max_tokens=2)
-
-
-def test_sampled_tokens_are_those_that_all_logits_give(opened: tuple[Model, FakeDriver]):
-    loaded, _ = opened
-    prompt = loaded.manifest.golden[0].prompt
-    settings = {"max_tokens": 12, "temperature": 0.8, "top_k": 5, "seed": 3, "ignore_eos": True}
-    few = loaded.generate(prompt, **settings).token_ids
-    loaded.runner.session._candidates = 0  # the session gives all logits then
-    assert loaded.generate(prompt, **settings).token_ids == few

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from doubles.recorded import SURFACE
-from doubles.tensorrt import Context, CudaGraphStrategy, Engine, Runtime, RuntimeCache, RuntimeConfig
+from doubles.tensorrt import Context, Engine, Runtime, RuntimeCache, RuntimeConfig
 
 from llmc.errors import BundleError, GpuError
 from llmc.runtime.sessions.tensorrt.engine import Engine as LoadedEngine
@@ -57,8 +57,6 @@ def test_tensorrt_rtx_has_it_too():
     assert hasattr(library.IExecutionContext, "is_stream_capturable")
     for owner, double in (("IRuntimeConfig", RuntimeConfig), ("IRuntimeCache", RuntimeCache)):
         assert [name for name in methods(double) if not hasattr(getattr(library, owner), name)] == []
-    assert hasattr(library.IRuntimeConfig, "cuda_graph_strategy")
-    assert {member.name for member in CudaGraphStrategy} <= set(dir(library.CudaGraphStrategy))
     assert library.ExecutionContextAllocationStrategy.USER_MANAGED
 
 

@@ -17,9 +17,9 @@ from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 MB = 1_000_000
 
 
-def step(session: TensorRTSession, past: int = 0, **options: Any) -> np.ndarray:
+def step(session: TensorRTSession, past: int = 0) -> np.ndarray:
     zeros = np.zeros((1, 1), np.int64)
-    return session.run(Batch(Phase.DECODE, zeros, np.array([past]), zeros, **options))
+    return session.run(Batch(Phase.DECODE, zeros, np.array([past]), zeros))
 
 
 def refused(setup: Any, error: type[LlmcError], match: str) -> None:
@@ -58,10 +58,9 @@ def test_an_engine_is_for_its_version(bundle: Callable[..., Any]):
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage"])
-@pytest.mark.parametrize("file", ["engine.plan", "select.plan"])
-def test_a_damaged_engine_is_refused(bundle: Callable[..., Any], content: bytes, file: str):
+def test_a_damaged_engine_is_refused(bundle: Callable[..., Any], content: bytes):
     setup = bundle()
-    (setup.folder / file).write_bytes(content)
+    (setup.folder / "engine.plan").write_bytes(content)
     refused(setup, BundleError, "cannot be read|the magic tag does not match")
 
 
@@ -130,7 +129,7 @@ def test_an_engine_that_fails_is_reported_and_the_session_goes_on(bundle: Callab
     assert np.isfinite(step(session)).all()
 
 
-@pytest.mark.parametrize("call", ["run", "read", "write", "copy", "reserve", "full_logits"])
+@pytest.mark.parametrize("call", ["run", "read", "write", "copy", "reserve"])
 def test_once_the_context_is_lost_every_call_says_so_at_once(bundle: Callable[..., Any], call: str):
     setup = bundle()
     session = setup.open()
@@ -143,7 +142,6 @@ def test_once_the_context_is_lost_every_call_says_so_at_once(bundle: Callable[..
         "write": lambda: session.cache.write(0, 0, 2, values),
         "copy": lambda: session.cache.copy(0, 1, 0, 2),
         "reserve": lambda: session.cache.reserve(3, 16),
-        "full_logits": session.full_logits,
     }
     setup.driver.kill()
     with pytest.raises(GpuError, match="context was lost") as first:
@@ -166,7 +164,6 @@ def test_a_context_lost_at_any_call_never_shows_as_anything_else(bundle: Callabl
         session = setup.open()
         session.cache.reserve(2, 16)
         for past in range(8):
-            step(session, past, candidates=2)
-            session.full_logits()
+            step(session, past)
             session.cache.copy(0, 1, 0, past)
     assert caught.value.lost

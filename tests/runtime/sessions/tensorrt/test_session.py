@@ -9,7 +9,6 @@ from doubles.cuda import ORIN
 
 from llmc.errors import UsageError
 from llmc.runtime.sessions import Batch, Phase, Session
-from llmc.runtime.sessions.cuda.blocks import outputs_of
 from llmc.runtime.sessions.tensorrt import steps as steps_module
 from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
@@ -22,11 +21,11 @@ PROMPTS = [GENERATOR.integers(0, VOCAB, length).tolist() for length in (5, 11, 2
 ANSWERS = [GENERATOR.integers(0, VOCAB, 12).tolist() for _ in PROMPTS]
 
 
-def call(session: Session, tokens: Any, past: Any, outputs: Any, row: int = 0, **options: Any) -> np.ndarray:
+def call(session: Session, tokens: Any, past: Any, outputs: Any, row: int = 0) -> np.ndarray:
     ids = np.array(tokens, np.int64)
     phase = Phase.DECODE if ids.shape[1] == 1 else Phase.PREFILL
     indices = np.array(outputs, np.int64).reshape(len(ids), -1)
-    return session.run(Batch(phase, ids, np.array(past, np.int64), indices, row, **options))
+    return session.run(Batch(phase, ids, np.array(past, np.int64), indices, row))
 
 
 def prefill(session: Session, prompt: list[int], row: int = 0, past: int = 0) -> np.ndarray:
@@ -181,51 +180,6 @@ def test_contents_move_between_rows_and_sessions(session: TensorRTSession, bundl
     assert np.array_equal(decode(session, [7], [11], row=1), want)
 
 
-# ------------------------------------------------------------------------------------------------------- candidates
-
-
-def test_candidates_are_the_largest_logits_and_all_of_them_can_still_be_had(session: TensorRTSession):
-    for row, prompt in enumerate(PROMPTS):
-        prefill(session, prompt, row)
-    past = [len(prompt) for prompt in PROMPTS]
-    tokens = [[answer[0]] for answer in ANSWERS]
-    few = call(session, tokens, past, [[0]] * 3, candidates=3).copy()
-    full = session.full_logits().copy()
-    assert np.array_equal(full, session.full_logits())
-    wanted = call(session, tokens, past, [[0]] * 3)
-    assert np.array_equal(full, wanted)
-    assert np.array_equal(session.full_logits(), wanted)
-    for row in range(3):
-        largest = np.argsort(-wanted[row, 0])[:5]
-        assert set(np.flatnonzero(np.isfinite(few[row, 0]))) == set(largest)
-        assert np.array_equal(few[row, 0, largest], wanted[row, 0, largest])
-
-
-def test_only_what_was_selected_leaves_the_device(bundle: Callable[..., Any]):
-    setup = bundle()
-    session = setup.open()
-    session.cache.reserve(1, 16)
-
-    def copied(candidates: int) -> int:
-        before = setup.driver.copied["host", "device"]
-        call(session, [[1]], [0], [[0]], candidates=candidates)
-        return setup.driver.copied["host", "device"] - before
-
-    assert copied(0) == outputs_of(1, 1, VOCAB, 0)["logits"].end
-    assert copied(5) == outputs_of(1, 1, VOCAB, 5)["logits"].offset
-    assert outputs_of(1, 1, 128_256, 64)["logits"].offset < 10_000  # of 520 KB
-
-
-@pytest.mark.parametrize("why", ["more than are selected", "no engine for it", "in pieces"])
-def test_where_nothing_can_be_selected_all_logits_are_there(bundle: Callable[..., Any], why: str):
-    session = bundle(select=why != "no engine for it").open()
-    session.cache.reserve(4, 16)
-    rows = 4 if why == "in pieces" else 1
-    found = call(session, [[1]] * rows, [0] * rows, [[0]] * rows, candidates=6 if why.startswith("more") else 5)
-    assert np.isfinite(found).all()
-    assert np.array_equal(session.full_logits(), found)
-
-
 # --------------------------------------------------------------------------------------------------------- recording
 
 
@@ -307,8 +261,5 @@ def test_an_integrated_gpu_works_on_the_hosts_memory(bundle: Callable[..., Any])
     before = setup.driver.calls["copy"]
     assert np.array_equal(together(session), want)
     assert setup.driver.calls["copy"] == before
-    found = call(session, [[1]], [36], [[0]], candidates=2)
-    assert np.isfinite(found).all()  # all of them are there anyway
-    assert np.array_equal(session.full_logits(), found)
     session.close()
     assert setup.driver.leaks == []
