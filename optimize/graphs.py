@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmc.bundle import ADAPTERS_FOLDER as ADAPTERS
-from llmc.bundle import VISION_FILE, EngineConfig, Graph
+from llmc.bundle import REPLAY, VISION_FILE, EngineConfig, Graph
 from llmc.inventory import Vision
 from llmc.optimize.lower.context import (
     Float32,
@@ -17,6 +17,7 @@ from llmc.optimize.lower.context import (
     quant_configs,
     without_rotation,
 )
+from llmc.optimize.lower.onnxruntime.recurrent import extract_replay
 from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
@@ -59,6 +60,8 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             graphs[phase] = _compile(order, folder, own, name)
         if len(graphs) == 1:
             graphs = dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
+        if geometry.has_states:
+            graphs[REPLAY] = _cut_replay(folder, graphs["decode"].file)
         if order.limits.adapters:
             *_, (phase, stored) = quant_configs(without_rotation(order.recipe), geometry).items()
             own = replace(context, phase=phase, quant=stored, adapters=True)
@@ -76,6 +79,14 @@ def _compile(order: Order, folder: Path, context: LoweringContext, name: str) ->
     _declare_opsets(model, order)
     ir.save(model, folder / name)
     return _describe_graph(model.graph, name, context.quant, order, context.phase)
+
+
+def _cut_replay(folder: Path, decoder: str) -> Graph:
+    model, name = read_graph(folder, decoder), f"{REPLAY}.onnx"
+    part = ir.Model(extract_replay(model.graph), ir_version=model.ir_version)
+    part.graph.opset_imports.update(model.graph.opset_imports)
+    ir.save(part, folder / name)
+    return Graph(file=name, weight_bytes=0, step_weight_bytes=0)
 
 
 def _compile_tower(order: Order, folder: Path, vision: Vision, weights: WeightFile) -> Graph:

@@ -39,6 +39,7 @@ class Batch:
             left them. In a call of several tokens for several rows they differ only if the session packs rows.
         embedded: of a call of one row with images, the rows in place of some tokens' own embeddings.
         adapters: one for each row, None for a row without; empty where no row has one.
+        provisional: of a call of one row, whether its states stay as they are until :meth:`Session.accept`.
     """
 
     phase: Phase
@@ -50,6 +51,7 @@ class Batch:
     new_lengths: NDArray[np.int64] | None = None
     embedded: Embedded | None = None
     adapters: tuple[Adapter | None, ...] = ()
+    provisional: bool = False
 
 
 class Session(ABC):
@@ -79,6 +81,12 @@ class Session(ABC):
     def full_logits(self) -> NDArray[np.float32]:
         """All logits of the last call, float32 [B, O, vocab], also of one that asked for candidates."""
         return self._logits
+
+    def accept(self, row: int, past: int, tokens: int) -> None:
+        """Let the states of a row, after ``past`` tokens, be those after the first ``tokens`` of the last call, which
+        was provisional. Only a session whose cache has states is asked.
+        """
+        raise NotImplementedError
 
     def open_adapters(self) -> None:
         """Get ready for calls with adapters, unless it is. Any thread may call this while others run.
