@@ -426,7 +426,8 @@ class Manifest:
     ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
     target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
     ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``; of a model that sees they are the
-    tower's, whose graph is ``vision``. Of a model with states ``replay`` computes these. ``adapter_graph`` runs calls in which some row has an adapter, of either phase.
+    tower's, whose graph is ``vision``. Of a model with states ``replay`` computes these. ``adapter_graph`` runs calls
+    in which some row has an adapter, of either phase.
     """
 
     schema_version: Version

@@ -1,4 +1,4 @@
-"""Convert a Hugging Face checkpoint by llama.cpp's own converter, whatever its tokenizer, and let llama.cpp quantize it.
+"""Convert a Hugging Face checkpoint by llama.cpp's own converter, whatever its tokenizer is, and quantize it there.
 
     python convert_gguf.py LLAMA_CPP CHECKPOINT PREFIX f16 q8_0 ...     # PREFIX-f16.gguf, PREFIX-q8_0.gguf, ...
 

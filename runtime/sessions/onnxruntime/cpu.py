@@ -131,14 +131,26 @@ class OnnxRuntimeSession(Session):
             return bound.kept[shape]
         if bound.long is not None and bound.long[0] == shape:
             return bound.long[1]
-        caches = self._list_caches(batch.first_row, rows)
         kept = batch.input_ids.size <= max(SHARED_OUTPUTS, self.cache.rows)
         if not kept:
             bound.long = None  # its outputs go before new ones come
-        binding = _Binding(self._graphs[kind], batch, caches, self._room_for(batch, shared=kept))
+        binding = self._bind_anew(kind, batch, self._room_for(batch, shared=kept))
+        if not kept:
+            bound.long = (shape, binding)
+            return binding
+        bound.kept[shape] = binding
+        if len(bound.kept) > KEPT_BINDINGS:
+            bound.kept.popitem(last=False)
+        return binding
+
+    def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> "_Binding":
+        rows, sequence = batch.input_ids.shape
+        caches = self._list_caches(batch.first_row, rows)
+        binding = _Binding(self._graphs[kind], batch, caches, room)
         if kind in self._takes_lengths:
             binding.bind_lengths()
         if self._takes_embeddings:
+            embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
             binding.bind_embeddings(max(1, embeddings), self._manifest.geometry.hidden_size)
         if batch.adapters and self._factors is not None:
             binding.bind_inputs(self._factors.views(batch.first_row, rows))
@@ -147,12 +159,6 @@ class OnnxRuntimeSession(Session):
         if batch.provisional and self._replay is not None:
             states = [(tensor, array) for tensor, array in caches if tensor.kind == "state"]
             binding.bind_outputs(self._replay.outputs(sequence, states))
-        if not kept:
-            bound.long = (shape, binding)
-            return binding
-        bound.kept[shape] = binding
-        if len(bound.kept) > KEPT_BINDINGS:
-            bound.kept.popitem(last=False)
         return binding
 
     def _list_caches(self, row: int, count: int) -> States:
@@ -183,9 +189,7 @@ class _Bound:
 class _Binding:
     """Arrays for one shape of call, bound to a graph by address; ``caches`` are its rows of the cache's tensors."""
 
-    def __init__(
-        self, session: Any, batch: Batch, caches: States, logits: NDArray[np.float32]
-    ) -> None:
+    def __init__(self, session: Any, batch: Batch, caches: States, logits: NDArray[np.float32]) -> None:
         self.session = session
         self.io = session.io_binding()
         self.input_ids = np.empty(batch.input_ids.shape, np.int64)
