@@ -63,6 +63,7 @@ class OnnxRuntimeSession(Session):
         self._bound = _Bound()
         self._factors: RowFactors | None = None
         self._replay = Replay(files[own.pop()]) if own else None
+        self._fed = 0  # tokens of the last provisional call
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -91,7 +92,9 @@ class OnnxRuntimeSession(Session):
         except Exception:
             with translate_errors("running the model"):
                 raise
-        if not batch.provisional:
+        if batch.provisional:
+            self._fed = ends[0] - int(batch.past_lengths[0])
+        else:
             self.cache.note_computed(batch.first_row, ends)
         self._logits = binding.logits
         return self._logits
@@ -101,7 +104,7 @@ class OnnxRuntimeSession(Session):
         assert self._replay is not None
         states = [(tensor, array) for tensor, array in self._list_caches(row, 1) if tensor.kind == "state"]
         with translate_errors("going back over drafts"):
-            self._replay.graph.run_with_iobinding(self._replay.bind(tokens, states), self._options)
+            self._replay.accept(tokens, self._fed, states, self._options)
         self.cache.note_computed(row, [past + tokens])
 
     def open_adapters(self) -> None:

@@ -16,31 +16,36 @@ States = list[tuple[CacheTensor, NDArray[Any]]]
 class Replay:
     """The graph that computes states anew, and room for what it needs of a provisional call.
 
-    Nothing but convolutions and recurrences runs, so accepting tokens costs a small part of feeding them.
+    Nothing but convolutions and recurrences runs, so accepting tokens costs a small part of feeding them. Where all of
+    them are accepted, the states that the call left are copied.
     """
 
     def __init__(self, graph: Any) -> None:
-        self.graph = graph
+        self._graph = graph
         given = [value for value in graph.get_inputs() if value.name.startswith(f"{REPLAY}.")]
         self._kept = {value.name: np.empty((1, MOST_REPLAYED, value.shape[2]), np.float32) for value in given}
-        self._unread: dict[str, NDArray[Any]] = {}
+        self._left: dict[str, NDArray[Any]] = {}
 
     def outputs(self, tokens: int, states: States) -> Iterator[Named]:
-        """Arrays for what a provisional call of so many tokens gives beside logits, keys and values.
-
-        The states that it leaves are read by nobody.
-        """
+        """Arrays for what a provisional call of so many tokens gives beside logits, keys and values."""
         for tensor, array in states:
-            if tensor.present not in self._unread:
-                self._unread[tensor.present] = np.empty_like(array)
-            yield tensor.present, self._unread[tensor.present]
+            if tensor.present not in self._left:
+                self._left[tensor.present] = np.empty_like(array)
+            yield tensor.present, self._left[tensor.present]
         yield from self._parts(tokens)
 
-    def bind(self, tokens: int, states: States) -> Any:
-        """The graph bound for continuing a row's states by the first ``tokens`` of the last provisional call."""
-        io = self.graph.io_binding()
+    def accept(self, tokens: int, fed: int, states: States, options: Any) -> None:
+        """Continue a row's states by the first ``tokens`` of the ``fed`` ones of the last provisional call."""
+        if tokens < fed:
+            self._graph.run_with_iobinding(self._bind(tokens, states), options)
+            return
+        for tensor, array in states:
+            array[:] = self._left[tensor.present]
+
+    def _bind(self, tokens: int, states: States) -> Any:
+        io = self._graph.io_binding()
         self._lengths = {"input_ids": np.zeros((1, tokens), np.int64), "new_lengths": np.array([tokens], np.int64)}
-        taken = {value.name for value in self.graph.get_inputs()}
+        taken = {value.name for value in self._graph.get_inputs()}
         for name, array in (*self._lengths.items(), *self._parts(tokens)):
             if name in taken:
                 bind(io.bind_input, name, array)
