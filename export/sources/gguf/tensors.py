@@ -171,7 +171,7 @@ def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weigh
             continue
         kinds = ("gate", "up") if match[2] == "gate" else ("down",)
         names = [match[1] + kind + match[3] for kind in kinds]
-        parts = [entries.get(it, (path, replace(entry, kind="nothing"))) for it in names]
+        parts = [entries.get(it, (path, replace(entry, kind="missing"))) for it in names]
         wanted = ("MXFP4", entry.shape) if name.endswith("weight") else ("F32", entry.shape)
         for own, (_, part) in zip(names, parts, strict=True):
             if (part.kind, part.shape) != wanted:
