@@ -36,8 +36,12 @@ def read_latent(
     if value_dim > head_dim:
         raise keys.error("v_head_dim", value_dim, f"at most {head_dim}, the width of keys")
     scale, latent = head_dim**-0.5 * _magnify(keys, config) ** 2, keys.integer("kv_lora_rank", 512)
-    widths = {"latent": latent, "value_dim": value_dim, "query_latent": keys.optional_integer("q_lora_rank") or 0}
-    config = config.change_attentions(lambda _, it: replace(it, head_dim=head_dim, scale=scale, **widths))
+    queries = keys.optional_integer("q_lora_rank") or 0
+    config = config.change_attentions(
+        lambda _, it: replace(
+            it, head_dim=head_dim, scale=scale, latent=latent, value_dim=value_dim, query_latent=queries
+        )
+    )
     inner = keys.integer("moe_intermediate_size", 1407)
     shared = MlpConfig(inner * keys.integer("n_shared_experts", 2), bias=bias)
     dense = keys.integer("first_k_dense_replace", 0)

@@ -13,7 +13,14 @@ import tempfile
 from pathlib import Path
 
 # llama_ftype, and whether all matrices get that type: llama.cpp keeps some, the tied head above all, in more bits.
-SCHEMES = {"f16": (1, True), "q4_0": (2, False), "q4_0_pure": (2, True), "q8_0": (7, False), "q4_k_m": (15, False)}
+SCHEMES = {
+    "f16": (1, True),
+    "q4_0": (2, False),
+    "q4_0_pure": (2, True),
+    "q8_0": (7, False),
+    "q4_k_m": (15, False),
+    "mxfp4": (38, False),  # keeps experts that are in it, and makes Q8_0 of the rest
+}
 PATTERN = "qwen2"  # of the small model's tokenizer: llama.cpp knows patterns by a hash of what real ones give
 
 

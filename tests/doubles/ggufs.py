@@ -65,7 +65,9 @@ def write_gguf(
         parts: files to write.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    architecture = "granitehybrid" if _is_mamba(config) else ARCHITECTURES.get(config["model_type"], config["model_type"])
+    architecture = (
+        "granitehybrid" if _is_mamba(config) else ARCHITECTURES.get(config["model_type"], config["model_type"])
+    )
     options = {"split_max_tensors": -(-len(load(checkpoint)) // parts)} if parts > 1 else {}
     writer = gguf.GGUFWriter(path, architecture, **options)
     for key, value in ({**_geometry(config), **(metadata or {})}).items():
@@ -332,13 +334,8 @@ def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str,
         return {name: np.ascontiguousarray(parts.swapaxes(0, 1).reshape(array.shape))}
     if array.ndim == 3 and "conv" in name:
         array = array[:, 0]
-    if "linear_attn." in name:
-        return _recurrent(config, name, array)
-    if ".mamba." in name:
-        array = -np.exp(array) if name.endswith("A_log") else array
-        flat = name.endswith(("A_log", ".D", "norm.weight"))
-        shape = (config["mamba_n_groups"] if name.endswith("norm.weight") else array.size, -1) if flat else array.shape
-        return {name.replace("dt_bias", "dt_proj.bias"): array.reshape(shape)}
+    if "linear_attn." in name or ".mamba." in name:
+        return (_recurrent if "linear_attn." in name else _arrange_mamba)(config, name, array)
     if family == "qwen3_5_text" and name.endswith("norm.weight"):
         return {name: array + 1}
     if module == "input_linear":
@@ -369,6 +366,14 @@ def _recurrent(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str
         before = len(array) - size if "qkv" in name or "conv1d" in name else 0
         own = array[before:].reshape(keys, values // keys, -1, *array.shape[1:]).swapaxes(0, 1)
         array = np.concatenate([array[:before], own.reshape(array[before:].shape)])
+    return {name.replace("dt_bias", "dt_proj.bias"): array}
+
+
+def _arrange_mamba(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """Vectors in two dimensions, A itself, and another name of a bias."""
+    array = -np.exp(array) if name.endswith("A_log") else array
+    if name.endswith(("A_log", ".D", "norm.weight")):
+        array = array.reshape(config["mamba_n_groups"] if name.endswith("norm.weight") else array.size, -1)
     return {name.replace("dt_bias", "dt_proj.bias"): array}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
-from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, pack_codes
+from llmc.export.sources.codes import MXFP4_BLOCK, Mxfp4Tensor, QuantizedTensor, Weight, pack_codes
 from llmc.export.sources.gguf.blocks import LAYOUTS, Bytes, read_fp4
 from llmc.export.sources.gguf.config import head_dim
 from llmc.export.sources.gguf.header import BLOCKS, Entry, Header
@@ -27,6 +27,7 @@ from llmc.strict import open_regular
 
 # Types that need no unpacking, and their numpy types.
 STORED = ("F32", "F16", "BF16")
+FP4_BYTES = BLOCKS["MXFP4"][1]
 # Number of weights that are unpacked at a time: 16 MiB as float32.
 PIECE = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -184,21 +185,23 @@ def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weigh
         if name.endswith("bias"):
             found[own] = MadeTensor("F32", (entry.shape[0], len(parts) * entry.shape[1]), partial(weave, _bias))
             continue
-        shape, (_, size) = (entry.shape[0], len(parts) * entry.shape[1]), BLOCKS["MXFP4"]
-        codes = MadeTensor("U8", (*shape, entry.shape[2] // 2), partial(weave, lambda raw: pack_codes(read_fp4(raw.reshape(len(raw), -1, size)).reshape(len(raw), -1))))
-        scales = MadeTensor("U8", (*shape, entry.shape[2] // 32), partial(weave, lambda raw: raw[:, ::size]))
+        shape, inputs = (entry.shape[0], len(parts) * entry.shape[1]), entry.shape[2]
+        codes = MadeTensor("U8", (*shape, inputs // 2), partial(weave, _fp4_codes))
+        scales = MadeTensor("U8", (*shape, inputs // MXFP4_BLOCK), partial(weave, lambda raw: raw[:, ::FP4_BYTES]))
         found[own] = Mxfp4Tensor(codes, scales)
     return found
 
 
-def _weave(
-    parts: Sequence[tuple[Path, Entry]], read: Callable[[Bytes], NDArray[Any]]
-) -> Iterator[NDArray[Any]]:
+def _weave(parts: Sequence[tuple[Path, Entry]], read: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
     """Chunks of experts [e, rows, ...] of all parts, whose rows take turns."""
     streams = [_rows(path, entry, None, lambda raw: raw) for path, entry in parts]
     for raws in zip(*streams, strict=True):
         rows = [read(raw.reshape(len(raw) * entry.shape[1], -1)) for raw, (_, entry) in zip(raws, parts, strict=True)]
         yield np.stack(rows, 1).reshape(len(raws[0]), -1)
+
+
+def _fp4_codes(raw: Bytes) -> NDArray[np.uint8]:
+    return pack_codes(read_fp4(raw.reshape(len(raw), -1, FP4_BYTES)).reshape(len(raw), -1))
 
 
 def _bias(raw: Bytes) -> NDArray[np.float32]:
