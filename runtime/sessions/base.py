@@ -84,9 +84,12 @@ class Session(ABC):
 
     def accept(self, row: int, past: int, tokens: int) -> None:
         """Let the states of a row, after ``past`` tokens, be those after the first ``tokens`` of the last call, which
-        was provisional. Only a session whose cache has states is asked.
+        was provisional.
+
+        Raises:
+            BundleError: the engine keeps no states.
         """
-        raise NotImplementedError
+        raise BundleError("this engine keeps no states; run the bundle on a CPU")
 
     def open_adapters(self) -> None:
         """Get ready for calls with adapters, unless it is. Any thread may call this while others run.

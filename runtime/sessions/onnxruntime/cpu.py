@@ -219,7 +219,7 @@ class _Binding:
             bind(self.io.bind_input, name, array)
 
     def bind_outputs(self, arrays: Iterable[Named]) -> None:
-        """What a provisional call gives lies elsewhere than its row."""
+        """A provisional call writes its states, and what they are computed from, elsewhere than into its row."""
         for name, array in arrays:
             bind(self.io.bind_output, name, array)
 
