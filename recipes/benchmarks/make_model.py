@@ -75,17 +75,17 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "gemma-4-e2b": {
         "model_type": "gemma4_text",
         "hidden_size": 1536,
-        "num_hidden_layers": 15,  # of 35, of which 20 share caches
+        "num_hidden_layers": 20,  # of 35, of which 20 share caches
         "num_attention_heads": 8,
         "num_key_value_heads": 1,
         "head_dim": 256,
         "global_head_dim": 512,
-        "num_kv_shared_layers": 9,
+        "num_kv_shared_layers": 10,  # llama.cpp takes for granted that the last layers before these are of both kinds
         "intermediate_size": 6144,
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 256,
         "sliding_window": 512,
-        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 3,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 4,
         "final_logit_softcapping": 30.0,
         "vocab_size": 262_144,
         "vocab_size_per_layer_input": 262_144,
