@@ -36,7 +36,9 @@ from llmc.bundle.manifest import LARGEST_TOLERANCE as LARGEST_TOLERANCE
 from llmc.bundle.manifest import MADE_FILE as MADE_FILE
 from llmc.bundle.manifest import MOST_ADAPTERS as MOST_ADAPTERS
 from llmc.bundle.manifest import MOST_RANK as MOST_RANK
+from llmc.bundle.manifest import MOST_REPLAYED as MOST_REPLAYED
 from llmc.bundle.manifest import PROMPTS_FILE as PROMPTS_FILE
+from llmc.bundle.manifest import REPLAY as REPLAY
 from llmc.bundle.manifest import SCHEMA_VERSION as SCHEMA_VERSION
 from llmc.bundle.manifest import TOKENIZER_FILE as TOKENIZER_FILE
 from llmc.bundle.manifest import TOKENIZER_FILES as TOKENIZER_FILES

@@ -28,6 +28,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     PROMPTS_FILE,
 )
+REPLAY = "replay"  # the graph that computes states from what calls of up to so many tokens gave beside their logits
+MOST_REPLAYED = 32
 ADAPTERS_FOLDER = "adapters"  # that llmc adapter add writes into, after the bundle was built
 CHUNKS_FILE = "chunks.json"  # hashes of pieces of large files
 
@@ -424,7 +426,8 @@ class Manifest:
     ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
     target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
     ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``; of a model that sees they are the
-    tower's, whose graph is ``vision``. ``adapter_graph`` runs calls in which some row has an adapter, of either phase.
+    tower's, whose graph is ``vision``. Of a model with states ``replay`` computes these. ``adapter_graph`` runs calls
+    in which some row has an adapter, of either phase.
     """
 
     schema_version: Version

@@ -20,6 +20,7 @@ from llmc.bundle.manifest import (
     GRAPH_CONTRACT_VERSION,
     LARGEST_TOLERANCE,
     MOST_MANIFEST,
+    REPLAY,
     SCHEMA_VERSION,
     TOKENIZER_FILE,
     TOKENIZER_FILES,
@@ -190,7 +191,8 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "limits": limits.prefill_chunk <= limits.max_context <= g.max_positions,
         "graphs": manifest.graphs.keys() == {"encode"}
         if g.encoder
-        else manifest.graphs.keys() == {"prefill", "decode"} | ({"vision"} if g.vision else set()),
+        else manifest.graphs.keys()
+        == {"prefill", "decode"} | ({"vision"} if g.vision else set()) | ({REPLAY} if g.has_states else set()),
         "generation": max((*generation.eos_token_ids, generation.bos_token_id or 0)) < g.vocab_size
         and (generation.temperature or 0) >= 0
         and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p)),

@@ -95,6 +95,7 @@ class AttentionConfig:
         sinks: whether each head has a learned logit more, whose share of the softmax falls away.
         latent, value_dim: width of the vector that keys and values of a token are expanded from, and of the values of
             a head; 0 without one.
+        query_latent: of the vector that queries are expanded from, 0 where they come from the stream.
     """
 
     heads: int
@@ -117,6 +118,7 @@ class AttentionConfig:
     sinks: bool = False
     latent: int = 0
     value_dim: int = 0
+    query_latent: int = 0
 
     @property
     def turned_before(self) -> bool:
@@ -480,6 +482,11 @@ def _attention_linears(
         Linear(f"{at}.{part}_proj", rows, hidden, mixer.qkv_bias, *read, index)
         for part, rows in zip(mixer.parts, outputs, strict=False)
     ]
+    if mixer.query_latent:
+        found = [
+            Linear(f"{at}.q_a_proj", mixer.query_latent, hidden, False, *read, index),
+            Linear(f"{at}.q_proj", queries, mixer.query_latent, False, f"{at}.q_a_norm", "", index),
+        ]
     if mixer.latent:
         assert mixer.rope is not None
         turned, queries = config.ropes[mixer.rope].dim, mixer.heads * mixer.value_dim
@@ -537,8 +544,9 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
             rows.pop()
         elif mixer.value_norm:
             rows.append(("self_attn.v_norm", mixer.head_dim, False))
-    if mixer is not None and mixer.latent:
-        rows.append(("self_attn.kv_a_norm", mixer.latent, False))
+    if mixer is not None:
+        latents = (("q_a_norm", mixer.query_latent), ("kv_a_norm", mixer.latent))
+        rows += [(f"self_attn.{name}", width, False) for name, width in latents if width]
     if layer.recurrent is not None and layer.recurrent.rule != "conv" and layer.recurrent.normed:
         rows.append(("recurrent.norm", layer.recurrent.norm_size, False))
     rows.append((place.after_attention, hidden, False))

@@ -133,6 +133,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "topk_group": (1, 4095),
     # Of keys and values from one vector of each token.
     "kv_lora_rank": (1, 1 << 16),
+    "q_lora_rank": (1, 1 << 16),
     "qk_nope_head_dim": (1, 4094),
     "v_head_dim": (1, 4096),
     "routed_scaling_factor": (1e-6, 1e6),

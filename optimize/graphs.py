@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmc.bundle import ADAPTERS_FOLDER as ADAPTERS
-from llmc.bundle import VISION_FILE, EngineConfig, Graph
+from llmc.bundle import REPLAY, VISION_FILE, EngineConfig, Graph
 from llmc.optimize.lower.context import (
     Float32,
     LoweringContext,
@@ -16,6 +16,7 @@ from llmc.optimize.lower.context import (
     quant_configs,
     without_rotation,
 )
+from llmc.optimize.lower.onnxruntime.recurrent import extract_replay
 from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
@@ -58,6 +59,8 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             graphs[phase] = _compile(order, folder, own, name, f"the {phase} graph")
         if len(graphs) == 1:
             graphs = dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
+        if geometry.has_states:
+            graphs[REPLAY] = _cut_replay(folder, graphs["decode"].file)
         if order.limits.adapters:
             *_, (phase, stored) = quant_configs(without_rotation(order.recipe), geometry).items()
             own = replace(context, phase=phase, quant=stored, adapters=True)
@@ -80,6 +83,14 @@ def _compile(order: Order, folder: Path, context: LoweringContext, name: str, sh
     _declare_opsets(model, order)
     ir.save(model, folder / name)
     return _describe_graph(model.graph, name, order.overwritten if context.phase == "decode" else 0)
+
+
+def _cut_replay(folder: Path, decoder: str) -> Graph:
+    model, name = read_graph(folder, decoder), f"{REPLAY}.onnx"
+    part = ir.Model(extract_replay(model.graph), ir_version=model.ir_version)
+    part.graph.opset_imports.update(model.graph.opset_imports)
+    ir.save(part, folder / name)
+    return Graph(file=name, weight_bytes=0, step_weight_bytes=0)
 
 
 def _declare_opsets(model: ir.Model, order: Order) -> None:

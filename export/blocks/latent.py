@@ -13,7 +13,7 @@ from llmc.export.blocks.linear import Linear, cut
 from llmc.export.blocks.norm import Norm
 from llmc.export.config import AttentionConfig, NormConfig, Rope
 
-# Of the vector's norm, whatever the other norms have. Source: transformers, deepseek_v2.
+# Of the vectors' norms, whatever the other norms have. Source: transformers, deepseek_v2.
 EPS = 1e-6
 
 
@@ -25,6 +25,10 @@ class LatentAttention(Attention):
         super().__init__(config, rope, hidden_size, norm)
         assert rope is not None
         self.plain = config.head_dim - rope.dim
+        if config.query_latent:
+            self.q_a_proj = Linear(hidden_size, config.query_latent)
+            self.q_a_norm = Norm(config.query_latent, replace(norm, eps=EPS))
+            self.q_proj = Linear(config.query_latent, config.widths[0])
         self.kv_a_proj = Linear(hidden_size, config.latent + rope.dim)
         self.kv_a_norm = Norm(config.latent, replace(norm, eps=EPS))
         self.kv_b_proj = Linear(config.latent, config.heads * (self.plain + config.value_dim))
@@ -36,7 +40,8 @@ class LatentAttention(Attention):
         """As :meth:`llmc.export.blocks.attention.Attention.forward`, always with a cache."""
         config = self.config
         assert past is not None and config.rope is not None
-        queries = cut(self._split(self.q_proj(x)), self.plain)
+        read = self.q_a_norm(self.q_a_proj(x)) if config.query_latent else x
+        queries = cut(self._split(self.q_proj(read)), self.plain)
         latent, turned = cut(self.kv_a_proj(x), config.latent)
         plain, values = cut(self._split(self.kv_b_proj(self.kv_a_norm(latent))), self.plain)
         keys = torch.cat((self._split(torch.cat([turned] * config.heads, -1)), plain), -1)

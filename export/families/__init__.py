@@ -13,6 +13,7 @@ FAMILIES = {
     "cohere": "llmc.export.families.cohere:read",
     "cohere2": "llmc.export.families.cohere2:read",
     "deepseek_v2": "llmc.export.families.deepseek_v2:read",
+    "deepseek_v3": "llmc.export.families.deepseek_v3:read",
     "ernie4_5": "llmc.export.families.ernie4_5:read",
     "exaone4": "llmc.export.families.exaone4:read",
     "falcon_h1": "llmc.export.families.falcon_h1:read",

@@ -1,5 +1,6 @@
-"""DeepSeek-V2-Lite: keys and values from one vector of each token, and experts beside an MLP for every token."""
+"""DeepSeek-V2: keys and values from one vector of each token, and experts beside an MLP for every token."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from llmc.export.config import DecoderConfig, ExpertsConfig, MlpConfig
@@ -10,19 +11,24 @@ from llmc.export.rope_keys import compute_attention_factor
 
 OWN = (
     *(("mlp.shared_experts", "mlp"), ("self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_proj")),
-    ("kv_a_layernorm", "kv_a_norm"),
+    *(("kv_a_layernorm", "kv_a_norm"), ("q_a_layernorm", "q_a_norm"), ("q_b_proj", "q_proj")),
 )
 
 
 def read(keys: Keys) -> DecoderConfig:
+    keys.skip("aux_loss_alpha", "seq_aux")
+    return read_latent(keys, _read_experts)
+
+
+def read_latent(
+    keys: Keys, experts: Callable[[Keys, int], ExpertsConfig], *, interleaved: bool = True
+) -> DecoderConfig:
     """``head_dim`` is the rotated part of a head; the other one comes from the vector. The first
-    ``first_k_dense_replace`` layers have an MLP alone."""
-    if keys.raw("q_lora_rank") is not None:
-        raise keys.error("q_lora_rank", keys.raw("q_lora_rank"), "null: queries from a vector are not supported")
+    ``first_k_dense_replace`` layers have an MLP alone. With ``q_lora_rank`` queries come from a vector, too."""
     keys.rename({"n_routed_experts": "num_experts", "qk_rope_head_dim": "head_dim"})
-    keys.skip("aux_loss_alpha", "ep_size", "qk_head_dim", "seq_aux")
+    keys.skip("ep_size", "qk_head_dim")
     heads, bias = keys.integer("num_attention_heads"), keys.flag("mlp_bias")
-    config = read_decoder(keys, default_kv_heads=heads, default_head_dim=64, mlp_bias=bias, interleaved=True)
+    config = read_decoder(keys, default_kv_heads=heads, default_head_dim=64, mlp_bias=bias, interleaved=interleaved)
     if (kv_heads := keys.integer("num_key_value_heads", heads)) != heads:
         raise keys.error("num_key_value_heads", kv_heads, f"num_attention_heads={heads}")
     turned, value_dim = keys.integer("head_dim", 64), keys.integer("v_head_dim", 128)
@@ -30,15 +36,18 @@ def read(keys: Keys) -> DecoderConfig:
     if value_dim > head_dim:
         raise keys.error("v_head_dim", value_dim, f"at most {head_dim}, the width of keys")
     scale, latent = head_dim**-0.5 * _magnify(keys, config) ** 2, keys.integer("kv_lora_rank", 512)
+    queries = keys.optional_integer("q_lora_rank") or 0
     config = config.change_attentions(
-        lambda _, it: replace(it, head_dim=head_dim, scale=scale, latent=latent, value_dim=value_dim)
+        lambda _, it: replace(
+            it, head_dim=head_dim, scale=scale, latent=latent, value_dim=value_dim, query_latent=queries
+        )
     )
     inner = keys.integer("moe_intermediate_size", 1407)
     shared = MlpConfig(inner * keys.integer("n_shared_experts", 2), bias=bias)
     dense = keys.integer("first_k_dense_replace", 0)
     if dense >= len(config.layers):
         raise keys.error("first_k_dense_replace", dense, f"less than num_hidden_layers={len(config.layers)}")
-    config = put_experts(config, _read_experts(keys, inner), (True,) * dense, shared)
+    config = put_experts(config, experts(keys, inner), (True,) * dense, shared)
     return replace(config, renamed=(*RENAMED, *OWN))
 
 

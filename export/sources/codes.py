@@ -84,8 +84,8 @@ class Mxfp4Tensor:
     Source: OCP Microscaling Formats (MX) 1.0.
     """
 
-    codes: StoredTensor
-    scales: StoredTensor
+    codes: StoredTensor | MadeTensor
+    scales: StoredTensor | MadeTensor
     dtype = "U8"
     kind = Codes(4, MXFP4_BLOCK, zero_points=False, kind="mxfp4")
 

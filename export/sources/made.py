@@ -22,6 +22,7 @@ ARRAY_TYPES = {
     "I32": "int32",
     "I8": "int8",
     "I4": "uint8",  # two in each
+    "U8": "uint8",
 }
 
 

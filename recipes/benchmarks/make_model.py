@@ -1,6 +1,7 @@
 """Write a random-weight Hugging Face checkpoint with a real model's geometry: speeds are meaningful, texts are not.
 
-Needs torch and transformers. The tokenizer is the small model's of recipes/tiny, so nothing is downloaded.
+Needs torch and transformers. The tokenizer is the small model's of recipes/tiny, so nothing is downloaded. Weights are
+made and written a layer at a time, so a model larger than memory can be made.
 """
 
 import argparse
@@ -8,10 +9,12 @@ import itertools
 import json
 import shutil
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TINY = Path(__file__).resolve().parents[1] / "tiny" / "checkpoint"
@@ -44,7 +47,78 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5,
         "rms_norm_eps": 1e-5,
     },
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 3584,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "vocab_size": 248_320,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+    "lfm2.5-1.2b": {
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12_288,  # two thirds of it
+        "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+        "vocab_size": 65_536,
+        "max_position_embeddings": 32_768,
+    },
+    "gemma-4-e2b": {
+        "model_type": "gemma4_text",
+        "hidden_size": 1536,
+        "num_hidden_layers": 20,  # of 35, of which 20 share caches
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_kv_shared_layers": 10,  # llama.cpp takes for granted that the last layers before these are of both kinds
+        "intermediate_size": 6144,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 4,
+        "final_logit_softcapping": 30.0,
+        "vocab_size": 262_144,
+        "vocab_size_per_layer_input": 262_144,
+        "max_position_embeddings": 32_768,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 6,  # of 48
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 6,  # of 24
+        "num_local_experts": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "vocab_size": 32_768,  # of 201,088: the head has its share of the work
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
 }
+EXPONENTS = (115, 121)  # of MXFP4's scales: weights of about 0.02
 
 
 def write_checkpoint(geometry: dict[str, Any], folder: Path) -> None:
@@ -55,14 +129,53 @@ def write_checkpoint(geometry: dict[str, Any], folder: Path) -> None:
     """
     torch.manual_seed(SEED)
     config = AutoConfig.for_model(**{"tie_word_embeddings": True, **geometry, "bos_token_id": 0, "eos_token_id": 2})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            torch.nn.init.normal_(parameter, 0, BIAS_DEVIATION)
-    model.save_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
+    if config.model_type == "gpt_oss":
+        config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(folder)
+    placed = {}
+    for prefix, part in parts(model):
+        packed = pack_experts(part) if hasattr(config, "quantization_config") else {}
+        part.to_empty(device="cpu")
+        part.apply(model._init_weights)
+        for name, parameter in part.named_parameters():
+            if name.endswith(".bias"):
+                torch.nn.init.normal_(parameter, 0, BIAS_DEVIATION)
+        tensors = {f"{prefix}.{name}": tensor for name, tensor in (part.state_dict() | packed).items()}
+        save_file(tensors, folder / f"model-{prefix}.safetensors", {"format": "pt"})
+        placed |= dict.fromkeys(tensors, f"model-{prefix}.safetensors")
+        part.to("meta")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     for path in (*TINY.glob("tokenizer*.json"), TINY / "chat_template.jinja"):
         shutil.copyfile(path, folder / path.name)
     fill_vocabulary(folder / "tokenizer.json", config.vocab_size)
+
+
+def parts(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of a decoder that are made one after another, by name; a tied head is the embedding."""
+    for name, child in model.model.named_children():
+        if not isinstance(child, torch.nn.ModuleList):
+            yield f"model.{name}", child
+            continue
+        yield from ((f"model.{name}.{number}", layer) for number, layer in enumerate(child))
+    if not model.config.tie_word_embeddings:
+        yield "lm_head", model.lm_head
+
+
+def pack_experts(part: Any) -> dict[str, torch.Tensor]:
+    """Random experts in MXFP4, as gpt-oss has them, in the place of a layer's own."""
+    packed = {}
+    if hasattr(part, "mlp"):
+        for name in ("gate_up_proj", "down_proj"):
+            experts, inputs, outputs = getattr(part.mlp.experts, name).shape
+            codes = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            packed[f"mlp.experts.{name}_blocks"] = codes
+            packed[f"mlp.experts.{name}_scales"] = torch.randint(*EXPONENTS, codes.shape[:-1], dtype=torch.uint8)
+            packed[f"mlp.experts.{name}_bias"] = torch.zeros(experts, outputs, dtype=torch.bfloat16)
+        part.mlp.experts = torch.nn.Module()
+    return packed
 
 
 def fill_vocabulary(path: Path, size: int) -> None:

@@ -318,7 +318,10 @@ class Engine:
         failed: dict[RequestState, BaseException] = {}
         for call in calls(sequences):
             try:
-                outputs += self._outputs.sample(call, self._runner.execute(call))
+                found = self._outputs.sample(call, self._runner.execute(call))
+                for output in found:
+                    self._runner.accept(output.sequence, output.tokens)
+                outputs += found
             except Exception as error:  # the call that they share failed
                 if is_fatal(error):
                     raise

@@ -22,8 +22,6 @@ ARRIVALS_PER_PRIORITY = 64
 # Of layers with states the prefix cache keeps these after so many tokens of a prompt, and near its end: not in the last
 # few tokens, in place of which the next turn of a chat may have others.
 STATES_EVERY, PROMPT_END = 1024, 8
-# Tokens that a row with states takes anew beside drafts, at most: with more it takes them alone.
-MOST_FED_ANEW = 8
 
 
 class Queue:
@@ -255,9 +253,7 @@ class Scheduler:
             self._slide(sequence)
         decoding = self._list_decoding() if full else decoding
         for sequence in decoding:
-            fresh = len(sequence.context) - sequence.cached <= MOST_FED_ANEW
-            sequence.drafts = sequence.drafts if fresh else []
-            if fresh and sequence.speculates and sequence.row >= 0:  # its request did not fail with another sequence
+            if sequence.speculates and sequence.row >= 0:  # its request did not fail with another sequence
                 with self._guarded(sequence.request):
                     sequence.drafts = sequence.propose(self.max_context - len(sequence.context), len(decoding))
         while decoding := self._list_decoding():
@@ -272,22 +268,10 @@ class Scheduler:
         """The step's calls were made, and gave these outputs."""
         self._chunks.note_decoded(time.perf_counter() - self._begun)
         for output in outputs:  # all of them before anyone leaves: whoever leaves has rows moved
-            self._advance(output.sequence, max(1, len(output.choices)))
+            output.sequence.cached += output.tokens
             self._let_go(output.sequence)
             if self._remembers:
                 self._copy_states(output.sequence)
-
-    def _advance(self, sequence: Sequence, came: int) -> None:
-        """Count what a step left in the row: all it fed but rejected drafts.
-
-        States cannot go back over those: they become again what they were before the step, and its tokens are fed anew
-        with the next ones, in one call that costs little more than one of a single token.
-        """
-        if sequence.before is not None and came <= len(sequence.drafts):
-            self._cache.write_states(sequence.row, sequence.cached, sequence.before)
-        else:
-            sequence.cached = len(sequence.context) - 1 + came
-        sequence.before = None
 
     def _slide(self, sequence: Sequence) -> None:
         """The context is full: go on with its start and its recent half, fed anew."""

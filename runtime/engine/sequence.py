@@ -103,6 +103,11 @@ class SamplerOutput(Generic[_S]):
     logits: Logits | None = None
     error: BaseException | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Of those that were fed, the last token and drafts, how many stay."""
+        return max(1, len(self.choices))
+
 
 class SequenceGroup(ABC, Generic[_S]):
     """All ``sequences`` of one request that hold a row: samples side by side, or the branches of a search; the first

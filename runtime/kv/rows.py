@@ -5,9 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.vision.rows import ImageRows
 
@@ -22,13 +19,11 @@ class Slot:
 
     Attributes:
         context: the tokens that the row holds or will hold, in order.
-        cached: how many of them are in the row. A sequence that decodes has all but the last, or with states also those
-            before it that were drafts, of which others were rejected.
+        cached: how many of them are in the row. A sequence that decodes has all but the last.
         row: its row, -1 without one.
         drafts: guesses at its next tokens, to be verified in this step.
         needs: how many of the largest logits decide its next token, 0 for all of them.
         stop: a position at which a call that feeds the context ends, 0 for none.
-        before: states of the row before the call that fed the drafts, None without states.
         images: what some of the tokens stand for.
     """
 
@@ -38,7 +33,6 @@ class Slot:
     drafts: list[int] = field(default_factory=list)
     needs: int = 0
     stop: int = 0
-    before: NDArray[np.float32] | None = None
     images: ImageRows | None = None
 
     @property

@@ -131,7 +131,7 @@ class ModelRunner:
     def execute(self, call: Sequence[Slot]) -> Floats:
         """Feed last tokens and drafts of one of :func:`calls`; logits [B, 1 + drafts, V], which the next call may
         overwrite."""
-        if len(call) == 1 and _is_alone(call[0]):
+        if len(call) == 1 and call[0].drafts:
             return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:
             return self._one_by_one(call)
@@ -165,22 +165,25 @@ class ModelRunner:
             return None if one is None else rows * one
         return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
 
+    def accept(self, sequence: Slot, tokens: int) -> None:
+        """Of the last token and drafts that :meth:`execute` fed, keep the first ``tokens``."""
+        if sequence.drafts and self._has_states:
+            self.session.accept(sequence.row, sequence.cached, tokens)
+
     def _one_by_one(self, call: Sequence[Slot]) -> Floats:
         # Copies, for the next call overwrites them.
         return np.stack([self._verify(sequence, ())[:1].copy() for sequence in call])
 
     def _verify(self, sequence: Slot, drafts: Sequence[int]) -> Floats:
-        waiting = sequence.context[sequence.cached :]
-        if drafts and self._has_states:
-            sequence.before = self.session.cache.read_states(sequence.row, sequence.cached)
-        tokens = [*waiting, *drafts]
+        tokens = [sequence.context[sequence.cached], *drafts]
         padded = tokens + [0] * (len(tokens) % 2 if self._policy.even else 0)
         indices = np.arange(len(padded), dtype=np.int64)[None]
         ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
         new = np.array([len(tokens)], np.int64) if self._has_states else None
-        found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new)
+        provisional = bool(drafts) and self._has_states
+        found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new, provisional=provisional)
         logits: Floats = self._run(_with_adapters(found, [sequence]))[0]
-        return logits[len(waiting) - 1 : len(tokens)]
+        return logits[: len(tokens)]
 
     def _run(self, call: Batch) -> Floats:
         rows, tokens = call.input_ids.shape
@@ -210,14 +213,9 @@ def _with_adapters(call: Batch, sequences: Sequence[Slot]) -> Batch:
 
 def calls(sequences: Sequence[_S]) -> Iterator[list[_S]]:
     """Sequences that can share a call: in rows side by side, with one token each."""
-    if not any(map(_is_alone, sequences)):
+    if not any(sequence.drafts for sequence in sequences):
         yield list(sequences)
         return
-    for alone, neighbours in groupby(sequences, _is_alone):
+    for drafted, neighbours in groupby(sequences, lambda sequence: bool(sequence.drafts)):
         group = list(neighbours)
-        yield from [[sequence] for sequence in group] if alone else [group]
-
-
-def _is_alone(sequence: Slot) -> bool:
-    """True if it has more to feed than a token: drafts, or tokens that its states do not know yet."""
-    return bool(sequence.drafts) or len(sequence.context) - sequence.cached > 1
+        yield from [[sequence] for sequence in group] if drafted else [group]

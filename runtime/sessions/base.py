@@ -37,6 +37,7 @@ class Batch:
             left them. In a call of several tokens for several rows they differ only if the session packs rows.
         embedded: of a call of one row with images, the rows in place of some tokens' own embeddings.
         adapters: one for each row, None for a row without; empty where no row has one.
+        provisional: of a call of one row, whether its states stay as they are until :meth:`Session.accept`.
     """
 
     phase: Phase
@@ -47,6 +48,7 @@ class Batch:
     new_lengths: NDArray[np.int64] | None = None
     embedded: Embedded | None = None
     adapters: tuple[Adapter | None, ...] = ()
+    provisional: bool = False
 
 
 class Session(ABC):
@@ -72,6 +74,12 @@ class Session(ABC):
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab]; the next call may reuse the array, so copy what must outlive it."""
+
+    def accept(self, row: int, past: int, tokens: int) -> None:
+        """Let the states of a row, after ``past`` tokens, be those after the first ``tokens`` of the last call, which
+        was provisional.
+        Raises BundleError: the engine keeps no states."""
+        raise BundleError("this engine keeps no states; run the bundle on a CPU")
 
     def open_adapters(self) -> None:
         """Get ready for calls with adapters, unless it is. Any thread may call this while others run.

@@ -3,10 +3,12 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmc.bundle import TOKENIZER_FILE
 from llmc.errors import DraftError, ResourceError
@@ -117,8 +119,14 @@ class ModelDrafter:
         return True
 
 
+@dataclass(eq=False)
 class _Sequence(Slot):
-    """A sequence of the target in a row of the draft model's cache, followed by drafts that are not verified yet."""
+    """A sequence of the target in a row of the draft model's cache, followed by drafts that are not verified yet.
+
+    ``before`` are states of the row before the drafts, None without states.
+    """
+
+    before: NDArray[np.float32] | None = None
 
     def agree(self, tokens: Sequence[int]) -> None:
         """Keep the drafts that came true, and at least one token to read, for its logits are needed."""

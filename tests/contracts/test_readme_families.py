@@ -22,6 +22,7 @@ ON_CPUS = {
     "lfm2",
     "falcon_h1",
     "deepseek_v2",
+    "deepseek_v3",
     "nemotron_h",
     "qwen3_moe",
     "qwen3_5_moe",

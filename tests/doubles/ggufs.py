@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
+    "gpt_oss": "gpt-oss",
 }
 TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3")
 # Families whose converter does not write these.
@@ -64,7 +65,9 @@ def write_gguf(
         parts: files to write.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    architecture = (
+        "granitehybrid" if _is_mamba(config) else ARCHITECTURES.get(config["model_type"], config["model_type"])
+    )
     options = {"split_max_tensors": -(-len(load(checkpoint)) // parts)} if parts > 1 else {}
     writer = gguf.GGUFWriter(path, architecture, **options)
     for key, value in ({**_geometry(config), **(metadata or {})}).items():
@@ -75,7 +78,7 @@ def write_gguf(
     names = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), _any(config, *LAYERS)
     )
-    for name, array in (_stack_experts(load(checkpoint)) | _factors(config)).items():
+    for name, array in (_stack_experts(_repack_mxfp4(load(checkpoint))) | _factors(config)).items():
         for part, arranged in _arranged(config, name, array).items():
             new = part if part.startswith("rope_") else names.get_name(part, try_suffixes=(".weight", ".bias"))
             if new is None and (scale := re.fullmatch(r".*\.(\d+)\.router\.(scale|per_expert_scale)", part)):
@@ -120,6 +123,32 @@ def _stack_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.stack(array) if isinstance(array, list) else array for name, array in found.items()}
 
 
+def _repack_mxfp4(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts of gpt-oss: gate and up, whose rows take turns, apart; scale and codes of a block together, of which the
+    first and the 17th are in one byte. Names of sinks end as weights do."""
+    found: dict[str, np.ndarray] = {}
+    for name, array in tensors.items():
+        base, _, kind = name.rpartition("_")
+        own, stack = name, array
+        if kind == "scales":
+            continue
+        if kind == "blocks":
+            codes = np.stack([array & 15, array >> 4], -1).reshape(*array.shape[:-1], 2, 16)
+            packed = codes[..., 0, :] | codes[..., 1, :] << np.uint8(4)
+            blocks = np.concatenate([tensors[f"{base}_scales"][..., None], packed], -1)
+            own, stack = f"{base}.weight", blocks.reshape(*blocks.shape[:2], -1)
+        elif name.endswith("_proj_bias"):
+            own = f"{base}.bias"
+        elif name.endswith(".sinks"):
+            own = f"{name}.weight"
+        if "experts.gate_up_proj." in own:
+            halves = zip(("gate_proj", "up_proj"), (stack[:, ::2], stack[:, 1::2]), strict=True)
+            found |= {own.replace("gate_up_proj", half): np.ascontiguousarray(part) for half, part in halves}
+        else:
+            found[own] = stack
+    return found
+
+
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     kinds.get(type(value), writer.add_array)(key, value)
@@ -138,7 +167,7 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
     head_dim = config.get("head_dim") or hidden // heads
     inner = _any(config, "shared_intermediate_size", "n_inner", "intermediate_size")
     experts = _any(config, "num_local_experts", "num_experts")
-    inner = LFM2_INNER if family == "lfm2" else inner
+    inner = LFM2_INNER if family == "lfm2" else config["intermediate_size"] if _is_mamba(config) else inner
     theta = rope.get("rope_theta", 10_000.0) * rope.get("alpha", 1) ** (head_dim / (head_dim - 2))
     return {
         "block_count": _any(config, *LAYERS),
@@ -164,11 +193,12 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": config.get("final_logit_softcapping"),
         "expert_count": experts,
         "expert_used_count": _any(config, "num_experts_per_tok", "top_k_experts") if experts else None,
-        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_feed_forward_length": inner if family == "gpt_oss" else config.get("moe_intermediate_size"),
         "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
         **_scaling(rope),
         **_windows(config),
         **(_states(config) if family == "qwen3_5_text" else {}),
+        **(_mamba(config) if _is_mamba(config) else {}),
         **(_layers(config) if family == "gemma4_text" else {}),
     }
 
@@ -208,15 +238,34 @@ def _states(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_mamba(config: dict[str, Any]) -> bool:
+    return config["model_type"] == "granitemoehybrid" and not {*config["layer_types"]} <= {*ATTENTION}
+
+
+def _mamba(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
+        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        "rope.scaling.finetuned": config.get("position_embedding_type") == "rope",
+    }
+
+
+ATTENTION = ("attention", "full_attention")
+
+
 def _kv_heads(config: dict[str, Any]) -> int | list[int]:
-    if config["model_type"] != "lfm2":
+    if config["model_type"] != "lfm2" and not _is_mamba(config):
         return config["num_key_value_heads"]  # type: ignore[no-any-return]
-    return [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
+    return [config["num_key_value_heads"] * (kind in ATTENTION) for kind in config["layer_types"]]
 
 
 def _windows(config: dict[str, Any]) -> dict[str, Any]:
     family = config["model_type"]
-    if family in ("gemma2", "cohere2"):
+    if family in ("gemma2", "cohere2", "gpt_oss"):
         return {"attention.sliding_window": config["sliding_window"]}
     if family in ("olmo3", "exaone4"):
         pattern = [kind == "sliding_attention" for kind in config["layer_types"]]
@@ -285,8 +334,8 @@ def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str,
         return {name: np.ascontiguousarray(parts.swapaxes(0, 1).reshape(array.shape))}
     if array.ndim == 3 and "conv" in name:
         array = array[:, 0]
-    if "linear_attn." in name:
-        return _recurrent(config, name, array)
+    if "linear_attn." in name or ".mamba." in name:
+        return (_recurrent if "linear_attn." in name else _arrange_mamba)(config, name, array)
     if family == "qwen3_5_text" and name.endswith("norm.weight"):
         return {name: array + 1}
     if module == "input_linear":
@@ -320,7 +369,17 @@ def _recurrent(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str
     return {name.replace("dt_bias", "dt_proj.bias"): array}
 
 
+def _arrange_mamba(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """Vectors in two dimensions, A itself, and another name of a bias."""
+    array = -np.exp(array) if name.endswith("A_log") else array
+    if name.endswith(("A_log", ".D", "norm.weight")):
+        array = array.reshape(config["mamba_n_groups"] if name.endswith("norm.weight") else array.size, -1)
+    return {name.replace("dt_bias", "dt_proj.bias"): array}
+
+
 def _packed(array: np.ndarray, kind: str) -> tuple[np.ndarray, None, Kind]:
+    if array.dtype == np.uint8:
+        return array, None, Kind.MXFP4
     if kind in PLACES:
         return random_blocks(array.shape, kind), None, Kind[kind]
     return gguf.quantize(array.astype(np.float32), Kind[kind]), None, Kind[kind]

@@ -8,12 +8,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from doubles import mxfp4
 from doubles.ggufs import PLACES, Kind, random_blocks, write_gguf
 
 from llmc.bundle import MADE_FILE, read_export
+from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
-from llmc.export.sources.codes import QuantizedTensor
+from llmc.export.sources.codes import QuantizedTensor, flatten_tensors
 from llmc.export.sources.gguf.blocks import LAYOUTS
 from llmc.export.sources.gguf.header import BLOCKS
 from llmc.export.sources.made import MadeTensor, array_type
@@ -35,6 +37,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "phi-head-bias-fp16": {},
     "granite-multipliers": {},
     "granitemoehybrid-dense": {},
+    "granitemoehybrid-mamba-bf16": {"dtype": "float32", "num_local_experts": 4},
     "mistral-window-wide-heads": {"sliding_window": None},
     "olmo2-norms-behind": {},
     "olmo3-yarn-in-full-layers": {},
@@ -108,6 +111,28 @@ def test_a_converted_checkpoint_comes_back(name, random_checkpoint, tmp_path):
     for tensor in before.tensors:
         allowed = LOG_TOLERANCE * tensor.endswith("A_log")
         np.testing.assert_allclose(values(found, tensor), values(before, tensor), rtol=0, atol=allowed)
+
+
+def test_experts_of_gpt_oss_come_back_bit_for_bit(random_checkpoint, tmp_path):
+    changes = {"dtype": "float32", "swiglu_limit": 7.0}  # the limit is llama.cpp's, and no key
+    folder = random_checkpoint.__wrapped__("gpt_oss-sinks-clamped-experts-bf16", **changes)
+    mxfp4.quantize(folder)
+    before, found = read_checkpoint(folder), read_checkpoint(write_gguf(folder, tmp_path / "model.gguf"))
+    assert replace(found.config, packed=before.config.packed, renamed=before.config.renamed) == before.config
+    tensors = [replace(each, tensors=dict(flatten_tensors(each.tensors))) for each in (before, found)]
+    assert tensors[0].tensors.keys() == tensors[1].tensors.keys()
+    for name in tensors[0].tensors:
+        np.testing.assert_array_equal(values(tensors[1], name), values(tensors[0], name))
+
+
+def test_experts_of_gpt_oss_in_other_types_are_refused(random_checkpoint, tmp_path):
+    folder = random_checkpoint.__wrapped__("gpt_oss-sinks-clamped-experts-bf16", dtype="float32")
+    mxfp4.quantize(folder)
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    content = path.read_bytes().replace(b"ffn_up_exps.weight", b"ffn_up_expz.weight", 1)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"ffn_up_exps.weight is missing .*, expected MXFP4"):
+        read_checkpoint(path)
 
 
 def test_longrope_has_the_factor_that_the_file_states(random_checkpoint, tmp_path):

@@ -355,6 +355,8 @@ DROPPED = [
     ("nemotron_h-one-part-per-layer", left_out("model.layers.0.recurrent.clip")),
     ("deepseek_v2-latent-keys-grouped-experts", left_out("model.layers.1.self_attn.kv_a_norm")),
     ("deepseek_v2-latent-keys-grouped-experts", experts_of_all_groups),
+    ("deepseek_v3-latent-queries-corrected-groups", left_out("model.layers.0.self_attn.q_a_norm")),
+    ("deepseek_v3-latent-queries-corrected-groups", experts_of_all_groups),
 ]
 
 

@@ -177,7 +177,7 @@ class Decoder:
         }
         if any(value.name == "new_lengths" for value in self.session.get_inputs()):
             feeds["new_lengths"] = np.full(len(ids), len(ids[0]))
-        logits, *presents = self.session.run(None, feeds | cache)
+        logits, *presents = self.session.run(None, feeds | cache)[: 1 + len(cache)]  # behind them is what replays read
         return logits, dict(zip(cache, presents, strict=True))
 
     def __call__(self, ids: Sequence[int], pieces: Sequence[int] | None = None) -> np.ndarray:

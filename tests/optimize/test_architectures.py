@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from llmc.errors import CancelledError, UsageError
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
 from llmc.runtime.api.handle import GenerationResult, Handle
+from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 
 HYBRIDS = (
@@ -23,7 +25,7 @@ HYBRIDS = (
 OTHERS = ("olmoe-unnormalized", "gemma4-keys-are-values", "gemma4-shared-caches-per-layer-inputs")
 GENERATOR = np.random.default_rng(3)
 PROMPTS = [GENERATOR.integers(2, 96, length).tolist() for length in (40, 7, 70, 33)]
-NEW = 8
+NEW, DRAFTED = 8, 6
 GREEDY: dict[str, Any] = {"max_tokens": NEW, "temperature": 0, "ignore_eos": True}
 
 
@@ -124,6 +126,30 @@ class Foresight:
     def forget(self, key: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+def test_accepted_tokens_leave_states_as_if_they_alone_had_counted(hybrid: Any, tmp_path: Path):
+    build(hybrid.export, tmp_path / "bundle", precision="fp32", max_context=128, max_batch=2)
+    with load(tmp_path / "bundle") as model:
+        session, past = model.runner.session, 7
+        session.cache.grow(2, 32, 128)
+
+        def feed(start: int, count: int, counting: int, *, provisional: bool = False) -> None:
+            ids = np.array([PROMPTS[0][start : start + count]])
+            call = Batch(Phase.DECODE, ids, np.array([start]), np.arange(count)[None], 1, provisional=provisional)
+            session.run(replace(call, new_lengths=np.array([counting])))
+
+        def states(accepted: int, *, provisional: bool) -> np.ndarray:
+            """Of the second row, after some tokens of a verification, or of a call in which no other ones count."""
+            feed(0, past, past)
+            feed(past, DRAFTED, DRAFTED if provisional else accepted, provisional=provisional)
+            if provisional:
+                session.accept(1, past, accepted)
+            return session.cache.read_states(1, past + accepted)
+
+        for accepted in (1, 3, DRAFTED):
+            np.testing.assert_array_equal(states(accepted, provisional=True), states(accepted, provisional=False))
+        assert not np.array_equal(states(3, provisional=True), states(2, provisional=True))
 
 
 def test_rejected_drafts_leave_no_trace(bundle: Path, monkeypatch: pytest.MonkeyPatch):

@@ -36,7 +36,7 @@ def mixture(exported):
     ("name", "precision"),
     [
         *((name, it) for name in ("olmoe-unnormalized", "gemma4-experts-beside-mlp") for it in MOST_KL),
-        ("deepseek_v2-latent-keys-grouped-experts", "int8"),
+        ("deepseek_v3-latent-queries-corrected-groups", "int8"),
     ],
 )
 def test_a_mixture_is_built_and_runs_alone_as_together(exported, tmp_path, name, precision):

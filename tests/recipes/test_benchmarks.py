@@ -1,4 +1,4 @@
-"""Benchmark scripts: each runs with tiny sizes and prints its table; what they divide, convert and refuse is right."""
+"""Benchmark scripts: each runs with tiny sizes and prints its table; what they divide, make and refuse is right."""
 
 import json
 import sys
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-# float64 sums of the same products in another order.
-CLOSE = 1e-12
+from llmc.export.sources.checkpoint import read_checkpoint
+
 # Half a step of the inner width, in 2 gated MLPs, is 1.2 % of the model.
 SIZE_TOLERANCE = 0.02
 
@@ -168,47 +168,33 @@ def test_families_have_about_as_many_weights_as_llama(script):
         assert families.count(families.geometry(family, goal)) == pytest.approx(goal, rel=SIZE_TOLERANCE), family
 
 
-# ---------------------------------------------------------------------------------------------------------- converted
+# ---------------------------------------------------------------------------------------------------------- made
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 5000,
+    "vocab_size_per_layer_input": 5000,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "moe_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
 
 
-@pytest.fixture
-def convert(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for absent in ("gguf", "llama_cpp"):
-        monkeypatch.setitem(sys.modules, absent, ModuleType(absent))
-    return script("convert_gguf")
-
-
-def test_names_follow_llama_cpp_and_unknown_tensors_are_refused(convert):
-    assert convert.gguf_name("model.layers.11.self_attn.q_proj.bias") == "blk.11.attn_q.bias"
-    assert convert.gguf_name("lm_head.weight") == "output.weight"
-    with pytest.raises(SystemExit, match="is unknown"):
-        convert.gguf_name("model.layers.0.mlp.router.weight")
-
-
-def scores_of(q: np.ndarray, k: np.ndarray, x: np.ndarray, heads: int, pairs: tuple[Any, Any]) -> np.ndarray:
-    """Attention scores per head between two positions, for projections [heads x D, H] and hidden vectors [2, H]."""
-    first, second = pairs
-    angles = 10000.0 ** -np.linspace(0, 1, len(first), endpoint=False)
-
-    def rotate(rows: np.ndarray, position: int) -> np.ndarray:
-        turned, (cos, sin) = rows.copy(), (np.cos(position * angles), np.sin(position * angles))
-        turned[:, first] = rows[:, first] * cos - rows[:, second] * sin
-        turned[:, second] = rows[:, first] * sin + rows[:, second] * cos
-        return turned
-
-    queries, keys = rotate((q @ x[1]).reshape(heads, -1), 5), rotate((k @ x[0]).reshape(heads, -1), 2)
-    return (queries * keys).sum(axis=1)
-
-
-def test_interleaved_rows_rotated_in_pairs_equal_the_checkpoint_rotated_in_halves(convert):
-    heads, size = 3, 8
-    q, k, x = (np.random.default_rng(0).normal(size=shape) for shape in ((24, 16), (24, 16), (2, 16)))
-    halves = np.arange(size // 2), np.arange(size // 2) + size // 2
-    pairs = np.arange(0, size, 2), np.arange(1, size, 2)
-    expected = scores_of(q, k, x, heads, halves)
-    found = scores_of(convert.interleave(q, heads), convert.interleave(k, heads), x, heads, pairs)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
-    assert np.abs(scores_of(q, k, x, heads, pairs) - expected).max() > 1e6 * CLOSE  # left as it is, it is wrong
+@pytest.mark.parametrize("name", ["qwen3.5-0.8b", "gemma-4-e2b", "qwen3-30b-a3b", "gpt-oss-20b"])
+def test_a_checkpoint_made_layer_by_layer_is_whole(name: str, script, tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    made, own = script("make_model"), {"hidden_size": 64, "intermediate_size": 64} if name == "gpt-oss-20b" else {}
+    small = {key: value for key, value in SMALL.items() if key in made.GEOMETRIES[name]}
+    made.write_checkpoint({**made.GEOMETRIES[name], **small, **own}, tmp_path)
+    found = read_checkpoint(tmp_path)  # which refuses what is missing, and what is too much
+    assert found.config.vocab_size == 5000
+    for tensor in (value for file in tmp_path.glob("*.safetensors") for value in load_file(file).values()):
+        assert tensor.isfinite().all()
 
 
 def test_a_filled_vocabulary_has_a_text_for_each_id_and_encodes_as_before(script, tiny_checkpoint: Path, tmp_path):

@@ -26,6 +26,14 @@ GELU = "gelu_pytorch_tanh"
 DIFFERING = {"gemma4": ("feed_forward_length", "attention.head_count_kv")}
 # How scores of experts become weights, by llama.cpp's numbers.
 SCORES = {1: "softmax", 2: "sigmoid"}
+# Sizes of recurrent layers; of values llama.cpp has that of all heads together.
+_SIZES = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_value_head_dim",
+}
 
 
 def read_config(data: Metadata) -> dict[str, Any]:
@@ -189,16 +197,56 @@ def _partial(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _granite(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Converted Granite 4 keeps sizes of recurrent layers that it does not have."""
-    data.skip(*(f"ssm.{size}" for size in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")))
-    data.skip("expert_shared_feed_forward_length")
+    data.skip(*_SIZES, "expert_shared_feed_forward_length")
     if not data.get("rope.scaling.finetuned", True):
         raise data.error("rope.scaling.finetuned", "False", "True, for layers without positions are not read")
+    return {**_llama(data, config), **_multipliers(data, config)}
+
+
+def _multipliers(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_llama(data, config),
         "attention_multiplier": data.get("attention.scale", (head_dim(config) or 1) ** -0.5),
         "embedding_multiplier": data.get("embedding_scale"),
         "residual_multiplier": data.get("residual_scale"),
         "logits_scaling": data.get("logit_scale"),
+    }
+
+
+def _granite_hybrid(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer without heads of keys is recurrent. Experts are as wide as MLPs are said to be."""
+    conv, state, groups, heads, inner = (_size(data, key) for key in _SIZES)
+    hidden, experts = _size(data, "embedding_length"), _size(data, "expert_count", 0)
+    if inner % hidden:
+        raise data.error("ssm.inner_size", str(inner), f"a multiple of the model's width, {hidden}")
+    return {
+        **read_rope(data, config),
+        **_multipliers(data, config),
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention" if count else "mamba" for count in data.of_layers("attention.head_count_kv")],
+        "position_embedding_type": "rope" if data.get("rope.scaling.finetuned", True) else "nope",
+        "num_experts": experts,
+        "num_experts_per_tok": data.get("expert_used_count"),
+        "shared_intermediate_size": data.get("expert_shared_feed_forward_length"),
+        "mamba_d_conv": conv,
+        "mamba_d_state": state,
+        "mamba_n_groups": groups,
+        "mamba_n_heads": heads,
+        "mamba_expand": inner // hidden,
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in data.shapes),
+    }
+
+
+def _gpt_oss(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = read_rope(data, config)
+    return {
+        **rope,
+        "rope_scaling": {**rope.get("rope_scaling", {}), "truncate": False},
+        "model_type": "gpt_oss",
+        "attention_bias": data.has("attn_q.bias"),
+        "num_experts": data.get("expert_count"),
+        "num_experts_per_tok": data.get("expert_used_count"),
+        "intermediate_size": data.get("expert_feed_forward_length"),
+        "sliding_window": data.get("attention.sliding_window"),
     }
 
 
@@ -240,16 +288,6 @@ def _lfm2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "conv_L_cache": data.get("shortconv.l_cache"),
         "block_auto_adjust_ff_dim": False,
     }
-
-
-# Sizes of recurrent layers; of values llama.cpp has that of all heads together.
-_SIZES = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads",
-    "ssm.inner_size": "linear_value_head_dim",
-}
 
 
 def _qwen35(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -345,6 +383,8 @@ ARCHITECTURES: dict[str, Reader] = {
         "use_sliding_window": False,
     },
     "olmoe": lambda data, config: {**_biased(data, config), **_experts(data), "norm_topk_prob": False},
+    "granitehybrid": _granite_hybrid,
+    "gpt-oss": _gpt_oss,
     "granitemoe": lambda data, config: {**_granite(data, config), **_experts(data)},
     "exaone4": lambda data, config: {"sliding_window": None, **read_rope(data, config), **_windows(data)},
     # The base of the rope is stored as alpha enlarged it.

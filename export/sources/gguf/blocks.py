@@ -120,6 +120,11 @@ def _fp4_scales(blocks: Bytes) -> Array:
     return scales
 
 
+def read_fp4(blocks: Bytes) -> Array:
+    """The codes of MXFP4, uint8 [R, B, 32]."""
+    return _fields(blocks[..., 1:], 16, NIBBLES, 4)
+
+
 def _five_bits(blocks: Bytes, high: int) -> Array:
     low = _fields(blocks[..., high + 4 :], 16, NIBBLES, 4)
     return _join(low, _fields(blocks[..., high : high + 4], 1, BITS, 1), 4)
@@ -154,5 +159,5 @@ LAYOUTS: dict[str, Layout] = {
     "Q6_K": Layout(8, 16, lambda b: _less(_q6_k(b), 32), lambda b: _half(b, 208) * b[..., 192:208].view(np.int8)),
     "IQ4_NL": Layout(8, 32, lambda b: _IQ4[_fields(b[..., 2:], 16, NIBBLES, 4)], _small_scales),
     "IQ4_XS": Layout(8, 32, lambda b: _IQ4[_fields(b[..., 8:], 16, NIBBLES, 4)], _iq4_xs_scales),
-    "MXFP4": Layout(8, 32, lambda b: _FP4[_fields(b[..., 1:], 16, NIBBLES, 4)], _fp4_scales),
+    "MXFP4": Layout(8, 32, lambda b: _FP4[read_fp4(b)], _fp4_scales),
 }

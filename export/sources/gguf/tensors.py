@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
-from llmc.export.sources.codes import QuantizedTensor, Weight, pack_codes
-from llmc.export.sources.gguf.blocks import LAYOUTS, Bytes
+from llmc.export.sources.codes import MXFP4_BLOCK, Mxfp4Tensor, QuantizedTensor, Weight, pack_codes
+from llmc.export.sources.gguf.blocks import LAYOUTS, Bytes, read_fp4
 from llmc.export.sources.gguf.config import head_dim
 from llmc.export.sources.gguf.header import BLOCKS, Entry, Header
 from llmc.export.sources.made import MadeTensor, array_type
@@ -27,6 +27,7 @@ from llmc.strict import open_regular
 
 # Types that need no unpacking, and their numpy types.
 STORED = ("F32", "F16", "BF16")
+FP4_BYTES = BLOCKS["MXFP4"][1]
 # Number of weights that are unpacked at a time: 16 MiB as float32.
 PIECE = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -50,7 +51,7 @@ _MODULES = {
     # Experts by llmc's own names, and what every token goes through beside them.
     "ffn_gate_inp": "experts.router",
     "exp_probs_b.bias": "experts.correction",
-    **{f"ffn_{part}_exps": f"experts.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_exps": f"experts.{part}_proj" for part in ("gate", "up", "down", "gate_up")},
     **{f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
     "ffn_gate_inp_shexp": "mlp.weight_proj",
 }
@@ -70,7 +71,6 @@ _GEMMA4 = {
     "layer_output_scale.weight": "layer_scalar",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     **{f"post_ffw_norm_{it}": f"post_feedforward_layernorm_{it}" for it in (1, 2)},
-    "ffn_gate_up_exps": "experts.gate_up_proj",
     "ffn_gate_inp.scale": "experts.router_norm.weight",
     "ffn_down_exps.scale": "experts.per_expert_scale",
 }
@@ -92,6 +92,14 @@ _QWEN35 = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_GRANITE_HYBRID = {
+    **{f"ssm_{part}": f"mamba.{part}_proj" for part in ("in", "out")},
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_norm": "mamba.norm",
+}
 # Whole names stand for tensors whose kind is another there, too.
 _OTHER_MODULES = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -105,6 +113,8 @@ _OTHER_MODULES = {
     "gemma4_text": _GEMMA4,
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN35),
+    "granitemoehybrid": _GRANITE_HYBRID,
+    "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "attn_sinks.weight": "self_attn.sinks"},
     "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
     "gpt2": {"attn_qkv": "self_attn.c_attn"},
 }
@@ -114,12 +124,14 @@ _KEPT = (
     *("per_layer_input_gate.weight", "per_layer_projection.weight"),
 )
 # Families whose heads llama.cpp rotates by neighbouring values, Hugging Face by values half a head apart.
-_TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "smollm3")
+_TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3")
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<module>.+?)(?P<kind>\.weight|\.bias|))")
 # Whose rows, of ``ssm_out`` columns, belong to value heads: to their values, or to each as a whole. llama.cpp has the
 # first of each key head, then the second ones; Hugging Face those of one key head together.
 _OF_VALUE_HEADS = dict.fromkeys(("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out"), True)
 _OF_VALUE_HEADS |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), False)
+# Vectors that may be stored in two dimensions.
+_VECTORS = ("mamba.A_log", "mamba.D", "mamba.norm.weight")
 # What the config says, too.
 _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -140,9 +152,60 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tup
             entry = replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))
         elif name.endswith(".weight_proj.weight"):  # a vector, there a row
             entry = replace(entry, shape=(1, entry.shape[-1]))
+        elif name.endswith(_VECTORS):  # as a matrix with one row or column, or a row for each group
+            entry = replace(entry, shape=(prod(entry.shape),))
+        if config["model_type"] == "gpt_oss" and "_exps." in entry.name:
+            continue
         order = _order(entry, config)
         found[name] = _tensor(path, entry, order, link, _unpacked_type(name, entry, order, config))
+    if config["model_type"] == "gpt_oss":
+        found |= _weave_experts({entry.name: (path, entry) for path, entry in entries})
     return found, link
+
+
+def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weight]:
+    """Experts of gpt-oss in MXFP4 as its checkpoint has them: rows of gate and up in turn, and neighbours in a byte."""
+    found: dict[str, Weight] = {}
+    for name, (path, entry) in entries.items():
+        match = re.fullmatch(r"(.*\.ffn_)(gate|down)(_exps\.(?:weight|bias))", name)
+        if match is None:
+            continue
+        kinds = ("gate", "up") if match[2] == "gate" else ("down",)
+        names = [match[1] + kind + match[3] for kind in kinds]
+        parts = [entries.get(it, (path, replace(entry, kind="missing"))) for it in names]
+        wanted = ("MXFP4", entry.shape) if name.endswith("weight") else ("F32", entry.shape)
+        for own, (_, part) in zip(names, parts, strict=True):
+            if (part.kind, part.shape) != wanted:
+                raise CheckpointError(
+                    f"{path}: {own} is {part.kind} {list(part.shape)}, expected {wanted[0]} {list(wanted[1])}; export "
+                    "the checkpoint that the file was converted from"
+                )
+        own = parameter(name.replace("gate", "gate_up"), "gpt_oss")
+        weave = partial(_weave, parts)
+        if name.endswith("bias"):
+            found[own] = MadeTensor("F32", (entry.shape[0], len(parts) * entry.shape[1]), partial(weave, _bias))
+            continue
+        shape, inputs = (entry.shape[0], len(parts) * entry.shape[1]), entry.shape[2]
+        codes = MadeTensor("U8", (*shape, inputs // 2), partial(weave, _fp4_codes))
+        scales = MadeTensor("U8", (*shape, inputs // MXFP4_BLOCK), partial(weave, lambda raw: raw[:, ::FP4_BYTES]))
+        found[own] = Mxfp4Tensor(codes, scales)
+    return found
+
+
+def _weave(parts: Sequence[tuple[Path, Entry]], read: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
+    """Chunks of experts [e, rows, ...] of all parts, whose rows take turns."""
+    streams = [_rows(path, entry, None, lambda raw: raw) for path, entry in parts]
+    for raws in zip(*streams, strict=True):
+        rows = [read(raw.reshape(len(raw) * entry.shape[1], -1)) for raw, (_, entry) in zip(raws, parts, strict=True)]
+        yield np.stack(rows, 1).reshape(len(raws[0]), -1)
+
+
+def _fp4_codes(raw: Bytes) -> NDArray[np.uint8]:
+    return pack_codes(read_fp4(raw.reshape(len(raw), -1, FP4_BYTES)).reshape(len(raw), -1))
+
+
+def _bias(raw: Bytes) -> NDArray[np.float32]:
+    return raw.view(np.float32)
 
 
 def parameter(name: str, family: str) -> str:

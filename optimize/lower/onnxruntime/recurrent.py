@@ -7,6 +7,7 @@ Outputs and states of this one are the same bits however a row is cut into calls
 import numpy as np
 import onnx_ir as ir
 
+from llmc.bundle import MOST_REPLAYED, REPLAY
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import inline_vector
 from llmc.optimize.lower.onnxruntime.attention import emit_token_counts
@@ -22,12 +23,48 @@ def lower_recurrences(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CausalConv and llmc::LinearAttention -> operators of the engine; the number of mixers."""
     convs, recurrences = list(nodes_of(graph, "CausalConv", LLMC)), list(nodes_of(graph, "LinearAttention", LLMC))
     for node in convs:
+        _keep(node, node.inputs[2], "channels", context, x=node.inputs[0])
         _lower_conv(node, context)
     for node in recurrences:
+        _keep(node, node.inputs[3], "value_heads", context, decay=node.inputs[4], beta=node.inputs[5])
         _lower_recurrence(node)
     names = [recurrent.name for recurrent in context.geometry.recurrents]
     inline_vectors(graph, [f"{name}.{part}" for name in names for part in PARAMETERS], context)
     return len(convs)
+
+
+def _keep(
+    node: ir.Node, state: ir.Value | None, width: str, context: LoweringContext, **parts: ir.Value | None
+) -> None:
+    """Make what a state is computed from an output; only of short calls, where prompts run on the same graph."""
+    assert state is not None
+    for part, value in parts.items():
+        assert value is not None
+        emit = Emitter(node, f"{REPLAY}.{state.name}.{part}")
+        if context.phase != "decode":
+            first = vector(emit.graph, [0]), vector(emit.graph, [MOST_REPLAYED]), vector(emit.graph, [1])
+            value = emit("Slice", value, *first)
+        value.name, value.type = emit.name, ir.TensorType(ir.DataType.FLOAT)
+        value.shape = ir.Shape(["batch", "replayed", node.attributes[width].as_int()])
+        emit.graph.outputs.append(value)
+
+
+def extract_replay(graph: ir.Graph) -> ir.Graph:
+    """The part of a lowered decoder that computes states from its outputs that were kept for this."""
+    inputs = [value for value in graph.inputs if value.name in ("input_ids", "new_lengths") or _is_state(value)]
+    for value in (value for value in graph.outputs if str(value.name).startswith(f"{REPLAY}.")):
+        node, whole = value.producer(), value
+        assert node is not None
+        if node.name == f"{value.name}.Slice":
+            assert node.inputs[0] is not None
+            whole = node.inputs[0]
+            whole.name, whole.type, whole.shape, value.name = value.name, value.type, value.shape, None
+        inputs.append(whole)
+    return ir.convenience.extract(graph, inputs, [value for value in graph.outputs if _is_state(value)])
+
+
+def _is_state(value: ir.Value) -> bool:
+    return str(value.name).startswith(("past_state.", "present_state."))
 
 
 def _lower_conv(node: ir.Node, context: LoweringContext) -> None:

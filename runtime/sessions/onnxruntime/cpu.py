@@ -19,18 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import ADAPTERS_FOLDER, WEIGHTS_FILE, Manifest, version
+from llmc.bundle import ADAPTERS_FOLDER, REPLAY, WEIGHTS_FILE, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory
 from llmc.runtime.host.read_ahead import read_ahead
 from llmc.runtime.host.threads import on_leaving
-from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.kv.host_cache import HostCache
-from llmc.runtime.sessions.adapters import Array
 from llmc.runtime.sessions.base import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime.factors import RowFactors
 from llmc.runtime.sessions.onnxruntime.library import inference_session, session_options
 from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
+from llmc.runtime.sessions.onnxruntime.replay import Named, Replay, States, bind
 
 # Bindings that are kept beside that of the last long call. A binding takes 0.4 ms to make for 24 layers, 2 % of a step
 # of a 0.5B model: worth keeping for every number of rows of a step and of drafted tokens, and not for a chunk's 90 ms.
@@ -51,7 +50,8 @@ class OnnxRuntimeSession(Session):
         if manifest.cache == "bfloat16":
             raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
         names = {phase: manifest.graphs[phase.value].file for phase in Phase}
-        files = open_graphs(runtime, folder, manifest, sorted(set(names.values())), threads)
+        own = {manifest.graphs[REPLAY].file} if manifest.geometry.has_states else set()
+        files = open_graphs(runtime, folder, manifest, sorted({*names.values(), *own}), threads)
         self._graphs: dict[str, Any] = {phase: files[name] for phase, name in names.items()}
         self._takes_lengths: set[str] = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
         split = manifest.recipe.phases == "split" and manifest.cache != "int8"
@@ -63,6 +63,8 @@ class OnnxRuntimeSession(Session):
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
         self._factors: RowFactors | None = None
+        self._replay = Replay(files[own.pop()]) if own else None
+        self._fed = 0  # tokens of the last provisional call
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -91,9 +93,20 @@ class OnnxRuntimeSession(Session):
         except Exception:
             with translate_errors("running the model"):
                 raise
-        self.cache.note_computed(batch.first_row, ends)
+        if batch.provisional:
+            self._fed = ends[0] - int(batch.past_lengths[0])
+        else:
+            self.cache.note_computed(batch.first_row, ends)
         self._logits = binding.logits
         return self._logits
+
+    def accept(self, row: int, past: int, tokens: int) -> None:
+        """See :class:`llmc.runtime.sessions.base.Session`."""
+        assert self._replay is not None
+        states = [(tensor, array) for tensor, array in self._list_caches(row, 1) if tensor.kind == "state"]
+        with translate_errors("going back over drafts"):
+            self._replay.accept(tokens, self._fed, states, self._options)
+        self.cache.note_computed(row, [past + tokens])
 
     def open_adapters(self) -> None:
         graph = self._manifest.adapter_graph
@@ -114,27 +127,18 @@ class OnnxRuntimeSession(Session):
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
         kind = ADAPTERS_FOLDER if batch.adapters else batch.phase
         embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
-        shape = (kind, *batch.input_ids.shape, batch.logit_indices.shape[1], batch.first_row, embeddings)
+        rows, sequence = batch.input_ids.shape
+        shape = (kind, rows, sequence, batch.logit_indices.shape[1], batch.first_row, embeddings, batch.provisional)
         bound = self._bound
         if shape in bound.kept:
             bound.kept.move_to_end(shape)
             return bound.kept[shape]
         if bound.long is not None and bound.long[0] == shape:
             return bound.long[1]
-        rows = slice(batch.first_row, batch.first_row + batch.input_ids.shape[0])
-        caches = [(tensor, array[rows]) for tensor, array in zip(self.cache.tensors, self.cache.arrays, strict=True)]
         kept = batch.input_ids.size <= max(SHARED_OUTPUTS, self.cache.rows)
         if not kept:
             bound.long = None  # its outputs go before new ones come
-        binding = _Binding(self._graphs[kind], batch, caches, self._room_for(batch, shared=kept))
-        if kind in self._takes_lengths:
-            binding.bind_lengths()
-        if self._takes_embeddings:
-            binding.bind_embeddings(max(1, embeddings), self._manifest.geometry.hidden_size)
-        if batch.adapters and self._factors is not None:
-            binding.bind_factors(self._factors.views(batch.first_row, len(batch.input_ids)))
-        if self._takes_slots:
-            binding.bind_slots(self.cache.capacity)
+        binding = self._bind_anew(kind, batch, self._room_for(batch, shared=kept))
         if not kept:
             bound.long = (shape, binding)
             return binding
@@ -142,6 +146,28 @@ class OnnxRuntimeSession(Session):
         if len(bound.kept) > KEPT_BINDINGS:
             bound.kept.popitem(last=False)
         return binding
+
+    def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> "_Binding":
+        rows, sequence = batch.input_ids.shape
+        caches = self._list_caches(batch.first_row, rows)
+        binding = _Binding(self._graphs[kind], batch, caches, room)
+        if kind in self._takes_lengths:
+            binding.bind_lengths()
+        if self._takes_embeddings:
+            embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
+            binding.bind_embeddings(max(1, embeddings), self._manifest.geometry.hidden_size)
+        if batch.adapters and self._factors is not None:
+            binding.bind_inputs(self._factors.views(batch.first_row, rows))
+        if self._takes_slots:
+            binding.bind_slots(self.cache.capacity)
+        if batch.provisional and self._replay is not None:
+            states = [(tensor, array) for tensor, array in caches if tensor.kind == "state"]
+            binding.bind_outputs(self._replay.outputs(sequence, states))
+        return binding
+
+    def _list_caches(self, row: int, count: int) -> States:
+        rows = slice(row, row + count)
+        return [(tensor, array[rows]) for tensor, array in zip(self.cache.tensors, self.cache.arrays, strict=True)]
 
     def _room_for(self, batch: Batch, *, shared: bool) -> NDArray[np.float32]:
         shape, vocab = batch.logit_indices.shape, self._manifest.geometry.vocab_size
@@ -167,9 +193,7 @@ class _Bound:
 class _Binding:
     """Arrays for one shape of call, bound to a graph by address; ``caches`` are its rows of the cache's tensors."""
 
-    def __init__(
-        self, session: Any, batch: Batch, caches: list[tuple[CacheTensor, NDArray[Any]]], logits: NDArray[np.float32]
-    ) -> None:
+    def __init__(self, session: Any, batch: Batch, caches: States, logits: NDArray[np.float32]) -> None:
         self.session = session
         self.io = session.io_binding()
         self.input_ids = np.empty(batch.input_ids.shape, np.int64)
@@ -179,37 +203,38 @@ class _Binding:
         self.new_lengths: NDArray[np.int64] | None = None
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
-            self._bind(self.io.bind_input, name, getattr(self, name))
-        self._bind(self.io.bind_output, "logits", self.logits)
+            bind(self.io.bind_input, name, getattr(self, name))
+        bind(self.io.bind_output, "logits", self.logits)
         for tensor, array in caches:
-            self._bind(self.io.bind_input, tensor.past, array)
-            self._bind(self.io.bind_output, tensor.present, array)
+            bind(self.io.bind_input, tensor.past, array)
+            bind(self.io.bind_output, tensor.present, array)
 
     def bind_lengths(self) -> None:
         """A graph that packs rows asks how many of each row's new tokens count."""
         self.new_lengths = np.empty(self.past_lengths.shape, np.int64)
-        self._bind(self.io.bind_input, "new_lengths", self.new_lengths)
+        bind(self.io.bind_input, "new_lengths", self.new_lengths)
 
-    def bind_factors(self, factors: Iterable[tuple[str, Array]]) -> None:
+    def bind_inputs(self, arrays: Iterable[Named]) -> None:
         """The graph for adapters takes those of each row."""
-        for name, array in factors:
-            self._bind(self.io.bind_input, name, array)
+        for name, array in arrays:
+            bind(self.io.bind_input, name, array)
+
+    def bind_outputs(self, arrays: Iterable[Named]) -> None:
+        """A provisional call writes its states, and what they are computed from, elsewhere than into its row."""
+        for name, array in arrays:
+            bind(self.io.bind_output, name, array)
 
     def bind_slots(self, capacity: int) -> None:
         """A graph that was made for TensorRT asks which positions of the cache it may look at: all."""
         self.slots = np.arange(capacity)
-        self._bind(self.io.bind_input, "cache_slots", self.slots)
+        bind(self.io.bind_input, "cache_slots", self.slots)
 
     def bind_embeddings(self, rows: int, width: int) -> None:
         """A graph that takes rows in place of tokens' embeddings wants at least one, which none of the tokens needs."""
         self.embedding_indices = np.full(self.input_ids.shape, -1, np.int64)
         self.embeddings = np.zeros((rows, width), np.float32)
-        self._bind(self.io.bind_input, "embedding_indices", self.embedding_indices)
-        self._bind(self.io.bind_input, "embeddings", self.embeddings)
-
-    @staticmethod
-    def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
-        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        bind(self.io.bind_input, "embedding_indices", self.embedding_indices)
+        bind(self.io.bind_input, "embeddings", self.embeddings)
 
 
 def _takes(graph: Any, name: str) -> bool:

@@ -1,0 +1,27 @@
+"""DeepSeek-V3 and Moonlight: as V2, with experts chosen by the sigmoid of their scores and a bias."""
+
+from dataclasses import replace
+
+from llmc.export.config import DecoderConfig, ExpertsConfig
+from llmc.export.families import deepseek_v2
+from llmc.export.families.mixtures import read_experts, read_groups
+from llmc.export.keys import Keys
+
+OWN = (("mlp.gate.e_score_correction_bias", "experts.correction"),)
+
+
+def read(keys: Keys) -> DecoderConfig:
+    """Layers that predict further tokens are not read: their tensors are refused."""
+    keys.skip("aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "num_mtp_layers")
+    config = deepseek_v2.read_latent(keys, _read_experts, interleaved=keys.flag("rope_interleave", True))
+    return replace(config, renamed=(*config.renamed, *OWN))
+
+
+def _read_experts(keys: Keys, inner: int) -> ExpertsConfig:
+    keys.choice("scoring_func", ("sigmoid",), "sigmoid")
+    keys.choice("topk_method", ("noaux_tc",), "noaux_tc")
+    if keys.raw("moe_layer_freq") not in (None, 1):
+        raise keys.error("moe_layer_freq", keys.raw("moe_layer_freq"), "1")
+    experts = read_experts(keys, inner, normalized=keys.flag("norm_topk_prob", True), count=256)
+    experts = replace(experts, score="sigmoid", corrected=True, scale=keys.number("routed_scaling_factor", 2.5))
+    return read_groups(keys, experts, best=2)
