@@ -398,7 +398,7 @@ def rotated_heads(x: Tensor, past_lengths: Tensor, inv_freq: Tensor, knobs: Knob
 
 
 def patch_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
-    """Attend from every patch of a tile to all (T, P, H*D), or where ``mask`` (T, 1, 1, P) is true; while torch exports,
+    """Attend from every patch of a tile to all (T, P, H*D), or where ``mask`` (T, 1, P, P) is true; while torch exports,
     it emits one standard node."""
     if torch.compiler.is_exporting():
         attributes = {"q_num_heads": heads, "kv_num_heads": heads, "scale": (q.shape[-1] // heads) ** -0.5}

@@ -120,7 +120,8 @@ class TurnedAttention(nn.Module):
             return whole
         slots, places = windows
         q, k, v = (self.to_windows(part[0], slots) for part in (q, k, v))
-        mixed = ops.patch_attention(q, k, v, self.heads, (slots >= 0).unsqueeze(1).unsqueeze(1))
+        seen = (slots >= 0).unsqueeze(1).unsqueeze(1).expand(-1, -1, slots.shape[1], -1)
+        mixed = ops.patch_attention(q, k, v, self.heads, seen)
         apart: Tensor = self.o_proj(self.from_windows(mixed.flatten(0, 1), places).unsqueeze(0))
         return apart
 

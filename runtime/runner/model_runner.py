@@ -23,6 +23,7 @@ from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
 from llmc.runtime.sampling.logits import suffice
 from llmc.runtime.sessions import Batch, Phase, Session
+from llmc.runtime.vision.rows import place_rows
 
 # From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the bits
 # of the latter. The figures are fixed, so that a request gives the same tokens tomorrow.
@@ -139,7 +140,7 @@ class ModelRunner:
         # The largest logits are enough only where these decide every sequence's token.
         few = self._candidates > 0 and all(0 < sequence.needs < self._candidates for sequence in call)
         step = self._step(call, self.phase(len(call)), self._candidates if few else 0)
-        logits = self._run(_with_adapters(step, call))
+        logits = self._run(_complete(step, call))
         if few and not all(suffice(row, sequence.needs) for row, sequence in zip(logits[:, 0], call, strict=False)):
             logits = self.session.full_logits()
         return logits
@@ -186,7 +187,7 @@ class ModelRunner:
         ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
         new = np.array([len(tokens)], np.int64) if self._has_states else None
         found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, 0, new)
-        logits: Floats = self._run(_with_adapters(found, [sequence]))[0]
+        logits: Floats = self._run(_complete(found, [sequence]))[0]
         return logits[len(waiting) - 1 : len(tokens)]
 
     def _run(self, call: Batch) -> Floats:
@@ -207,8 +208,10 @@ def _zeros(rows: int, phase: Phase, first_row: int, candidates: int) -> Batch:
     return Batch(phase, ids, lengths, indices, first_row, candidates)
 
 
-def _with_adapters(call: Batch, sequences: Sequence[Slot]) -> Batch:
-    """A call with the adapters of its rows, of which the last may be a dummy."""
+def _complete(call: Batch, sequences: Sequence[Slot]) -> Batch:
+    """A call with the adapters and the positions of its rows, of which the last may be a dummy."""
+    places = place_rows(call.past_lengths, call.input_ids.shape[1], [sequence.images for sequence in sequences])
+    call = call if places is None else replace(call, positions=places)
     found = [sequence.adapter for sequence in sequences]
     if not any(found):
         return call

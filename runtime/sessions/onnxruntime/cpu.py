@@ -58,6 +58,7 @@ class OnnxRuntimeSession(Session):
         self.packs_rows = ragged and Phase.PREFILL in self._takes_lengths
         self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
         self._takes_embeddings = _takes(self._graphs[Phase.DECODE], "embeddings")
+        self._takes_positions = _takes(self._graphs[Phase.DECODE], "positions")
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
@@ -85,6 +86,9 @@ class OnnxRuntimeSession(Session):
             binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
         if batch.embedded is not None:
             binding.embedding_indices[:], binding.embeddings[:] = batch.embedded.indices, batch.embedded.rows
+        if self._takes_positions:
+            plain = batch.past_lengths[:, None] + np.arange(sequence)
+            binding.positions[:] = plain if batch.positions is None else batch.positions
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
         except Exception:
@@ -129,7 +133,9 @@ class OnnxRuntimeSession(Session):
         if kind in self._takes_lengths:
             binding.bind_lengths()
         if self._takes_embeddings:
-            binding.bind_embeddings(max(1, embeddings), self._manifest.geometry.hidden_size)
+            binding.bind_embeddings(max(1, embeddings), self._manifest.geometry.row_width)
+        if self._takes_positions:
+            binding.bind_positions(3)
         if batch.adapters and self._factors is not None:
             binding.bind_factors(self._factors.views(batch.first_row, len(batch.input_ids)))
         if self._takes_slots:
@@ -205,6 +211,11 @@ class _Binding:
         self.embeddings = np.zeros((rows, width), np.float32)
         self._bind(self.io.bind_input, "embedding_indices", self.embedding_indices)
         self._bind(self.io.bind_input, "embeddings", self.embeddings)
+
+    def bind_positions(self, axes: int) -> None:
+        """A graph whose positions have several axes takes them."""
+        self.positions = np.empty((axes, *self.input_ids.shape), np.int64)
+        self._bind(self.io.bind_input, "positions", self.positions)
 
     @staticmethod
     def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
