@@ -369,8 +369,8 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Patching:
-    """Steps from pixels to the patches of a tower that sees a whole image at once: an RGB image is resized to sides that
-    are multiples of a tile, near its ratio and within bounds of its pixels, and cut into patches, tile by tile.
+    """Steps from pixels to the patches of a tower that sees a whole image at once: an RGB image is resized to sides
+    that are multiples of a tile, near its ratio and within bounds of its pixels, and cut into patches, tile by tile.
 
     Attributes:
         least_pixels, most_pixels: of the resized image.
@@ -380,8 +380,8 @@ class Patching:
         places: entries of each side of the table of learned positions, which is stretched over an image; 0 for none.
     """
 
-    least_pixels: Annotated[int, range(1, 1 << 28)]
-    most_pixels: Annotated[int, range(1, 1 << 28)]
+    least_pixels: Annotated[int, range(1, 1 << 26)]
+    most_pixels: Annotated[int, range(1, 1 << 26)]
     filter: Filter
     rescale: float
     mean: Channels

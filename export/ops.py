@@ -398,8 +398,8 @@ def rotated_heads(x: Tensor, past_lengths: Tensor, inv_freq: Tensor, knobs: Knob
 
 
 def patch_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
-    """Attend from every patch of a tile to all (T, P, H*D), or where ``mask`` (T, 1, P, P) is true; while torch exports,
-    it emits one standard node."""
+    """Attend from every patch of a tile to all (T, P, H*D), or where ``mask`` (T, 1, P, P) is true; while torch
+    exports, it emits one standard node."""
     if torch.compiler.is_exporting():
         attributes = {"q_num_heads": heads, "kv_num_heads": heads, "scale": (q.shape[-1] // heads) ** -0.5}
         inputs = [q, k, v] if mask is None else [q, k, v, mask]
@@ -411,8 +411,8 @@ def patch_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | 
 def turn_patches(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     """Rotate heads x (1, P, H*D) by cosines and sines (1, P, D/2); while torch exports, it emits one standard node."""
     if torch.compiler.is_exporting():
-        attributes = {"num_heads": heads}
-        return torch.onnx.ops.symbolic("RotaryEmbedding", [x, cos, sin], attributes, dtype=x.dtype, shape=x.shape)
+        inputs = [x, cos, sin]
+        return torch.onnx.ops.symbolic("RotaryEmbedding", inputs, {"num_heads": heads}, dtype=x.dtype, shape=x.shape)
     first, second = _heads(x, x.shape[-1] // heads).chunk(2, -1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     return turned.transpose(1, 2).flatten(2)

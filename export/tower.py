@@ -105,9 +105,7 @@ def _turns(config: PatchTowerConfig) -> Rope:
     return Rope(config.width // config.heads // 2, THETA)
 
 
-def build_tower(
-    config: TowerConfig | PatchTowerConfig, tensors: Mapping[str, StoredTensor], base: Path
-) -> ir.Model:
+def build_tower(config: TowerConfig | PatchTowerConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
     """Export the tower, refer to its weights in the files of ``base``, and check the result."""
     samples = _sample_tiles(config) if isinstance(config, TowerConfig) else _sample_patches(config)
     inputs, shapes = ([each[part] for each in samples.values()] for part in (0, 1))

@@ -117,9 +117,7 @@ class PatchTowerConfig:
     def linears(self) -> tuple[Linear, ...]:
         """Its linears in the order of the computation."""
         pixels = 3 * self.frames * self.patch**2
-        first = Linear(
-            f"{TOWER}.patch_embedding", self.width, pixels, self.embedding_bias, TOWER, "", None, exact=True
-        )
+        first = Linear(f"{TOWER}.patch_embedding", self.width, pixels, self.embedding_bias, TOWER, "", None, exact=True)
         found = [first]
         for index in range(self.layers):
             found += self._list_of_layer(index)

@@ -56,12 +56,7 @@ class Attention(nn.Module):
             self.rotary_emb = RotaryEmbedding(np.zeros(config.head_dim // 2, np.float32))
 
     def forward(
-        self,
-        x: Tensor,
-        past: Cache | None,
-        lengths: Tensor,
-        ropes: Sequence[Tensor],
-        axes: ops.Places | None = None,
+        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor], axes: ops.Places | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``lengths`` (B) are those of the cache, or without one of the rows; ``ropes`` are the frequencies (R/2) of
         each of the decoder's ropes. An attention that reads the cache of another layer gets it whole, and positions

@@ -31,12 +31,7 @@ class LatentAttention(Attention):
         self.o_proj = Linear(config.heads * config.value_dim, hidden_size, bias=config.o_bias)
 
     def forward(
-        self,
-        x: Tensor,
-        past: Cache | None,
-        lengths: Tensor,
-        ropes: Sequence[Tensor],
-        axes: ops.Places | None = None,
+        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor], axes: ops.Places | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """As :meth:`llmc.export.blocks.attention.Attention.forward`, always with a cache."""
         config = self.config

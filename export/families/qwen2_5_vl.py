@@ -10,7 +10,9 @@ from llmc.export.vision import PatchTowerConfig
 
 def read(keys: Keys) -> DecoderConfig:
     """Published configs have the text part's keys beside those of images."""
-    keys.nest("text_config", (*QWEN_KEYS, "model_type", "tie_word_embeddings", "quantization_config"), "qwen2_5_vl_text")
+    keys.nest(
+        "text_config", (*QWEN_KEYS, "model_type", "tie_word_embeddings", "quantization_config"), "qwen2_5_vl_text"
+    )
     keys.skip(*QWEN_KEYS)
     config = read_text_part(keys, ("qwen2_5_vl_text",), default_tied=False, read_tower=_read_tower)
     return place_by_axes(keys, config, (16, 24, 24))

@@ -63,8 +63,10 @@ def read_siglip(
 
 
 # Keys of Qwen's models that see beside those of their text.
-QWEN_KEYS = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-QWEN_KEYS = (*QWEN_KEYS, "vision_token_id")
+QWEN_KEYS = (
+    *("vision_config", "image_token_id", "video_token_id"),
+    *("vision_start_token_id", "vision_end_token_id", "vision_token_id"),
+)
 # What their ropes are called, and keys of these that :func:`place_by_axes` reads.
 SECTIONS, INTERLEAVED = "mrope_section", "mrope_interleaved"
 QWEN_ROPES: dict[str, Any] = {"rope_types": {**TYPES, "mrope": "default"}, "rope_own": (SECTIONS, INTERLEAVED)}

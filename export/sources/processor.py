@@ -62,11 +62,7 @@ def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:
     (longest, tile) = (_read_edge(keys, name) for name in ("size", "max_image_size"))
     if tile != tower.tile:
         raise keys.error("max_image_size", tile, f"{tower.tile}, the vision_config's image_size")
-    tiling = Tiling(
-        longest_edge=longest,
-        cut=keys.flag("do_image_splitting", True),
-        **_read_values(keys, "lanczos"),
-    )
+    tiling = Tiling(longest_edge=longest, cut=keys.flag("do_image_splitting", True), **_read_values(keys, "lanczos"))
     keys.finish()
     return tiling
 
@@ -74,7 +70,11 @@ def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:
 def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
     """Defaults are those of transformers; older files have bounds of pixels by their own names."""
     _check_steps(keys, QWEN_KINDS)
-    for name, value in (("patch_size", tower.patch), ("temporal_patch_size", tower.frames), ("merge_size", tower.merged)):
+    for name, value in (
+        ("patch_size", tower.patch),
+        ("temporal_patch_size", tower.frames),
+        ("merge_size", tower.merged),
+    ):
         if (found := keys.integer(name, value)) != value:
             raise keys.error(name, found, f"{value}, as in the vision_config")
     size = keys.inside("size") if keys.raw("size") is not None else Keys({}, keys.where)

@@ -83,10 +83,7 @@ def make_feeds(patches: Patches, vision: Vision) -> dict[str, NDArray[Any]]:
     repeated = np.broadcast_to(squares, (*squares.shape[:5], patching.frames, *squares.shape[6:]))
     grid = np.indices((rows * merged, columns * merged)).reshape(2, rows, merged, columns, merged)
     positions = grid.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
-    feeds: dict[str, NDArray[Any]] = {
-        "pixel_values": repeated.reshape(len(positions), -1),
-        "positions": positions,
-    }
+    feeds: dict[str, NDArray[Any]] = {"pixel_values": repeated.reshape(len(positions), -1), "positions": positions}
     if patching.places:
         feeds |= _stretch(positions, (rows * merged, columns * merged), patching.places)
     if patching.window:

@@ -63,8 +63,8 @@ def make_names(digest: bytes, rows: int) -> NDArray[np.int64]:
 
 
 def place_tokens(length: int, images: Sequence[tuple[int, tuple[int, int]]]) -> NDArray[np.int64]:
-    """Positions int64 [3, length] on three axes, of time, row and column. An image, which begins at a token and has rows
-    and columns, stands at one time, and what comes after it behind its longer side.
+    """Positions int64 [3, length] on three axes, of time, row and column. An image, which begins at a token and has
+    rows and columns, stands at one time, and what comes after it behind its longer side.
 
     Source: M-RoPE (arXiv 2409.12191).
     """
@@ -80,9 +80,7 @@ def place_tokens(length: int, images: Sequence[tuple[int, tuple[int, int]]]) -> 
     return found
 
 
-def place_rows(
-    past: NDArray[np.int64], sequence: int, images: Sequence[ImageRows | None]
-) -> NDArray[np.int64] | None:
+def place_rows(past: NDArray[np.int64], sequence: int, images: Sequence[ImageRows | None]) -> NDArray[np.int64] | None:
     """Positions int64 [3, B, S] of a call after ``past`` [B] positions, of which the first rows have ``images``; None
     where no row has any that need them."""
     if not any(each is not None and each.places is not None for each in images):

@@ -65,7 +65,9 @@ class Tower:
         for number, image in enumerate(images, 1):
             with self._lock:
                 opened = open_image(image, f"image {number}")
-                seen.append(cut_patches(opened, vision, f"image {number}") if vision.patching else cut_tiles(opened, vision))
+                seen.append(
+                    cut_patches(opened, vision, f"image {number}") if vision.patching else cut_tiles(opened, vision)
+                )
             if (tokens := tokens + self._count(seen[-1])) >= max_context:
                 raise ContextError(
                     f"the first {number} of {len(images)} images have {tokens} tokens, which leaves no room in a "
@@ -76,7 +78,11 @@ class Tower:
 
     def _count(self, image: Seen) -> int:
         """Tokens of an image."""
-        return math.prod(image.grid(self._vision)) if isinstance(image, Patches) else self._vision.tokens * len(image.pixels)
+        return (
+            math.prod(image.grid(self._vision))
+            if isinstance(image, Patches)
+            else self._vision.tokens * len(image.pixels)
+        )
 
     def _write(self, image: Seen) -> str:
         markers = self._vision.markers
@@ -101,7 +107,9 @@ class Tower:
         rows = [self._compute(image) for image in images]
         names = [make_names(image.digest, len(own)) for image, own in zip(images, rows, strict=True)]
         starts = positions[np.cumsum([0, *counts[:-1]])].tolist()
-        grids = [(start, it.grid(self._vision)) for start, it in zip(starts, images, strict=True) if isinstance(it, Patches)]
+        grids = [
+            (start, it.grid(self._vision)) for start, it in zip(starts, images, strict=True) if isinstance(it, Patches)
+        ]
         places = place_tokens(len(prompt), grids) if self._vision.axes else None
         return ImageRows(positions, np.concatenate(names), np.concatenate(rows), places)
 

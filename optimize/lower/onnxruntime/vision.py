@@ -8,7 +8,7 @@ from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import replace_weight
 from llmc.optimize.lower.onnxruntime.linears import float_table
 from llmc.optimize.lower.raising import find_vector
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, graph_input, nodes_of, replace, scalar, vector
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, graph_input, initializer, nodes_of, replace, scalar, vector
 
 POSITIONS = f"{TOWER}.position_embedding.weight"
 

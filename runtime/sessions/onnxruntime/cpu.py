@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import ADAPTERS_FOLDER, WEIGHTS_FILE, Manifest, version
+from llmc.bundle import ADAPTERS_FOLDER, WEIGHTS_FILE, Geometry, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory
 from llmc.runtime.host.read_ahead import read_ahead
@@ -58,7 +58,6 @@ class OnnxRuntimeSession(Session):
         self.packs_rows = ragged and Phase.PREFILL in self._takes_lengths
         self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
         self._takes_embeddings = _takes(self._graphs[Phase.DECODE], "embeddings")
-        self._takes_positions = _takes(self._graphs[Phase.DECODE], "positions")
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
@@ -86,7 +85,7 @@ class OnnxRuntimeSession(Session):
             binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
         if batch.embedded is not None:
             binding.embedding_indices[:], binding.embeddings[:] = batch.embedded.indices, batch.embedded.rows
-        if self._takes_positions:
+        if binding.positions is not None:
             plain = batch.past_lengths[:, None] + np.arange(sequence)
             binding.positions[:] = plain if batch.positions is None else batch.positions
         try:
@@ -133,9 +132,7 @@ class OnnxRuntimeSession(Session):
         if kind in self._takes_lengths:
             binding.bind_lengths()
         if self._takes_embeddings:
-            binding.bind_embeddings(max(1, embeddings), self._manifest.geometry.row_width)
-        if self._takes_positions:
-            binding.bind_positions(3)
+            binding.bind_embeddings(max(1, embeddings), self._manifest.geometry)
         if batch.adapters and self._factors is not None:
             binding.bind_factors(self._factors.views(batch.first_row, len(batch.input_ids)))
         if self._takes_slots:
@@ -182,6 +179,7 @@ class _Binding:
         self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
         self.logits = logits
         self.new_lengths: NDArray[np.int64] | None = None
+        self.positions: NDArray[np.int64] | None = None
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             self._bind(self.io.bind_input, name, getattr(self, name))
@@ -205,17 +203,16 @@ class _Binding:
         self.slots = np.arange(capacity)
         self._bind(self.io.bind_input, "cache_slots", self.slots)
 
-    def bind_embeddings(self, rows: int, width: int) -> None:
-        """A graph that takes rows in place of tokens' embeddings wants at least one, which none of the tokens needs."""
+    def bind_embeddings(self, rows: int, geometry: Geometry) -> None:
+        """A graph that takes rows in place of tokens' embeddings wants at least one, which none of the tokens needs;
+        and positions, where these have several axes."""
         self.embedding_indices = np.full(self.input_ids.shape, -1, np.int64)
-        self.embeddings = np.zeros((rows, width), np.float32)
+        self.embeddings = np.zeros((rows, geometry.row_width), np.float32)
         self._bind(self.io.bind_input, "embedding_indices", self.embedding_indices)
         self._bind(self.io.bind_input, "embeddings", self.embeddings)
-
-    def bind_positions(self, axes: int) -> None:
-        """A graph whose positions have several axes takes them."""
-        self.positions = np.empty((axes, *self.input_ids.shape), np.int64)
-        self._bind(self.io.bind_input, "positions", self.positions)
+        if geometry.vision is not None and geometry.vision.axes:
+            self.positions = np.empty((geometry.vision.axes, *self.input_ids.shape), np.int64)
+            self._bind(self.io.bind_input, "positions", self.positions)
 
     @staticmethod
     def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:

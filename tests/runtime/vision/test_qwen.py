@@ -1,4 +1,4 @@
-"""Tiny models of Qwen's that see, from their checkpoints to tokens: those of transformers, however they are computed."""
+"""Tiny models of Qwen's that see, from checkpoints to tokens: those of transformers, however they are computed."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -78,7 +78,7 @@ class Reference:
         return found[0, given["input_ids"].shape[1] :].tolist()
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=qwen_towers.CONFIGS)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(qwen_towers.write_qwen(tmp_path_factory.mktemp("checkpoint"), request.param))
 
