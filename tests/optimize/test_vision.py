@@ -58,7 +58,7 @@ def test_rows_of_a_bundle_are_those_of_transformers(built: Callable[[str], Path]
 
     tile = np.random.default_rng(0).normal(0, 1, (1, 3, towers.TILE, towers.TILE)).astype(np.float32)
     with load(built("fp32"), self_test=False) as model:
-        found = model.tower.compute_tile(tile)
+        found = model.tower.run(pixel_values=tile)
     reference = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
         (expected,) = reference.model.get_image_features(torch.from_numpy(tile)[None]).pooler_output
