@@ -547,14 +547,13 @@ class Geometry:
     def rotates(self) -> bool:
         """True if an orthogonal matrix can be folded into the weights around the residual stream.
 
-        It is read by norms by the root mean square alone then, and all that is added to it comes from a linear. Of
+        It is read by norms by the root mean square alone then, and all that a layer adds to it comes from a linear. Of
         integers of 8 bits with a scale for each row, which checkpoints have for W8A8, nothing would be left.
         """
         inner = {f"{item.name}.{part}_norm" for item in self.attentions for part in "qk"}
         inner |= {f"{item.name}.norm" for item in self.recurrents}
         return (
             self.encoder is None
-            and self.row_width == self.hidden_size
             and not any(
                 linear.codes and (linear.codes.bits, linear.codes.block) == (8, linear.inputs)
                 for linear in self.linears

@@ -226,8 +226,8 @@ def _token_numbers(graph: ir.Graph, first: ir.Node) -> ir.Value:
         emit, counted = Emitter(first, "positions"), emit_token_counts(graph)
         flat = emit("Reshape", emit("LessOrEqual", counted, counted), vector(graph, [-1]))
         numbers = emit("CumSum", emit("Cast", flat, to=ir.DataType.INT64), scalar(graph, 0, np.int64))
-        shape = emit("Shape", graph_input(graph, "input_ids"))
-        graph.meta["positions"] = emit("Reshape", emit("Sub", numbers, scalar(graph, 1, np.int64)), shape)
+        numbers = emit("Sub", numbers, scalar(graph, 1, np.int64))
+        graph.meta["positions"] = emit("Reshape", numbers, emit("Shape", counted))  # that of ids may become another
     numbers_of_tokens: ir.Value = graph.meta["positions"]
     return numbers_of_tokens
 
