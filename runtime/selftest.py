@@ -119,8 +119,8 @@ def difference(found: NDArray[np.float32], recorded: NDArray[np.float32]) -> flo
 
 
 def make_image(vision: Vision) -> dict[str, NDArray[Any]]:
-    """What the tower reads of a made-up image of slanted stripes, the same on every machine: a tile, or one with some
-    more rows and columns of squares than a window has."""
+    """Inputs of the tower for a made-up image of slanted stripes, the same on every machine: a tile, or one with more
+    rows and columns of squares than a window."""
     side = max(vision.patching.window, 3) if vision.patching else 0
     size = (side + 1, side + 2) if vision.patching else (1, 1)
     colors, rows, columns = np.indices((3, size[0] * vision.tile, size[1] * vision.tile))

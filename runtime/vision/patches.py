@@ -69,7 +69,7 @@ def find_size(width: int, height: int, tile: int, patching: Patching) -> tuple[i
 
 
 def make_feeds(patches: Patches, vision: Vision) -> dict[str, NDArray[Any]]:
-    """What the tower reads of an image of P patches, those of a square one after the other.
+    """Inputs of the tower for an image of P patches, those of a square one after the other.
 
     Returns ``pixel_values`` float32 [P, K] and ``positions`` int64 [P, 2], rows and columns; with learned positions
     ``corners`` int64 [4, P] and ``corner_weights`` float32 [4, P]; and where some layers attend within windows of L
