@@ -379,31 +379,63 @@ class Tiling:
 
 
 @dataclass(frozen=True)
+class Patching:
+    """Steps from pixels to the patches of a tower that sees a whole image at once: an RGB image is resized to sides
+    that are multiples of a tile, near its ratio and within bounds of its pixels, and cut into patches, tile by tile.
+
+    Attributes:
+        least_pixels, most_pixels: of the resized image.
+        filter, rescale, mean, std: as of :class:`Tiling`.
+        frames: times that each patch's pixels are there: the tower is made for videos, too.
+        window: tiles of each side of the windows within which some layers attend, 0 where none do.
+        places: entries of each side of the table of learned positions, which is stretched over an image; 0 for none.
+    """
+
+    least_pixels: Annotated[int, range(1, 1 << 26)]
+    most_pixels: Annotated[int, range(1, 1 << 26)]
+    filter: Filter
+    rescale: float
+    mean: Channels
+    std: Channels
+    frames: Annotated[int, range(1, 17)]
+    window: Annotated[int, range(1 << 12)]
+    places: Annotated[int, range(1 << 12)]
+
+
+@dataclass(frozen=True)
 class Vision:
     """A tower that makes rows of embeddings of images, which stand in the places of a prompt's image tokens.
 
     Attributes:
-        tile: pixels of each side of what the tower sees at a time.
+        tile: pixels of each side of what the tower sees at a time; with ``patching`` of the square that becomes a row.
         patch: pixels of each side of a patch.
         tokens: rows that each tile becomes.
         token_id: of the token whose embedding a row replaces.
         tiling, markers: how images become tiles, and what stands around them in a prompt.
         layers: of the tower.
         linears: in the order of the computation.
+        patching: how images become patches, in the place of ``tiling``.
+        axes: of the decoder's positions: 3 where images have rows and columns in them, 0 where a position is a number.
+        deep: layers of the decoder, the first ones, behind which a further part of each row is added.
     """
 
     tile: Pixels
     patch: Pixels
     tokens: Positions
     token_id: Annotated[int, range(1 << 24)]
-    tiling: Tiling
+    tiling: Tiling | None
     markers: Markers
     layers: Count
     linears: tuple[Linear, ...]
+    patching: Patching | None = None
+    axes: Annotated[int, range(0, 4, 3)] = 0
+    deep: Annotated[int, range(1 << 8)] = 0
 
     @property
     def most_tiles(self) -> int:
         """Tiles of the largest image, the view of the whole included."""
+        if self.tiling is None:
+            return 0 if self.patching is None else self.patching.most_pixels // self.tile**2
         side = -(-self.tiling.longest_edge // self.tile)
         return side * side + 1 if self.tiling.cut and side > 1 else 1
 
@@ -412,8 +444,10 @@ class Vision:
             self.tile % self.patch == 0
             and self.tokens <= (self.tile // self.patch) ** 2
             and self.token_id < vocab_size
-            and self.most_tiles <= MOST_TILES
-            and min(*self.tiling.std, self.tiling.rescale) > 0
+            and (self.tiling is None) != (self.patching is None)
+            and all(it.rescale > 0 and min(it.std) > 0 for it in (self.tiling, self.patching) if it is not None)
+            and (self.tiling is None or self.most_tiles <= MOST_TILES)
+            and (self.patching is None or self.patching.least_pixels <= self.patching.most_pixels)
         )
 
 
@@ -459,6 +493,11 @@ class Geometry:
     def table(self) -> Linear:
         """The embedding's table as if it were a linear: a row for each token."""
         return Linear(EMBEDDING, self.vocab_size, self.hidden_size, False, EMBEDDING, "", None)
+
+    @property
+    def row_width(self) -> int:
+        """Values of a row of an image: an embedding, and what is added behind the first layers."""
+        return self.hidden_size * (1 + (self.vision.deep if self.vision else 0))
 
     @cached_property
     def linear(self) -> dict[str, Linear]:
@@ -519,7 +558,7 @@ class Geometry:
     def rotates(self) -> bool:
         """True if an orthogonal matrix can be folded into the weights around the residual stream.
 
-        It is read by norms by the root mean square alone then, and all that is added to it comes from a linear. Of
+        It is read by norms by the root mean square alone then, and all that a layer adds to it comes from a linear. Of
         integers of 8 bits with a scale for each row, which checkpoints have for W8A8, nothing would be left.
         """
         inner = {f"{item.name}.{part}_norm" for item in self.attentions for part in "qk"}
@@ -609,6 +648,7 @@ class Geometry:
             )
             and all(self._is_routed(item) for item in self.mixtures)
             and (self.vision is None or self.vision.is_sound(self.vocab_size))
+            and (self.vision is None or self.vision.deep <= self.layers)
         )
 
     def _is_routed(self, item: Experts) -> bool:

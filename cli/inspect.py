@@ -134,7 +134,8 @@ def _image_rows(manifest: Manifest) -> list[tuple[str, str]]:
     if vision is None:
         return show.similarity_rows(manifest.similarity)
     tokens = vision.tokens * vision.most_tiles
-    images = f"{vision.tokens} tokens for {vision.tile} x {vision.tile} pixels, at most {tokens:,} for each"
+    some = "a token" if vision.tokens == 1 else f"{vision.tokens} tokens"
+    images = f"{some} for {vision.tile} x {vision.tile} pixels, at most {tokens:,} for each"
     return [("images", images), *show.similarity_rows(manifest.similarity, "tower's rows")]
 
 

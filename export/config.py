@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmc.export.vision import TowerConfig
+from llmc.export.vision import PatchTowerConfig, TowerConfig
 from llmc.inventory import (
     DENSE,
     EMBEDDING,
@@ -349,6 +349,7 @@ class DecoderConfig:
         encoder: its end where it embeds or ranks, and has no head.
         per_layer, layer_scalars, vision: see :class:`llmc.inventory.Geometry`.
         tower: that makes its ``vision``, where the checkpoint has one that llmc reads.
+        axes: of positions: the one by which each pair of a head turns; empty where a position is a number.
     """
 
     model_type: str
@@ -375,8 +376,9 @@ class DecoderConfig:
     encoder: EncoderConfig | None = None
     per_layer: int = 0
     layer_scalars: bool = False
-    tower: TowerConfig | None = None
+    tower: TowerConfig | PatchTowerConfig | None = None
     vision: Vision | None = None
+    axes: tuple[int, ...] = ()
 
     @property
     def first_shared(self) -> int | None:

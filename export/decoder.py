@@ -36,11 +36,23 @@ class Sum(nn.Module):
 
 
 class EmbeddingRows(nn.Module):
-    """x (B, S, N), rows (R, N), indices (B, S) -> x with a row wherever its index is not -1. That is the last row to a
-    Gather, so at least one must be there."""
+    """x (B, S, N), rows (R, N or more), indices (B, S) -> x with the first part of a row wherever its index is not -1.
+    That is the last row to a Gather, so at least one must be there."""
 
     def forward(self, x: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
-        return torch.where((indices >= 0).unsqueeze(-1), functional.embedding(indices, rows), x)
+        own = rows if rows.shape[1] == x.shape[2] else rows[:, : x.shape[2]]
+        return torch.where((indices >= 0).unsqueeze(-1), functional.embedding(indices, own), x)
+
+
+class DeepRows(nn.Module):
+    """x (B, S, N), rows (R, M), indices (B, S) -> x with a part of a row added wherever its index is not -1."""
+
+    def __init__(self, start: int, end: int) -> None:
+        super().__init__()
+        self.part = slice(start, end)
+
+    def forward(self, x: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
+        return torch.where((indices >= 0).unsqueeze(-1), x + functional.embedding(indices, rows[:, self.part]), x)
 
 
 class Positions(nn.Module):
@@ -93,15 +105,17 @@ class DecoderLayer(nn.Module):
         ropes: Sequence[Tensor],
         new_lengths: Tensor | None = None,
         per_layer: Tensor | None = None,
+        axes: ops.Places | None = None,
     ) -> tuple[Tensor, Tensors]:
         """Values (B, S, N), the tensors of this layer's caches, lengths (B), the frequencies of every rope, where a
-        cache is a state new lengths (B) and, where layers have one, an input (B, S, P) -> values, caches. See
+        cache is a state new lengths (B), where layers have one, an input (B, S, P), and where positions have several
+        axes these -> values, caches. See
         :class:`llmc.export.blocks.attention.Attention` for a layer without caches."""
         place = self.placement
         y, read, presents = x, x, Tensors()
         if self.self_attn is not None or self.recurrent is not None:
             read = self._normalize(place.before_attention, x)
-            mixed, presents = self._mix(read, past, lengths, ropes, new_lengths)
+            mixed, presents = self._mix(read, past, lengths, ropes, new_lengths, axes)
             y = x + self.residual_scale(self._normalize(place.after_attention, mixed))
         if self.mlp is not None or self.experts is not None:
             if not place.parallel or place.before_mlp != place.before_attention:
@@ -113,14 +127,20 @@ class DecoderLayer(nn.Module):
         return y if self.layer_scalar is None else y * as_float(self.layer_scalar), presents
 
     def _mix(
-        self, read: Tensor, past: Tensors | None, lengths: Tensor, ropes: Sequence[Tensor], new_lengths: Tensor | None
+        self,
+        read: Tensor,
+        past: Tensors | None,
+        lengths: Tensor,
+        ropes: Sequence[Tensor],
+        new_lengths: Tensor | None,
+        axes: ops.Places | None,
     ) -> tuple[Tensor, Tensors]:
         """The sum of what the mixers make, and their caches: attention's come first."""
         if self.self_attn is None:
             assert self.recurrent is not None and past is not None and new_lengths is not None
             recurred, states = self.recurrent(read, past, new_lengths)
             return self.recurrent_scale(recurred), states
-        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes)
+        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes, axes)
         attended = self.attention_scale(attended)
         if self.recurrent is None:
             return attended, presents
@@ -173,6 +193,8 @@ class Decoder(nn.Module):
         )
         self.logit_rows, self.shared_rows, self.shared_inputs = TakePositions(), TakePositions(), TakePositions()
         self.logit_positions, self.embedding_rows = Positions(), EmbeddingRows()
+        ends = range(config.hidden_size, config.geometry.row_width, config.hidden_size)
+        self.deep_rows = nn.ModuleList(DeepRows(start, start + config.hidden_size) for start in ends)
         self.logit_softcap = Softcap(config.logit_softcap)
         self.lm_head = (
             TiedHead() if config.tied_head else Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
@@ -187,11 +209,14 @@ class Decoder(nn.Module):
         pasts: Sequence[Tensors],
         new_lengths: Tensor | None = None,
         rows: tuple[Tensor, Tensor] | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensors], list[Tensor], list[Tensor]]:
         """ids (B, S), lengths (B), indices (B, O), the tensors of each layer's caches, where one is a state new lengths
-        (B), and where the model sees indices (B, S) of rows and these (R, N) -> logits (B, O, V), caches, and the
-        values (B, S, N) before the first layer and after each, and each layer's own input. They are outputs so that the
-        graph can be cut there. Layers that read caches of others compute only rows whose logits are wanted."""
+        (B), where the model sees indices (B, S) of rows and these (R, N), and where positions have several axes these
+        (3, B, S) -> logits (B, O, V), caches, and the values (B, S, N) before the first layer and after each, and each
+        layer's own input. They are outputs so that the graph can be cut there. Layers that read caches of others
+        compute only rows whose logits are wanted."""
+        axes = None if positions is None else (positions, self.config.axes)
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         embedded = self.embed(input_ids, past_lengths)
         borders = [embedded if rows is None else self.embedding_rows(embedded, rows[1], rows[0])]
@@ -203,7 +228,9 @@ class Decoder(nn.Module):
                 x, places = self.shared_rows(x, logit_indices), self.logit_positions(past_lengths, logit_indices)
             if (attention := self.config.layers[index].attention) and attention.source is not None:
                 past, own = presents[attention.source], own if own is None else self.shared_inputs(own, logit_indices)
-            x, present = layer(x, past, places, ropes, new_lengths, own)
+            x, present = layer(x, past, places, ropes, new_lengths, own, axes)
+            if rows is not None and index < len(self.deep_rows):
+                x = self.deep_rows[index](x, rows[1], rows[0])
             borders.append(x)
             presents.append(present)
         x = self.model.norm(x if self.config.first_shared is not None else self.logit_rows(x, logit_indices))

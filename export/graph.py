@@ -54,6 +54,8 @@ _ATTENTIONS = (ops.CACHED_ATTENTION, ops.SHARED_ATTENTION, ops.SELF_ATTENTION)
 _RECURRENT = (recurrent_ops.CAUSAL_CONV, recurrent_ops.LINEAR_ATTENTION)
 _NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, *_RECURRENT, ops.ROTATED_HEADS, expert_ops.EXPERTS}
 _NAMED_LIKE_MODULE |= {"Gather", "GatherND"}
+# Attributes that some forms of a function have and others have not.
+_FORMS = frozenset({"activation", "axes"})
 # Sizes to trace with: at least 2 (torch specialises 0 and 1), and all different, so that none is confused with another.
 _BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY, _ROWS = 2, 5, 3, 7, 11
 
@@ -179,8 +181,11 @@ def _samples(geometry: inventory.Geometry) -> tuple[tuple[Any, ...], tuple[Any, 
     more: list[Any] = [torch.ones_like(lengths) if geometry.has_states else None, None]
     more_dims: list[Any] = [{0: batch} if geometry.has_states else None, None]
     if geometry.vision:
-        more[1] = torch.zeros_like(ids), torch.zeros(_ROWS, geometry.hidden_size)
+        more[1] = torch.zeros_like(ids), torch.zeros(_ROWS, geometry.row_width)
         more_dims[1] = {0: batch, 1: sequence}, {0: torch.export.Dim("rows")}
+        if geometry.vision.axes:
+            more.append(ids.expand(geometry.vision.axes, -1, -1).contiguous())
+            more_dims.append({1: batch, 2: sequence})
     return (*arguments, *more), (*dims, *more_dims)
 
 
@@ -194,10 +199,11 @@ def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
         pasts = [name for cache in geometry.caches for name in cache.inputs]
         inputs = ["input_ids", "past_lengths", "logit_indices", *pasts, *(["new_lengths"] * geometry.has_states)]
         inputs += ["embedding_indices", "embeddings"] if geometry.vision else []
+        inputs += ["positions"] if geometry.vision and geometry.vision.axes else []
         outputs = ["logits", *(name for cache in geometry.caches for name in cache.outputs)]
         cached = (shapes[i] for i, name in enumerate(inputs) if name.startswith("past_key_values."))
         dims |= {shapes[2][1]: "outputs", **{shape[2]: "capacity" for shape in cached}}
-        dims |= {shapes[-1][0]: "rows"} if geometry.vision else {}
+        dims |= {shapes[inputs.index("embeddings")][0]: "rows"} if geometry.vision else {}
     name_dimensions(graph, dims)
     for value, name in zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True):
         value.name = name
@@ -367,11 +373,11 @@ def _clear_metadata(model: ir.Model) -> None:
 
 
 def _sign(model: ir.Model, name: str) -> None:
-    # Some have a form with more inputs, or with another activation.
-    used = {(node.op_type, len(node.inputs), "activation" in node.attributes) for node in model.graph}
+    # Some have a form with more inputs, with another activation or with axes of positions.
+    used = {(node.op_type, len(node.inputs), _FORMS & {*node.attributes}) for node in model.graph}
     for text in (*ops.functions(), *recurrent_ops.functions(), *expert_ops.functions()):
         function = ir.serde.deserialize_function(text)
-        if (function.name, len(function.inputs), "activation" in function.attributes) in used:
+        if (function.name, len(function.inputs), _FORMS & {*function.attributes}) in used:
             model.functions[function.identifier()] = function
     model.graph.name = name
     model.ir_version = IR_VERSION

@@ -165,6 +165,17 @@ RANGES: dict[str, tuple[float, float]] = {
     "patch_size": (1, 4096),
     "num_channels": (1, 4096),
     "scale_factor": (1, 64),
+    "merge_size": (1, 64),
+    "spatial_merge_size": (1, 64),
+    "temporal_patch_size": (1, 16),
+    "in_channels": (1, 4096),
+    "window_size": (1, 1 << 16),
+    "depth": (1, 1024),
+    "num_heads": (1, 4096),
+    "out_hidden_size": (1, 1 << 20),
+    "num_position_embeddings": (1, 1 << 22),
+    "min_pixels": (1, (1 << 26) - 1),
+    "max_pixels": (1, (1 << 26) - 1),
     "image_token_id": (0, (1 << 24) - 1),
     "image_seq_len": (1, 1 << 24),
     "longest_edge": (1, 4096),
@@ -281,6 +292,23 @@ class Keys:
     def skip(self, *names: str) -> None:
         """Mark keys as read whose value does not matter here."""
         self._read.update(names)
+
+    def nest(self, name: str, besides: tuple[str, ...], kind: str) -> None:
+        """Put all values but those of ``besides`` into an object ``name`` of the type ``kind``, where there is none, as
+        older configs leave it out."""
+        if self._values.get(name) is None:
+            inner = {key: value for key, value in self._values.items() if key not in besides}
+            self._values = {key: value for key, value in self._values.items() if key in besides}
+            self._values[name] = {**inner, "model_type": kind}
+
+    def layer_numbers(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        """A list of layers, ascending, at most 1024."""
+        value = list(default) if self.raw(name) is None else self.raw(name)
+        if not isinstance(value, list) or any(type(it) is not int or not 0 <= it < 1024 for it in value):
+            raise self.error(name, value, "a list of layers")
+        if value != sorted({*value}):
+            raise self.error(name, value, "layers in their order, each once")
+        return tuple(value)
 
     def leave_out(self, name: str, reason: str) -> None:
         """Take a value for null, and say so in the manifest."""

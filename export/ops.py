@@ -154,6 +154,22 @@ _SINKING_ATTENTION = _CACHED_ATTENTION.replace("past_lengths, inv_freq)", "past_
     """,
 )
 
+# The same where positions (A, B, S) have several axes: pair i of a head turns by that of axis axes[i].
+_TURNED_BY_AXES = (
+    _CACHED_ATTENTION.replace("magnitude, growth, period>", "magnitude, growth, period, axes>")
+    .replace("past_lengths, inv_freq)", "past_lengths, places, inv_freq)")
+    .replace(
+        "angles = Mul (positions_column, inv_freq)",
+        """
+    axis_of_pair = Constant <value_ints: ints = @axes> ()
+    places_by_pair = Gather <axis = 0> (places, axis_of_pair)
+    pairs_last = Transpose <perm = [1, 2, 0]> (places_by_pair)
+    places_float = Cast <to = 1> (pairs_last)
+    angles = Mul (places_float, inv_freq)
+    """,
+    )
+)
+
 # Queries q (B, S, H*D) of a layer without keys and values, at positions (B, S), over what another layer left in its
 # cache (B, KV, C, D).
 _SHARED_ATTENTION = (
@@ -245,6 +261,10 @@ SelfAttention
 )
 
 
+# Positions (A, B, S) on several axes, and the axis of each pair of a head.
+Places = tuple[Tensor, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class Knobs:
     """The attributes of both operators, explained above; R is given by the number of frequencies."""
@@ -291,7 +311,10 @@ def functions() -> list[onnx.FunctionProto]:
     """The semantic operators as ONNX functions of standard operators (opset 24), some in two forms."""
     return [
         onnx.parser.parse_function(text)
-        for text in (_CACHED_ATTENTION, _SINKING_ATTENTION, _SHARED_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS)
+        for text in (
+            *(_CACHED_ATTENTION, _SINKING_ATTENTION, _TURNED_BY_AXES, _SHARED_ATTENTION, _SELF_ATTENTION),
+            _ROTATED_HEADS,
+        )
     ]
 
 
@@ -304,23 +327,27 @@ def cached_attention(
     inv_freq: Tensor,
     knobs: Knobs,
     sinks: Tensor | None = None,
+    places: Places | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k, write k and v into the cache at ``past_lengths``, attend; ``sinks`` (H) are a logit more of each
-    head, which a softcap does not go with.
+    head, which a softcap does not go with, and neither do ``places``, by which q and k are turned where they are given.
 
     Returns attention (B, S, H*D) and the updated keys and values (B, KV, C, D). While torch exports, it emits one
     ``llmc::CachedAttention`` node instead of computing.
     """
     past_k, past_v = past
-    assert sinks is None or not knobs.softcap
+    assert sinks is None or not (knobs.softcap or places)
     if not torch.compiler.is_exporting():
         positions = past_lengths[:, None] + torch.arange(q.shape[1], device=q.device)  # (B, S)
-        queries, new_keys, new_values = _rotate_projections(q, k, v, positions, inv_freq, knobs)
+        turned = positions if places is None else places[0][list(places[1])].permute(1, 2, 0)  # (B, S, R/2)
+        queries, new_keys, new_values = _rotate_projections(q, k, v, turned, inv_freq, knobs)
         keys, values = _scatter(past_k, new_keys, positions), _scatter(past_v, new_values, positions)  # (B, KV, C, D)
         mask = _mask(past_k.shape[2], positions, knobs)
         return _attend(queries, keys, values, mask, knobs, sinks), keys, values
-    inputs = [q, k, v, past_k, past_v, past_lengths, *([] if sinks is None else [sinks]), inv_freq]
-    attn, present_k, present_v = emit_node(CACHED_ATTENTION, inputs, _attributes(inv_freq, knobs), q, past_k, past_v)
+    more = [each for each in (sinks, places and places[0]) if each is not None]
+    attributes = _attributes(inv_freq, knobs) | ({"axes": list(places[1])} if places else {})
+    inputs = [q, k, v, past_k, past_v, past_lengths, *more, inv_freq]
+    attn, present_k, present_v = emit_node(CACHED_ATTENTION, inputs, attributes, q, past_k, past_v)
     return attn, present_k, present_v
 
 
@@ -370,13 +397,25 @@ def rotated_heads(x: Tensor, past_lengths: Tensor, inv_freq: Tensor, knobs: Knob
     return _rotate(_heads(x, head_dim), positions, inv_freq, knobs).transpose(1, 2).flatten(2)
 
 
-def patch_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    """Attend from every patch of a tile to all (T, P, H*D); while torch exports, it emits one standard node."""
+def patch_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
+    """Attend from every patch of a tile to all (T, P, H*D), or where ``mask`` (T, 1, P, P) is true; while torch
+    exports, it emits one standard node."""
     if torch.compiler.is_exporting():
         attributes = {"q_num_heads": heads, "kv_num_heads": heads, "scale": (q.shape[-1] // heads) ** -0.5}
-        return torch.onnx.ops.symbolic("Attention", [q, k, v], attributes, dtype=q.dtype, shape=q.shape)
+        inputs = [q, k, v] if mask is None else [q, k, v, mask]
+        return torch.onnx.ops.symbolic("Attention", inputs, attributes, dtype=q.dtype, shape=q.shape)
     queries, keys, values = (_heads(x, x.shape[-1] // heads) for x in (q, k, v))
-    return scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
+    return scaled_dot_product_attention(queries, keys, values, mask).transpose(1, 2).flatten(2)
+
+
+def turn_patches(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """Rotate heads x (1, P, H*D) by cosines and sines (1, P, D/2); while torch exports, it emits one standard node."""
+    if torch.compiler.is_exporting():
+        inputs = [x, cos, sin]
+        return torch.onnx.ops.symbolic("RotaryEmbedding", inputs, {"num_heads": heads}, dtype=x.dtype, shape=x.shape)
+    first, second = _heads(x, x.shape[-1] // heads).chunk(2, -1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return turned.transpose(1, 2).flatten(2)
 
 
 def take_positions(hidden: Tensor, indices: Tensor) -> Tensor:
@@ -409,9 +448,12 @@ def _attributes(inv_freq: Tensor, knobs: Knobs) -> dict[str, Any]:
 def _rotate_projections(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, inv_freq: Tensor, knobs: Knobs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The projections as heads (B, H or KV, S, D), queries and keys rotated for positions (B or 1, S)."""
+    """The projections as heads (B, H or KV, S, D), queries and keys rotated for positions (B or 1, S), or those of each
+    pair (B, S, R/2), with which queries do not grow."""
     head_dim = q.shape[-1] // knobs.num_heads
-    grown = q * (1 + knobs.growth * torch.floor(positions.unsqueeze(2) / knobs.period).log1p())
+    grown = q
+    if positions.dim() == 2:
+        grown = q * (1 + knobs.growth * torch.floor(positions.unsqueeze(2) / knobs.period).log1p())
     queries, keys = (_rotate(_heads(x, head_dim), positions, inv_freq, knobs) for x in (grown, k))
     return queries, keys, _heads(v, head_dim)
 
@@ -446,7 +488,8 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, knobs: Knobs) -> Tensor:
-    angles = positions[:, None, :, None].float() * inv_freq  # (B, 1, S, R/2)
+    by_pair = positions if positions.dim() == 3 else positions.unsqueeze(-1)
+    angles = by_pair.unsqueeze(1).float() * inv_freq  # (B, 1, S, R/2)
     cos, sin = angles.cos() * knobs.magnitude, angles.sin() * knobs.magnitude
     turned, rest = x.tensor_split([2 * inv_freq.shape[0]], dim=-1)
     first, second = (turned[..., ::2], turned[..., 1::2]) if knobs.interleaved else turned.chunk(2, dim=-1)

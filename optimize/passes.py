@@ -128,8 +128,10 @@ PASSES: dict[str, tuple[Step, ...]] = {
     "cpu-vision": (
         RAISE,
         Step("attend to patches", vision.attend_to_patches, lambda g: g.layers),
-        Step("lower norms", norms.lower_norms, lambda g: 2 * g.layers + 1),
-        Step("store positions", vision.store_positions, lambda _: 1),
+        Step("turn patches", vision.turn_patches, lambda g: 2 * g.layers if g.vision and g.vision.patching else 0),
+        Step("lower norms", norms.lower_norms, lambda g: 2 * g.layers + 1 + (g.vision.deep if g.vision else 0)),
+        Step("fuse SiLU", norms.fuse_silu, lambda g: sum(it.name.endswith(".gate_proj") for it in g.linears)),
+        Step("store positions", vision.store_positions, lambda g: int(vision.has_table(g))),
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         REMOVE_DEAD,
     ),

@@ -58,8 +58,7 @@ from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import writer
 from llmc.runtime.tools.plan import ChatPlan, plan_chat
 from llmc.runtime.tools.thinking import marks_of
-from llmc.runtime.vision.tiles import Tiles
-from llmc.runtime.vision.tower import Tower, take_images
+from llmc.runtime.vision.tower import Seen, Tower, take_images
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,7 +154,7 @@ def open_tower(folder: Path, manifest: Manifest, threads: int) -> Tower | None:
     if vision is None:
         return None
     session = StatelessSession(folder, manifest, threads, "vision", "embeddings")
-    return Tower(vision, lambda pixels: session.run(pixel_values=pixels))
+    return Tower(vision, session.run)
 
 
 def _check_options(
@@ -533,7 +532,7 @@ class Model:
         on_overflow: str | None,
         add_generation_prompt: bool = True,
         **variables: Any,
-    ) -> tuple[str, list[int], list[Tiles]]:
+    ) -> tuple[str, list[int], list[Seen]]:
         tokenizer, (messages, images) = self.tokenizer, take_images(messages)
         tower = self.tower if images else None
         disguise = None if parse_special else Disguise(tokenizer.controls)
@@ -546,7 +545,7 @@ class Model:
             return tokenizer.encode_disguised(text, disguise) if disguise else tokenizer.encode(text, False)
 
         shown, most = tokenizer.controls.unmark(prompt) if disguise else prompt, self.engine.max_context
-        seen: list[Tiles] = []
+        seen: list[Seen] = []
         if tower is not None:
             prompt, seen = tower.write_images(prompt, images, tokenizer.controls.mark if disguise else str, most)
         return shown, text_tokens(tokenizer, prompt, encode, most, on_overflow), seen

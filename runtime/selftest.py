@@ -20,6 +20,7 @@ from llmc.inventory import Vision
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import cpu_flags
 from llmc.runtime.sessions.onnxruntime.library import SESSION_CONFIG
+from llmc.runtime.vision.patches import Patches, make_feeds
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def replay(
         equal += _same_tokens(model, case, wanted)
     if model.manifest.geometry.vision is not None:
         progress("golden image")
-        _replay_tile(model)
+        _replay_image(model)
     return VerifyReport(len(model.manifest.files), len(chosen), compared, equal, largest)
 
 
@@ -116,23 +117,28 @@ def difference(found: NDArray[np.float32], recorded: NDArray[np.float32]) -> flo
     return float(np.linalg.norm(found - recorded) / max(1.0, float(np.linalg.norm(recorded))))
 
 
-def make_tile(vision: Vision) -> NDArray[np.float32]:
-    """A made-up tile of slanted stripes, float32 [1, 3, side, side] from -1 to 1, the same on every machine."""
-    colors, rows, columns = np.indices((3, vision.tile, vision.tile))
+def make_image(vision: Vision) -> dict[str, NDArray[Any]]:
+    """Inputs of the tower for a made-up image of slanted stripes, the same on every machine: a tile, or one with more
+    rows and columns of squares than a window."""
+    side = max(vision.patching.window, 3) if vision.patching else 0
+    size = (side + 1, side + 2) if vision.patching else (1, 1)
+    colors, rows, columns = np.indices((3, size[0] * vision.tile, size[1] * vision.tile))
     stripes = (85 * colors + 5 * rows + 3 * columns) % 256
-    return np.asarray(stripes[None] / 128 - 1, np.float32)
+    if vision.patching:
+        return make_feeds(Patches(stripes.astype(np.uint8)), vision)
+    return {"pixel_values": np.asarray(stripes[None] / 128 - 1, np.float32)}
 
 
 def sample_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The values [n] of a tile's rows that are recorded, some of each row."""
+    """The values [n] of an image's rows that are recorded, some of each row."""
     return rows.ravel()[:: max(1, rows.size // KEPT_VALUES)][:KEPT_VALUES]
 
 
-def _replay_tile(model: Any) -> None:
-    """Refuse a tower that makes other rows of the made-up tile than were recorded."""
+def _replay_image(model: Any) -> None:
+    """Refuse a tower that makes other rows of the made-up image than were recorded."""
     (case,) = model.manifest.vectors or (GoldenVector((), ()),)
-    recorded, tile = np.array(case.values, np.float32), make_tile(model.manifest.geometry.vision)
-    found = sample_rows(model.tower.compute_tile(tile))
+    recorded, image = np.array(case.values, np.float32), make_image(model.manifest.geometry.vision)
+    found = sample_rows(model.tower.run(**image))
     if case.prompt or recorded.shape != found.shape or not np.isfinite(recorded).all():
         raise _corrupt(model, "image")
     apart = difference(found, recorded)

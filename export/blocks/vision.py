@@ -2,13 +2,14 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llmc.export import ops
-from llmc.export.blocks.linear import Linear, as_float
+from llmc.export.blocks.linear import Linear, as_float, cut
 from llmc.export.blocks.mlp import MLP
 from llmc.export.blocks.norm import Norm
 from llmc.export.config import MlpConfig, NormConfig
-from llmc.export.vision import TowerConfig
+from llmc.export.vision import PatchTowerConfig, TowerConfig
 
 
 class PatchEmbedding(Linear):
@@ -74,3 +75,87 @@ class MergePatches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         squares = x.view(x.shape[0], self.rows, self.merged, self.rows, self.merged, x.shape[2])
         return squares.transpose(2, 3).flatten(3).flatten(1, 2)
+
+
+# ------------------------------------------------------------------------------------------ towers of whole images
+
+
+class TakeRows(nn.Module):
+    """x (N, W), indices -> (..., W), any row for -1; a module only so that its node in the graph has a name."""
+
+    def forward(self, x: Tensor, indices: Tensor) -> Tensor:
+        return functional.embedding(indices, x)
+
+
+class PlaceTable(nn.Module):
+    """x (1, P, N) -> the same with learned vectors added: of each patch four entries of a table, each with a weight."""
+
+    def __init__(self, places: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(places, width), requires_grad=False)
+
+    def forward(self, x: Tensor, corners: Tensor, weights: Tensor) -> Tensor:
+        """``corners`` and ``weights`` (4, P)."""
+        for corner in range(4):
+            x = x + as_float(functional.embedding(corners[corner], self.weight)) * weights[corner].unsqueeze(-1)
+        return x
+
+
+class TurnedAttention(nn.Module):
+    """Attention of patches that are turned by where they are, to all of their image or of their window."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.width, self.heads = width, heads
+        self.qkv, self.o_proj = Linear(width, 3 * width, bias=True), Linear(width, width, bias=True)
+        self.to_windows, self.from_windows = TakeRows(), TakeRows()
+
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], windows: tuple[Tensor, Tensor] | None) -> Tensor:
+        """x (1, P, N), cosines and sines (1, P, D/2), and of a layer with windows the patches of each (W, L), -1 behind
+        them, and where in these each patch lies (P)."""
+        q, k, v = cut(self.qkv(x), self.width, self.width)
+        q, k = (ops.turn_patches(part, *turns, self.heads) for part in (q, k))
+        if windows is None:
+            whole: Tensor = self.o_proj(ops.patch_attention(q, k, v, self.heads))
+            return whole
+        slots, places = windows
+        q, k, v = (self.to_windows(part[0], slots) for part in (q, k, v))
+        seen = (slots >= 0).unsqueeze(1).unsqueeze(1).expand(-1, -1, slots.shape[1], -1)
+        mixed = ops.patch_attention(q, k, v, self.heads, seen)
+        apart: Tensor = self.o_proj(self.from_windows(mixed.flatten(0, 1), places).unsqueeze(0))
+        return apart
+
+
+class TurnedLayer(nn.Module):
+    """A residual block as :class:`TowerLayer`, of patches that are turned by where they are."""
+
+    def __init__(self, config: PatchTowerConfig, norm: NormConfig, windowed: bool) -> None:
+        super().__init__()
+        self.windowed = windowed
+        self.input_layernorm, self.post_attention_layernorm = (Norm(config.width, norm) for _ in range(2))
+        self.self_attn = TurnedAttention(config.width, config.heads)
+        self.mlp = MLP(
+            MlpConfig(config.inner, "silu" if config.gated else "gelu_tanh", config.gated, bias=True), config.width
+        )
+
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], windows: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turns, windows if self.windowed else None)
+        fed: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + fed
+
+
+class PatchMerger(nn.Module):
+    """x (1, P, N), squares of patches one after the other -> rows (P / merged², outputs), whose norm is of each patch
+    or of each square."""
+
+    def __init__(self, config: PatchTowerConfig, norm: NormConfig, *, of_squares: bool) -> None:
+        super().__init__()
+        self.wide = config.width * config.merged**2
+        self.norm = Norm(self.wide if of_squares else config.width, norm)
+        self.fc1, self.act_fn = Linear(self.wide, self.wide, bias=True), nn.GELU()
+        self.fc2, self.of_squares = Linear(self.wide, config.outputs, bias=True), of_squares
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = self.norm(x.view(1, -1, self.wide)) if self.of_squares else self.norm(x).view(1, -1, self.wide)
+        rows: Tensor = self.fc2(self.act_fn(self.fc1(squares)))[0]
+        return rows

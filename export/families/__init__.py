@@ -7,7 +7,7 @@ from typing import Any
 
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
-from llmc.export.vision import TowerConfig
+from llmc.export.vision import PatchTowerConfig, TowerConfig
 
 FAMILIES = {
     "cohere": "llmc.export.families.cohere:read",
@@ -46,12 +46,16 @@ FAMILIES = {
     "phi": "llmc.export.families.phi:read",
     "phi3": "llmc.export.families.phi3:read",
     "qwen2": "llmc.export.families.qwen2:read",
+    "qwen2_5_vl": "llmc.export.families.qwen2_5_vl:read",
+    "qwen2_5_vl_text": "llmc.export.families.qwen2_5_vl:read_text",
     "qwen3": "llmc.export.families.qwen3:read",
     "qwen3_5": "llmc.export.families.qwen3_5:read",
     "qwen3_5_moe": "llmc.export.families.qwen3_5_moe:read",
     "qwen3_5_moe_text": "llmc.export.families.qwen3_5_moe_text:read",
     "qwen3_5_text": "llmc.export.families.qwen3_5_text:read",
     "qwen3_moe": "llmc.export.families.qwen3_moe:read",
+    "qwen3_vl": "llmc.export.families.qwen3_vl:read",
+    "qwen3_vl_text": "llmc.export.families.qwen3_vl:read_text",
     "seed_oss": "llmc.export.families.seed_oss:read",
     "smollm3": "llmc.export.families.smollm3:read",
     "smolvlm": "llmc.export.families.smolvlm:read",
@@ -100,7 +104,7 @@ def read_text_part(
     defaults: Mapping[str, Any] | None = None,
     *,
     default_tied: bool = True,
-    read_tower: Callable[[Keys, int], TowerConfig] | None = None,
+    read_tower: Callable[[Keys, int], TowerConfig | PatchTowerConfig] | None = None,
 ) -> DecoderConfig:
     """The decoder of a vision-language model: ``text_config``, by the rules of one of ``families``.
 

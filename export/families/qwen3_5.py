@@ -1,11 +1,14 @@
-"""Qwen3.5 as published: qwen3_5_text as the text part of a model that sees images; only that part is exported."""
+"""Qwen3.5 as published: qwen3_5_text as the text part of a model that sees images, as Qwen3-VL does."""
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families import read_text_part
+from llmc.export.families.qwen3_vl import read_tower
+from llmc.export.families.towers import QWEN_KEYS, place_by_axes
 from llmc.export.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
     """``text_config`` is read by the rules of the text part."""
-    keys.skip("video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return read_text_part(keys, ("qwen3_5_text",), default_tied=False)
+    keys.skip(*QWEN_KEYS)
+    config = read_text_part(keys, ("qwen3_5_text",), default_tied=False, read_tower=read_tower)
+    return place_by_axes(keys, config, (11, 11, 10), interleaved=True)

@@ -1,7 +1,14 @@
 """Towers that models of several families have."""
 
+from dataclasses import replace
+from math import isqrt
+from typing import Any
+
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
-from llmc.export.vision import TowerConfig
+from llmc.export.rope_keys import TYPES
+from llmc.export.vision import PatchTowerConfig, TowerConfig
+from llmc.inventory import NormKind
 
 # What transformers calls the parts of a SigLIP.
 SIGLIP = (
@@ -53,3 +60,113 @@ def read_siglip(
             "image_size", tower.tile, f"a multiple of {size}, for {merged} x {merged} patches become a row"
         )
     return tower
+
+
+# Keys of Qwen's models that see beside those of their text.
+QWEN_KEYS = (
+    *("vision_config", "image_token_id", "video_token_id"),
+    *("vision_start_token_id", "vision_end_token_id", "vision_token_id"),
+)
+# What their ropes are called, and keys of these that :func:`place_by_axes` reads.
+SECTIONS, INTERLEAVED = "mrope_section", "mrope_interleaved"
+QWEN_ROPES: dict[str, Any] = {"rope_types": {**TYPES, "mrope": "default"}, "rope_own": (SECTIONS, INTERLEAVED)}
+# What transformers calls the parts of their towers.
+QWEN_TOWER = (
+    *(("model.visual", "vision"), ("visual", "vision"), ("blocks", "layers")),
+    *(("patch_embed.proj", "patch_embedding"), ("pos_embed", "position_embedding")),
+    *(("norm1", "input_layernorm"), ("norm2", "post_attention_layernorm")),
+    *(("attn.qkv", "self_attn.qkv"), ("attn.proj", "self_attn.o_proj")),
+    *(("mlp.linear_fc1", "mlp.up_proj"), ("mlp.linear_fc2", "mlp.down_proj")),
+    *(("merger.ln_q", "merger.norm"), ("merger.mlp.0", "merger.fc1"), ("merger.mlp.2", "merger.fc2")),
+    *(("deepstack_merger_list", "deep"), ("linear_fc1", "fc1"), ("linear_fc2", "fc2")),
+)
+
+
+def read_qwen_tower(
+    outer: Keys,
+    keys: Keys,
+    hidden_size: int,
+    *,
+    kinds: tuple[str, ...],
+    activation: str,
+    default_patch: int,
+    norm: NormKind,
+    embedding_bias: bool,
+    window: int = 0,
+    whole: tuple[int, ...] = (),
+    places: int = 0,
+    deep: tuple[int, ...] = (),
+) -> PatchTowerConfig:
+    """Read a ``vision_config`` of Qwen's; the keywords are what a family differs in, or read already.
+
+    ``window`` is in pixels, ``places`` of the whole table of positions.
+    """
+    keys.choice("model_type", kinds, kinds[0])
+    keys.skip("in_chans", "spatial_patch_size")  # of Qwen2-VL, which Qwen2.5-VL repeats
+    if (channels := keys.integer("in_channels", 3)) != 3:
+        raise keys.error("in_channels", channels, "3, for red, green and blue")
+    keys.choice("hidden_act", (activation,), activation)
+    if keys.raw("rope_parameters") is not None:
+        rope = keys.inside("rope_parameters")
+        rope.choice("rope_type", ("axial",), "axial")
+        if (theta := rope.number("rope_theta", 10_000.0)) != 10_000:
+            raise rope.error("rope_theta", theta, "10000")
+        rope.finish()
+    patch, merged = keys.integer("patch_size", default_patch), keys.integer("spatial_merge_size", 2)
+    tower = PatchTowerConfig(
+        patch=patch,
+        frames=keys.integer("temporal_patch_size", 2),
+        merged=merged,
+        width=keys.integer("hidden_size"),
+        layers=keys.integer("depth"),
+        heads=keys.integer("num_heads", 16),
+        inner=keys.integer("intermediate_size"),
+        norm=norm,
+        gated=activation == "silu",
+        embedding_bias=embedding_bias,
+        window=window // merged // patch,
+        whole=whole,
+        places=isqrt(places),
+        deep=deep,
+        outputs=keys.integer("out_hidden_size", 3584),
+        token_id=outer.integer("image_token_id", 151_655),
+        renamed=QWEN_TOWER,
+    )
+    keys.finish()
+    if tower.width % (4 * tower.heads):
+        raise keys.error("num_heads", tower.heads, f"a divisor of a fourth of hidden_size={tower.width}")
+    if tower.outputs != hidden_size:
+        raise keys.error("out_hidden_size", tower.outputs, f"{hidden_size}, the text part's hidden_size")
+    if window and not tower.window:
+        raise keys.error("window_size", window, f"at least {merged * patch}, a square of patches")
+    if tower.places**2 != places:
+        raise keys.error("num_position_embeddings", places, "a square number")
+    if deep and deep[-1] >= tower.layers:
+        raise keys.error("deepstack_visual_indexes", list(deep), f"layers below depth={tower.layers}")
+    return tower
+
+
+def place_by_axes(
+    keys: Keys, config: DecoderConfig, default: tuple[int, ...], *, interleaved: bool = False
+) -> DecoderConfig:
+    """The decoder whose pairs turn by time, row or column of a position, as ``mrope_section`` says; without a tower all
+    of these are the same number.
+
+    Pairs of an axis stand side by side, or, if interleaved, in turn with those of the others.
+    """
+    if config.tower is None:
+        return config
+    text = keys.raw("text_config")
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    sections, pairs = rope.get(SECTIONS, list(default)), config.ropes[0].dim // 2
+    if not isinstance(sections, list) or len(sections) != 3 or any(type(it) is not int or it < 0 for it in sections):
+        raise keys.error(SECTIONS, sections, "three whole numbers")
+    if sum(sections) != pairs:
+        raise keys.error(SECTIONS, sections, f"three numbers that add up to {pairs}, the pairs of a head that turn")
+    if (stated := rope.get(INTERLEAVED, interleaved)) is not interleaved:
+        raise keys.error(INTERLEAVED, stated, str(interleaved).lower())
+    if interleaved:
+        axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
+    else:
+        axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    return replace(config, axes=tuple(axes))

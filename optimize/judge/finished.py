@@ -23,7 +23,7 @@ from llmc.optimize.judge.overflow import check_range
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.judge.replay import replay_apart
 from llmc.optimize.judge.rows import check_rows
-from llmc.optimize.judge.vectors import run_golden_tile, run_golden_vectors
+from llmc.optimize.judge.vectors import run_golden_image, run_golden_vectors
 from llmc.optimize.order import Order, runs_here
 from llmc.optimize.weights.file import round_to_bfloat16
 from llmc.optimize.weights.store import Calibrated
@@ -80,7 +80,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
             if order.target.has_gpu:
                 check_rows(model.runner.session, replace(manifest, golden_tolerance=allowed))
         if manifest.geometry.vision is not None:
-            case, similarity = run_golden_tile(model, order.source, order.progress)
+            case, similarity = run_golden_image(model, order.source, order.progress)
             manifest = replace(manifest, vectors=(case,), similarity=similarity)
     finished = replace(
         manifest,

@@ -125,6 +125,14 @@ class Reference:
         pasts = empty_caches(held, batch, sequence, "float32")
         if any(cache.kind == "state" for cache in held):
             known["new_lengths"] = np.full(batch, sequence)
+        if (vision := self.manifest.geometry.vision) and vision.axes and any(cache.kind == "kv" for cache in held):
+            known["positions"] = np.broadcast_to(every_row(hidden), (vision.axes, batch, sequence))
+        if vision and layer < vision.deep:
+            width = self.manifest.geometry.row_width
+            known |= {
+                "embedding_indices": np.full((batch, sequence), -1),
+                "embeddings": np.zeros((1, width), "float32"),
+            }
         if any(cache.kind == "kv" for cache in held) or self.manifest.geometry.source_of(layer):
             known["past_lengths"] = np.zeros(batch, np.int64)
         return self._run_all({**known, **pasts}, [output, *shared])

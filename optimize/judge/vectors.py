@@ -14,7 +14,7 @@ from llmc.optimize.judge.reference import Reference, open_part
 from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.progress import Progress, silent
 from llmc.runtime import Model
-from llmc.runtime.selftest import KEPT_VALUES, difference, make_tile, sample_rows
+from llmc.runtime.selftest import KEPT_VALUES, difference, make_image, sample_rows
 
 Float = NDArray[np.float32]
 
@@ -42,14 +42,14 @@ def run_golden_vectors(
     )
 
 
-def run_golden_tile(model: Model, export: Path, progress: Progress = silent) -> tuple[GoldenVector, Similarity]:
-    """Run a made-up tile through the bundle's tower and the unquantized one; NaN and infinity raise BundleError."""
+def run_golden_image(model: Model, export: Path, progress: Progress = silent) -> tuple[GoldenVector, Similarity]:
+    """Run a made-up image through the bundle's tower and the unquantized one; NaN and infinity raise BundleError."""
     progress("running the golden image")
     assert model.manifest.geometry.vision is not None
-    tile = make_tile(model.manifest.geometry.vision)
-    rows = model.tower.compute_tile(tile)
+    image = make_image(model.manifest.geometry.vision)
+    rows = model.tower.run(**image)
     _check_finite(model, rows)
-    (wanted,) = open_part(read_graph(export, VISION_FILE), export).run(None, {"pixel_values": tile})
+    (wanted,) = open_part(read_graph(export, VISION_FILE), export).run(None, image)
     return GoldenVector((), tuple(sample_rows(rows).tolist())), _similarity(rows, wanted)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.inventory import Experts, Linear, Vision
+from llmc.inventory import Experts, Linear
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     Computed,
@@ -169,7 +169,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     opened = [linear for linear in geometry.linears if linear.is_open]
     factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
-    rows = geometry.hidden_size if geometry.vision else 0
+    rows = geometry.row_width if geometry.vision else 0
     tables = {
         item.rope: item.rotary_dim * (2 if 0 < item.grows_after < limits.max_context else 1)
         for item in geometry.attentions
@@ -194,14 +194,16 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         adapters=limits.adapters and OPENED_GRAPH + adapter_graph_bytes(geometry, recipe) + limits.adapters * factors,
         adapters_per_row=factors,
         per_layer_table=sum(linear_bytes(per_layer, form) for form in forms) if geometry.per_layer else 0,
-        tower=_tower_bytes(geometry.vision, choose_tower_configs(next(iter(graphs.values())))),
+        tower=_tower_bytes(geometry, limits, choose_tower_configs(next(iter(graphs.values())))),
     )
 
 
-def _tower_bytes(vision: Vision | None, stored: QuantConfigs) -> int:
-    if vision is None:
+def _tower_bytes(geometry: Geometry, limits: Limits, stored: QuantConfigs) -> int:
+    """Bytes of the tower; no image has more tokens than the context."""
+    if (vision := geometry.vision) is None:
         return 0
     patches, first = (vision.tile // vision.patch) ** 2, vision.linears[0]
+    patches *= min(vision.most_tiles, limits.max_context) if vision.patching else 1
     widest = max(linear.outputs for linear in vision.linears if linear.layer is not None)
     weights = sum(linear_bytes(linear, stored.of(linear.name), copies=BLOCK_COPIES) for linear in vision.linears)
     return OPENED_GRAPH + weights + 4 * patches * (WIDE_ARRAYS * widest + NARROW_ARRAYS * first.outputs) + KEPT_BYTES

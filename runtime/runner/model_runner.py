@@ -22,6 +22,7 @@ from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
 from llmc.runtime.sessions import Batch, Phase, Session
+from llmc.runtime.vision.rows import place_rows
 
 # From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the bits
 # of the latter. The figures are fixed, so that a request gives the same tokens tomorrow. One thread's time is the same
@@ -135,7 +136,7 @@ class ModelRunner:
             return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:
             return self._one_by_one(call)
-        return self._run(_with_adapters(self._step(call, self.phase(len(call))), call))
+        return self._run(_complete(self._step(call, self.phase(len(call))), call))
 
     def _step(self, call: Sequence[Slot], phase: Phase) -> Batch:
         """A call that feeds last tokens; mostly the last step's, whose arrays are written in place."""
@@ -182,7 +183,7 @@ class ModelRunner:
         new = np.array([len(tokens)], np.int64) if self._has_states else None
         provisional = bool(drafts) and self._has_states
         found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new, provisional=provisional)
-        logits: Floats = self._run(_with_adapters(found, [sequence]))[0]
+        logits: Floats = self._run(_complete(found, [sequence]))[0]
         return logits[: len(tokens)]
 
     def _run(self, call: Batch) -> Floats:
@@ -203,8 +204,10 @@ def _zeros(rows: int, phase: Phase, first_row: int) -> Batch:
     return Batch(phase, ids, lengths, indices, first_row)
 
 
-def _with_adapters(call: Batch, sequences: Sequence[Slot]) -> Batch:
-    """A call with the adapters of its rows, of which the last may be a dummy."""
+def _complete(call: Batch, sequences: Sequence[Slot]) -> Batch:
+    """A call with the adapters and the positions of its rows, of which the last may be a dummy."""
+    places = place_rows(call.past_lengths, call.input_ids.shape[1], [sequence.images for sequence in sequences])
+    call = call if places is None else replace(call, positions=places)
     found = [sequence.adapter for sequence in sequences]
     if not any(found):
         return call

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from llmc.errors import RequestError
 from llmc.runtime.kv.rows import Slot
 from llmc.runtime.sessions import Batch, Phase, Session
+from llmc.runtime.vision.rows import place_rows
 
 Floats = NDArray[np.float32]
 
@@ -43,8 +44,11 @@ def prefill(
         ids = np.array([sequence.context[start:end]], np.int64)
         call = batch(phase, ids, [start], outputs, sequence.row)
         images = None if sequence.images is None else sequence.images.select(start, end)
+        places = place_rows(call.past_lengths, end - start, [sequence.images])
         adapters = () if sequence.adapter is None else (sequence.adapter,)
-        logits = run(replace(call, embedded=images, adapters=adapters) if images or adapters else call)
+        if images or adapters or places is not None:
+            call = replace(call, embedded=images, adapters=adapters, positions=places)
+        logits = run(call)
         sequence.cached = end
         yield logits[0]
 

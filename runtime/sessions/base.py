@@ -36,6 +36,8 @@ class Batch:
         new_lengths: int64 [B], how many of each row's new tokens count; default: all. States stay as the last of them
             left them. In a call of several tokens for several rows they differ only if the session packs rows.
         embedded: of a call of one row with images, the rows in place of some tokens' own embeddings.
+        positions: int64 [3, B, S], where a model's positions have several axes and images stand in a row; else each
+            token's is its place in the row.
         adapters: one for each row, None for a row without; empty where no row has one.
         provisional: of a call of one row, whether its states stay as they are until :meth:`Session.accept`.
     """
@@ -47,6 +49,7 @@ class Batch:
     first_row: int = 0
     new_lengths: NDArray[np.int64] | None = None
     embedded: Embedded | None = None
+    positions: NDArray[np.int64] | None = None
     adapters: tuple[Adapter | None, ...] = ()
     provisional: bool = False
 
@@ -95,6 +98,7 @@ class Session(ABC):
         found = []
         for r in range(len(batch.input_ids)):
             arrays = {name: getattr(batch, name)[r : r + 1] for name in names if getattr(batch, name) is not None}
-            found.append(self.run(replace(batch, first_row=batch.first_row + r, **arrays)).copy())
+            own = None if batch.positions is None else batch.positions[:, r : r + 1]
+            found.append(self.run(replace(batch, first_row=batch.first_row + r, positions=own, **arrays)).copy())
         self._logits = np.concatenate(found)
         return self._logits

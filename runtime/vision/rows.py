@@ -24,12 +24,14 @@ class ImageRows:
     Attributes:
         positions: int64 [R], ascending: the places of image tokens.
         names: int64 [R], negative, as no token is: what prefixes are named by in these places.
-        rows: float32 [R, hidden]: what the decoder reads there in place of the token's own embedding.
+        rows: float32 [R, hidden or more]: what the decoder reads there in place of the token's own embedding.
+        places: int64 [3, P]: where positions have several axes those of the prompt's tokens, whatever comes after them.
     """
 
     positions: NDArray[np.int64]
     names: NDArray[np.int64]
     rows: NDArray[np.float32]
+    places: NDArray[np.int64] | None = None
 
     def select(self, start: int, end: int) -> Embedded | None:
         """The part of a call that feeds the positions ``start`` ... ``end - 1``; None without any."""
@@ -39,6 +41,13 @@ class ImageRows:
         indices = np.full((1, end - start), -1, np.int64)
         indices[0, self.positions[first:last] - start] = np.arange(last - first)
         return Embedded(indices, self.rows[first:last])
+
+    def place(self, start: int, end: int) -> NDArray[np.int64]:
+        """Positions int64 [3, end - start] of the tokens ``start`` ... ``end - 1``, also of those behind the prompt."""
+        assert self.places is not None
+        length = self.places.shape[1]
+        after = self.places[:, -1:].max() + 1 - length + np.arange(max(start, length), max(end, length))
+        return np.concatenate([self.places[:, start:end], np.broadcast_to(after, (3, len(after)))], axis=1)
 
     def name_tokens(self, tokens: Sequence[int]) -> list[int]:
         """``tokens``, of which the first are the prompt's, with the images' names in their places."""
@@ -51,3 +60,33 @@ def make_names(digest: bytes, rows: int) -> NDArray[np.int64]:
     """Names of an image's rows: of two images they differ wherever 63 bits of SHAKE128 do."""
     names = np.frombuffer(hashlib.shake_128(digest).digest(8 * rows), "<i8").astype(np.int64)
     return names | np.iinfo(np.int64).min
+
+
+def place_tokens(length: int, images: Sequence[tuple[int, tuple[int, int]]]) -> NDArray[np.int64]:
+    """Positions int64 [3, length] on three axes, of time, row and column. An image, which begins at a token and has
+    rows and columns, stands at one time, and what comes after it behind its longer side.
+
+    Source: M-RoPE (arXiv 2409.12191).
+    """
+    found, begins, next_place = np.empty((3, length), np.int64), 0, 0
+    for start, (rows, columns) in images:
+        found[:, begins:start] = np.arange(next_place, next_place + start - begins)
+        next_place += start - begins
+        begins = start + rows * columns
+        found[:, start:begins] = next_place
+        found[1:, start:begins] += np.indices((rows, columns)).reshape(2, -1)
+        next_place += max(rows, columns)
+    found[:, begins:] = np.arange(next_place, next_place + length - begins)
+    return found
+
+
+def place_rows(past: NDArray[np.int64], sequence: int, images: Sequence[ImageRows | None]) -> NDArray[np.int64] | None:
+    """Positions int64 [3, B, S] of a call after ``past`` [B] positions, of which the first rows have ``images``; None
+    where no row has any that need them."""
+    if not any(each is not None and each.places is not None for each in images):
+        return None
+    found = np.repeat((past[:, None] + np.arange(sequence))[None], 3, axis=0)
+    for row, each in enumerate(images):
+        if each is not None and each.places is not None:
+            found[:, row] = each.place(int(past[row]), int(past[row]) + sequence)
+    return found

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import require
-from llmc.inventory import Markers, Tiling, Vision
+from llmc.inventory import Markers, Patching, Tiling, Vision
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,6 +38,7 @@ class Tiles:
 def cut_tiles(image: "Image", vision: Vision) -> Tiles:
     """Resize an RGB image, and cut it where the family's processor does."""
     side, tiling = vision.tile, vision.tiling
+    assert tiling is not None
     resample = require("PIL.Image", "vision").Resampling[tiling.filter.upper()]
     image = image.resize(_find_size(*image.size, tiling.longest_edge), resample)
     if tiling.cut:
@@ -50,7 +51,7 @@ def cut_tiles(image: "Image", vision: Vision) -> Tiles:
     return Tiles(np.concatenate([cells.reshape(-1, 3, side, side), whole[None]]), rows, columns)
 
 
-def normalize(pixels: NDArray[np.uint8], tiling: Tiling) -> NDArray[np.float32]:
+def normalize(pixels: NDArray[np.uint8], tiling: Tiling | Patching) -> NDArray[np.float32]:
     """Rescaled and normalized values of uint8 [tiles, 3, side, side], in float32 as transformers computes them."""
     values = (np.arange(256, dtype=np.float64) * tiling.rescale).astype(np.float32)
     table = [(values - np.float32(mean)) / np.float32(std) for mean, std in zip(tiling.mean, tiling.std, strict=True)]

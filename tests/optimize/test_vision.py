@@ -15,7 +15,7 @@ from doubles.geometries import VISION
 from llmc import bundle
 from llmc.errors import BuildError, BundleError, UsageError
 from llmc.export import export
-from llmc.inventory import Linear
+from llmc.inventory import Linear, Patching, Vision
 from llmc.optimize.build import build
 from llmc.optimize.plan.memory import memory_plan
 from llmc.optimize.recipe import Request, resolve
@@ -23,6 +23,7 @@ from llmc.optimize.targets import capabilities
 from llmc.runtime import load
 from llmc.runtime.model import verify
 
+CPU = capabilities("cpu")
 # Float32 adds in another order: 1e-6 of the largest value. A matrix of zeros moves some row by half of it.
 TOLERANCE = 1e-4
 # Cosine of rows in 8 bits: 0.9999 here, 0.9997 in SmolVLM2-256M's sizes. Integers of 4 bits have less than 0.99.
@@ -58,7 +59,7 @@ def test_rows_of_a_bundle_are_those_of_transformers(built: Callable[[str], Path]
 
     tile = np.random.default_rng(0).normal(0, 1, (1, 3, towers.TILE, towers.TILE)).astype(np.float32)
     with load(built("fp32"), self_test=False) as model:
-        found = model.tower.compute_tile(tile)
+        found = model.tower.run(pixel_values=tile)
     reference = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
         (expected,) = reference.model.get_image_features(torch.from_numpy(tile)[None]).pooler_output
@@ -142,9 +143,25 @@ def test_the_plan_counts_the_tower_and_rows_of_images(exported: Path):
     geometry = bundle.read_export(exported).geometry
     linears = (*VISION.linears, Linear("vision.layers.0.mlp.up_proj", 3072, 768, True, "vision", "", 0))
     seeing = replace(geometry, vision=replace(VISION, linears=linears))
-    recipe, limits = resolve(Request(precision="fp32"), capabilities("cpu"), 512, "test")
+    recipe, limits = resolve(Request(precision="fp32"), CPU, 512, "test")
     blind, found = (memory_plan(it, limits, recipe, 0) for it in (replace(geometry, vision=None), seeing))
     weights, values = 4 * (768 * 768 + 3072 * 768), 4 * 1024 * (6 * 3072 + 8 * 768)
     assert (blind.tower, found.tower) == (0, weights + values + 11_000_000 + 64_000_000)
     assert found.workspace_per_token - blind.workspace_per_token == 4 * geometry.hidden_size
     assert found.total(100) - blind.total(100) == found.tower + 400 * geometry.hidden_size
+
+
+def test_the_plan_counts_the_patches_of_the_largest_image_that_fits_into_the_context(exported: Path):
+    geometry = bundle.read_export(exported).geometry
+    patching = Patching(3136, 12_845_056, "bicubic", 1 / 255, (0.5,) * 3, (0.5,) * 3, 2, 4, 0)
+    linears = (*VISION.linears, Linear("vision.layers.0.mlp.up_proj", 3072, 768, True, "vision", "", 0))
+    vision = Vision(28, 14, 1, 0, None, VISION.markers, 1, linears, patching, 3, 2)
+    seeing, recipe = replace(geometry, vision=vision), resolve(Request(precision="fp32"), CPU, 512, "test")[0]
+    assert vision.most_tiles == 16_384
+    for context, tiles in ((512, 512), (32_768, 16_384)):
+        limits = replace(resolve(Request(precision="fp32"), CPU, 65_536, "test")[1], max_context=context)
+        found = memory_plan(seeing, limits, recipe, 0)
+        weights, values = 4 * (768 * 768 + 3072 * 768), 4 * 4 * tiles * (6 * 3072 + 8 * 768)
+        assert found.tower == weights + values + 11_000_000 + 64_000_000
+    blind = memory_plan(replace(geometry, vision=None), limits, recipe, 0)
+    assert found.workspace_per_token - blind.workspace_per_token == 4 * 3 * geometry.hidden_size

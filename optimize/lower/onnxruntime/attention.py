@@ -93,11 +93,14 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
         sinks = _inline_sinks(node, context) if attention.sinks else None
         emit = Emitter(node, main=GQA)
         packed = _split_source(query, key, value)
-        apart = tables is not None and _must_rotate_apart(attention, tables)
+        by_axes = "axes" in node.attributes
+        apart = tables is not None and (by_axes or _must_rotate_apart(attention, tables))
         parts = [packed, None, None] if packed and not apart else [query, key, value]
         parts = [part and emit_conversion(emit, part, context.type, context.attention_type) for part in parts]
         if tables and apart:
-            parts[:2] = emit_rotation(emit, attention, parts[:2], token_positions(graph, attentions[0]), tables)
+            turns = _tables_by_axes(graph, attentions[0], node, tables) if by_axes else tables
+            places = (_token_numbers if by_axes else token_positions)(graph, attentions[0])
+            parts[:2] = emit_rotation(emit, attention, parts[:2], places, turns)
             tables = None
         # Rotary tables, position ids, a bias, sinks, scales of the cache.
         optional = [*(tables.key if tables else (None, None)), None, None, sinks, *scales]
@@ -218,6 +221,33 @@ def token_positions(graph: ir.Graph, first: ir.Node) -> ir.Value:
         graph.meta["positions"] = emit("Sub", ends, scalar(graph, 1, np.int64))
     positions: ir.Value = graph.meta["positions"]
     return positions
+
+
+def _token_numbers(graph: ir.Graph, first: ir.Node) -> ir.Value:
+    """Numbers of the call's tokens, row by row, int64 [B, S], made once, in front of ``first``: places in tables of
+    their own. They stand where other graphs have positions."""
+    if "positions" not in graph.meta:
+        emit, counted = Emitter(first, "positions"), emit_token_counts(graph)
+        flat = emit("Reshape", emit("LessOrEqual", counted, counted), vector(graph, [-1]))
+        numbers = emit("CumSum", emit("Cast", flat, to=ir.DataType.INT64), scalar(graph, 0, np.int64))
+        numbers = emit("Sub", numbers, scalar(graph, 1, np.int64))
+        graph.meta["positions"] = emit("Reshape", numbers, emit("Shape", counted))  # that of ids may become another
+    numbers_of_tokens: ir.Value = graph.meta["positions"]
+    return numbers_of_tokens
+
+
+def _tables_by_axes(graph: ir.Graph, first: ir.Node, node: ir.Node, tables: Tables) -> Tables:
+    """Cosine and sine [B * S, R/2] of the call's tokens, each pair's by the axis that it turns by; made once for all
+    attentions with the same rope."""
+    name = str(tables.key[0].name)
+    if name not in graph.meta:
+        emit, axes = Emitter(first, "positions"), [*node.attributes["axes"].as_ints()]
+        by_pair = emit("Gather", graph_input(graph, "positions"), vector(graph, axes), axis=0)  # (R/2, B, S)
+        places = emit("Reshape", emit("Transpose", by_pair, perm=[1, 2, 0]), vector(graph, [-1, len(axes)]))
+        turns = emit("GatherElements", tables.key[0], places), emit("GatherElements", tables.key[1], places)
+        graph.meta[name] = Tables(turns, turns)
+    found: Tables = graph.meta[name]
+    return found
 
 
 def _split_source(*parts: ir.Value | None) -> ir.Value | None:

@@ -156,11 +156,11 @@ def _integer_product(emit: Emitter, tokens: ir.Value, scale: ir.Value, weight: i
 
 def _rows_before(linear: Linear, context: LoweringContext) -> ir.Value:
     """A value [B, S] that tells how many rows a linear multiplies: the ids, or the indices of logits that are wanted
-    where the layer reads the cache of another; of a tower one that was made for this."""
+    where the layer reads the cache of another."""
     graph, listed = linear.node.graph, context.geometry.linear[linear.module]
     assert graph is not None
     shared = listed.layer is not None and context.geometry.source_of(listed.layer)
-    rows: ir.Value = graph.meta["asked"] if shared else graph.meta.get("rows", graph.inputs[0])
+    rows: ir.Value = graph.meta["asked"] if shared else graph.inputs[0]
     return rows
 
 

@@ -90,7 +90,9 @@ class _Packed:
         for value in made.outputs:  # a skip norm gives what it normalized, too
             if value.uses():
                 self._pack(value, _after(value), [-1, hidden_size])
-        self._pack(ids, _after(self.places), [-1], keep=row_by_row)
+        by_token = [ids, *(value for value in self.graph.inputs if value.name == "embedding_indices")]
+        for value in by_token:  # rows of images may be added behind layers, too
+            self._pack(value, _after(self.places), [-1], keep=row_by_row)
         if positions is not None:
             self._pack(positions, _after(positions), [-1])
 

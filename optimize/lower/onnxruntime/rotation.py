@@ -1,9 +1,9 @@
 """The residual stream of a graph in another basis, where no few channels are far larger than the rest.
 
-Behind the embedding the stream is multiplied by an orthogonal Q. A norm by the root mean square commutes with Q once
-its weight is folded into the linears that read it: these multiply by W diag(weight) Q, and those that write to the
-stream by Q^T W. Before the head Q^T and the last norm's weight lead back. Keys, values and logits stay as they are, so
-that the graphs of prefill and decode need not agree on a basis.
+Behind the embedding the stream is multiplied by an orthogonal Q, and so is what images add behind layers. A norm by the
+root mean square commutes with Q once its weight is folded into the linears that read it: these multiply by
+W diag(weight) Q, and those that write to the stream by Q^T W. Before the head Q^T and the last norm's weight lead back.
+Keys, values and logits stay as they are, so that the graphs of prefill and decode need not agree on a basis.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ import onnx_ir as ir
 from llmc.inventory import HEAD
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, initializer, nodes_of, vector
+from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, graph_input, initializer, nodes_of, vector
 from llmc.optimize.quantize.grid import Float
 from llmc.optimize.quantize.rotation import hadamard, rotate_blocks, rotation
 
@@ -36,12 +36,28 @@ def rotate_stream(graph: ir.Graph, context: LoweringContext) -> int:
     rotated = Emitter(first, "hidden.0")("MatMul", embedded, matrix)
     for node, index in readers:
         node.replace_input_with(index, rotated)
+    _rotate_deep_rows(graph, matrix, geometry.hidden_size)
     head = next(node for node in nodes_of(graph, "Linear", LLMC) if node.name == HEAD)
     emit = Emitter(head, f"{HEAD}.input")
     back = emit("FusedMatMul", head.inputs[0], matrix, domain=MICROSOFT, transB=1)
     gain = constant(graph, f"{HEAD}.input.gain", context.gains[geometry.linear[HEAD].producer])
     head.replace_input_with(0, emit("Mul", back, gain))
     return 2
+
+
+def _rotate_deep_rows(graph: ir.Graph, matrix: ir.Value, width: int) -> None:
+    """Parts of images' rows that are added behind layers, by Q as well: in one product, however many there are."""
+    gathers = [node for node in nodes_of(graph, "Gather") if str(node.name).startswith("deep_rows.")]
+    if not gathers:
+        return
+    emit, last = Emitter(gathers[0], "deep_rows"), vector(graph, [1])
+    end = width * (1 + len(gathers))
+    parts = emit("Slice", graph_input(graph, "embeddings"), vector(graph, [width]), vector(graph, [end]), last)
+    turned = emit("MatMul", emit("Reshape", parts, vector(graph, [-1, width])), matrix)
+    rows = emit("Reshape", turned, vector(graph, [-1, width * len(gathers)]))
+    for number, gather in enumerate(gathers):
+        ends = (vector(graph, [width * (number + more)]) for more in (0, 1))
+        gather.replace_input_with(0, emit("Slice", rows, *ends, last))
 
 
 def read_weights(linear: Linear, context: LoweringContext, block: int = 0) -> Float:

@@ -3,32 +3,57 @@
 import numpy as np
 import onnx_ir as ir
 
-from llmc.inventory import TOWER
+from llmc.inventory import TOWER, Geometry
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import replace_weight
 from llmc.optimize.lower.onnxruntime.linears import float_table
 from llmc.optimize.lower.raising import find_vector
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, nodes_of, replace, scalar
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, graph_input, initializer, nodes_of, replace, scalar, vector
 
 POSITIONS = f"{TOWER}.position_embedding.weight"
 
 
 def attend_to_patches(graph: ir.Graph, _: LoweringContext) -> int:
-    """Attention without cache and mask -> MultiHeadAttention, whose kernel holds no scores of all pairs."""
-    nodes = list(nodes_of(graph, "Attention"))
+    """Attention without cache -> MultiHeadAttention, whose kernel holds no scores of all pairs where there is no mask;
+    those of windows, in which a mask hides what lies behind a window's patches, are few."""
+    nodes, counts = list(nodes_of(graph, "Attention")), None
     for node in nodes:
+        emit, inputs = Emitter(node), list(node.inputs[:3])
+        if len(node.inputs) > 3:
+            counts = counts or _count_patches(graph)
+            inputs += [None, counts]
         heads, scale = node.attributes["q_num_heads"].as_int(), node.attributes["scale"].as_float()
-        found = Emitter(node)("MultiHeadAttention", *node.inputs[:3], domain=MICROSOFT, num_heads=heads, scale=scale)
-        replace(node, found)
+        replace(node, emit("MultiHeadAttention", *inputs, domain=MICROSOFT, num_heads=heads, scale=scale))
     return len(nodes)
 
 
+def _count_patches(graph: ir.Graph) -> ir.Value:
+    """Patches of each window, int32 [W]."""
+    emit, windows = Emitter(graph[0], f"{TOWER}.windows"), graph_input(graph, "windows")
+    seen = emit("Cast", emit("GreaterOrEqual", windows, scalar(graph, 0, np.int64)), to=ir.DataType.INT32)
+    return emit("ReduceSum", seen, vector(graph, [1]), keepdims=0)
+
+
+def turn_patches(graph: ir.Graph, _: LoweringContext) -> int:
+    """RotaryEmbedding -> that of older engines, whose tables have a row for each patch."""
+    nodes = list(nodes_of(graph, "RotaryEmbedding"))
+    for node in nodes:
+        emit = Emitter(node)
+        tables = [emit("Squeeze", table, vector(graph, [0])) for table in node.inputs[1:3]]
+        heads, start = node.attributes["num_heads"].as_int(), vector(graph, [0])
+        replace(node, emit("RotaryEmbedding", node.inputs[0], start, *tables, domain=MICROSOFT, num_heads=heads))
+    return len(nodes)
+
+
+def has_table(geometry: Geometry) -> bool:
+    """True if the tower adds learned positions."""
+    patching = geometry.vision.patching if geometry.vision else None
+    return patching is None or patching.places > 0
+
+
 def store_positions(graph: ir.Graph, context: LoweringContext) -> int:
-    """The table of positions in float32. What it is added to tells linears how many tokens they multiply."""
-    stored = initializer(graph, float_table(find_vector(graph.initializers[POSITIONS]), "float32", context))
-    replace_weight(graph.initializers[POSITIONS], stored)
-    (add, _), *others = stored.uses()
-    embedded = add.outputs[0]
-    after, _ = next(iter(embedded.uses()))
-    graph.meta["rows"] = Emitter(after, f"{TOWER}.rows")("Gather", embedded, scalar(graph, 0, np.int64), axis=2)
-    return 1 + len(others)
+    """The table of positions in float32, where there is one."""
+    table = graph.initializers.get(POSITIONS)
+    if table is not None:
+        replace_weight(table, initializer(graph, float_table(find_vector(table), "float32", context)))
+    return int(table is not None)

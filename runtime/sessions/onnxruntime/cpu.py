@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import ADAPTERS_FOLDER, REPLAY, WEIGHTS_FILE, Manifest, version
+from llmc.bundle import ADAPTERS_FOLDER, REPLAY, WEIGHTS_FILE, Geometry, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory
 from llmc.runtime.host.read_ahead import read_ahead
@@ -88,6 +88,9 @@ class OnnxRuntimeSession(Session):
             binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
         if batch.embedded is not None:
             binding.embedding_indices[:], binding.embeddings[:] = batch.embedded.indices, batch.embedded.rows
+        if binding.positions is not None:
+            plain = batch.past_lengths[:, None] + np.arange(sequence)
+            binding.positions[:] = plain if batch.positions is None else batch.positions
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
         except Exception:
@@ -155,7 +158,7 @@ class OnnxRuntimeSession(Session):
             binding.bind_lengths()
         if self._takes_embeddings:
             embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
-            binding.bind_embeddings(max(1, embeddings), self._manifest.geometry.hidden_size)
+            binding.bind_embeddings(max(1, embeddings), self._manifest.geometry)
         if batch.adapters and self._factors is not None:
             binding.bind_inputs(self._factors.views(batch.first_row, rows))
         if self._takes_slots:
@@ -201,6 +204,7 @@ class _Binding:
         self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
         self.logits = logits
         self.new_lengths: NDArray[np.int64] | None = None
+        self.positions: NDArray[np.int64] | None = None
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             bind(self.io.bind_input, name, getattr(self, name))
@@ -229,12 +233,16 @@ class _Binding:
         self.slots = np.arange(capacity)
         bind(self.io.bind_input, "cache_slots", self.slots)
 
-    def bind_embeddings(self, rows: int, width: int) -> None:
-        """A graph that takes rows in place of tokens' embeddings wants at least one, which none of the tokens needs."""
+    def bind_embeddings(self, rows: int, geometry: Geometry) -> None:
+        """A graph that takes rows in place of tokens' embeddings wants at least one, which none of the tokens needs;
+        and positions, where these have several axes."""
         self.embedding_indices = np.full(self.input_ids.shape, -1, np.int64)
-        self.embeddings = np.zeros((rows, width), np.float32)
+        self.embeddings = np.zeros((rows, geometry.row_width), np.float32)
         bind(self.io.bind_input, "embedding_indices", self.embedding_indices)
         bind(self.io.bind_input, "embeddings", self.embeddings)
+        if geometry.vision is not None and geometry.vision.axes:
+            self.positions = np.empty((geometry.vision.axes, *self.input_ids.shape), np.int64)
+            bind(self.io.bind_input, "positions", self.positions)
 
 
 def _takes(graph: Any, name: str) -> bool:

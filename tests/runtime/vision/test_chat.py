@@ -60,10 +60,10 @@ class Recording:
         logits[..., 2] = 1
         return logits
 
-    def see(self, pixels: np.ndarray) -> np.ndarray:
-        assert pixels.shape == (1, 3, 24, 24) and pixels.dtype == np.float32
-        self.computed.append(pixels)
-        return np.full((4, self.geometry.hidden_size), pixels.mean(), np.float32)
+    def see(self, pixel_values: np.ndarray) -> np.ndarray:
+        assert pixel_values.shape == (1, 3, 24, 24) and pixel_values.dtype == np.float32
+        self.computed.append(pixel_values)
+        return np.full((4, self.geometry.hidden_size), pixel_values.mean(), np.float32)
 
     def close(self) -> None:
         """There is nothing to free."""

@@ -1,0 +1,147 @@
+"""Images become the patches, positions and windows that transformers' own code for Qwen's models makes of them."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles.images import MARKERS, MODES, draw
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from llmc.errors import RequestError
+from llmc.inventory import Patching, Vision
+from llmc.runtime.vision.decode import open_image
+from llmc.runtime.vision.patches import Patches, cut_patches, make_feeds
+from llmc.runtime.vision.rows import ImageRows, place_rows, place_tokens
+
+SIZES = [(1, 1), (1, 200), (200, 1), (14, 14), (28, 28), (29, 27), (96, 96), (640, 481), (37, 211), (300, 299)]
+SIZES += [tuple(map(int, size)) for size in np.random.default_rng(1).integers(4, 700, (40, 2))]
+IMAGES = [(MODES[number % len(MODES)], *size) for number, size in enumerate(SIZES)]
+# Qwen2.5-VL's, with uneven means, and bounds that some of the images are beyond on either side.
+PATCHING = Patching(56 * 56, 200_000, "bicubic", 1 / 255, (0.5, 0.4, 0.3), (0.5, 0.25, 0.3), 2, 4, 0)
+VISION = Vision(28, 14, 1, 90, None, MARKERS, 1, (), PATCHING, 3)
+# And Qwen3-VL's.
+WIDER = replace(VISION, tile=32, patch=16, patching=replace(PATCHING, window=0, places=48))
+
+
+def process(image: Image.Image, vision: Vision) -> Any:
+    patching = vision.patching
+    assert patching is not None
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": patching.least_pixels, "longest_edge": patching.most_pixels},
+        patch_size=vision.patch,
+        temporal_patch_size=patching.frames,
+        merge_size=vision.tile // vision.patch,
+        resample=Image.Resampling[patching.filter.upper()],
+        rescale_factor=patching.rescale,
+        image_mean=list(patching.mean),
+        image_std=list(patching.std),
+    )
+    return processor(image, return_tensors="np")
+
+
+def see(width: int, height: int, vision: Vision) -> Patches:
+    """An image of so many squares of patches."""
+    return Patches(np.zeros((3, height * vision.tile, width * vision.tile), np.uint8))
+
+
+@pytest.mark.parametrize("vision", [VISION, WIDER], ids=["14", "16"])
+@pytest.mark.parametrize(("mode", "width", "height"), IMAGES)
+def test_patches_are_those_of_the_processor_to_the_bit(mode: str, width: int, height: int, vision: Vision):
+    image = draw(mode, width, height)
+    expected, patches = process(image, vision), cut_patches(open_image(image), vision)
+    values = make_feeds(patches, vision)["pixel_values"]
+    assert values.dtype == np.float32
+    assert np.array_equal(values, expected["pixel_values"])
+    assert [1, *(2 * side for side in patches.grid(vision))] == expected["image_grid_thw"][0].tolist()
+
+
+def test_an_image_that_lies_on_its_side_is_turned_first():
+    image, exif = draw("RGB", 200, 90), Image.Exif()
+    exif[0x0112] = 6
+    image.info["exif"] = exif.tobytes()
+    assert cut_patches(open_image(image), VISION).grid(VISION) == (7, 3)
+
+
+def test_a_strip_that_transformers_refuses_is_refused():
+    with pytest.raises(RequestError, match=r"picture has 1 x 201 pixels, .* more than 200 times as long"):
+        cut_patches(draw("L", 1, 201).convert("RGB"), VISION, "picture")
+    with pytest.raises(ValueError, match="200"):
+        process(draw("L", 1, 201), VISION)
+
+
+GRIDS = [(1, 1), (2, 3), (4, 4), (5, 4), (9, 7), (1, 13)]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_positions_and_windows_are_those_of_transformers(grid: tuple[int, int]):
+    import torch
+    from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+
+    rows, columns = grid
+    feeds = make_feeds(see(columns, rows, VISION), VISION)
+    sizes = torch.tensor([[1, 2 * rows, 2 * columns]])
+    assert np.array_equal(feeds["positions"], get_vision_position_ids(sizes, 2).numpy())
+    squares, ends = get_vision_window_index(sizes, spatial_merge_size=2, window_size=112, patch_size=14)
+    patches = (4 * squares[:, None] + torch.arange(4)).flatten()
+    expected = [part.tolist() for part in torch.tensor_split(patches, ends[1:-1].tolist())]
+    found = [[patch for patch in window if patch >= 0] for window in feeds["windows"].tolist()]
+    assert found == expected
+    places = feeds["window_places"]
+    assert np.array_equal(feeds["windows"].ravel()[places], np.arange(len(places)))
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_entries_of_the_table_and_their_weights_are_those_of_transformers(grid: tuple[int, int]):
+    import torch
+    from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+    rows, columns = grid
+    feeds = make_feeds(see(columns, rows, WIDER), WIDER)
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        torch.tensor([[1, 2 * rows, 2 * columns]]), 48, "bilinear", align_corners=True, spatial_merge_size=2
+    )
+    assert np.array_equal(feeds["corners"], indices.numpy().T)
+    assert feeds["corner_weights"].dtype == np.float32
+    assert np.array_equal(feeds["corner_weights"], weights.numpy().T)
+
+
+def make_rows(length: int, *images: tuple[int, tuple[int, int]]) -> ImageRows:
+    return ImageRows(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 1)), place_tokens(length, images))
+
+
+def test_tokens_behind_an_image_stand_behind_its_longer_side():
+    """2 tokens, an image of 2 x 3, 2 tokens, an image of 3 x 1 at the end, and what is generated after it."""
+    images = make_rows(13, (2, (2, 3)), (10, (3, 1)))
+    assert images.place(0, 16).tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7, 7, 7, 10, 11, 12],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8, 9, 10, 11, 12],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 7, 7, 10, 11, 12],
+    ]
+
+
+def test_any_cut_of_a_row_has_the_same_positions():
+    images = make_rows(13, (2, (2, 3)), (10, (3, 1)))
+    whole = images.place(0, 20)
+    for start in range(20):
+        for end in range(start + 1, 21):
+            assert np.array_equal(images.place(start, end), whole[:, start:end])
+
+
+def test_rows_of_a_call_have_their_own_positions_and_those_without_images_plain_ones():
+    images = make_rows(6, (1, (2, 2)))
+    found = place_rows(np.array([6, 3, 9]), 2, [images, None])
+    assert found is not None
+    assert found[:, 0].tolist() == [[4, 5]] * 3
+    assert found[:, 1].tolist() == [[3, 4]] * 3 and found[:, 2].tolist() == [[9, 10]] * 3  # the last is a dummy
+    assert place_rows(np.array([6]), 2, [None]) is None
+
+
+def test_a_pixel_or_a_side_that_differs_makes_another_digest():
+    pixels = np.zeros((3, 28, 56), np.uint8)
+    other = pixels.copy()
+    other[2, 1, 3] = 1
+    found = [Patches(pixels), Patches(pixels.reshape(3, 56, 28)), Patches(other)]
+    assert len({patches.digest for patches in found}) == 3
+    assert Patches(pixels.copy()).digest == found[0].digest
