@@ -101,8 +101,9 @@ def calibrate_weights(
     stored = quant_configs(recipe, geometry)
     # Weights do not depend on how activations are quantized.
     decided = replace(stored.get("decode") or next(iter(stored.values())), w8a8=None)
+    prompts = stored.get("prefill") or stored.get("shared")
     try:
-        store = calibrate(decoder, samples.ids, recipe, decided, folder, progress, stored.get("prefill"))
+        store = calibrate(decoder, samples.ids, recipe, decided, folder, progress, prompts)
         store.settle()
         calibrated, nearest = store.read("state")["experts"].tolist()
     except OSError as error:

@@ -120,7 +120,8 @@ def test_the_graph_can_be_cut_between_layers(case, model):
     for i in range(geometry.layers if not geometry.layer_scalars else 0):
         assert producers[f"hidden.{i + 1}"] == f"model.layers.{i}.residual" + ("_1" if i in both else "")
     readers = {node.name: [value.name for value in node.inputs] for node in model.graph}
-    linear = geometry.linear["model.layers.1.self_attn.q_proj"]
+    attention = "model.layers.1.self_attn"
+    linear = geometry.linear.get(f"{attention}.q_a_proj", geometry.linear[f"{attention}.q_proj"])
     assert readers[linear.reads if linear.producer else linear.name][0] == "hidden.1"
     assert readers["model.norm" if geometry.shares else "logit_rows"][0] == f"hidden.{geometry.layers}"
 

@@ -41,8 +41,8 @@ def test_a_recipe_says_what_it_is_for_and_serves_every_model(path: Path):
     """A budget or a limit that suits one model would fail another's build."""
     request = read_recipe(path)
     with_text, without = (resolve(request, capabilities("cpu"), 2048, path.stem, flag)[0] for flag in (True, False))
-    # Those that are what --int8 and --int4 do, in both cases.
-    assert with_text == without or path.stem in ("int8", "int4")
+    # Those that calibrate where they can, and are built where they cannot.
+    assert with_text == without or path.stem in ("int8", "int8-small", "int4")
     assert with_text.name == path.stem
     assert request.description.endswith(".") and request.expected is not None
     assert (request.budget or Budget()) == Budget()
@@ -179,7 +179,8 @@ def test_the_default_costs_what_its_recipe_says_and_not_what_others_say(measured
     """``recipes/benchmarks/peers.py`` measures the others."""
     assert as_expected(measured, EXPECTED["int8"]), measured.quality.phases
     assert rows_of_the_table()["int8"][0] == f"{measured.weight_bytes / 1e6:.1f} MB"
-    others = [expected for other, expected in EXPECTED.items() if other != "int8"]
+    # int8-small loses as much, with other weights in decode.
+    others = [expected for other, expected in EXPECTED.items() if other not in ("int8", "int8-small")]
     assert [expected for expected in others if as_expected(measured, expected)] == []
 
 

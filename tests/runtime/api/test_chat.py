@@ -190,7 +190,7 @@ def test_harmony_is_told_apart_and_goes_on(harmony: Model, say: Callable[[str], 
 
 
 def test_a_form_binds_what_harmony_has_behind_its_reasoning(harmony: Model):
-    given: dict[str, Any] = {"reasoning_budget": 9, "max_tokens": 200, "temperature": 1, "seed": 5}
+    given: dict[str, Any] = {"reasoning_budget": 9, "max_tokens": 400, "temperature": 1, "seed": 5}
     result = harmony.chat(ASKED, choice=["yes", "no"], **given)
     assert result.message.content in ("yes", "no")
     assert result.outputs[0].text == f"{ANALYSIS}{result.message.reasoning}<|end|>{FINAL}{result.message.content}"
