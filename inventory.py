@@ -330,12 +330,13 @@ class Markers:
     ``{row}`` and ``{column}`` stand for a tile's place, which begins with 1.
 
     Attributes:
-        image: the token's own text, which templates write once for an image.
+        image: the token's own text.
         tile: in front of each tile of an image that is cut.
         row_end: behind the last tile of each row.
         whole: behind all tiles, in front of the view of the whole image.
         single: in front of an image that is not cut.
         after: behind every image.
+        placeholder: what templates write once for an image, empty where that is the token itself.
     """
 
     image: str
@@ -344,6 +345,7 @@ class Markers:
     whole: Lines
     single: Lines
     after: Lines
+    placeholder: str = ""
 
 
 @dataclass(frozen=True)
@@ -352,14 +354,14 @@ class Tiling:
     the next multiples of a tile, and cut; where that makes more than one tile, the image resized to one tile follows.
 
     Attributes:
-        longest_edge: pixels.
+        longest_edge: pixels, 0 for images that are resized to one tile at once.
         cut: whether images are cut at all; else they are resized to one tile instead.
         filter: by which all this is resized, as Pillow calls it.
         rescale: factor of the values 0 ... 255.
         mean, std: are then subtracted and divided by.
     """
 
-    longest_edge: Pixels
+    longest_edge: Annotated[int, range(4097)]
     cut: bool
     filter: Filter
     rescale: float
@@ -379,6 +381,7 @@ class Vision:
         tiling, markers: how images become tiles, and what stands around them in a prompt.
         layers: of the tower.
         linears: in the order of the computation.
+        both_ways: whether the rows of an image see one another in the decoder, those after them too.
     """
 
     tile: Pixels
@@ -389,6 +392,17 @@ class Vision:
     markers: Markers
     layers: Count
     linears: tuple[Linear, ...]
+    both_ways: bool = False
+
+    @property
+    def norms(self) -> int:
+        """Norms of the tower: two of each layer, one behind them and, where there is one, that of its last linear."""
+        return 2 * self.layers + 1 + (self.linears[-1].reads != f"{TOWER}.norm")
+
+    @property
+    def least_chunk(self) -> int:
+        """Tokens of a call that must fit: where rows see those after them, all of an image, and one on either side."""
+        return self.tokens + 2 if self.both_ways else 1
 
     @property
     def most_tiles(self) -> int:

@@ -43,6 +43,18 @@ class EmbeddingRows(nn.Module):
         return torch.where((indices >= 0).unsqueeze(-1), functional.embedding(indices, rows), x)
 
 
+class RowsAhead(nn.Module):
+    """indices (B, S) of rows, -1 for none -> of how many tokens after it, up to the end of an image, each sees."""
+
+    def forward(self, indices: Tensor) -> Tensor:
+        is_row = indices >= 0
+        # The same number for the rows of an image and the token of text before it.
+        numbers = (~is_row).long().cumsum(1)
+        counted = (indices == indices).long().cumsum(1)  # 1 ... S
+        ends = (numbers.unsqueeze(1) <= numbers.unsqueeze(2)).long().sum(2)
+        return torch.where(is_row, ends - counted, 0)
+
+
 class Positions(nn.Module):
     """lengths (B), indices of new tokens (B, O) -> their positions (B, O)."""
 
@@ -93,15 +105,17 @@ class DecoderLayer(nn.Module):
         ropes: Sequence[Tensor],
         new_lengths: Tensor | None = None,
         per_layer: Tensor | None = None,
+        ahead: Tensor | None = None,
     ) -> tuple[Tensor, Tensors]:
         """Values (B, S, N), the tensors of this layer's caches, lengths (B), the frequencies of every rope, where a
-        cache is a state new lengths (B) and, where layers have one, an input (B, S, P) -> values, caches. See
-        :class:`llmc.export.blocks.attention.Attention` for a layer without caches."""
+        cache is a state new lengths (B), where layers have one an input (B, S, P) and, where images are seen both ways,
+        rows ahead (B, S) -> values, caches. See :class:`llmc.export.blocks.attention.Attention` for a layer without
+        caches."""
         place = self.placement
         y, read, presents = x, x, Tensors()
         if self.self_attn is not None or self.recurrent is not None:
             read = self._normalize(place.before_attention, x)
-            mixed, presents = self._mix(read, past, lengths, ropes, new_lengths)
+            mixed, presents = self._mix(read, past, lengths, ropes, new_lengths, ahead)
             y = x + self.residual_scale(self._normalize(place.after_attention, mixed))
         if self.mlp is not None or self.experts is not None:
             if not place.parallel or place.before_mlp != place.before_attention:
@@ -113,14 +127,21 @@ class DecoderLayer(nn.Module):
         return y if self.layer_scalar is None else y * as_float(self.layer_scalar), presents
 
     def _mix(
-        self, read: Tensor, past: Tensors | None, lengths: Tensor, ropes: Sequence[Tensor], new_lengths: Tensor | None
+        self,
+        read: Tensor,
+        past: Tensors | None,
+        lengths: Tensor,
+        ropes: Sequence[Tensor],
+        new_lengths: Tensor | None,
+        ahead: Tensor | None,
     ) -> tuple[Tensor, Tensors]:
         """The sum of what the mixers make, and their caches: attention's come first."""
         if self.self_attn is None:
             assert self.recurrent is not None and past is not None and new_lengths is not None
             recurred, states = self.recurrent(read, past, new_lengths)
             return self.recurrent_scale(recurred), states
-        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes)
+        more = () if ahead is None else (ahead,)
+        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes, *more)
         attended = self.attention_scale(attended)
         if self.recurrent is None:
             return attended, presents
@@ -172,7 +193,7 @@ class Decoder(nn.Module):
             map(Scale, (config.hidden_size**-0.5, max(config.per_layer, 1) ** 0.5, 2**-0.5))
         )
         self.logit_rows, self.shared_rows, self.shared_inputs = TakePositions(), TakePositions(), TakePositions()
-        self.logit_positions, self.embedding_rows = Positions(), EmbeddingRows()
+        self.logit_positions, self.embedding_rows, self.rows_ahead = Positions(), EmbeddingRows(), RowsAhead()
         self.logit_softcap = Softcap(config.logit_softcap)
         self.lm_head = (
             TiedHead() if config.tied_head else Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
@@ -196,6 +217,8 @@ class Decoder(nn.Module):
         embedded = self.embed(input_ids, past_lengths)
         borders = [embedded if rows is None else self.embedding_rows(embedded, rows[1], rows[0])]
         presents = list[Tensors]()
+        both_ways = rows is not None and self.config.vision is not None and self.config.vision.both_ways
+        ahead = self.rows_ahead(rows[0]) if both_ways and rows is not None else None
         x, places, inputs = borders[0], past_lengths, self.embed_per_layer(input_ids, borders[0])
         for index, (layer, past) in enumerate(zip(self.model.layers, pasts, strict=True)):
             own = inputs[index] if inputs else None
@@ -203,7 +226,7 @@ class Decoder(nn.Module):
                 x, places = self.shared_rows(x, logit_indices), self.logit_positions(past_lengths, logit_indices)
             if (attention := self.config.layers[index].attention) and attention.source is not None:
                 past, own = presents[attention.source], own if own is None else self.shared_inputs(own, logit_indices)
-            x, present = layer(x, past, places, ropes, new_lengths, own)
+            x, present = layer(x, past, places, ropes, new_lengths, own, ahead)
             borders.append(x)
             presents.append(present)
         x = self.model.norm(x if self.config.first_shared is not None else self.logit_rows(x, logit_indices))

@@ -22,7 +22,7 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
 import ast
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ _ATTENTIONS = (ops.CACHED_ATTENTION, ops.SHARED_ATTENTION, ops.SELF_ATTENTION)
 _RECURRENT = (recurrent_ops.CAUSAL_CONV, recurrent_ops.LINEAR_ATTENTION)
 _NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, *_RECURRENT, ops.ROTATED_HEADS, expert_ops.EXPERTS}
 _NAMED_LIKE_MODULE |= {"Gather", "GatherND"}
+# Attributes that only one form of an operator has.
+_FORMS = ("activation", "both_ways")
 # Sizes to trace with: at least 2 (torch specialises 0 and 1), and all different, so that none is confused with another.
 _BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY, _ROWS = 2, 5, 3, 7, 11
 
@@ -366,12 +368,16 @@ def _clear_metadata(model: ir.Model) -> None:
     model.metadata_props.clear()
 
 
+def _list_forms(attributes: Container[str]) -> tuple[bool, ...]:
+    return tuple(name in attributes for name in _FORMS)
+
+
 def _sign(model: ir.Model, name: str) -> None:
     # Some have a form with more inputs, or with another activation.
-    used = {(node.op_type, len(node.inputs), "activation" in node.attributes) for node in model.graph}
+    used = {(node.op_type, len(node.inputs), *_list_forms(node.attributes)) for node in model.graph}
     for text in (*ops.functions(), *recurrent_ops.functions(), *expert_ops.functions()):
         function = ir.serde.deserialize_function(text)
-        if (function.name, len(function.inputs), "activation" in function.attributes) in used:
+        if (function.name, len(function.inputs), *_list_forms(function.attributes)) in used:
             model.functions[function.identifier()] = function
     model.graph.name = name
     model.ir_version = IR_VERSION

@@ -154,6 +154,21 @@ _SINKING_ATTENTION = _CACHED_ATTENTION.replace("past_lengths, inv_freq)", "past_
     """,
 )
 
+# The same where some tokens also see the ``ahead`` (B, S) positions behind their own. Nodes of this form have the attribute
+# ``both_ways``, which does nothing.
+_BOTH_WAYS_ATTENTION = (
+    _CACHED_ATTENTION.replace("past_lengths, inv_freq)", "past_lengths, ahead, inv_freq)")
+    .replace("growth, period>", "growth, period, both_ways>")
+    .replace(
+        "causal = LessOrEqual (slot_row, position_column)",
+        """
+    last = Add (positions, ahead)
+    last_column = Unsqueeze (last, axes_1_3)
+    causal = LessOrEqual (slot_row, last_column)
+    """,
+    )
+)
+
 # Queries q (B, S, H*D) of a layer without keys and values, at positions (B, S), over what another layer left in its
 # cache (B, KV, C, D).
 _SHARED_ATTENTION = (
@@ -291,7 +306,10 @@ def functions() -> list[onnx.FunctionProto]:
     """The semantic operators as ONNX functions of standard operators (opset 24), some in two forms."""
     return [
         onnx.parser.parse_function(text)
-        for text in (_CACHED_ATTENTION, _SINKING_ATTENTION, _SHARED_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS)
+        for text in (
+            *(_CACHED_ATTENTION, _SINKING_ATTENTION, _BOTH_WAYS_ATTENTION, _SHARED_ATTENTION, _SELF_ATTENTION),
+            _ROTATED_HEADS,
+        )
     ]
 
 
@@ -304,23 +322,27 @@ def cached_attention(
     inv_freq: Tensor,
     knobs: Knobs,
     sinks: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k, write k and v into the cache at ``past_lengths``, attend; ``sinks`` (H) are a logit more of each
-    head, which a softcap does not go with.
+    head, which a softcap does not go with, and ``ahead`` (B, S) so many positions after its own a query sees too, which
+    sinks do not go with.
 
     Returns attention (B, S, H*D) and the updated keys and values (B, KV, C, D). While torch exports, it emits one
     ``llmc::CachedAttention`` node instead of computing.
     """
     past_k, past_v = past
-    assert sinks is None or not knobs.softcap
+    assert sinks is None or (not knobs.softcap and ahead is None)
     if not torch.compiler.is_exporting():
         positions = past_lengths[:, None] + torch.arange(q.shape[1], device=q.device)  # (B, S)
         queries, new_keys, new_values = _rotate_projections(q, k, v, positions, inv_freq, knobs)
         keys, values = _scatter(past_k, new_keys, positions), _scatter(past_v, new_values, positions)  # (B, KV, C, D)
-        mask = _mask(past_k.shape[2], positions, knobs)
+        mask = _mask(past_k.shape[2], positions, knobs, 0 if ahead is None else ahead)
         return _attend(queries, keys, values, mask, knobs, sinks), keys, values
-    inputs = [q, k, v, past_k, past_v, past_lengths, *([] if sinks is None else [sinks]), inv_freq]
-    attn, present_k, present_v = emit_node(CACHED_ATTENTION, inputs, _attributes(inv_freq, knobs), q, past_k, past_v)
+    optional = [each for each in (sinks, ahead) if each is not None]
+    inputs, attributes = [q, k, v, past_k, past_v, past_lengths, *optional, inv_freq], _attributes(inv_freq, knobs)
+    attributes |= {} if ahead is None else {"both_ways": 1}
+    attn, present_k, present_v = emit_node(CACHED_ATTENTION, inputs, attributes, q, past_k, past_v)
     return attn, present_k, present_v
 
 
@@ -416,10 +438,10 @@ def _rotate_projections(
     return queries, keys, _heads(v, head_dim)
 
 
-def _mask(capacity: int, positions: Tensor, knobs: Knobs) -> Tensor:
-    """Slots of a cache that queries at positions (B, S) see, (B, 1, S, C)."""
+def _mask(capacity: int, positions: Tensor, knobs: Knobs, ahead: Tensor | int = 0) -> Tensor:
+    """Slots of a cache that queries at positions (B, S) see, (B, 1, S, C), also ``ahead`` (B, S) after their own."""
     slots, column = torch.arange(capacity, device=positions.device), positions[:, None, :, None]
-    mask = slots <= column
+    mask = slots <= (positions + ahead)[:, None, :, None]
     return mask & (slots > column - knobs.window) if knobs.window else mask
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from llmc.export.blocks.linear import Linear
 from llmc.export.blocks.norm import Norm
-from llmc.export.blocks.vision import MergePatches, PatchEmbedding, PositionTable, TowerLayer
+from llmc.export.blocks.vision import MergePatches, PatchEmbedding, PoolPatches, PositionTable, TowerLayer
 from llmc.export.config import NormConfig
 from llmc.export.graph import check_nodes, check_onnx, finish_graph, name_dimensions, trace
 from llmc.export.sources.safetensors import StoredTensor
@@ -26,15 +26,17 @@ class Tower(nn.Module):
         self.position_embedding = PositionTable(config.side**2, config.width)
         self.layers = nn.ModuleList(TowerLayer(config, norm) for _ in range(config.layers))
         self.norm = Norm(config.width, norm)
-        self.merge = MergePatches(config.side, config.merged)
-        self.connector = Linear(config.width * config.merged**2, config.outputs)
+        pools = config.projector == "pool"
+        self.merge = (PoolPatches if pools else MergePatches)(config.side, config.merged)
+        self.connector_norm = Norm(config.width, NormConfig(config.eps)) if pools else nn.Identity()
+        self.connector = Linear(config.linears[-1].inputs, config.outputs)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """pixels (T, 3, H, W) -> rows of embeddings (T * tokens, N)."""
         x = self.position_embedding(self.patch_embedding(pixels))
         for layer in self.layers:
             x = layer(x)
-        rows: Tensor = self.connector(self.merge(self.norm(x))).flatten(0, 1)
+        rows: Tensor = self.connector(self.connector_norm(self.merge(self.norm(x)))).flatten(0, 1)
         return rows
 
 

@@ -1,9 +1,13 @@
 """The shape of a tower: a vision transformer, and what makes rows for the decoder of the patches of a tile."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from llmc.inventory import TOWER, Linear
 
+# How rows are made of a square of patches: of their values side by side, or of their mean (and a norm by the root mean
+# square, whose weight is stored less one).
+Projector = Literal["shuffle", "pool"]
 LAYER_NORMS, NORM_PARTS = ("input_layernorm", "post_attention_layernorm"), ("weight", "bias")
 
 
@@ -20,6 +24,7 @@ class TowerConfig:
         merged: patches of each side of the square that becomes one row.
         outputs: width of a row: the decoder's hidden size.
         token_id: of the decoder's token whose embedding a row replaces.
+        projector: what makes the row, see :data:`Projector`.
         renamed: parts of the names of its tensors in the checkpoint, as :class:`DecoderConfig` has them.
     """
 
@@ -34,6 +39,7 @@ class TowerConfig:
     outputs: int
     token_id: int
     renamed: tuple[tuple[str, str], ...]
+    projector: Projector = "shuffle"
 
     @property
     def side(self) -> int:
@@ -48,9 +54,10 @@ class TowerConfig:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Its linears in the order of the computation."""
-        pixels, merged = 3 * self.patch**2, self.width * self.merged**2
+        pixels, shuffles = 3 * self.patch**2, self.projector == "shuffle"
+        merged, read = (self.width * self.merged**2, "norm") if shuffles else (self.width, "connector_norm")
         first = Linear(f"{TOWER}.patch_embedding", self.width, pixels, True, TOWER, "", None, exact=True)
-        last = Linear(f"{TOWER}.connector", self.outputs, merged, False, f"{TOWER}.norm", "", None, exact=True)
+        last = Linear(f"{TOWER}.connector", self.outputs, merged, False, f"{TOWER}.{read}", "", None, exact=True)
         return (first, *(linear for index in range(self.layers) for linear in self._list_of_layer(index)), last)
 
     def _list_of_layer(self, index: int) -> list[Linear]:
@@ -72,4 +79,5 @@ class TowerConfig:
             shapes[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
             shapes |= {f"{linear.name}.bias": (linear.outputs,)} if linear.bias else {}
         at = [f"{TOWER}.layers.{index}.{name}" for index in range(self.layers) for name in LAYER_NORMS]
+        shapes |= {f"{TOWER}.connector_norm.weight": (self.width,)} if self.projector == "pool" else {}
         return shapes | {f"{norm}.{part}": (self.width,) for norm in (*at, f"{TOWER}.norm") for part in NORM_PARTS}

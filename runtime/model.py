@@ -118,7 +118,8 @@ def load(
         _in_range("memory", memory, 0, 1 << 50)
         fitting = limits.max_context if memory is None else _find_fitting_context(folder, manifest, memory, max_context)
         context = _in_range("max_context", max_context, fitting, limits.max_context)
-        chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
+        vision, most = manifest.geometry.vision, limits.prefill_chunk
+        chunk = _in_range("prefill_chunk", prefill_chunk, most, most, min(most, vision.least_chunk) if vision else 1)
         workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
         _check_options(folder, manifest, context, engine_options, options)
         check_load(folder, manifest, context, memory)
@@ -244,10 +245,10 @@ def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return given
 
 
-def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
+def _in_range(name: str, value: int | None, default: int, highest: int, lowest: int = 1) -> int:
     if value is None:
         return default
-    integer(1, highest).check(name, value)
+    integer(lowest, highest).check(name, value)
     return value
 
 

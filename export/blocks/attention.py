@@ -56,10 +56,15 @@ class Attention(nn.Module):
             self.rotary_emb = RotaryEmbedding(np.zeros(config.head_dim // 2, np.float32))
 
     def forward(
-        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor]
+        self,
+        x: Tensor,
+        past: Cache | None,
+        lengths: Tensor,
+        ropes: Sequence[Tensor],
+        ahead: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``lengths`` (B) are those of the cache, or without one of the rows; ``ropes`` are the frequencies (R/2) of
-        each of the decoder's ropes. An attention that reads the cache of another layer gets it whole, and positions
+        each of the decoder's ropes; ``ahead`` (B, S) is how many positions after its own a token sees. An attention that reads the cache of another layer gets it whole, and positions
         (B, S) in the place of lengths."""
         config, gate = self.config, None
         if config.source is not None:
@@ -83,5 +88,5 @@ class Attention(nn.Module):
             attn = ops.self_attention(*projected, lengths, inv_freq, self.knobs, causal=config.causal)
             return self.o_proj(attn), ()
         sinks = None if self.sinks is None else as_float(self.sinks)
-        attn, keys, values = ops.cached_attention(*projected, past, lengths, inv_freq, self.knobs, sinks)
+        attn, keys, values = ops.cached_attention(*projected, past, lengths, inv_freq, self.knobs, sinks, ahead)
         return self.o_proj(attn if gate is None else attn * torch.sigmoid(gate)), (keys, values)

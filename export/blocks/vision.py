@@ -74,3 +74,11 @@ class MergePatches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         squares = x.view(x.shape[0], self.rows, self.merged, self.rows, self.merged, x.shape[2])
         return squares.transpose(2, 3).flatten(3).flatten(1, 2)
+
+
+class PoolPatches(MergePatches):
+    """x (T, P, N) -> the means of each square of patches (T, P / merged², N)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = x.view(x.shape[0], self.rows, self.merged, self.rows, self.merged, x.shape[2])
+        return squares.mean((2, 4)).flatten(1, 2)

@@ -9,7 +9,11 @@ from llmc.export.vision import TowerConfig
 from llmc.inventory import MOST_TILES, Channels, Filter, Markers, Tiling, Vision
 
 PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
-KINDS = tuple(f"{family}ImageProcessor{form}" for family in ("SmolVLM", "Idefics3") for form in ("", "Fast", "Pil"))
+FORMS = ("", "Fast", "Pil")
+KINDS = tuple(f"{family}ImageProcessor{form}" for family in ("SmolVLM", "Idefics3") for form in FORMS)
+# What changes no pixel, and what must be done to them all, for the tower was trained on it.
+UNREAD = ("processor_class", "do_pad", "data_format", "input_data_format")
+STEPS = ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize")
 # Pillow's numbers.
 FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 IMAGE, FAKE, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
@@ -21,6 +25,17 @@ MARKERS = Markers(
     whole=("", f"{FAKE}{WHOLE}"),
     single=(f"{FAKE}{WHOLE}",),
     after=(FAKE,),
+)
+# Of Gemma 3's.
+PANS = ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")
+SOFT_MARKERS = Markers(
+    image="<image_soft_token>",
+    tile=("",),
+    row_end=("",),
+    whole=("",),
+    single=("", "", "<start_of_image>"),
+    after=("<end_of_image>", "", ""),
+    placeholder="<start_of_image>",
 )
 
 
@@ -37,11 +52,17 @@ def read_vision(folder: Path, tower: TowerConfig, processor: dict[str, Any], ima
             f"{folder}: no {IMAGES_FILE} here, which says how images are made ready for the tower; get it, or export "
             "the text part alone with --text-only"
         )
-    if (tokens := outer.integer("image_seq_len", 169)) != tower.tokens:
-        raise outer.error("image_seq_len", tokens, f"{tower.tokens}, the rows that the tower makes of a tile")
+    pools = tower.projector == "pool"
+    length, default = ("image_seq_length", 256) if pools else ("image_seq_len", 169)
+    if (tokens := outer.integer(length, default)) != tower.tokens:
+        raise outer.error(length, tokens, f"{tower.tokens}, the rows that the tower makes of a tile")
     outer.finish()
-    tiling = _read_tiling(own, tower)
-    vision = Vision(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling, MARKERS, tower.layers, tower.linears)
+    tiling = (_read_square if pools else _read_tiling)(own, tower)
+    vision = Vision(
+        *(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling),
+        *(SOFT_MARKERS if pools else MARKERS, tower.layers, tower.linears),
+        both_ways=pools,
+    )
     if vision.most_tiles > MOST_TILES:
         most = f"a longest_edge that cuts an image into at most {MOST_TILES} tiles of {tower.tile} pixels"
         raise own.error("size", tiling.longest_edge, most)
@@ -51,17 +72,36 @@ def read_vision(folder: Path, tower: TowerConfig, processor: dict[str, Any], ima
 def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:
     """Defaults are those of transformers. Every tile is full, so that padding has nothing to do."""
     keys.choice("image_processor_type", KINDS, KINDS[0])
-    keys.skip("processor_class", "do_pad", "video_sampling", "data_format", "input_data_format", "return_row_col_info")
-    for name in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
-        if not keys.flag(name, True):
-            raise keys.error(name, False, "true, for this is what the tower was trained on")
+    keys.skip("video_sampling", "return_row_col_info")
     (longest, tile) = (_read_edge(keys, name) for name in ("size", "max_image_size"))
     if tile != tower.tile:
         raise keys.error("max_image_size", tile, f"{tower.tile}, the vision_config's image_size")
+    return _finish_tiling(keys, "lanczos", longest, cut=keys.flag("do_image_splitting", True))
+
+
+def _read_square(keys: Keys, tower: TowerConfig) -> Tiling:
+    """Images are resized to one tile. Gemma 3's processor can show crops of long ones too, where it is told to."""
+    keys.choice("image_processor_type", tuple(f"Gemma3ImageProcessor{form}" for form in FORMS))
+    keys.skip("image_seq_length", *PANS)
+    if keys.flag("do_pan_and_scan"):
+        raise keys.error("do_pan_and_scan", True, "false, as it is published")
+    size = keys.inside("size")
+    for name in ("height", "width"):
+        if (edge := size.integer(name)) != tower.tile:
+            raise size.error(name, edge, f"{tower.tile}, the vision_config's image_size")
+    size.finish()
+    return _finish_tiling(keys, "bilinear", 0, cut=False)
+
+
+def _finish_tiling(keys: Keys, default_filter: Filter, longest: int, *, cut: bool) -> Tiling:
+    keys.skip(*UNREAD)
+    for name in STEPS:
+        if not keys.flag(name, True):
+            raise keys.error(name, False, "true, for this is what the tower was trained on")
     tiling = Tiling(
         longest_edge=longest,
-        cut=keys.flag("do_image_splitting", True),
-        filter=FILTERS[keys.integer("resample", FILTERS.index("lanczos"))],
+        cut=cut,
+        filter=FILTERS[keys.integer("resample", FILTERS.index(default_filter))],
         rescale=keys.number("rescale_factor", 1 / 255),
         mean=_read_channels(keys, "image_mean"),
         std=_read_channels(keys, "image_std"),

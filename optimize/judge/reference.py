@@ -123,6 +123,8 @@ class Reference:
             return self._run_all({**known, "lengths": np.full(batch, sequence)}, [output])
         held = self.manifest.geometry.caches_of(layer)
         pasts = empty_caches(held, batch, sequence, "float32")
+        if self.manifest.geometry.vision and self.manifest.geometry.vision.both_ways:
+            known["embedding_indices"] = np.full((batch, sequence), -1)
         if any(cache.kind == "state" for cache in held):
             known["new_lengths"] = np.full(batch, sequence)
         if any(cache.kind == "kv" for cache in held) or self.manifest.geometry.source_of(layer):

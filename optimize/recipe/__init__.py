@@ -210,10 +210,12 @@ def settle(
         )
     if geometry.encoder:
         asked, calibrated = for_encoder(asked, target, geometry.max_positions), False
-    return resolve(
+    recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
         *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures)),
     )
+    least = geometry.vision.least_chunk if geometry.vision else 1
+    return recipe, replace(limits, prefill_chunk=min(limits.max_context, max(limits.prefill_chunk, least)))
 
 
 def resolve(

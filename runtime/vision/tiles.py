@@ -39,7 +39,8 @@ def cut_tiles(image: "Image", vision: Vision) -> Tiles:
     """Resize an RGB image, and cut it where the family's processor does."""
     side, tiling = vision.tile, vision.tiling
     resample = require("PIL.Image", "vision").Resampling[tiling.filter.upper()]
-    image = image.resize(_find_size(*image.size, tiling.longest_edge), resample)
+    if tiling.longest_edge:
+        image = image.resize(_find_size(*image.size, tiling.longest_edge), resample)
     if tiling.cut:
         image = image.resize(_find_multiples(*image.size, side), resample)
     if not tiling.cut or image.size == (side, side):

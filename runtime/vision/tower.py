@@ -51,7 +51,7 @@ class Tower:
             ContextError: images have more tokens than the context.
         """
         vision, seen = self._vision, list[Tiles]()
-        around = prompt.split(mark(vision.markers.image))
+        around = prompt.split(mark(vision.markers.placeholder or vision.markers.image))
         if len(around) - 1 != len(images):
             raise RequestError(
                 f"the model's chat template shows {len(around) - 1} of the {len(images)} images of the messages; put "
@@ -83,7 +83,7 @@ class Tower:
             )
         rows = [self._compute(tiles) for tiles in images]
         names = [make_names(tiles.digest, len(own)) for tiles, own in zip(images, rows, strict=True)]
-        return ImageRows(positions, np.concatenate(names), np.concatenate(rows))
+        return ImageRows(positions, np.concatenate(names), np.concatenate(rows), self._vision.both_ways)
 
     def _compute(self, tiles: Tiles) -> NDArray[np.float32]:
         with self._lock:

@@ -1,7 +1,8 @@
-"""Checkpoints of models that see: random weights of a tiny SmolVLM or Idefics3, with the files of their processor."""
+"""Checkpoints of models that see: random weights of a tiny model of each family, with the files of its processor."""
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,50 @@ IMAGES = {
     "video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": TILE}},
 }
 PROCESSOR = {"image_seq_len": TOKENS, "processor_class": "SmolVLMProcessor"}
+# Gemma 3, with windows shorter than an image.
+GEMMA_TOKENS = 16
+GEMMA_CONFIG = {
+    "text_config": {
+        **{**TEXT, **SIZES, "model_type": "gemma3_text", "num_hidden_layers": 3, "query_pre_attn_scalar": 16},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 12,
+    },
+    "vision_config": {**CONFIG["vision_config"], "model_type": "siglip_vision_model", "vision_use_head": False},
+    "mm_tokens_per_image": GEMMA_TOKENS,
+    **{"image_token_index": 4096, "boi_token_index": 4097, "eoi_token_index": 4098},
+}
+GEMMA_MARKERS = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+# As Gemma 3 is published.
+GEMMA_IMAGES = {
+    **dict.fromkeys(("do_normalize", "do_rescale", "do_resize"), True),
+    **dict.fromkeys(("do_convert_rgb", "do_pan_and_scan", "pan_and_scan_max_num_crops"), None),
+    **dict.fromkeys(("pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate"), None),
+    **{name: IMAGES[name] for name in ("image_mean", "image_std", "rescale_factor")},
+    "image_processor_type": "Gemma3ImageProcessor",
+    "image_seq_length": GEMMA_TOKENS,
+    "processor_class": "Gemma3Processor",
+    "resample": 2,
+    "size": {"height": TILE, "width": TILE},
+}
+GEMMA_PROCESSOR = {"image_seq_length": GEMMA_TOKENS, "processor_class": "Gemma3Processor"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is written of a family: config, processor files, and special tokens in the order of their ids."""
+
+    config: dict[str, Any]
+    images: dict[str, Any]
+    processor: dict[str, Any]
+    tokens: tuple[str, ...]
+
+
+SMOLVLM = Family(CONFIG, IMAGES, PROCESSOR, (*MARKERS, *PLACES))
+FAMILIES = {
+    "smolvlm": SMOLVLM,
+    "idefics3": SMOLVLM,
+    "gemma3": Family(GEMMA_CONFIG, GEMMA_IMAGES, GEMMA_PROCESSOR, (*GEMMA_MARKERS, *PLACES)),
+}
 
 
 def write_seeing(folder: Path, kind: str = "smolvlm") -> Path:
@@ -45,15 +90,16 @@ def write_seeing(folder: Path, kind: str = "smolvlm") -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **CONFIG))
+    family = FAMILIES[kind]
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **family.config))
     with torch.no_grad():
         for parameter in model.parameters():  # norms around one, the rest large enough to make every part matter
             parameter.normal_(float(parameter.dim() == 1), 0.25)
     model.save_pretrained(folder)
-    write_json(folder / "preprocessor_config.json", IMAGES)
-    write_json(folder / "processor_config.json", PROCESSOR)
+    write_json(folder / "preprocessor_config.json", family.images)
+    write_json(folder / "processor_config.json", family.processor)
     tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    tokenizer.add_special_tokens([*MARKERS, *PLACES])
+    tokenizer.add_special_tokens(list(family.tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TINY / name, folder / name)
