@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families import read_text_part
+from llmc.export.families.towers import DEFAULTS as TOWER_DEFAULTS
 from llmc.export.families.towers import read_siglip
 from llmc.export.keys import Keys
 from llmc.export.vision import TowerConfig
@@ -36,8 +37,10 @@ def read(keys: Keys) -> DecoderConfig:
 
 def _read_tower(keys: Keys, hidden_size: int) -> TowerConfig:
     tokens = keys.integer("mm_tokens_per_image", 256)
+    stated = keys.inside("vision_config")
     tower = read_siglip(
-        *(keys.inside("vision_config"), ("siglip_vision_model",)),
+        Keys({**TOWER_DEFAULTS, **keys.raw("vision_config")}, stated.where),
+        ("siglip_vision_model",),
         merged=1,
         outputs=hidden_size,
         token_id=keys.integer("image_token_index", 262_144),

@@ -16,6 +16,9 @@ SIGLIP = (
     ("post_layernorm", "norm"),
 )
 
+# transformers' defaults of a siglip_vision_model; the others are those of Idefics3 below.
+DEFAULTS = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
+
 
 def read_siglip(
     keys: Keys,

@@ -69,19 +69,21 @@ GEMMA_PROCESSOR = {"image_seq_length": GEMMA_TOKENS, "processor_class": "Gemma3P
 
 @dataclass(frozen=True)
 class Family:
-    """What is written of a family: config, processor files, and special tokens in the order of their ids."""
+    """What is written of a family: config, processor files, and special tokens in the order of their ids, the image's
+    first; and the rows of a tile."""
 
     config: dict[str, Any]
     images: dict[str, Any]
     processor: dict[str, Any]
     tokens: tuple[str, ...]
+    rows: int = TOKENS
 
 
 SMOLVLM = Family(CONFIG, IMAGES, PROCESSOR, (*MARKERS, *PLACES))
 FAMILIES = {
     "smolvlm": SMOLVLM,
     "idefics3": SMOLVLM,
-    "gemma3": Family(GEMMA_CONFIG, GEMMA_IMAGES, GEMMA_PROCESSOR, (*GEMMA_MARKERS, *PLACES)),
+    "gemma3": Family(GEMMA_CONFIG, GEMMA_IMAGES, GEMMA_PROCESSOR, (*GEMMA_MARKERS, *PLACES), GEMMA_TOKENS),
 }
 
 
@@ -104,6 +106,24 @@ def write_seeing(folder: Path, kind: str = "smolvlm") -> Path:
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TINY / name, folder / name)
     return folder
+
+
+def read_processor(folder: Path, kind: str) -> Any:
+    """The family's own processor of what :func:`write_seeing` wrote, with Pillow's resampling."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if kind != "gemma3":
+        images, tokenizer = (it.from_pretrained(folder) for it in (SmolVLMImageProcessorPil, PreTrainedTokenizerFast))
+        return Idefics3Processor(images, tokenizer, image_seq_len=TOKENS, chat_template=template)
+    named = dict(zip(("image_token", "boi_token", "eoi_token"), GEMMA_MARKERS, strict=True))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, extra_special_tokens=named)
+    images = Gemma3ImageProcessorPil.from_pretrained(folder)
+    return Gemma3Processor(images, tokenizer, image_seq_length=GEMMA_TOKENS, chat_template=template)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

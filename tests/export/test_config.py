@@ -134,6 +134,7 @@ def test_frequency_tolerance_can_fail():
 READ = {
     "deepseek_v2": {"q_lora_rank": None, "num_experts_per_tok": 6},
     "smolvlm": {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},
+    "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "idefics3": {"vision_config": {"image_size": 364, "patch_size": 14}, "scale_factor": 2},
 }
 
