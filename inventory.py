@@ -331,6 +331,7 @@ class Markers:
 
     Attributes:
         image: the token's own text.
+        before: in front of every image.
         tile: in front of each tile of an image that is cut.
         row_end: behind the last tile of each row.
         whole: behind all tiles, in front of the view of the whole image.
@@ -346,6 +347,7 @@ class Markers:
     single: Lines
     after: Lines
     placeholder: str = ""
+    before: Lines = ("",)
 
 
 @dataclass(frozen=True)
@@ -370,6 +372,28 @@ class Tiling:
 
 
 @dataclass(frozen=True)
+class Grids:
+    """Steps from pixels to tiles of grids of any shape: an RGB image is resized to whole squares of patches within a
+    range of tokens, and a large one is cut into tiles of one size as well, which come before that view of the whole.
+
+    Attributes:
+        merged: patches of each side of the square that becomes one row.
+        places: learned positions of each side of the square that they lie in.
+        least_tokens, most_tokens: of an image that is not cut, and of the view of the whole.
+        tolerance: how many times the pixels of that view an image may have that is not cut.
+        least_tiles, most_tiles: that one is cut into; both are 1 where none is.
+    """
+
+    merged: Annotated[int, range(1, 65)]
+    places: Pixels
+    least_tokens: Annotated[int, range(1, (1 << 16) + 1)]
+    most_tokens: Annotated[int, range(1, (1 << 16) + 1)]
+    tolerance: float
+    least_tiles: Annotated[int, range(1, MOST_TILES)]
+    most_tiles: Annotated[int, range(1, MOST_TILES)]
+
+
+@dataclass(frozen=True)
 class Vision:
     """A tower that makes rows of embeddings of images, which stand in the places of a prompt's image tokens.
 
@@ -382,6 +406,7 @@ class Vision:
         layers: of the tower.
         linears: in the order of the computation.
         both_ways: whether the rows of an image see one another in the decoder, those after them too.
+        grids: of a tower whose tiles have grids of any shape, instead of the first part of ``tiling``.
     """
 
     tile: Pixels
@@ -393,11 +418,29 @@ class Vision:
     layers: Count
     linears: tuple[Linear, ...]
     both_ways: bool = False
+    grids: Grids | None = None
+
+    def count_rows(self, height: int, width: int) -> int:
+        """Rows that a tile of so many pixels becomes."""
+        if self.grids is None:
+            return self.tokens
+        return height * width // (self.patch * self.grids.merged) ** 2
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a tile becomes at most."""
+        return self.tokens if self.grids is None else max(self.tokens, self.grids.most_tokens)
+
+    @property
+    def most_patches(self) -> int:
+        """Patches that the tower sees at a time at most."""
+        side = self.tile // self.patch
+        return side * side if self.grids is None else self.most_rows * self.grids.merged**2
 
     @property
     def norms(self) -> int:
         """Norms of the tower: two of each layer, one behind them and, where there is one, that of its last linear."""
-        return 2 * self.layers + 1 + (self.linears[-1].reads != f"{TOWER}.norm")
+        return 2 * self.layers + 1 + any(linear.reads == f"{TOWER}.connector_norm" for linear in self.linears)
 
     @property
     def least_chunk(self) -> int:
@@ -407,6 +450,8 @@ class Vision:
     @property
     def most_tiles(self) -> int:
         """Tiles of the largest image, the view of the whole included."""
+        if self.grids is not None:
+            return self.grids.most_tiles + (self.grids.most_tiles > 1)
         side = -(-self.tiling.longest_edge // self.tile)
         return side * side + 1 if self.tiling.cut and side > 1 else 1
 
@@ -417,6 +462,7 @@ class Vision:
             and self.token_id < vocab_size
             and self.most_tiles <= MOST_TILES
             and min(*self.tiling.std, self.tiling.rescale) > 0
+            and (self.grids is None or self.tile % (self.patch * self.grids.merged) == 0)
         )
 
 

@@ -133,7 +133,7 @@ def _image_rows(manifest: Manifest) -> list[tuple[str, str]]:
     vision = manifest.geometry.vision
     if vision is None:
         return show.similarity_rows(manifest.similarity)
-    tokens = vision.tokens * vision.most_tiles
+    tokens = vision.tokens * (vision.most_tiles - 1) + vision.most_rows
     images = f"{vision.tokens} tokens for {vision.tile} x {vision.tile} pixels, at most {tokens:,} for each"
     return [("images", images), *show.similarity_rows(manifest.similarity, "tower's rows")]
 

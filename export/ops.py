@@ -401,6 +401,14 @@ def patch_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
 
 
+def weigh_rows(weights: Tensor, table: Tensor) -> Tensor:
+    """weights (P, R) times table (R, N) -> (P, N); one node, which is no linear's."""
+    if not torch.compiler.is_exporting():
+        return weights @ table
+    shape = (weights.shape[0], table.shape[1])
+    return torch.onnx.ops.symbolic("Gemm", [weights, table], {}, dtype=table.dtype, shape=shape)
+
+
 def take_positions(hidden: Tensor, indices: Tensor) -> Tensor:
     """Pick the rows ``indices`` (B, O) out of ``hidden`` (B, S, N) -> (B, O, N)."""
     index = indices.unsqueeze(-1)  # (B, O, 1)

@@ -156,7 +156,7 @@ def open_tower(folder: Path, manifest: Manifest, threads: int) -> Tower | None:
     if vision is None:
         return None
     session = StatelessSession(folder, manifest, threads, "vision", "embeddings")
-    return Tower(vision, lambda pixels: session.run(pixel_values=pixels))
+    return Tower(vision, lambda feeds: session.run(**feeds))
 
 
 def _check_options(

@@ -36,6 +36,20 @@ class PositionTable(nn.Module):
         return x + as_float(self.weight)
 
 
+class PatchProduct(Linear):
+    """patches (1, P, 3 * patch²) -> a vector of each (1, P, width)."""
+
+    def __init__(self, patch: int, width: int) -> None:
+        super().__init__(3 * patch**2, width, bias=True)
+
+
+class WeighedPositions(PositionTable):
+    """x (1, P, N), weights (P, places) -> the same with the learned vectors of all places, weighed, added."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return x + ops.weigh_rows(weights, as_float(self.weight))
+
+
 class PatchAttention(nn.Module):
     """Attention of all patches of a tile to one another."""
 
@@ -74,6 +88,17 @@ class MergePatches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         squares = x.view(x.shape[0], self.rows, self.merged, self.rows, self.merged, x.shape[2])
         return squares.transpose(2, 3).flatten(3).flatten(1, 2)
+
+
+class JoinPatches(nn.Module):
+    """x (1, P, N), square by square -> the values of each square side by side (1, P / merged², N * merged²)."""
+
+    def __init__(self, merged: int) -> None:
+        super().__init__()
+        self.squared = merged**2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(1, -1, self.squared * x.shape[2])
 
 
 class PoolPatches(MergePatches):

@@ -79,7 +79,7 @@ def tower_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, Weig
     renamed = rename_tensors(folder, replace(config, renamed=config.tower.renamed, left_out=("head",)), stored)
     found = {name: tensor for name, tensor in renamed.items() if name.startswith(f"{TOWER}.")}
     name = f"{TOWER}.patch_embedding.weight"
-    if isinstance(kernels := found.get(name), StoredTensor):
+    if isinstance(kernels := found.get(name), StoredTensor) and len(kernels.shape) > 2:
         found[name] = replace(kernels, shape=(kernels.shape[0], math.prod(kernels.shape[1:])))
     if config.tower.projector == "pool":
         for name, view in ((f"{TOWER}.connector.weight", np.transpose), (f"{TOWER}.connector_norm.weight", _plus_one)):

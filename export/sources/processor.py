@@ -6,7 +6,7 @@ from typing import Any
 from llmc.errors import CheckpointError
 from llmc.export.keys import Keys
 from llmc.export.vision import TowerConfig
-from llmc.inventory import MOST_TILES, Channels, Filter, Markers, Tiling, Vision
+from llmc.inventory import MOST_TILES, Channels, Filter, Grids, Markers, Tiling, Vision
 
 PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
 FORMS = ("", "Fast", "Pil")
@@ -25,6 +25,20 @@ MARKERS = Markers(
     whole=("", f"{FAKE}{WHOLE}"),
     single=(f"{FAKE}{WHOLE}",),
     after=(FAKE,),
+)
+# Of LFM2-VL's.
+GRID_MARKERS = Markers(
+    image=IMAGE,
+    before=("<|image_start|>",),
+    tile=("<|img_row_{row}_col_{column}|>",),
+    row_end=("",),
+    whole=("<|img_thumbnail|>",),
+    single=("",),
+    after=("<|image_end|>",),
+)
+UNREAD_OF_GRIDS = (
+    *("crop_size", "default_to_square", "device", "disable_grouping", "max_num_patches", "return_row_col_info"),
+    *("return_tensors", "size"),
 )
 # Of Gemma 3's.
 PANS = ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")
@@ -52,6 +66,8 @@ def read_vision(folder: Path, tower: TowerConfig, processor: dict[str, Any], ima
             f"{folder}: no {IMAGES_FILE} here, which says how images are made ready for the tower; get it, or export "
             "the text part alone with --text-only"
         )
+    if tower.projector == "mlp":
+        return _read_grids(outer, own, tower)
     pools = tower.projector == "pool"
     length, default = ("image_seq_length", 256) if pools else ("image_seq_len", 169)
     if (tokens := outer.integer(length, default)) != tower.tokens:
@@ -91,6 +107,41 @@ def _read_square(keys: Keys, tower: TowerConfig) -> Tiling:
             raise size.error(name, edge, f"{tower.tile}, the vision_config's image_size")
     size.finish()
     return _finish_tiling(keys, "bilinear", 0, cut=False)
+
+
+def _read_grids(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
+    """Tiles of grids of any shape. Defaults are those of transformers."""
+    for where, name in ((outer, "use_image_special_tokens"), (keys, "use_thumbnail")):
+        if not where.flag(name, True):
+            raise where.error(name, False, "true, as it is published")
+    outer.finish()
+    keys.choice("image_processor_type", tuple(f"Lfm2VlImageProcessor{form}" for form in FORMS), "Lfm2VlImageProcessor")
+    keys.skip(*UNREAD_OF_GRIDS)
+    if keys.flag("do_center_crop"):
+        raise keys.error("do_center_crop", True, "false, as it is published")
+    for name, default, own in (("encoder_patch_size", 16, tower.patch), ("downsample_factor", 2, tower.merged)):
+        if (stated := keys.integer(name, default)) != own:
+            raise keys.error(name, stated, f"{own}, as config.json has it")
+    unit, tile = tower.patch * tower.merged, keys.integer("tile_size", 512)
+    if tile % unit:
+        raise keys.error("tile_size", tile, f"a multiple of {unit}, for {tower.merged} x {tower.merged} patches become a row")
+    cut, tiles = keys.flag("do_image_splitting", True), (keys.integer("min_tiles", 2), keys.integer("max_tiles", 10))
+    if cut and not (1 < tiles[0] <= tiles[1] or tiles == (1, 1)):
+        raise keys.error("min_tiles", tiles[0], f"at least 2 and at most max_tiles={tiles[1]}")
+    grids = Grids(
+        merged=tower.merged,
+        places=tower.side,
+        least_tokens=keys.integer("min_image_tokens", 64),
+        most_tokens=keys.integer("max_image_tokens", 256),
+        tolerance=keys.number("max_pixels_tolerance", 2.0),
+        least_tiles=tiles[0] if cut else 1,
+        most_tiles=tiles[1] if cut else 1,
+    )
+    tiling = _finish_tiling(keys, "bilinear", 0, cut=cut)
+    return Vision(
+        *(tile, tower.patch, (tile // unit) ** 2, tower.token_id, tiling, GRID_MARKERS, tower.layers, tower.linears),
+        grids=grids,
+    )
 
 
 def _finish_tiling(keys: Keys, default_filter: Filter, longest: int, *, cut: bool) -> Tiling:

@@ -14,6 +14,7 @@ from llmc.optimize.judge.reference import Reference, open_part
 from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.progress import Progress, silent
 from llmc.runtime import Model
+from llmc.runtime.vision.grids import lay_patches
 from llmc.runtime.selftest import KEPT_VALUES, difference, make_tile, sample_rows
 
 Float = NDArray[np.float32]
@@ -45,11 +46,11 @@ def run_golden_vectors(
 def run_golden_tile(model: Model, export: Path, progress: Progress = silent) -> tuple[GoldenVector, Similarity]:
     """Run a made-up tile through the bundle's tower and the unquantized one; NaN and infinity raise BundleError."""
     progress("running the golden image")
-    assert model.manifest.geometry.vision is not None
-    tile = make_tile(model.manifest.geometry.vision)
+    assert (vision := model.manifest.geometry.vision) is not None
+    tile = make_tile(vision)
     rows = model.tower.compute_tile(tile)
     _check_finite(model, rows)
-    (wanted,) = open_part(read_graph(export, VISION_FILE), export).run(None, {"pixel_values": tile})
+    (wanted,) = open_part(read_graph(export, VISION_FILE), export).run(None, lay_patches(tile, vision))
     return GoldenVector((), tuple(sample_rows(rows).tolist())), _similarity(rows, wanted)
 
 

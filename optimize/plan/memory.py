@@ -202,7 +202,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
 def _tower_bytes(vision: Vision | None, stored: QuantConfigs) -> int:
     if vision is None:
         return 0
-    patches, first = (vision.tile // vision.patch) ** 2, vision.linears[0]
+    patches, first = vision.most_patches, vision.linears[0]
     widest = max(linear.outputs for linear in vision.linears if linear.layer is not None)
     weights = sum(linear_bytes(linear, stored.of(linear.name), copies=BLOCK_COPIES) for linear in vision.linears)
     return OPENED_GRAPH + weights + 4 * patches * (WIDE_ARRAYS * widest + NARROW_ARRAYS * first.outputs) + KEPT_BYTES

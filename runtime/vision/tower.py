@@ -11,12 +11,16 @@ from numpy.typing import NDArray
 from llmc.errors import ContextError, EngineClosedError, RequestError, UsageError
 from llmc.inventory import Vision
 from llmc.runtime.vision.decode import open_image
+from llmc.runtime.vision.grids import cut_grids, lay_patches
 from llmc.runtime.vision.rows import ImageRows, make_names
-from llmc.runtime.vision.tiles import Tiles, cut_tiles, normalize, write_markers
+from llmc.runtime.vision.tiles import Tiles, count_rows, cut_tiles, normalize, write_markers
 
 # Bytes of embeddings that are kept for images that come again, as they do in every turn of a chat: of some 25 images of
 # SmolVLM2-256M in its largest size.
 KEPT_BYTES = 64_000_000
+
+
+Run = Callable[[dict[str, NDArray[np.float32]]], NDArray[np.float32]]
 
 
 class Tower:
@@ -25,12 +29,12 @@ class Tower:
 
     Args:
         vision: the tower's sizes and the settings of its images.
-        run: rows float32 [tokens, hidden] of normalized pixels float32 [1, 3, side, side].
+        run: rows float32 [tokens, hidden] of the inputs that :func:`llmc.runtime.vision.grids.lay_patches` makes.
     """
 
-    def __init__(self, vision: Vision, run: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> None:
+    def __init__(self, vision: Vision, run: Run) -> None:
         self._vision = vision
-        self._run: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = run
+        self._run: Run | None = run
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
 
@@ -59,13 +63,14 @@ class Tower:
             )
         for number, image in enumerate(images, 1):
             with self._lock:
-                seen.append(cut_tiles(open_image(image, f"image {number}"), vision))
-            if (tokens := vision.tokens * sum(len(tiles.pixels) for tiles in seen)) >= max_context:
+                opened = open_image(image, f"image {number}")
+                seen.append(cut_grids(opened, vision, vision.grids) if vision.grids else cut_tiles(opened, vision))
+            if (tokens := sum(count_rows(tiles, vision) for tiles in seen)) >= max_context:
                 raise ContextError(
                     f"the first {number} of {len(images)} images have {tokens} tokens, which leaves no room in a "
                     f"context of {max_context}; leave some out"
                 )
-        written = [mark(write_markers(tiles, vision.markers, vision.tokens)) for tiles in seen]
+        written = [mark(write_markers(tiles, vision)) for tiles in seen]
         return "".join(part for pair in zip(around, [*written, ""], strict=True) for part in pair), seen
 
     def compute_rows(self, images: Sequence[Tiles], prompt: Sequence[int]) -> ImageRows:
@@ -76,7 +81,7 @@ class Tower:
             EngineClosedError: the model was closed meanwhile.
         """
         positions = np.flatnonzero(np.asarray(prompt, np.int64) == self._vision.token_id)
-        if len(positions) != (count := self._vision.tokens * sum(len(tiles.pixels) for tiles in images)):
+        if len(positions) != (count := sum(count_rows(tiles, self._vision) for tiles in images)):
             raise RequestError(
                 f"the prompt has {len(positions)} image tokens, expected {count}; leave {self._vision.markers.image} "
                 "out of the messages"
@@ -90,21 +95,22 @@ class Tower:
             if (rows := self._kept.get(tiles.digest)) is not None:
                 self._kept.move_to_end(tiles.digest)
                 return rows
-            found = [self.compute_tile(normalize(tile[None], self._vision.tiling)) for tile in tiles.pixels]
+            tiling, fused = self._vision.tiling, self._vision.grids is not None
+            found = [self.compute_tile(normalize(tile[None], tiling, fused=fused)) for tile in tiles.pixels]
             self._kept[tiles.digest] = rows = np.concatenate(found)
             while sum(kept.nbytes for kept in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
             return rows
 
     def compute_tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Rows float32 [tokens, hidden] of one tile's normalized pixels float32 [1, 3, side, side].
+        """Rows float32 [tokens, hidden] of one tile's normalized pixels float32 [1, 3, height, width].
 
         Raises:
             EngineClosedError: the model was closed meanwhile.
         """
         if self._run is None:
             raise EngineClosedError("the model is closed; load the bundle again")
-        return self._run(pixels)
+        return self._run(lay_patches(pixels, self._vision))
 
     def close(self) -> None:
         """Free the graph, once the tile that is being computed is."""

@@ -66,6 +66,35 @@ GEMMA_IMAGES = {
 }
 GEMMA_PROCESSOR = {"image_seq_length": GEMMA_TOKENS, "processor_class": "Gemma3Processor"}
 
+# LFM2-VL, whose images of more than 32 tokens are cut into tiles of 16.
+LFM2_CONFIG = {
+    "text_config": {
+        **{name: value for name, value in TEXT.items() if name not in ("head_dim", "model_type")},
+        **{**SIZES, "model_type": "lfm2", "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False},
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "vision_config": {
+        **{name: value for name, value in CONFIG["vision_config"].items() if name != "image_size"},
+        **{"model_type": "siglip2_vision_model", "num_patches": 25, "vision_use_head": False},
+    },
+    **{"image_token_id": 4096, "projector_hidden_size": 40},
+}
+LFM2_MARKERS = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+LFM2_PLACES = tuple(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5) if row * column < 5)
+# As LFM2-VL is published.
+LFM2_IMAGES = {
+    **dict.fromkeys(("do_image_splitting", "do_normalize", "do_pad", "do_rescale", "do_resize", "use_thumbnail"), True),
+    **dict.fromkeys(("crop_size", "device", "do_center_crop", "do_convert_rgb", "input_data_format"), None),
+    **{name: IMAGES[name] for name in ("image_mean", "image_std", "rescale_factor")},
+    **{"encoder_patch_size": 4, "downsample_factor": 2, "tile_size": TILE, "max_pixels_tolerance": 2.0},
+    **{"min_tiles": 2, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 16, "max_num_patches": 64},
+    "image_processor_type": "Lfm2VlImageProcessorFast",
+    "processor_class": "Lfm2VlProcessor",
+    "resample": 2,
+    "size": {"height": TILE, "width": TILE},
+}
+LFM2_PROCESSOR = {"processor_class": "Lfm2VlProcessor"}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -84,6 +113,7 @@ FAMILIES = {
     "smolvlm": SMOLVLM,
     "idefics3": SMOLVLM,
     "gemma3": Family(GEMMA_CONFIG, GEMMA_IMAGES, GEMMA_PROCESSOR, (*GEMMA_MARKERS, *PLACES), GEMMA_TOKENS),
+    "lfm2_vl": Family(LFM2_CONFIG, LFM2_IMAGES, LFM2_PROCESSOR, (*LFM2_MARKERS, *LFM2_PLACES), 16),
 }
 
 

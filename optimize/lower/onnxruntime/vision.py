@@ -28,6 +28,8 @@ def store_positions(graph: ir.Graph, context: LoweringContext) -> int:
     stored = initializer(graph, float_table(find_vector(graph.initializers[POSITIONS]), "float32", context))
     replace_weight(graph.initializers[POSITIONS], stored)
     (add, _), *others = stored.uses()
+    if add.op_type == "Gemm":  # positions of a grid, weighed, before they are added
+        ((add, _),) = add.outputs[0].uses()
     embedded = add.outputs[0]
     after, _ = next(iter(embedded.uses()))
     graph.meta["rows"] = Emitter(after, f"{TOWER}.rows")("Gather", embedded, scalar(graph, 0, np.int64), axis=2)

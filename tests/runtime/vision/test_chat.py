@@ -60,7 +60,8 @@ class Recording:
         logits[..., 2] = 1
         return logits
 
-    def see(self, pixels: np.ndarray) -> np.ndarray:
+    def see(self, feeds: dict[str, np.ndarray]) -> np.ndarray:
+        (pixels,) = feeds.values()
         assert pixels.shape == (1, 3, 24, 24) and pixels.dtype == np.float32
         self.computed.append(pixels)
         return np.full((4, self.geometry.hidden_size), pixels.mean(), np.float32)

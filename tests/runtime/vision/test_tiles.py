@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles.images import MARKERS, MODES, draw, make_vision
+from doubles.images import MODES, draw, make_vision
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -46,7 +46,7 @@ def assert_equal(image: Image.Image, vision: Vision, kind: Any = SmolVLMImagePro
     assert values.dtype == np.float32
     assert np.array_equal(values, expected)
     text = get_image_prompt_string(rows, columns, vision.tokens, "<fake_token_around_image>", "<image>", "<global-img>")
-    assert write_markers(tiles, MARKERS, vision.tokens) == text
+    assert write_markers(tiles, vision) == text
 
 
 @pytest.mark.parametrize(("mode", "width", "height"), IMAGES)
