@@ -140,8 +140,7 @@ class DecoderLayer(nn.Module):
             assert self.recurrent is not None and past is not None and new_lengths is not None
             recurred, states = self.recurrent(read, past, new_lengths)
             return self.recurrent_scale(recurred), states
-        more = () if ahead is None else (ahead,)
-        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes, *more)
+        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes, ahead)
         attended = self.attention_scale(attended)
         if self.recurrent is None:
             return attended, presents

@@ -154,8 +154,8 @@ _SINKING_ATTENTION = _CACHED_ATTENTION.replace("past_lengths, inv_freq)", "past_
     """,
 )
 
-# The same where some tokens also see the ``ahead`` (B, S) positions behind their own. Nodes of this form have the attribute
-# ``both_ways``, which does nothing.
+# The same where some tokens also see the ``ahead`` (B, S) positions behind their own. Nodes of this form have the
+# attribute ``both_ways``, which does nothing.
 _BOTH_WAYS_ATTENTION = (
     _CACHED_ATTENTION.replace("past_lengths, inv_freq)", "past_lengths, ahead, inv_freq)")
     .replace("growth, period>", "growth, period, both_ways>")

@@ -14,7 +14,6 @@ from llmc.export.blocks.vision import (
     JoinPatches,
     MergePatches,
     PatchEmbedding,
-    PatchProduct,
     PoolPatches,
     PositionTable,
     TowerLayer,
@@ -56,7 +55,7 @@ class GridTower(nn.Module):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         norm, width = NormConfig(config.eps, "layer", bias=True), config.width * config.merged**2
-        self.patch_embedding = PatchProduct(config.patch, config.width)
+        self.patch_embedding = Linear(3 * config.patch**2, config.width, bias=True)
         self.position_embedding = WeighedPositions(config.side**2, config.width)
         self.layers = nn.ModuleList(TowerLayer(config, norm) for _ in range(config.layers))
         self.norm = Norm(config.width, norm)
@@ -91,6 +90,8 @@ class _Root(nn.Module):
 
 def build_tower(config: TowerConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
     """Export the tower, refer to its weights in the files of ``base``, and check the result."""
+    given: tuple[Tensor, ...]
+    axes: tuple[dict[int, torch.export.Dim], ...]
     size, names = torch.export.Dim("size", min=2), ("pixel_values", "position_weights")
     if config.projector == "mlp":
         patches = 3 * config.merged**2
@@ -99,7 +100,8 @@ def build_tower(config: TowerConfig, tensors: Mapping[str, StoredTensor], base: 
     else:
         given, axes, name = (torch.zeros(2, 3, config.tile, config.tile),), ({0: size},), "tiles"
     model = trace(lambda: _Root(config), tensors, given, (axes,))
-    assert (shape := model.graph.inputs[0].shape) is not None
+    shape = model.graph.inputs[0].shape
+    assert shape is not None
     name_dimensions(model.graph, {str(shape[next(iter(axes[0]))]): name})
     model.graph.outputs[0].name = "embeddings"
     for value, own in zip(model.graph.inputs, names, strict=False):

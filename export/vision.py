@@ -6,8 +6,8 @@ from typing import Literal
 from llmc.inventory import TOWER, Linear
 
 # How rows are made of a square of patches: of their values side by side; of their mean (and a norm by the root mean
-# square, whose weight is stored less one); or of their values side by side by two linears, of patches that lie square by
-# square and in grids of any shape.
+# square, whose weight is stored less one); or of their values side by side by two linears, of patches that lie square
+# by square and in grids of any shape.
 Projector = Literal["shuffle", "pool", "mlp"]
 LAYER_NORMS, NORM_PARTS = ("input_layernorm", "post_attention_layernorm"), ("weight", "bias")
 
@@ -66,7 +66,9 @@ class TowerConfig:
         first = Linear(f"{TOWER}.patch_embedding", self.width, pixels, True, TOWER, "", None, exact=True)
         ends, inner, bias = list[Linear](), self.projector_inner, self.projector_bias
         if inner:
-            ends.append(Linear(f"{TOWER}.connector_hidden", inner, width, bias, f"{TOWER}.{read}", "", None, exact=True))
+            ends.append(
+                Linear(f"{TOWER}.connector_hidden", inner, width, bias, f"{TOWER}.{read}", "", None, exact=True)
+            )
             width, read = inner, "connector_hidden"
         ends.append(Linear(f"{TOWER}.connector", self.outputs, width, bias, f"{TOWER}.{read}", "", None, exact=True))
         return (first, *(linear for index in range(self.layers) for linear in self._list_of_layer(index)), *ends)

@@ -56,15 +56,12 @@ class Attention(nn.Module):
             self.rotary_emb = RotaryEmbedding(np.zeros(config.head_dim // 2, np.float32))
 
     def forward(
-        self,
-        x: Tensor,
-        past: Cache | None,
-        lengths: Tensor,
-        ropes: Sequence[Tensor],
-        ahead: Tensor | None = None,
+        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor], ahead: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``lengths`` (B) are those of the cache, or without one of the rows; ``ropes`` are the frequencies (R/2) of
-        each of the decoder's ropes; ``ahead`` (B, S) is how many positions after its own a token sees. An attention that reads the cache of another layer gets it whole, and positions
+        each of the decoder's ropes; ``ahead`` (B, S) is how many positions after its own a token sees.
+
+        An attention that reads the cache of another layer gets it whole, and positions
         (B, S) in the place of lengths."""
         config, gate = self.config, None
         if config.source is not None:

@@ -31,9 +31,10 @@ class LatentAttention(Attention):
         self.o_proj = Linear(config.heads * config.value_dim, hidden_size, bias=config.o_bias)
 
     def forward(
-        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor]
+        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor], ahead: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As :meth:`llmc.export.blocks.attention.Attention.forward`, always with a cache."""
+        """As :meth:`llmc.export.blocks.attention.Attention.forward`, always with a cache, and never ahead."""
+        assert ahead is None
         config = self.config
         assert past is not None and config.rope is not None
         queries = cut(self._split(self.q_proj(x)), self.plain)

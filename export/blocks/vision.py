@@ -36,15 +36,12 @@ class PositionTable(nn.Module):
         return x + as_float(self.weight)
 
 
-class PatchProduct(Linear):
-    """patches (1, P, 3 * patch²) -> a vector of each (1, P, width)."""
-
-    def __init__(self, patch: int, width: int) -> None:
-        super().__init__(3 * patch**2, width, bias=True)
-
-
-class WeighedPositions(PositionTable):
+class WeighedPositions(nn.Module):
     """x (1, P, N), weights (P, places) -> the same with the learned vectors of all places, weighed, added."""
+
+    def __init__(self, places: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(places, width), requires_grad=False)
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         return x + ops.weigh_rows(weights, as_float(self.weight))

@@ -14,11 +14,7 @@ RENAMED = (
     *(
         (f"{outer}multi_modal_projector.{name}", f"vision.{own}")
         for outer in ("", "model.")
-        for name, own in (
-            ("layer_norm", "connector_norm"),
-            ("linear_1", "connector_hidden"),
-            ("linear_2", "connector"),
-        )
+        for name, own in (("layer_norm", "connector_norm"), ("linear_1", "connector_hidden"), ("linear_2", "connector"))
     ),
 )
 # What published configs repeat of the processor's.

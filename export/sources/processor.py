@@ -124,7 +124,9 @@ def _read_grids(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
             raise keys.error(name, stated, f"{own}, as config.json has it")
     unit, tile = tower.patch * tower.merged, keys.integer("tile_size", 512)
     if tile % unit:
-        raise keys.error("tile_size", tile, f"a multiple of {unit}, for {tower.merged} x {tower.merged} patches become a row")
+        raise keys.error(
+            "tile_size", tile, f"a multiple of {unit}, for {tower.merged} x {tower.merged} patches become a row"
+        )
     cut, tiles = keys.flag("do_image_splitting", True), (keys.integer("min_tiles", 2), keys.integer("max_tiles", 10))
     if cut and not (1 < tiles[0] <= tiles[1] or tiles == (1, 1)):
         raise keys.error("min_tiles", tiles[0], f"at least 2 and at most max_tiles={tiles[1]}")

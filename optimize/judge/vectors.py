@@ -14,8 +14,8 @@ from llmc.optimize.judge.reference import Reference, open_part
 from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.progress import Progress, silent
 from llmc.runtime import Model
-from llmc.runtime.vision.grids import lay_patches
 from llmc.runtime.selftest import KEPT_VALUES, difference, make_tile, sample_rows
+from llmc.runtime.vision.grids import lay_patches
 
 Float = NDArray[np.float32]
 
@@ -46,7 +46,8 @@ def run_golden_vectors(
 def run_golden_tile(model: Model, export: Path, progress: Progress = silent) -> tuple[GoldenVector, Similarity]:
     """Run a made-up tile through the bundle's tower and the unquantized one; NaN and infinity raise BundleError."""
     progress("running the golden image")
-    assert (vision := model.manifest.geometry.vision) is not None
+    vision = model.manifest.geometry.vision
+    assert vision is not None
     tile = make_tile(vision)
     rows = model.tower.compute_tile(tile)
     _check_finite(model, rows)

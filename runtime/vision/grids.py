@@ -1,4 +1,4 @@
-"""Tiles of grids of any shape: images cut and laid out in patches, and positions weighed, as SigLIP 2's NaFlex wants it.
+"""Tiles of grids of any shape: images cut and laid out in patches, and positions weighed, for SigLIP 2's NaFlex.
 
 Source: arXiv 2502.14786, and transformers' processor of LFM2-VL, which resizes by torchvision: of pixels that Pillow
 resizes some differ from its by one of 255.
@@ -77,7 +77,7 @@ def _find_size(width: int, height: int, unit: int, grids: Grids) -> tuple[int, i
 
 
 def _find_layout(width: int, height: int, tile: int, grids: Grids) -> tuple[int, int]:
-    """Columns and rows of tiles whose ratio is the nearest; of those with the same the more, if the image fills half."""
+    """Columns and rows of tiles whose ratio is the nearest; of equally near ones the more, if the image fills half."""
     most = range(1, grids.most_tiles + 1)
     layouts = [(x, y) for x in most for y in most if grids.least_tiles <= x * y <= grids.most_tiles]
     best, nearest = (1, 1), math.inf

@@ -56,7 +56,8 @@ def cut_cells(image: "Image", side: int) -> NDArray[np.uint8]:
     """Tiles of an image, row by row: uint8 [tiles, 3, side, side]."""
     columns, rows = image.width // side, image.height // side
     cells = by_channel(image).reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
-    return cells.reshape(-1, 3, side, side)
+    found: NDArray[np.uint8] = cells.reshape(-1, 3, side, side)
+    return found
 
 
 def normalize(pixels: NDArray[np.uint8], tiling: Tiling, *, fused: bool = False) -> NDArray[np.float32]:
@@ -64,7 +65,10 @@ def normalize(pixels: NDArray[np.uint8], tiling: Tiling, *, fused: bool = False)
     Pillow's processors in two steps, by others ``fused``."""
     rescale = np.float32(1 / tiling.rescale) if fused else np.float32(1)
     values = (np.arange(256, dtype=np.float64) * (1 if fused else tiling.rescale)).astype(np.float32)
-    scaled = ((np.float32(mean) * rescale, np.float32(std) * rescale) for mean, std in zip(tiling.mean, tiling.std, strict=True))
+    scaled = (
+        (np.float32(mean) * rescale, np.float32(std) * rescale)
+        for mean, std in zip(tiling.mean, tiling.std, strict=True)
+    )
     table = [(values - mean) / std for mean, std in scaled]
     return np.stack([table[channel][pixels[:, channel]] for channel in range(3)], axis=1)
 

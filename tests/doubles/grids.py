@@ -1,29 +1,99 @@
-"""Weights rounded without any search."""
+"""What transformers' processor of LFM2-VL makes of messages, which cannot run here for want of torchvision: its
+resizing is torch's, to the bit, and its sizes are recorded in ``data/lfm2_vl_layouts.json``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from llmc.optimize.quantize.grid import SMALLEST_SCALE, Grid, Quantized
+from llmc.export.sources.checkpoint import read_checkpoint
+from llmc.inventory import Vision
+from llmc.runtime.vision.decode import open_image
+from llmc.runtime.vision.grids import cut_grids
+from llmc.runtime.vision.tiles import Tiles
+
+MARKS = {
+    "image_token": "<image>",
+    "image_start_token": "<|image_start|>",
+    "image_end_token": "<|image_end|>",
+    "image_thumbnail_token": "<|img_thumbnail|>",
+}
 
 
-def plain(weights: np.ndarray, grid: Grid) -> Quantized:
-    """Round to nearest on the whole range, group by group in float64.
+def resize(image: Image.Image, height: int, width: int) -> np.ndarray:
+    """Uint8 [3, height, width], as torchvision resizes tensors."""
+    import torch
+    from torch.nn.functional import interpolate
 
-    A symmetric grid puts the extreme weight at the end of the grid, as GGML's Q4_0 and Q8_0 do.
-    """
-    shape = len(weights), grid.groups(weights.shape[1])
-    values, scales = np.zeros(weights.shape, np.int8), np.zeros(shape, np.float32)
-    zeros = np.zeros(shape, np.int8)
-    width = grid.width(weights.shape[1])
-    for row, group in np.ndindex(shape):
-        part = weights[row, group * width : (group + 1) * width].astype(np.float64)
-        low, high = min(part.min(), 0), max(part.max(), 0)
-        scale = part[np.abs(part).argmax()] / grid.low if grid.symmetric else (high - low) / (grid.high - grid.low)
-        if grid.positive:
-            scale = max(high / grid.high, low / grid.low, SMALLEST_SCALE)
-        if scale:
-            zero = 0 if grid.symmetric else np.clip(np.rint(grid.low - low / scale), grid.low, grid.high)
-            scales[row, group], zeros[row, group] = scale, zero
-            values[row, group * width : group * width + len(part)] = np.clip(
-                np.rint(part / scale) + zero, grid.low, grid.high
-            )
-    return Quantized(values, scales, grid, None if grid.symmetric else zeros)
+    pixels = torch.from_numpy(np.array(image).transpose(2, 0, 1).copy())[None]
+    found: np.ndarray = interpolate(pixels, size=(height, width), mode="bilinear", antialias=True)[0].numpy()
+    return found
+
+
+def resize_tiles(image: Image.Image, tiles: Tiles, side: int) -> list[np.ndarray]:
+    """Uint8 [3, height, width] of each tile, in the sizes of those that llmc made."""
+    whole = resize(image, *tiles.pixels[-1].shape[1:])
+    if not tiles.rows:
+        return [whole]
+    large = resize(image, tiles.rows * side, tiles.columns * side)
+    places = [(row * side, column * side) for row in range(tiles.rows) for column in range(tiles.columns)]
+    return [*(large[:, y : y + side, x : x + side] for y, x in places), whole]
+
+
+def write_text(tiles: Tiles, vision: Vision) -> str:
+    """The text of an image, by the real processor's method."""
+    from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+
+    counts = [vision.count_rows(*tile.shape[1:]) for tile in tiles.pixels]
+    build, given = Lfm2VlProcessor._build_image_tokens, SimpleNamespace(**MARKS)
+    text: str = build(given, max(1, tiles.rows), max(1, tiles.columns), vision.tokens, counts[-1], True, True)
+    return text
+
+
+class GridProcessor:
+    def __init__(self, folder: Path) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        vision = read_checkpoint(folder).geometry.vision
+        assert vision is not None and vision.grids is not None
+        self.vision, self.grids = vision, vision.grids
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self.template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+
+    def apply_chat_template(self, messages: Sequence[Any], **_: Any) -> Any:
+        import torch
+
+        images = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, chat_template=self.template
+        )
+        patches, shapes = [], []
+        for source in images:
+            image = open_image(source)
+            tiles = cut_grids(image, self.vision, self.grids)
+            text = text.replace(MARKS["image_token"], write_text(tiles, self.vision).replace("<image>", "<>"), 1)
+            for tile in resize_tiles(image, tiles, self.vision.tile):
+                shapes.append([side // self.vision.patch for side in tile.shape[1:]])
+                patches.append(patch(tile, self.vision.patch))
+        given = self.tokenizer(text.replace("<>", "<image>"), return_tensors="pt", add_special_tokens=False)
+        found = {name: given[name] for name in ("input_ids", "attention_mask")}
+        if not images:
+            return found
+        most = max(map(len, patches))
+        values = np.zeros((len(patches), most, patches[0].shape[1]), np.float32)
+        mask = np.zeros(values.shape[:2], np.int32)
+        for number, own in enumerate(patches):
+            values[number, : len(own)], mask[number, : len(own)] = own, 1
+        found |= {"pixel_values": torch.from_numpy(values), "pixel_attention_mask": torch.from_numpy(mask)}
+        return found | {"spatial_shapes": torch.tensor(shapes)}
+
+
+def patch(tile: np.ndarray, side: int) -> np.ndarray:
+    """Normalized patches of a tile, row by row."""
+    values = (tile.astype(np.float32) - np.float32(127.5)) / np.float32(127.5)
+    rows, columns = (length // side for length in tile.shape[1:])
+    split = values.reshape(3, rows, side, columns, side).transpose(1, 3, 2, 4, 0)
+    return split.reshape(rows * columns, -1)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import towers
+from doubles.grids import patch
+from doubles.images import draw
 
 from llmc.bundle import read_export
 from llmc.errors import CheckpointError
@@ -15,6 +17,9 @@ from llmc.export import export
 from llmc.export.families.smolvlm import SIDES
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.inventory import Tiling
+from llmc.runtime.vision.decode import open_image
+from llmc.runtime.vision.grids import cut_grids, lay_patches
+from llmc.runtime.vision.tiles import normalize
 
 # Float32 adds in another order, as a share of the largest value: rows here differ by 1e-6, and by 0.5 with two of the
 # patches of a square exchanged.
@@ -22,7 +27,7 @@ TOLERANCE = 1e-4
 Run = Callable[[str, dict[str, np.ndarray]], np.ndarray]
 
 
-@pytest.fixture(scope="module", params=towers.FAMILIES)
+@pytest.fixture(scope="module", params=["smolvlm", "idefics3", "gemma3"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -149,7 +154,9 @@ def test_the_manifest_tells_how_images_become_rows(kind: str, exported: Path):
     assert (vision.tile, vision.patch, vision.tokens, vision.token_id) == (32, 4, rows, towers.IMAGE)
     values = (0.00392156862745098, (0.5,) * 3, (0.5,) * 3)
     at_once = kind == "gemma3"
-    assert vision.tiling == (Tiling(0, False, "bilinear", *values) if at_once else Tiling(128, True, "lanczos", *values))
+    assert vision.tiling == (
+        Tiling(0, False, "bilinear", *values) if at_once else Tiling(128, True, "lanczos", *values)
+    )
     assert (vision.most_tiles, vision.both_ways) == ((1, True) if at_once else (17, False))
     assert len(vision.linears) == 2 + 6 * vision.layers
 
@@ -169,6 +176,31 @@ def test_processors_of_both_layouts_are_read(kind: str, checkpoint: Path, tmp_pa
         (folder / "preprocessor_config.json").unlink()
         towers.write_json(folder / "processor_config.json", {**family.processor, "image_processor": family.images})
     assert read_checkpoint(folder).geometry.vision == read_checkpoint(checkpoint).geometry.vision
+
+
+@pytest.mark.parametrize("kind", ["lfm2_vl"], indirect=True)
+@pytest.mark.parametrize("size", [(32, 32), (200, 40), (20, 90), (8, 8)])
+def test_rows_of_grids_of_any_shape_are_those_of_transformers(
+    exported: Path, run: Run, reference: Any, size: tuple[int, int]
+):
+    import torch
+
+    vision, most = read_export(exported).geometry.vision, 64
+    assert vision is not None and vision.grids is not None
+    tile = cut_grids(open_image(draw("RGB", *size)), vision, vision.grids).pixels[-1]
+    pixels = normalize(tile[None], vision.tiling, fused=True)
+    found = run("vision", lay_patches(pixels, vision))
+    patches = patch(tile, vision.patch)
+    values, mask = torch.zeros(1, most, patches.shape[1]), torch.zeros(1, most, dtype=torch.int32)
+    values[0, : len(patches)], mask[0, : len(patches)] = torch.from_numpy(patches), 1
+    shapes = torch.tensor([[side // vision.patch for side in tile.shape[1:]]])
+    with torch.no_grad():
+        given = {"pixel_values": values, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+        (expected,) = reference.model.get_image_features(**given).pooler_output
+    assert found.shape == (vision.count_rows(*tile.shape[1:]), 64)
+    assert measure(found, expected.numpy()) < TOLERANCE
+    turned = np.ascontiguousarray(pixels[:, :, ::-1])
+    assert measure(run("vision", lay_patches(turned, vision)), expected.numpy()) > 100 * TOLERANCE
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -220,7 +252,21 @@ GEMMA_REFUSED = [
     ("config.json", {"image_token_index": 4097}, "no token <image_soft_token> with the number 4097"),
     ("config.json", {"vision_config": {**SIGLIP, "model_type": "siglip"}}, "model_type='siglip' is unsupported"),
 ]
-WRONG = [*(("smolvlm", *wrong) for wrong in REFUSED), *(("gemma3", *wrong) for wrong in GEMMA_REFUSED)]
+GRID = towers.LFM2_CONFIG["vision_config"]
+LFM2_REFUSED = [
+    ("preprocessor_config.json", {"use_thumbnail": False}, "use_thumbnail=False is unsupported; expected true"),
+    ("preprocessor_config.json", {"do_center_crop": True}, "do_center_crop=True is unsupported; expected false"),
+    ("preprocessor_config.json", {"encoder_patch_size": 8}, "encoder_patch_size=8 is unsupported; expected 4"),
+    ("preprocessor_config.json", {"tile_size": 36}, "tile_size=36 is unsupported; expected a multiple of 8"),
+    ("preprocessor_config.json", {"min_tiles": 1}, "min_tiles=1 is unsupported; expected at least 2 and at most"),
+    ("preprocessor_config.json", {"max_tiles": 1 << 20}, "max_tiles=1048576 is unsupported"),
+    ("processor_config.json", {"use_image_special_tokens": False}, "use_image_special_tokens=False is unsupported"),
+    ("config.json", {"vision_config": {**GRID, "num_patches": 24}}, "num_patches=24 .* the square of a whole number"),
+    ("config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act='relu' is unsupported"),
+    ("config.json", {"projector_bias": False}, "connector_hidden.bias .* is unused by"),
+]
+WRONG = [("smolvlm", *wrong) for wrong in REFUSED]
+WRONG += [*(("gemma3", *wrong) for wrong in GEMMA_REFUSED), *(("lfm2_vl", *wrong) for wrong in LFM2_REFUSED)]
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,10 @@ def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
 
 def choose(node: ir.Node, condition: ir.Value, then: Branch, outputs: list[ir.Value], otherwise: str) -> None:
     """GroupQueryAttention -> If(condition, ``outputs`` of the nodes of ``then``, the same as it was)."""
-    branches = {"then_branch": _graph(then.name, then.nodes, outputs)}
+    together = _graph(then.name, then.nodes, outputs)
     own = copy_attention(node, otherwise)
-    branches["else_branch"] = _graph(f"{node.name}.{otherwise}", [own], list(own.outputs))
-    replace(node, *Emitter(node, main="If").many("If", [condition], 3, **branches))
+    apart = _graph(f"{node.name}.{otherwise}", [own], list(own.outputs))
+    replace(node, *Emitter(node, main="If").many("If", [condition], 3, then_branch=together, else_branch=apart))
 
 
 def copy_attention(node: ir.Node, name: str) -> ir.Node:

@@ -1,7 +1,7 @@
 """Attention of models whose images are seen both ways: a row of an image sees those after it, too.
 
-GroupQueryAttention lets no token see a later one. Where a call has rows of images, it writes the cache all the same, and
-basic operators attend once more over what it wrote; a call without images goes on as if there were none.
+GroupQueryAttention lets no token see a later one. Where a call has rows of images, it writes the cache all the same,
+and basic operators attend once more over what it wrote; a call without images goes on as if there were none.
 """
 
 import numpy as np

@@ -43,7 +43,7 @@ TALKS = {
 
 
 # Each with how many tokens its answer about the largest image reuses at least.
-FAMILIES = {"smolvlm": 64, "gemma3": 16}
+FAMILIES = {"smolvlm": 64, "gemma3": 16, "lfm2_vl": 16}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -79,7 +79,14 @@ def expected(family: str, checkpoint: Path) -> dict[str, list[int]]:
         given = processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
-        names = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "token_type_ids")
+        names = (
+            "input_ids",
+            "attention_mask",
+            "pixel_values",
+            "pixel_attention_mask",
+            "token_type_ids",
+            "spatial_shapes",
+        )
         with torch.no_grad():
             found = model.generate(
                 **{name: given[name] for name in names if name in given},

@@ -55,7 +55,9 @@ def feed(folder: Path, geometry: Any, pieces: list[int], dtype: type = np.float3
         feeds = {"input_ids": ids, "past_lengths": np.array([start]), "logit_indices": np.arange(size)[None]}
         feeds |= {"embedding_indices": indices, "embeddings": IMAGES[seen : seen + max(1, count)]}
         feeds |= {"new_lengths": np.array([size])} if "new_lengths" in taken else {}
-        for name, shape in ((value.name, value.shape) for value in session.get_inputs() if value.name.startswith("adapters.")):
+        for name, shape in (
+            (value.name, value.shape) for value in session.get_inputs() if value.name.startswith("adapters.")
+        ):
             rank = 2 * (1 + name.count("+"))  # linears that read the same share a factor
             feeds[name] = np.zeros([1, *(rank if isinstance(dim, str) else dim for dim in shape[1:])], np.float32)
         found = dict(zip(names, session.run(None, {**feeds, **cache}), strict=True))
