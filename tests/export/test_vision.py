@@ -263,7 +263,7 @@ LFM2_REFUSED = [
     ("processor_config.json", {"use_image_special_tokens": False}, "use_image_special_tokens=False is unsupported"),
     ("config.json", {"vision_config": {**GRID, "num_patches": 24}}, "num_patches=24 .* the square of a whole number"),
     ("config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act='relu' is unsupported"),
-    ("config.json", {"projector_bias": False}, "connector_hidden.bias .* is unused by"),
+    ("config.json", {"projector_bias": False}, "vision.connector.bias .* is unused by"),
 ]
 WRONG = [("smolvlm", *wrong) for wrong in REFUSED]
 WRONG += [*(("gemma3", *wrong) for wrong in GEMMA_REFUSED), *(("lfm2_vl", *wrong) for wrong in LFM2_REFUSED)]
