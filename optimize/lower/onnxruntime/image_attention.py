@@ -83,7 +83,7 @@ def _attend(emit: Branch, attention: Attention, seen: _Seen) -> list[ir.Value]:
 
 
 def _read(emit: Branch, attention: Attention, present: ir.Value, index: int, seen: _Seen) -> ir.Value:
-    """Keys or values of all positions, float32 [B, KV, T, D]; ``index`` is that of the scales of a cache in integers."""
+    """Keys or values of all positions, float32 [B, KV, T, D]; ``index`` is that of the scales of one in integers."""
     graph, inputs = emit.graph, emit.anchor.inputs
     held = emit("Slice", present, vector(graph, [0]), seen.total, vector(graph, [2]))
     scales = inputs[index] if index < len(inputs) else None
