@@ -18,6 +18,8 @@ from llmc.optimize.weights.store import Calibrated, Store
 FLOAT_TOLERANCE = 1e-4
 # As in test_int8_cache.py, as a share of the logits.
 CACHE_TOLERANCE = 0.1
+# Of a cache in float16: 0.0023 here.
+HALF_TOLERANCE = 0.01
 ROWS, CAPACITY, WIDTH = towers.GEMMA_TOKENS, 64, 64
 IDS = np.random.default_rng(1).integers(3, 4000, 56)
 IDS[[*range(4, 4 + ROWS), *range(30, 30 + ROWS)]] = towers.IMAGE
@@ -104,6 +106,13 @@ def test_a_cache_of_integers_is_read_as_floats(lowered: Any, portable: Any, kind
     assert relative_difference(found, logits) < CACHE_TOLERANCE
 
 
+@pytest.mark.parametrize("context", GRAPHS, ids=str)
+def test_a_cache_of_half_floats_is_read_as_floats(lowered: Any, portable: Any, context: dict[str, Any]):
+    begun = lowered(cache="float16", **context)
+    found, _ = feed(begun.save(), begun.geometry, PIECES, np.float16)
+    assert relative_difference(found, portable[0]) < HALF_TOLERANCE
+
+
 def forget_those_ahead(branch: ir.Graph) -> None:
     own = next(node for node in branch if node.op_type == "Sub").inputs[0]
     next(node for node in branch if node.op_type == "LessOrEqual").replace_input_with(1, own)
@@ -118,4 +127,6 @@ def forget_the_window(branch: ir.Graph) -> None:
 def test_a_planted_error_exceeds_the_tolerance(lowered: Any, portable: Any, plant: Any):
     begun = lowered(phase="prefill").finish()
     plant(begun.nodes("If")[0].attributes["then_branch"].as_graph())
-    assert difference(feed(begun.write(), begun.geometry, PIECES)[0], portable[0]) > 100 * FLOAT_TOLERANCE
+    found, _ = feed(begun.write(), begun.geometry, PIECES)
+    assert difference(found, portable[0]) > 100 * FLOAT_TOLERANCE
+    assert relative_difference(found, portable[0]) > 2 * HALF_TOLERANCE
