@@ -453,7 +453,7 @@ class Vision:
 
     @property
     def steps(self) -> Tiling | Patching:
-        """How images become what the tower sees."""
+        """Steps from images to what the tower sees."""
         steps = self.tiling or self.patching
         assert steps is not None
         return steps

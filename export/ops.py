@@ -281,7 +281,7 @@ Places = tuple[Tensor, tuple[int, ...]]
 
 
 class Shown(NamedTuple):
-    """What images change in attention: the places by which heads turn, and how many positions after its own each token
+    """Changes of attention by images: the places by which heads turn, and how many positions after its own each token
     sees (B, S). None goes with the other or with sinks."""
 
     places: Places | None = None
