@@ -16,8 +16,8 @@ from llmc.runtime import Model, load
 from llmc.runtime.model import verify
 from llmc.runtime.selftest import make_image
 
-# Least cosine of rows in 8 bits: 0.9992 to 0.9998 here, of random weights. With rows and columns of patches exchanged it
-# is 0.90 to 0.97.
+# Least cosine of rows in 8 bits: 0.9992 to 0.9998 here, of random weights. With rows and columns of patches exchanged
+# it is 0.90 to 0.97.
 LEAST_COSINE = 0.998
 GREEDY: dict[str, Any] = {"max_tokens": 10, "temperature": 0, "ignore_eos": True}
 # Squares of 8 pixels: 2 x 2, 3 x 9 with windows that are not full, and 8 x 7 after it was made smaller.
