@@ -133,9 +133,8 @@ def _image_rows(manifest: Manifest) -> list[tuple[str, str]]:
     vision = manifest.geometry.vision
     if vision is None:
         return show.similarity_rows(manifest.similarity)
-    tokens = vision.tokens * vision.most_tiles
     some = "a token" if vision.tokens == 1 else f"{vision.tokens} tokens"
-    images = f"{some} for {vision.tile} x {vision.tile} pixels, at most {tokens:,} for each"
+    images = f"{some} for {vision.tile} x {vision.tile} pixels, at most {vision.most_tokens:,} for each"
     return [("images", images), *show.similarity_rows(manifest.similarity, "tower's rows")]
 
 

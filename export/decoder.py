@@ -55,6 +55,18 @@ class DeepRows(nn.Module):
         return torch.where((indices >= 0).unsqueeze(-1), x + functional.embedding(indices, rows[:, self.part]), x)
 
 
+class RowsAhead(nn.Module):
+    """indices (B, S) of rows, -1 for none -> of how many tokens after it, up to the end of an image, each sees."""
+
+    def forward(self, indices: Tensor) -> Tensor:
+        is_row = indices >= 0
+        # The same number for the rows of an image and the token of text before it.
+        numbers = (~is_row).long().cumsum(1)
+        counted = (indices == indices).long().cumsum(1)  # 1 ... S
+        ends = (numbers.unsqueeze(1) <= numbers.unsqueeze(2)).long().sum(2)
+        return torch.where(is_row, ends - counted, 0)
+
+
 class Positions(nn.Module):
     """lengths (B), indices of new tokens (B, O) -> their positions (B, O)."""
 
@@ -105,17 +117,16 @@ class DecoderLayer(nn.Module):
         ropes: Sequence[Tensor],
         new_lengths: Tensor | None = None,
         per_layer: Tensor | None = None,
-        axes: ops.Places | None = None,
+        shown: ops.Shown = ops.PLAIN,
     ) -> tuple[Tensor, Tensors]:
         """Values (B, S, N), the tensors of this layer's caches, lengths (B), the frequencies of every rope, where a
-        cache is a state new lengths (B), where layers have one, an input (B, S, P), and where positions have several
-        axes these -> values, caches. See
-        :class:`llmc.export.blocks.attention.Attention` for a layer without caches."""
+        cache is a state new lengths (B), where layers have one an input (B, S, P), and what images change -> values,
+        caches. See :class:`llmc.export.blocks.attention.Attention` for a layer without caches."""
         place = self.placement
         y, read, presents = x, x, Tensors()
         if self.self_attn is not None or self.recurrent is not None:
             read = self._normalize(place.before_attention, x)
-            mixed, presents = self._mix(read, past, lengths, ropes, new_lengths, axes)
+            mixed, presents = self._mix(read, past, lengths, ropes, new_lengths, shown)
             y = x + self.residual_scale(self._normalize(place.after_attention, mixed))
         if self.mlp is not None or self.experts is not None:
             if not place.parallel or place.before_mlp != place.before_attention:
@@ -133,14 +144,14 @@ class DecoderLayer(nn.Module):
         lengths: Tensor,
         ropes: Sequence[Tensor],
         new_lengths: Tensor | None,
-        axes: ops.Places | None,
+        shown: ops.Shown,
     ) -> tuple[Tensor, Tensors]:
         """The sum of what the mixers make, and their caches: attention's come first."""
         if self.self_attn is None:
             assert self.recurrent is not None and past is not None and new_lengths is not None
             recurred, states = self.recurrent(read, past, new_lengths)
             return self.recurrent_scale(recurred), states
-        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes, axes)
+        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes, shown)
         attended = self.attention_scale(attended)
         if self.recurrent is None:
             return attended, presents
@@ -192,7 +203,7 @@ class Decoder(nn.Module):
             map(Scale, (config.hidden_size**-0.5, max(config.per_layer, 1) ** 0.5, 2**-0.5))
         )
         self.logit_rows, self.shared_rows, self.shared_inputs = TakePositions(), TakePositions(), TakePositions()
-        self.logit_positions, self.embedding_rows = Positions(), EmbeddingRows()
+        self.logit_positions, self.embedding_rows, self.rows_ahead = Positions(), EmbeddingRows(), RowsAhead()
         ends = range(config.hidden_size, config.geometry.row_width, config.hidden_size)
         self.deep_rows = nn.ModuleList(DeepRows(start, start + config.hidden_size) for start in ends)
         self.logit_softcap = Softcap(config.logit_softcap)
@@ -216,11 +227,15 @@ class Decoder(nn.Module):
         (3, B, S) -> logits (B, O, V), caches, and the values (B, S, N) before the first layer and after each, and each
         layer's own input. They are outputs so that the graph can be cut there. Layers that read caches of others
         compute only rows whose logits are wanted."""
-        axes = None if positions is None else (positions, self.config.axes)
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         embedded = self.embed(input_ids, past_lengths)
         borders = [embedded if rows is None else self.embedding_rows(embedded, rows[1], rows[0])]
         presents = list[Tensors]()
+        both_ways = self.config.vision is not None and self.config.vision.both_ways
+        shown = ops.Shown(
+            None if positions is None else (positions, self.config.axes),
+            self.rows_ahead(rows[0]) if rows is not None and both_ways else None,
+        )
         x, places, inputs = borders[0], past_lengths, self.embed_per_layer(input_ids, borders[0])
         for index, (layer, past) in enumerate(zip(self.model.layers, pasts, strict=True)):
             own = inputs[index] if inputs else None
@@ -228,7 +243,7 @@ class Decoder(nn.Module):
                 x, places = self.shared_rows(x, logit_indices), self.logit_positions(past_lengths, logit_indices)
             if (attention := self.config.layers[index].attention) and attention.source is not None:
                 past, own = presents[attention.source], own if own is None else self.shared_inputs(own, logit_indices)
-            x, present = layer(x, past, places, ropes, new_lengths, own, axes)
+            x, present = layer(x, past, places, ropes, new_lengths, own, shown)
             if rows is not None and index < len(self.deep_rows):
                 x = self.deep_rows[index](x, rows[1], rows[0])
             borders.append(x)

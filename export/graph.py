@@ -55,7 +55,7 @@ _RECURRENT = (recurrent_ops.CAUSAL_CONV, recurrent_ops.LINEAR_ATTENTION)
 _NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, *_RECURRENT, ops.ROTATED_HEADS, expert_ops.EXPERTS}
 _NAMED_LIKE_MODULE |= {"Gather", "GatherND"}
 # Attributes that some forms of a function have and others have not.
-_FORMS = frozenset({"activation", "axes"})
+_FORMS = frozenset({"activation", "axes", "both_ways"})
 # Sizes to trace with: at least 2 (torch specialises 0 and 1), and all different, so that none is confused with another.
 _BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY, _ROWS = 2, 5, 3, 7, 11
 
@@ -373,7 +373,7 @@ def _clear_metadata(model: ir.Model) -> None:
 
 
 def _sign(model: ir.Model, name: str) -> None:
-    # Some have a form with more inputs, with another activation or with axes of positions.
+    # Some have a form with more inputs, with another activation, or for images.
     used = {(node.op_type, len(node.inputs), _FORMS & {*node.attributes}) for node in model.graph}
     for text in (*ops.functions(), *recurrent_ops.functions(), *expert_ops.functions()):
         function = ir.serde.deserialize_function(text)

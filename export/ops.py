@@ -6,7 +6,7 @@ any conforming runtime runs it, and a target replaces the node as a whole.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import onnx.parser
@@ -170,6 +170,21 @@ _TURNED_BY_AXES = (
     )
 )
 
+# The same where some tokens also see the ``ahead`` (B, S) positions behind their own. Nodes of this form have the
+# attribute ``both_ways``, which does nothing.
+_BOTH_WAYS_ATTENTION = (
+    _CACHED_ATTENTION.replace("past_lengths, inv_freq)", "past_lengths, ahead, inv_freq)")
+    .replace("growth, period>", "growth, period, both_ways>")
+    .replace(
+        "causal = LessOrEqual (slot_row, position_column)",
+        """
+    last = Add (positions, ahead)
+    last_column = Unsqueeze (last, axes_1_3)
+    causal = LessOrEqual (slot_row, last_column)
+    """,
+    )
+)
+
 # Queries q (B, S, H*D) of a layer without keys and values, at positions (B, S), over what another layer left in its
 # cache (B, KV, C, D).
 _SHARED_ATTENTION = (
@@ -265,6 +280,17 @@ SelfAttention
 Places = tuple[Tensor, tuple[int, ...]]
 
 
+class Shown(NamedTuple):
+    """Changes of attention by images: the places by which heads turn, and how many positions after its own each token
+    sees (B, S). None goes with the other or with sinks."""
+
+    places: Places | None = None
+    ahead: Tensor | None = None
+
+
+PLAIN = Shown()
+
+
 @dataclass(frozen=True)
 class Knobs:
     """The attributes of both operators, explained above; R is given by the number of frequencies."""
@@ -312,8 +338,8 @@ def functions() -> list[onnx.FunctionProto]:
     return [
         onnx.parser.parse_function(text)
         for text in (
-            *(_CACHED_ATTENTION, _SINKING_ATTENTION, _TURNED_BY_AXES, _SHARED_ATTENTION, _SELF_ATTENTION),
-            _ROTATED_HEADS,
+            *(_CACHED_ATTENTION, _SINKING_ATTENTION, _TURNED_BY_AXES, _BOTH_WAYS_ATTENTION),
+            *(_SHARED_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS),
         )
     ]
 
@@ -327,25 +353,26 @@ def cached_attention(
     inv_freq: Tensor,
     knobs: Knobs,
     sinks: Tensor | None = None,
-    places: Places | None = None,
+    shown: Shown = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k, write k and v into the cache at ``past_lengths``, attend; ``sinks`` (H) are a logit more of each
-    head, which a softcap does not go with, and neither do ``places``, by which q and k are turned where they are given.
+    head, which a softcap does not go with.
 
     Returns attention (B, S, H*D) and the updated keys and values (B, KV, C, D). While torch exports, it emits one
     ``llmc::CachedAttention`` node instead of computing.
     """
-    past_k, past_v = past
-    assert sinks is None or not (knobs.softcap or places)
+    (past_k, past_v), (places, ahead) = past, shown
+    more = [each for each in (sinks, places and places[0], ahead) if each is not None]
+    assert len(more) <= 1 and (sinks is None or not knobs.softcap)
     if not torch.compiler.is_exporting():
         positions = past_lengths[:, None] + torch.arange(q.shape[1], device=q.device)  # (B, S)
         turned = positions if places is None else places[0][list(places[1])].permute(1, 2, 0)  # (B, S, R/2)
         queries, new_keys, new_values = _rotate_projections(q, k, v, turned, inv_freq, knobs)
         keys, values = _scatter(past_k, new_keys, positions), _scatter(past_v, new_values, positions)  # (B, KV, C, D)
-        mask = _mask(past_k.shape[2], positions, knobs)
+        mask = _mask(past_k.shape[2], positions, knobs, 0 if ahead is None else ahead)
         return _attend(queries, keys, values, mask, knobs, sinks), keys, values
-    more = [each for each in (sinks, places and places[0]) if each is not None]
     attributes = _attributes(inv_freq, knobs) | ({"axes": list(places[1])} if places else {})
+    attributes |= {"both_ways": 1} if ahead is not None else {}
     inputs = [q, k, v, past_k, past_v, past_lengths, *more, inv_freq]
     attn, present_k, present_v = emit_node(CACHED_ATTENTION, inputs, attributes, q, past_k, past_v)
     return attn, present_k, present_v
@@ -458,10 +485,10 @@ def _rotate_projections(
     return queries, keys, _heads(v, head_dim)
 
 
-def _mask(capacity: int, positions: Tensor, knobs: Knobs) -> Tensor:
-    """Slots of a cache that queries at positions (B, S) see, (B, 1, S, C)."""
+def _mask(capacity: int, positions: Tensor, knobs: Knobs, ahead: Tensor | int = 0) -> Tensor:
+    """Slots of a cache that queries at positions (B, S) see, (B, 1, S, C), also ``ahead`` (B, S) after their own."""
     slots, column = torch.arange(capacity, device=positions.device), positions[:, None, :, None]
-    mask = slots <= column
+    mask = slots <= (positions + ahead)[:, None, :, None]
     return mask & (slots > column - knobs.window) if knobs.window else mask
 
 

@@ -1,9 +1,14 @@
 """The shapes of towers: a vision transformer, and what makes rows for the decoder of the patches of a tile or image."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from llmc.inventory import TOWER, Linear, NormKind
 
+# How rows are made of a square of patches: of their values side by side; of their mean (and a norm by the root mean
+# square, whose weight is stored less one); or of their values side by side by two linears, of patches that lie square
+# by square and in grids of any shape.
+Projector = Literal["shuffle", "pool", "mlp"]
 LAYER_NORMS, NORM_PARTS = ("input_layernorm", "post_attention_layernorm"), ("weight", "bias")
 
 
@@ -20,6 +25,10 @@ class TowerConfig:
         merged: patches of each side of the square that becomes one row.
         outputs: width of a row: the decoder's hidden size.
         token_id: of the decoder's token whose embedding a row replaces.
+        projector: what makes the row, see :data:`Projector`.
+        projector_inner: values between its two linears, 0 where there is one.
+        projector_bias: whether these add biases.
+        projector_norm: whether a layer norm is in front of them.
         renamed: parts of the names of its tensors in the checkpoint, as :class:`DecoderConfig` has them.
     """
 
@@ -34,6 +43,10 @@ class TowerConfig:
     outputs: int
     token_id: int
     renamed: tuple[tuple[str, str], ...]
+    projector: Projector = "shuffle"
+    projector_inner: int = 0
+    projector_bias: bool = False
+    projector_norm: bool = False
 
     @property
     def side(self) -> int:
@@ -48,10 +61,17 @@ class TowerConfig:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Its linears in the order of the computation."""
-        pixels, merged = 3 * self.patch**2, self.width * self.merged**2
+        pixels, width = 3 * self.patch**2, self.width * (1 if self.projector == "pool" else self.merged**2)
+        read = "connector_norm" if self.projector == "pool" or self.projector_norm else "norm"
         first = Linear(f"{TOWER}.patch_embedding", self.width, pixels, True, TOWER, "", None, exact=True)
-        last = Linear(f"{TOWER}.connector", self.outputs, merged, False, f"{TOWER}.norm", "", None, exact=True)
-        return (first, *(linear for index in range(self.layers) for linear in self._list_of_layer(index)), last)
+        ends, inner, bias = list[Linear](), self.projector_inner, self.projector_bias
+        if inner:
+            ends.append(
+                Linear(f"{TOWER}.connector_hidden", inner, width, bias, f"{TOWER}.{read}", "", None, exact=True)
+            )
+            width, read = inner, "connector_hidden"
+        ends.append(Linear(f"{TOWER}.connector", self.outputs, width, bias, f"{TOWER}.{read}", "", None, exact=True))
+        return (first, *(linear for index in range(self.layers) for linear in self._list_of_layer(index)), *ends)
 
     def _list_of_layer(self, index: int) -> list[Linear]:
         at = f"{TOWER}.layers.{index}"
@@ -72,6 +92,10 @@ class TowerConfig:
             shapes[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
             shapes |= {f"{linear.name}.bias": (linear.outputs,)} if linear.bias else {}
         at = [f"{TOWER}.layers.{index}.{name}" for index in range(self.layers) for name in LAYER_NORMS]
+        if self.projector == "pool":
+            shapes[f"{TOWER}.connector_norm.weight"] = (self.width,)
+        elif self.projector_norm:
+            shapes |= {f"{TOWER}.connector_norm.{part}": (self.width * self.merged**2,) for part in NORM_PARTS}
         return shapes | {f"{norm}.{part}": (self.width,) for norm in (*at, f"{TOWER}.norm") for part in NORM_PARTS}
 
 

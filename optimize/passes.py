@@ -23,6 +23,7 @@ from llmc.optimize.lower.onnxruntime import (
     embedding,
     experts,
     folded_heads,
+    image_attention,
     linears,
     norms,
     packed_rows,
@@ -106,6 +107,8 @@ PASSES: dict[str, tuple[Step, ...]] = {
         *LOWER_EMBEDDING,
         # After all that reads ids and positions is there.
         Step("pack rows", packed_rows.pack_rows),
+        # After rows are packed and heads folded: it puts attentions into branches.
+        Step("attend both ways", image_attention.attend_both_ways),
         # After rows are packed: convolutions and recurrences run over each row by itself.
         Step("inline layer scalars", norms.inline_scalars, lambda g: g.layers * g.layer_scalars),
         Step("lower recurrences", recurrent.lower_recurrences, lambda g: len(g.recurrents)),
@@ -128,8 +131,8 @@ PASSES: dict[str, tuple[Step, ...]] = {
     "cpu-vision": (
         RAISE,
         Step("attend to patches", vision.attend_to_patches, lambda g: g.layers),
-        Step("turn patches", vision.turn_patches, lambda g: 2 * g.layers if g.vision and g.vision.patching else 0),
-        Step("lower norms", norms.lower_norms, lambda g: 2 * g.layers + 1 + (g.vision.deep if g.vision else 0)),
+        Step("turn patches", vision.turn_patches, lambda g: 2 * g.layers * vision.turns(g)),
+        Step("lower norms", norms.lower_norms, lambda g: g.vision.norms if g.vision else 0),
         Step("fuse SiLU", norms.fuse_silu, lambda g: sum(it.name.endswith(".gate_proj") for it in g.linears)),
         Step("store positions", vision.store_positions, lambda g: int(vision.has_table(g))),
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),

@@ -58,7 +58,8 @@ from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import writer
 from llmc.runtime.tools.plan import ChatPlan, plan_chat
 from llmc.runtime.tools.thinking import marks_of
-from llmc.runtime.vision.tower import Seen, Tower, take_images
+from llmc.runtime.vision.tiles import Tiles
+from llmc.runtime.vision.tower import Tower, take_images
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,7 +118,8 @@ def load(
         _in_range("memory", memory, 0, 1 << 50)
         fitting = limits.max_context if memory is None else _find_fitting_context(folder, manifest, memory, max_context)
         context = _in_range("max_context", max_context, fitting, limits.max_context)
-        chunk = _in_range("prefill_chunk", prefill_chunk, limits.prefill_chunk, limits.prefill_chunk)
+        vision, most = manifest.geometry.vision, limits.prefill_chunk
+        chunk = _in_range("prefill_chunk", prefill_chunk, most, most, min(most, vision.least_chunk) if vision else 1)
         workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
         _check_options(folder, manifest, context, engine_options, options)
         check_load(folder, manifest, context, memory)
@@ -243,10 +245,10 @@ def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return given
 
 
-def _in_range(name: str, value: int | None, default: int, highest: int) -> int:
+def _in_range(name: str, value: int | None, default: int, highest: int, lowest: int = 1) -> int:
     if value is None:
         return default
-    integer(1, highest).check(name, value)
+    integer(lowest, highest).check(name, value)
     return value
 
 
@@ -532,7 +534,7 @@ class Model:
         on_overflow: str | None,
         add_generation_prompt: bool = True,
         **variables: Any,
-    ) -> tuple[str, list[int], list[Seen]]:
+    ) -> tuple[str, list[int], list[Tiles]]:
         tokenizer, (messages, images) = self.tokenizer, take_images(messages)
         tower = self.tower if images else None
         disguise = None if parse_special else Disguise(tokenizer.controls)
@@ -545,7 +547,7 @@ class Model:
             return tokenizer.encode_disguised(text, disguise) if disguise else tokenizer.encode(text, False)
 
         shown, most = tokenizer.controls.unmark(prompt) if disguise else prompt, self.engine.max_context
-        seen: list[Seen] = []
+        seen: list[Tiles] = []
         if tower is not None:
             prompt, seen = tower.write_images(prompt, images, tokenizer.controls.mark if disguise else str, most)
         return shown, text_tokens(tokenizer, prompt, encode, most, on_overflow), seen

@@ -20,7 +20,7 @@ from llmc.inventory import Vision
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import cpu_flags
 from llmc.runtime.sessions.onnxruntime.library import SESSION_CONFIG
-from llmc.runtime.vision.patches import Patches, make_feeds
+from llmc.runtime.vision.patches import make_feeds
 
 log = logging.getLogger(__name__)
 
@@ -120,13 +120,10 @@ def difference(found: NDArray[np.float32], recorded: NDArray[np.float32]) -> flo
 def make_image(vision: Vision) -> dict[str, NDArray[Any]]:
     """Inputs of the tower for a made-up image of slanted stripes, the same on every machine: a tile, or one with more
     rows and columns of squares than a window."""
-    side = max(vision.patching.window, 3) if vision.patching else 0
-    size = (side + 1, side + 2) if vision.patching else (1, 1)
-    colors, rows, columns = np.indices((3, size[0] * vision.tile, size[1] * vision.tile))
-    stripes = (85 * colors + 5 * rows + 3 * columns) % 256
-    if vision.patching:
-        return make_feeds(Patches(stripes.astype(np.uint8)), vision)
-    return {"pixel_values": np.asarray(stripes[None] / 128 - 1, np.float32)}
+    side, square = max(vision.patching.window, 3) if vision.patching else 0, vision.square
+    size = ((side + 1) * square, (side + 2) * square) if vision.patching else (vision.tile, vision.tile)
+    colors, rows, columns = np.indices((3, *size))
+    return make_feeds(((85 * colors + 5 * rows + 3 * columns) % 256).astype(np.uint8), vision)
 
 
 def sample_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:

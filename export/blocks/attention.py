@@ -56,11 +56,11 @@ class Attention(nn.Module):
             self.rotary_emb = RotaryEmbedding(np.zeros(config.head_dim // 2, np.float32))
 
     def forward(
-        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor], axes: ops.Places | None = None
+        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor], shown: ops.Shown = ops.PLAIN
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``lengths`` (B) are those of the cache, or without one of the rows; ``ropes`` are the frequencies (R/2) of
         each of the decoder's ropes. An attention that reads the cache of another layer gets it whole, and positions
-        (B, S) in the place of lengths. ``axes`` are positions that have several."""
+        (B, S) in the place of lengths. ``shown`` is what images change."""
         config, gate = self.config, None
         if config.source is not None:
             assert past is not None and config.rope is not None
@@ -83,5 +83,5 @@ class Attention(nn.Module):
             attn = ops.self_attention(*projected, lengths, inv_freq, self.knobs, causal=config.causal)
             return self.o_proj(attn), ()
         sinks = None if self.sinks is None else as_float(self.sinks)
-        attn, keys, values = ops.cached_attention(*projected, past, lengths, inv_freq, self.knobs, sinks, axes)
+        attn, keys, values = ops.cached_attention(*projected, past, lengths, inv_freq, self.knobs, sinks, shown)
         return self.o_proj(attn if gate is None else attn * torch.sigmoid(gate)), (keys, values)

@@ -35,11 +35,11 @@ class LatentAttention(Attention):
         self.o_proj = Linear(config.heads * config.value_dim, hidden_size, bias=config.o_bias)
 
     def forward(
-        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor], axes: ops.Places | None = None
+        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor], shown: ops.Shown = ops.PLAIN
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As :meth:`llmc.export.blocks.attention.Attention.forward`, always with a cache."""
+        """As :meth:`llmc.export.blocks.attention.Attention.forward`, always with a cache, and without images."""
         config = self.config
-        assert past is not None and config.rope is not None and axes is None
+        assert past is not None and config.rope is not None and shown == ops.PLAIN
         read = self.q_a_norm(self.q_a_proj(x)) if config.query_latent else x
         queries = cut(self._split(self.q_proj(read)), self.plain)
         latent, turned = cut(self.kv_a_proj(x), config.latent)

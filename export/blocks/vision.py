@@ -77,7 +77,15 @@ class MergePatches(nn.Module):
         return squares.transpose(2, 3).flatten(3).flatten(1, 2)
 
 
-# ------------------------------------------------------------------------------------------ towers of whole images
+class PoolPatches(MergePatches):
+    """x (T, P, N) -> the means of each square of patches (T, P / merged², N)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = x.view(x.shape[0], self.rows, self.merged, self.rows, self.merged, x.shape[2])
+        return squares.mean((2, 4)).flatten(1, 2)
+
+
+# ------------------------------------------------------------------------------------- towers for grids of any shape
 
 
 class TakeRows(nn.Module):
@@ -88,17 +96,15 @@ class TakeRows(nn.Module):
 
 
 class PlaceTable(nn.Module):
-    """x (1, P, N) -> the same with learned vectors added: of each patch four entries of a table, each with a weight."""
+    """x (1, P, N) -> the same with learned vectors added: of each patch C entries of a table, each with a weight."""
 
     def __init__(self, places: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(places, width), requires_grad=False)
 
     def forward(self, x: Tensor, corners: Tensor, weights: Tensor) -> Tensor:
-        """``corners`` and ``weights`` (4, P)."""
-        for corner in range(4):
-            x = x + as_float(functional.embedding(corners[corner], self.weight)) * weights[corner].unsqueeze(-1)
-        return x
+        """``corners`` and ``weights`` (C, P)."""
+        return x + (as_float(functional.embedding(corners, self.weight)) * weights.unsqueeze(-1)).sum(0)
 
 
 class TurnedAttention(nn.Module):

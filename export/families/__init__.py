@@ -34,6 +34,7 @@ FAMILIES = {
     "idefics3": "llmc.export.families.smolvlm:read",
     "lfm2": "llmc.export.families.lfm2:read",
     "lfm2_moe": "llmc.export.families.lfm2_moe:read",
+    "lfm2_vl": "llmc.export.families.lfm2_vl:read",
     "llama": "llmc.export.families.llama:read",
     "ministral3": "llmc.export.families.ministral3:read",
     "mistral": "llmc.export.families.mistral:read",
@@ -83,7 +84,8 @@ def read_config(keys: Keys) -> DecoderConfig:
 _VISION = (
     *("boi_token_index", "eoi_token_index", "image_token_id", "image_token_index", "mm_tokens_per_image"),
     *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_config"),
-    *("scale_factor", "vision_feature_layer"),
+    *("scale_factor", "vision_feature_layer", "downsample_factor"),
+    *("projector_bias", "projector_hidden_size", "projector_use_layernorm"),
 )
 _RENAMED = (
     ("language_model.model", "model"),

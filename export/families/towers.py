@@ -23,6 +23,9 @@ SIGLIP = (
     ("post_layernorm", "norm"),
 )
 
+# transformers' defaults of a siglip_vision_model; the others are those of Idefics3 below.
+DEFAULTS = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
+
 
 def read_siglip(
     keys: Keys,
@@ -35,6 +38,7 @@ def read_siglip(
 ) -> TowerConfig:
     """Read a ``vision_config`` whose ``model_type`` is one of ``kinds``; defaults are those of transformers."""
     keys.choice("model_type", kinds, kinds[0])
+    keys.skip("vision_use_head")  # of what makes one vector of an image, which no decoder reads
     keys.skip("tie_word_embeddings", "max_image_size", "size", "use_base_siglip", "projection_class", "ignore_index")
     if (channels := keys.integer("num_channels", 3)) != 3:
         raise keys.error("num_channels", channels, "3, for red, green and blue")

@@ -31,6 +31,7 @@ from llmc.export.config import (
 from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
+from llmc.export.vision import TowerConfig
 from llmc.inventory import TOWER, Recurrent
 
 Tensors = dict[str, Weight]
@@ -76,11 +77,16 @@ def tower_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, Weig
     """Tensors of the tower by parameter name. A convolution over patches is a product with the pixels of each."""
     if config.tower is None:
         return {}
-    renamed = rename_tensors(folder, replace(config, renamed=config.tower.renamed, left_out=()), stored)
+    renamed = rename_tensors(folder, replace(config, renamed=config.tower.renamed, left_out=("head",)), stored)
     found = {name: tensor for name, tensor in renamed.items() if name.startswith(f"{TOWER}.")}
     name = f"{TOWER}.patch_embedding.weight"
-    if isinstance(kernels := found.get(name), StoredTensor):
+    if isinstance(kernels := found.get(name), StoredTensor) and len(kernels.shape) > 2:
         found[name] = replace(kernels, shape=(kernels.shape[0], math.prod(kernels.shape[1:])))
+    if isinstance(config.tower, TowerConfig) and config.tower.projector == "pool":
+        for name, view in ((f"{TOWER}.connector.weight", np.transpose), (f"{TOWER}.connector_norm.weight", _plus_one)):
+            if name in found:
+                dtype = "F32" if view is _plus_one else ""
+                found[name] = _make_view(folder, found[name], view, found[name].shape[::-1], dtype)
     return found
 
 

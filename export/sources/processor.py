@@ -9,7 +9,8 @@ from llmc.export.vision import PatchTowerConfig, TowerConfig
 from llmc.inventory import MOST_TILES, Channels, Filter, Markers, Patching, Tiling, Vision
 
 PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
-KINDS = tuple(f"{family}ImageProcessor{form}" for family in ("SmolVLM", "Idefics3") for form in ("", "Fast", "Pil"))
+FORMS = ("", "Fast", "Pil")
+KINDS = tuple(f"{family}ImageProcessor{form}" for family in ("SmolVLM", "Idefics3") for form in FORMS)
 # Pillow's numbers.
 FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 IMAGE, FAKE, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
@@ -23,8 +24,32 @@ MARKERS = Markers(
     after=(FAKE,),
 )
 # Of Qwen's, in whose templates the marks stand themselves.
-QWEN_KINDS = tuple(f"Qwen2VLImageProcessor{form}" for form in ("", "Fast", "Pil"))
+QWEN_KINDS = tuple(f"Qwen2VLImageProcessor{form}" for form in FORMS)
 QWEN_MARKERS = Markers("<|image_pad|>", ("",), ("",), ("",), ("",), ("",))
+# Of LFM2-VL's.
+NAFLEX_KINDS = tuple(f"Lfm2VlImageProcessor{form}" for form in FORMS)
+NAFLEX_MARKERS = Markers(
+    image=IMAGE,
+    before=("<|image_start|>",),
+    tile=("<|img_row_{row}_col_{column}|>",),
+    row_end=("",),
+    whole=("<|img_thumbnail|>",),
+    single=("",),
+    after=("<|image_end|>",),
+)
+UNREAD = ("crop_size", "default_to_square", "device", "disable_grouping", "max_num_patches", "return_tensors", "size")
+# Of Gemma 3's.
+SOFT_KINDS = tuple(f"Gemma3ImageProcessor{form}" for form in FORMS)
+PANS = ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")
+SOFT_MARKERS = Markers(
+    image="<image_soft_token>",
+    tile=("",),
+    row_end=("",),
+    whole=("",),
+    single=("", "", "<start_of_image>"),
+    after=("<end_of_image>", "", ""),
+    placeholder="<start_of_image>",
+)
 
 
 def read_vision(
@@ -45,11 +70,19 @@ def read_vision(
     if isinstance(tower, PatchTowerConfig):
         outer.finish()
         return _read_patching(own, tower)
-    if (tokens := outer.integer("image_seq_len", 169)) != tower.tokens:
-        raise outer.error("image_seq_len", tokens, f"{tower.tokens}, the rows that the tower makes of a tile")
+    if tower.projector == "mlp":
+        return _read_naflex(outer, own, tower)
+    pools = tower.projector == "pool"
+    length, default = ("image_seq_length", 256) if pools else ("image_seq_len", 169)
+    if (tokens := outer.integer(length, default)) != tower.tokens:
+        raise outer.error(length, tokens, f"{tower.tokens}, the rows that the tower makes of a tile")
     outer.finish()
-    tiling = _read_tiling(own, tower)
-    vision = Vision(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling, MARKERS, tower.layers, tower.linears)
+    tiling = (_read_square if pools else _read_tiling)(own, tower)
+    vision = Vision(
+        *(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling),
+        *(SOFT_MARKERS if pools else MARKERS, tower.layers, tower.linears),
+        both_ways=pools,
+    )
     if vision.most_tiles > MOST_TILES:
         most = f"a longest_edge that cuts an image into at most {MOST_TILES} tiles of {tower.tile} pixels"
         raise own.error("size", tiling.longest_edge, most)
@@ -65,6 +98,66 @@ def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:
     tiling = Tiling(longest_edge=longest, cut=keys.flag("do_image_splitting", True), **_read_values(keys, "lanczos"))
     keys.finish()
     return tiling
+
+
+def _read_square(keys: Keys, tower: TowerConfig) -> Tiling:
+    """Images are resized to one tile. Gemma 3's processor can show crops of long ones too, where it is told to."""
+    _check_steps(keys, SOFT_KINDS)
+    keys.skip("image_seq_length", *PANS)
+    if keys.flag("do_pan_and_scan"):
+        raise keys.error("do_pan_and_scan", True, "false, as it is published")
+    size = keys.inside("size")
+    for name in ("height", "width"):
+        if (edge := size.integer(name)) != tower.tile:
+            raise size.error(name, edge, f"{tower.tile}, the vision_config's image_size")
+    size.finish()
+    tiling = Tiling(longest_edge=0, cut=False, **_read_values(keys, "bilinear"))
+    keys.finish()
+    return tiling
+
+
+def _read_naflex(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
+    """Defaults are those of transformers."""
+    for where, name in ((outer, "use_image_special_tokens"), (keys, "use_thumbnail")):
+        if not where.flag(name, True):
+            raise where.error(name, False, "true, as it is published")
+    outer.finish()
+    _check_steps(keys, NAFLEX_KINDS)
+    keys.skip(*UNREAD)
+    if keys.flag("do_center_crop"):
+        raise keys.error("do_center_crop", True, "false, as it is published")
+    for name, default, own in (("encoder_patch_size", 16, tower.patch), ("downsample_factor", 2, tower.merged)):
+        if (stated := keys.integer(name, default)) != own:
+            raise keys.error(name, stated, f"{own}, as config.json has it")
+    square, tile = tower.patch * tower.merged, keys.integer("tile_size", 512)
+    if tile % square:
+        squares = f"a multiple of {square}, for {tower.merged} x {tower.merged} patches become a row"
+        raise keys.error("tile_size", tile, squares)
+    tiles = keys.integer("min_tiles", 2), keys.integer("max_tiles", 10)
+    if not keys.flag("do_image_splitting", True):
+        tiles = 1, 1
+    elif not (1 < tiles[0] <= tiles[1] or tiles == (1, 1)):
+        raise keys.error("min_tiles", tiles[0], f"at least 2 and at most max_tiles={tiles[1]}")
+    least, most = keys.integer("min_image_tokens", 64), keys.integer("max_image_tokens", 256)
+    if least > most or most * square**2 >= 1 << 26:
+        raise keys.error("max_image_tokens", most, f"at least min_image_tokens={least}, of less than 67 million pixels")
+    patching = Patching(
+        least_pixels=least * square**2,
+        most_pixels=most * square**2,
+        **_read_values(keys, "bilinear"),
+        frames=1,
+        window=0,
+        places=tower.side,
+        naflex=True,
+        least_tiles=tiles[0],
+        most_tiles=tiles[1],
+        tolerance=keys.number("max_pixels_tolerance", 2.0),
+    )
+    keys.finish()
+    return Vision(
+        *(tile, tower.patch, (tile // square) ** 2, tower.token_id, None),
+        *(NAFLEX_MARKERS, tower.layers, tower.linears, patching),
+    )
 
 
 def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:

@@ -127,12 +127,10 @@ class Reference:
             known["new_lengths"] = np.full(batch, sequence)
         if (vision := self.manifest.geometry.vision) and vision.axes and any(cache.kind == "kv" for cache in held):
             known["positions"] = np.broadcast_to(every_row(hidden), (vision.axes, batch, sequence))
+        if vision and (vision.both_ways or layer < vision.deep):
+            known["embedding_indices"] = np.full((batch, sequence), -1)
         if vision and layer < vision.deep:
-            width = self.manifest.geometry.row_width
-            known |= {
-                "embedding_indices": np.full((batch, sequence), -1),
-                "embeddings": np.zeros((1, width), "float32"),
-            }
+            known["embeddings"] = np.zeros((1, self.manifest.geometry.row_width), "float32")
         if any(cache.kind == "kv" for cache in held) or self.manifest.geometry.source_of(layer):
             known["past_lengths"] = np.zeros(batch, np.int64)
         return self._run_all({**known, **pasts}, [output, *shared])

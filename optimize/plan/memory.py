@@ -202,8 +202,7 @@ def _tower_bytes(geometry: Geometry, limits: Limits, stored: QuantConfigs) -> in
     """Bytes of the tower; no image has more tokens than the context."""
     if (vision := geometry.vision) is None:
         return 0
-    patches, first = (vision.tile // vision.patch) ** 2, vision.linears[0]
-    patches *= min(vision.most_tiles, limits.max_context) if vision.patching else 1
+    patches, first = (vision.square // vision.patch) ** 2 * min(vision.most_rows, limits.max_context), vision.linears[0]
     widest = max(linear.outputs for linear in vision.linears if linear.layer is not None)
     weights = sum(linear_bytes(linear, stored.of(linear.name), copies=BLOCK_COPIES) for linear in vision.linears)
     return OPENED_GRAPH + weights + 4 * patches * (WIDE_ARRAYS * widest + NARROW_ARRAYS * first.outputs) + KEPT_BYTES

@@ -203,7 +203,8 @@ def settle(
     )
     if asked.cache is None and _halves_cache(recipe, geometry, target):
         recipe = replace(recipe, cache="float16")
-    return recipe, limits
+    least = geometry.vision.least_chunk if geometry.vision else 1
+    return recipe, replace(limits, prefill_chunk=min(limits.max_context, max(limits.prefill_chunk, least)))
 
 
 def _halves_cache(recipe: Recipe, geometry: Geometry, target: Capabilities) -> bool:

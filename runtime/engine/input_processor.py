@@ -138,6 +138,8 @@ class InputProcessor:
         if request.images is not None and params.on_overflow != "refuse":
             found = f"on_overflow is {params.on_overflow}"
             raise UsageError(f"{found}, but no part of an image can be left out; set it to refuse")
+        if request.images is not None and request.images.whole and params.prompt_logprobs is not None:
+            raise UsageError("prompt_logprobs are asked for of a prompt whose images are fed whole; leave them out")
         if params.speculate and self._speculate is None:
             raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
 

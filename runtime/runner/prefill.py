@@ -40,6 +40,7 @@ def prefill(
     while (start := sequence.cached) < total:
         end = next_end(start, total, size) if phase is Phase.PREFILL else start + 1
         end = sequence.stop if start < sequence.stop < end else end
+        end = end if sequence.images is None else sequence.images.fit_end(start, end, total)
         outputs = range(end - start) if every else [end - start - 1] if end == total else []
         ids = np.array([sequence.context[start:end]], np.int64)
         call = batch(phase, ids, [start], outputs, sequence.row)

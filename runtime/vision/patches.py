@@ -1,9 +1,9 @@
-"""Images resized and cut into the patches of a tower that sees them whole, as transformers' Pillow processors do it."""
+"""Images of any shape cut into tiles and patches, as transformers' processors of Qwen's models and LFM2-VL do it.
 
-import hashlib
+That of LFM2-VL resizes by torchvision: of pixels that Pillow resizes some differ from its by one of 255.
+"""
+
 import math
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import RequestError, require
 from llmc.inventory import Patching, Vision
-from llmc.runtime.vision.tiles import normalize
+from llmc.runtime.vision.tiles import Tiles, by_channel, cut_cells, normalize
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,90 +20,103 @@ if TYPE_CHECKING:
 MOST_STRETCHED = 200
 
 
-@dataclass(frozen=True, eq=False)
-class Patches:
-    """An image as a tower sees it: uint8 [3, height, width]."""
+def cut_patches(image: "Image", vision: Vision, patching: Patching, name: str = "the image") -> Tiles:
+    """Resize an RGB image as the family's processor does, and cut a large one into tiles as well.
 
-    pixels: NDArray[np.uint8]
-
-    @cached_property
-    def digest(self) -> bytes:
-        """A hash of all of it: equal ones make equal rows of embeddings in equal places."""
-        shape = "{} {} {} ".format(*self.pixels.shape).encode()
-        return hashlib.blake2b(shape + self.pixels.tobytes(), digest_size=32).digest()
-
-    def grid(self, vision: Vision) -> tuple[int, int]:
-        """Rows and columns of the squares of patches, each of which becomes a row of embeddings."""
-        _, height, width = self.pixels.shape
-        return height // vision.tile, width // vision.tile
-
-
-def cut_patches(image: "Image", vision: Vision, name: str = "the image") -> Patches:
-    """Resize an RGB image as the family's processor does.
-
-    Raises:
-        RequestError: one of its sides is more than 200 times as long as the other.
-    """
-    patching = vision.patching
-    assert patching is not None
+    Raises RequestError: one of its sides is more than 200 times as long as the other."""
     if max(image.size) > MOST_STRETCHED * min(image.size):
         raise RequestError(
             f"{name} has {image.width} x {image.height} pixels, expected sides of which none is more than "
             f"{MOST_STRETCHED} times as long as the other; cut it into pieces"
         )
     resample = require("PIL.Image", "vision").Resampling[patching.filter.upper()]
-    resized = image.resize(find_size(*image.size, vision.tile, patching), resample)
-    return Patches(np.asarray(resized).transpose(2, 0, 1))
+    whole = by_channel(image.resize(_find_size(*image.size, vision.square, patching), resample))
+    rounded = (max(vision.patch, round(side / vision.square) * vision.square) for side in image.size)
+    if patching.most_tiles == 1 or math.prod(rounded) <= patching.most_pixels * patching.tolerance:
+        return Tiles((whole,))
+    columns, rows = _find_layout(*image.size, vision.tile, patching)
+    cells = cut_cells(image.resize((columns * vision.tile, rows * vision.tile), resample), vision.tile)
+    return Tiles((*cells, whole), rows, columns)
 
 
-def find_size(width: int, height: int, tile: int, patching: Patching) -> tuple[int, int]:
-    """Width and height in whole tiles, whose product is within the bounds unless an image is too long for them."""
-    found = [round(side / tile) * tile for side in (width, height)]
+def _find_size(width: int, height: int, square: int, patching: Patching) -> tuple[int, int]:
+    """Width and height in whole squares, whose product is within the bounds unless an image is too long for them."""
+    # Qwen's processor takes a side that is rounded to nothing for too few pixels, that of LFM2-VL for one square.
+    found = [max(int(patching.naflex), round(side / square)) * square for side in (width, height)]
     if math.prod(found) > patching.most_pixels:
         factor = math.sqrt(width * height / patching.most_pixels)
-        found = [max(tile, math.floor(side / factor / tile) * tile) for side in (width, height)]
+        found = [max(1, math.floor(side / factor / square)) * square for side in (width, height)]
     elif math.prod(found) < patching.least_pixels:
         factor = math.sqrt(patching.least_pixels / (width * height))
-        found = [math.ceil(side * factor / tile) * tile for side in (width, height)]
+        found = [math.ceil(side * factor / square) * square for side in (width, height)]
     return found[0], found[1]
 
 
-def make_feeds(patches: Patches, vision: Vision) -> dict[str, NDArray[Any]]:
-    """Inputs of the tower for an image of P patches, those of a square one after the other.
+def _find_layout(width: int, height: int, tile: int, patching: Patching) -> tuple[int, int]:
+    """Columns and rows of tiles whose ratio is the nearest; of equally near ones the more, if the image fills half."""
+    most = range(1, patching.most_tiles + 1)
+    layouts = [(x, y) for x in most for y in most if patching.least_tiles <= x * y <= patching.most_tiles]
+    best, nearest = (1, 1), math.inf
+    for columns, rows in sorted(layouts, key=math.prod):
+        apart = abs(width / height - columns / rows)
+        if apart < nearest or (apart == nearest and 2 * width * height > tile**2 * columns * rows):
+            best, nearest = (columns, rows), apart
+    return best
 
-    Returns ``pixel_values`` float32 [P, K] and ``positions`` int64 [P, 2], rows and columns; with learned positions
-    ``corners`` int64 [4, P] and ``corner_weights`` float32 [4, P]; and where some layers attend within windows of L
-    patches ``windows`` int64 [W, L], -1 behind a window's patches, and ``window_places`` int64 [P].
+
+def make_feeds(tile: NDArray[np.uint8], vision: Vision) -> dict[str, NDArray[Any]]:
+    """Inputs of the tower for a tile uint8 [3, height, width].
+
+    Returns ``pixel_values`` float32 [1, 3, height, width] or, of P patches, those of a square one after the other,
+    [P, K]; with learned positions for grids of any shape ``corners`` int64 [C, P], the entries of their table that are
+    in each patch, and ``corner_weights`` float32 [C, P]; with heads that turn ``positions`` int64 [P, 2], rows and
+    columns; and where some layers attend within windows of L patches ``windows`` int64 [W, L], -1 behind a window's
+    patches, and ``window_places`` int64 [P].
     """
-    patching, patch = vision.patching, vision.patch
-    assert patching is not None
-    (rows, columns), merged = patches.grid(vision), vision.tile // patch
-    values = normalize(patches.pixels[None], patching)[0].reshape(3, rows, merged, patch, columns, merged, patch)
-    squares = values.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-    repeated = np.broadcast_to(squares, (*squares.shape[:5], patching.frames, *squares.shape[6:]))
-    grid = np.indices((rows * merged, columns * merged)).reshape(2, rows, merged, columns, merged)
-    positions = grid.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
-    feeds: dict[str, NDArray[Any]] = {"pixel_values": repeated.reshape(len(positions), -1), "positions": positions}
+    values = normalize(tile[None], vision.steps)
+    if (patching := vision.patching) is None:
+        return {"pixel_values": values}
+    (rows, columns), patch, merged = vision.grid(*tile.shape[1:]), vision.patch, vision.square // vision.patch
+    squares = values.reshape(3, rows, merged, patch, columns, merged, patch).transpose(1, 4, 2, 5, 0, 3, 6)
+    sizes = rows * merged, columns * merged
+    positions = np.indices(sizes).reshape(2, rows, merged, columns, merged).transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+    if patching.naflex:
+        pixels = squares.transpose(0, 1, 2, 3, 5, 6, 4)
+    else:
+        pixels = np.repeat(squares[:, :, :, :, :, None], patching.frames, axis=5)
+    feeds: dict[str, NDArray[Any]] = {"pixel_values": pixels.reshape(len(positions), -1)}
+    if not patching.naflex:
+        feeds["positions"] = positions
     if patching.places:
-        feeds |= _stretch(positions, (rows * merged, columns * merged), patching.places)
+        feeds |= _stretch(positions, sizes, patching)
     if patching.window:
         feeds |= _list_windows(rows, columns, patching.window, merged**2)
     return feeds
 
 
-def _stretch(positions: NDArray[np.int64], sizes: tuple[int, int], places: int) -> dict[str, NDArray[Any]]:
-    """The four entries around each patch in a table [places, places] that is stretched over the image, and their
-    weights; in float32, as transformers computes them."""
-    corners, weights = list[NDArray[np.int64]](), list[NDArray[np.float32]]()
-    for index, size in zip(positions.T, sizes, strict=True):
-        place = index.astype(np.float32) * np.float32(places - 1) / np.float32(max(size - 1, 1))
-        first = np.floor(place)
-        corners.append(np.clip(first.astype(np.int64) + np.arange(2)[:, None], 0, places - 1))
-        weights.append(np.maximum(1 - np.abs(place - first - np.arange(2, dtype=np.float32)[:, None]), 0))
+def _stretch(positions: NDArray[np.int64], sizes: tuple[int, int], patching: Patching) -> dict[str, NDArray[Any]]:
+    """Entries of a table [places, places] that is stretched over an image of so many patches, and their weights."""
+    (rows, tall), (columns, wide) = (_weigh_places(size, patching) for size in sizes)
+    down, across = positions.T
     return {
-        "corners": (corners[0][:, None] * places + corners[1][None]).reshape(4, -1),
-        "corner_weights": (weights[0][:, None] * weights[1][None]).reshape(4, -1).astype(np.float32),
+        "corners": (rows[:, None, down] * patching.places + columns[None, :, across]).reshape(-1, len(positions)),
+        "corner_weights": (tall[:, None, down] * wide[None, :, across]).reshape(-1, len(positions)),
     }
+
+
+def _weigh_places(count: int, patching: Patching) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Learned places in each of ``count`` that lie evenly over them, and their shares, both [C, count]: linear between
+    two, from the first to the last place or, by areas, over as many as lie in each; in float32 as transformers does."""
+    places, numbers = patching.places, np.arange(count, dtype=np.float32)
+    reach, centers = np.float32(1), numbers * np.float32(places - 1) / np.float32(max(count - 1, 1))
+    if patching.naflex:
+        scale = np.float32(places) / np.float32(count)
+        reach, centers = max(scale, reach), (numbers + np.float32(0.5)) * scale - np.float32(0.5)
+    apart = np.abs(np.arange(places, dtype=np.float32) - centers[:, None]) / reach
+    shares = np.maximum(np.float32(1) - apart, np.float32(0))
+    shares /= shares.sum(1, keepdims=True)
+    chosen = np.argsort(-shares, axis=1, kind="stable")[:, : int((shares > 0).sum(1).max())]
+    return chosen.T, np.take_along_axis(shares, chosen, 1).T
 
 
 def _list_windows(rows: int, columns: int, window: int, square: int) -> dict[str, NDArray[Any]]:

@@ -26,12 +26,14 @@ class ImageRows:
         names: int64 [R], negative, as no token is: what prefixes are named by in these places.
         rows: float32 [R, hidden or more]: what the decoder reads there in place of the token's own embedding.
         places: int64 [3, P]: where positions have several axes those of the prompt's tokens, whatever comes after them.
+        whole: whether rows of an image see those after them, so that all of them must be fed in one call.
     """
 
     positions: NDArray[np.int64]
     names: NDArray[np.int64]
     rows: NDArray[np.float32]
     places: NDArray[np.int64] | None = None
+    whole: bool = False
 
     def select(self, start: int, end: int) -> Embedded | None:
         """The part of a call that feeds the positions ``start`` ... ``end - 1``; None without any."""
@@ -48,6 +50,21 @@ class ImageRows:
         length = self.places.shape[1]
         after = self.places[:, -1:].max() + 1 - length + np.arange(max(start, length), max(end, length))
         return np.concatenate([self.places[:, start:end], np.broadcast_to(after, (3, len(after)))], axis=1)
+
+    def fit_end(self, start: int, end: int, total: int) -> int:
+        """The end of a chunk from ``start`` that would cut an image at ``end``: in front of the image or, where it
+        begins the chunk, behind it; after an even number of tokens, if there are ``total`` enough."""
+        places = self.positions
+        at = int(np.searchsorted(places, end))
+        if not self.whole or at in (0, len(places)) or places[at] != end or places[at - 1] != end - 1:
+            return end
+        outside = np.flatnonzero(np.diff(places) > 1)  # the last row of each image but the last
+        before, after = outside[outside < at], outside[outside >= at]
+        first = int(places[before[-1] + 1 if len(before) else 0])
+        if first - start >= 2:
+            return first - (first - start) % 2
+        last = int(places[after[0] if len(after) else -1]) + 1
+        return min(total, last + (last - start) % 2)
 
     def name_tokens(self, tokens: Sequence[int]) -> list[int]:
         """``tokens``, of which the first are the prompt's, with the images' names in their places."""

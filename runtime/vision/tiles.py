@@ -1,6 +1,8 @@
 """Images cut into the tiles that a tower sees, bit for bit as transformers' Pillow processors of the families do it."""
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -9,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import require
-from llmc.inventory import Markers, Patching, Tiling, Vision
+from llmc.inventory import Patching, Tiling, Vision
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,19 +22,21 @@ class Tiles:
     """An image as a tower sees it.
 
     Attributes:
-        pixels: uint8 [tiles, 3, side, side]: row by row, and last the whole image; or this alone.
+        pixels: uint8 [3, height, width] of each: row by row, and last the whole image; or this alone.
         rows, columns: of the tiles that were cut; 0 where none were.
     """
 
-    pixels: NDArray[np.uint8]
+    pixels: Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
     rows: int = 0
     columns: int = 0
 
     @cached_property
     def digest(self) -> bytes:
         """A hash of all of it: equal ones make equal rows of embeddings in equal places."""
-        shape = f"{self.rows} {self.columns} ".encode()
-        return hashlib.blake2b(shape + self.pixels.tobytes(), digest_size=32).digest()
+        made = hashlib.blake2b(f"{self.rows} {self.columns} ".encode(), digest_size=32)
+        for tile in self.pixels:
+            made.update(f"{tile.shape} ".encode() + tile.tobytes())
+        return made.digest()
 
 
 def cut_tiles(image: "Image", vision: Vision) -> Tiles:
@@ -40,39 +44,46 @@ def cut_tiles(image: "Image", vision: Vision) -> Tiles:
     side, tiling = vision.tile, vision.tiling
     assert tiling is not None
     resample = require("PIL.Image", "vision").Resampling[tiling.filter.upper()]
-    image = image.resize(_find_size(*image.size, tiling.longest_edge), resample)
+    if tiling.longest_edge:
+        image = image.resize(_find_size(*image.size, tiling.longest_edge), resample)
     if tiling.cut:
         image = image.resize(_find_multiples(*image.size, side), resample)
     if not tiling.cut or image.size == (side, side):
-        return Tiles(_by_channel(image.resize((side, side), resample))[None])
+        return Tiles(by_channel(image.resize((side, side), resample))[None])
+    whole = by_channel(image.resize((side, side), resample))
+    return Tiles(np.concatenate([cut_cells(image, side), whole[None]]), image.height // side, image.width // side)
+
+
+def cut_cells(image: "Image", side: int) -> NDArray[np.uint8]:
+    """Tiles of an image, row by row: uint8 [tiles, 3, side, side]."""
     columns, rows = image.width // side, image.height // side
-    cells = _by_channel(image).reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
-    whole = _by_channel(image.resize((side, side), resample))
-    return Tiles(np.concatenate([cells.reshape(-1, 3, side, side), whole[None]]), rows, columns)
+    cells = by_channel(image).reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
+    found: NDArray[np.uint8] = cells.reshape(-1, 3, side, side)
+    return found
 
 
-def normalize(pixels: NDArray[np.uint8], tiling: Tiling | Patching) -> NDArray[np.float32]:
+def normalize(pixels: NDArray[np.uint8], steps: Tiling | Patching) -> NDArray[np.float32]:
     """Rescaled and normalized values of uint8 [tiles, 3, side, side], in float32 as transformers computes them."""
-    values = (np.arange(256, dtype=np.float64) * tiling.rescale).astype(np.float32)
-    table = [(values - np.float32(mean)) / np.float32(std) for mean, std in zip(tiling.mean, tiling.std, strict=True)]
+    values = (np.arange(256, dtype=np.float64) * steps.rescale).astype(np.float32)
+    table = [(values - np.float32(mean)) / np.float32(std) for mean, std in zip(steps.mean, steps.std, strict=True)]
     return np.stack([table[channel][pixels[:, channel]] for channel in range(3)], axis=1)
 
 
-def write_markers(tiles: Tiles, markers: Markers, tokens: int) -> str:
-    """The text of an image in a prompt: its token as often as there are rows of embeddings, between marks.
+def count_rows(tiles: Tiles, vision: Vision) -> int:
+    """Rows of embeddings that the tower makes of an image."""
+    return sum(math.prod(vision.grid(*tile.shape[1:])) for tile in tiles.pixels)
 
-    ``tokens`` are those of each tile.
-    """
-    image = markers.image * tokens
-    after = "\n".join(markers.after)
-    if not tiles.rows:
-        return "\n".join(markers.single) + image + after
-    tile, row_end = "\n".join(markers.tile), "\n".join(markers.row_end)
-    cells = "".join(
-        "".join(_place(tile, row, column) + image for column in range(1, tiles.columns + 1)) + row_end
-        for row in range(1, tiles.rows + 1)
-    )
-    return cells + "\n".join(markers.whole) + image + after
+
+def write_markers(tiles: Tiles, vision: Vision) -> str:
+    """The text of an image in a prompt: its token as often as there are rows of embeddings, between marks."""
+    markers = vision.markers
+    *cells, whole = (markers.image * math.prod(vision.grid(*tile.shape[1:])) for tile in tiles.pixels)
+    before, after, row_end = ("\n".join(lines) for lines in (markers.before, markers.after, markers.row_end))
+    tile, columns = "\n".join(markers.tile), tiles.columns
+    for number, image in enumerate(cells):
+        row, column = divmod(number, columns)
+        before += _place(tile, row + 1, column + 1) + image + row_end * (column + 1 == columns)
+    return before + "\n".join(markers.whole if cells else markers.single) + whole + after
 
 
 def _place(tile: str, row: int, column: int) -> str:
@@ -103,6 +114,7 @@ def _ceil(value: int, side: int) -> int:
     return -(-value // side) * side
 
 
-def _by_channel(image: "Image") -> NDArray[np.uint8]:
+def by_channel(image: "Image") -> NDArray[np.uint8]:
+    """Pixels uint8 [3, height, width]."""
     pixels: NDArray[np.uint8] = np.asarray(image).transpose(2, 0, 1)
     return pixels

@@ -1,6 +1,5 @@
 """Images of a conversation on their way to the decoder: seen, written into the prompt, and computed once each."""
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +11,16 @@ from numpy.typing import NDArray
 from llmc.errors import ContextError, EngineClosedError, RequestError, UsageError
 from llmc.inventory import Vision
 from llmc.runtime.vision.decode import open_image
-from llmc.runtime.vision.patches import Patches, cut_patches, make_feeds
+from llmc.runtime.vision.patches import cut_patches, make_feeds
 from llmc.runtime.vision.rows import ImageRows, make_names, place_tokens
-from llmc.runtime.vision.tiles import Tiles, cut_tiles, normalize, write_markers
-
-Seen = Tiles | Patches
+from llmc.runtime.vision.tiles import Tiles, count_rows, cut_tiles, write_markers
 
 # Bytes of embeddings that are kept for images that come again, as they do in every turn of a chat: of some 25 images of
 # SmolVLM2-256M in its largest size.
 KEPT_BYTES = 64_000_000
+
+
+Run = Callable[[dict[str, NDArray[np.float32]]], NDArray[np.float32]]
 
 
 class Tower:
@@ -29,8 +29,7 @@ class Tower:
 
     Args:
         vision: the tower's sizes and the settings of its images.
-        run: rows float32 [tokens, hidden] of ``pixel_values``, the normalized pixels float32 [1, 3, side, side] of a
-            tile, or of what :func:`llmc.runtime.vision.patches.make_feeds` makes of an image.
+        run: rows float32 [tokens, hidden] of what :func:`llmc.runtime.vision.patches.make_feeds` makes of a tile.
     """
 
     def __init__(self, vision: Vision, run: Callable[..., NDArray[np.float32]]) -> None:
@@ -41,7 +40,7 @@ class Tower:
 
     def write_images(
         self, prompt: str, images: Sequence[Any], mark: Callable[[str], str], max_context: int
-    ) -> tuple[str, list[Seen]]:
+    ) -> tuple[str, list[Tiles]]:
         """The prompt with the tokens of images where its template wrote one for each, and the images as the tower sees
         them.
 
@@ -55,8 +54,8 @@ class Tower:
             RequestError, UsageError: the template did not write all images, or one cannot be taken.
             ContextError: images have more tokens than the context.
         """
-        vision, seen, tokens = self._vision, list[Seen](), 0
-        around = prompt.split(mark(vision.markers.image))
+        vision, seen, tokens = self._vision, list[Tiles](), 0
+        around = prompt.split(mark(vision.markers.placeholder or vision.markers.image))
         if len(around) - 1 != len(images):
             raise RequestError(
                 f"the model's chat template shows {len(around) - 1} of the {len(images)} images of the messages; put "
@@ -64,69 +63,53 @@ class Tower:
             )
         for number, image in enumerate(images, 1):
             with self._lock:
-                opened = open_image(image, f"image {number}")
-                seen.append(
-                    cut_patches(opened, vision, f"image {number}") if vision.patching else cut_tiles(opened, vision)
-                )
-            if (tokens := tokens + self._count(seen[-1])) >= max_context:
+                opened, steps = open_image(image, name := f"image {number}"), vision.patching
+                seen.append(cut_patches(opened, vision, steps, name) if steps else cut_tiles(opened, vision))
+            if (tokens := tokens + count_rows(seen[-1], vision)) >= max_context:
                 raise ContextError(
                     f"the first {number} of {len(images)} images have {tokens} tokens, which leaves no room in a "
                     f"context of {max_context}; leave some out"
                 )
-        written = [mark(self._write(each)) for each in seen]
+        written = [mark(write_markers(tiles, vision)) for tiles in seen]
         return "".join(part for pair in zip(around, [*written, ""], strict=True) for part in pair), seen
 
-    def _count(self, image: Seen) -> int:
-        """Tokens of an image."""
-        return (
-            math.prod(image.grid(self._vision))
-            if isinstance(image, Patches)
-            else self._vision.tokens * len(image.pixels)
-        )
-
-    def _write(self, image: Seen) -> str:
-        markers = self._vision.markers
-        if isinstance(image, Patches):
-            return markers.image * self._count(image)
-        return write_markers(image, markers, self._vision.tokens)
-
-    def compute_rows(self, images: Sequence[Seen], prompt: Sequence[int]) -> ImageRows:
+    def compute_rows(self, images: Sequence[Tiles], prompt: Sequence[int]) -> ImageRows:
         """Rows of embeddings in the places of a prompt's image tokens.
 
         Raises:
             RequestError: the prompt has more or fewer of them.
             EngineClosedError: the model was closed meanwhile.
         """
-        positions = np.flatnonzero(np.asarray(prompt, np.int64) == self._vision.token_id)
-        counts = [self._count(image) for image in images]
+        vision = self._vision
+        positions = np.flatnonzero(np.asarray(prompt, np.int64) == vision.token_id)
+        counts = [count_rows(tiles, vision) for tiles in images]
         if len(positions) != (count := sum(counts)):
             raise RequestError(
-                f"the prompt has {len(positions)} image tokens, expected {count}; leave {self._vision.markers.image} "
+                f"the prompt has {len(positions)} image tokens, expected {count}; leave {vision.markers.image} "
                 "out of the messages"
             )
-        rows = [self._compute(image) for image in images]
-        names = [make_names(image.digest, len(own)) for image, own in zip(images, rows, strict=True)]
-        starts = positions[np.cumsum([0, *counts[:-1]])].tolist()
-        grids = [
-            (start, it.grid(self._vision)) for start, it in zip(starts, images, strict=True) if isinstance(it, Patches)
-        ]
-        places = place_tokens(len(prompt), grids) if self._vision.axes else None
-        return ImageRows(positions, np.concatenate(names), np.concatenate(rows), places)
+        rows = [self._compute(tiles) for tiles in images]
+        names = [make_names(tiles.digest, len(own)) for tiles, own in zip(images, rows, strict=True)]
+        places = None
+        if vision.axes:
+            starts = positions[np.cumsum([0, *counts[:-1]])].tolist()
+            grids = [vision.grid(*tiles.pixels[0].shape[1:]) for tiles in images]
+            places = place_tokens(len(prompt), list(zip(starts, grids, strict=True)))
+        return ImageRows(positions, np.concatenate(names), np.concatenate(rows), places, vision.both_ways)
 
-    def _compute(self, image: Seen) -> NDArray[np.float32]:
+    def _compute(self, tiles: Tiles) -> NDArray[np.float32]:
         with self._lock:
-            if (rows := self._kept.get(image.digest)) is not None:
-                self._kept.move_to_end(image.digest)
+            if (rows := self._kept.get(tiles.digest)) is not None:
+                self._kept.move_to_end(tiles.digest)
                 return rows
-            self._kept[image.digest] = rows = np.concatenate(
-                [self.run(**feeds) for feeds in list_feeds(image, self._vision)]
-            )
+            found = [self.run(**make_feeds(tile, self._vision)) for tile in tiles.pixels]
+            self._kept[tiles.digest] = rows = np.concatenate(found)
             while sum(kept.nbytes for kept in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
             return rows
 
     def run(self, **feeds: NDArray[Any]) -> NDArray[np.float32]:
-        """Rows float32 [tokens, hidden] of one of the calls that :func:`list_feeds` lists.
+        """Rows float32 [tokens, hidden] of what :func:`llmc.runtime.vision.patches.make_feeds` makes of a tile.
 
         Raises:
             EngineClosedError: the model was closed meanwhile.
@@ -138,14 +121,6 @@ class Tower:
     def close(self) -> None:
         """Free the graph, once the tile that is being computed is."""
         self._run = None
-
-
-def list_feeds(image: Seen, vision: Vision) -> list[dict[str, NDArray[Any]]]:
-    """The tower's calls for an image: one for each tile, or one for all patches."""
-    if isinstance(image, Patches):
-        return [make_feeds(image, vision)]
-    assert vision.tiling is not None
-    return [{"pixel_values": normalize(tile[None], vision.tiling)} for tile in image.pixels]
 
 
 def take_images(messages: Any) -> tuple[Any, list[Any]]:

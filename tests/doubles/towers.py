@@ -1,7 +1,8 @@
-"""Checkpoints of models that see: random weights of a tiny SmolVLM or Idefics3, with the files of their processor."""
+"""Checkpoints of models that see: random weights of a tiny model of each family, with the files of its processor."""
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +39,147 @@ IMAGES = {
     "video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": TILE}},
 }
 PROCESSOR = {"image_seq_len": TOKENS, "processor_class": "SmolVLMProcessor"}
+# Gemma 3, with windows shorter than an image.
+GEMMA_TOKENS = 16
+GEMMA_CONFIG = {
+    "text_config": {
+        **TEXT,
+        **SIZES,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 12,
+    },
+    "vision_config": {**CONFIG["vision_config"], "model_type": "siglip_vision_model", "vision_use_head": False},
+    "mm_tokens_per_image": GEMMA_TOKENS,
+    "image_token_index": 4096,
+    "boi_token_index": 4097,
+    "eoi_token_index": 4098,
+}
+GEMMA_MARKERS = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+# As Gemma 3 is published.
+GEMMA_IMAGES = {
+    **dict.fromkeys(("do_normalize", "do_rescale", "do_resize"), True),
+    **dict.fromkeys(("do_convert_rgb", "do_pan_and_scan", "pan_and_scan_max_num_crops"), None),
+    **dict.fromkeys(("pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate"), None),
+    **{name: IMAGES[name] for name in ("image_mean", "image_std", "rescale_factor")},
+    "image_processor_type": "Gemma3ImageProcessor",
+    "image_seq_length": GEMMA_TOKENS,
+    "processor_class": "Gemma3Processor",
+    "resample": 2,
+    "size": {"height": TILE, "width": TILE},
+}
+GEMMA_PROCESSOR = {"image_seq_length": GEMMA_TOKENS, "processor_class": "Gemma3Processor"}
+
+# LFM2-VL, whose images of more than 32 tokens are cut into tiles of 16.
+LFM2_CONFIG = {
+    "text_config": {
+        **{name: value for name, value in TEXT.items() if name not in ("head_dim", "model_type")},
+        **SIZES,
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention", "conv", "full_attention", "full_attention"],
+    },
+    "vision_config": {
+        **{name: value for name, value in CONFIG["vision_config"].items() if name != "image_size"},
+        "model_type": "siglip2_vision_model",
+        "num_patches": 25,
+        "vision_use_head": False,
+    },
+    "image_token_id": 4096,
+    "projector_hidden_size": 40,
+}
+LFM2_MARKERS = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+LFM2_PLACES = tuple(
+    f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5) if row * column < 5
+)
+# As LFM2-VL is published.
+LFM2_IMAGES = {
+    **dict.fromkeys(("do_image_splitting", "do_normalize", "do_pad", "do_rescale", "do_resize", "use_thumbnail"), True),
+    **dict.fromkeys(("crop_size", "device", "do_center_crop", "do_convert_rgb", "input_data_format"), None),
+    **{name: IMAGES[name] for name in ("image_mean", "image_std", "rescale_factor")},
+    "encoder_patch_size": 4,
+    "downsample_factor": 2,
+    "tile_size": TILE,
+    "max_pixels_tolerance": 2.0,
+    "min_tiles": 2,
+    "max_tiles": 4,
+    "min_image_tokens": 4,
+    "max_image_tokens": 16,
+    "max_num_patches": 64,
+    "image_processor_type": "Lfm2VlImageProcessorFast",
+    "processor_class": "Lfm2VlProcessor",
+    "resample": 2,
+    "size": {"height": TILE, "width": TILE},
+}
+LFM2_PROCESSOR = {"processor_class": "Lfm2VlProcessor"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is written of a family: config, processor files, and special tokens in the order of their ids, the image's
+    first; the rows of a tile; and a seed with which images decide what is said."""
+
+    config: dict[str, Any]
+    images: dict[str, Any]
+    processor: dict[str, Any]
+    tokens: tuple[str, ...]
+    rows: int = TOKENS
+    seed: int = 0
+
+
+SMOLVLM = Family(CONFIG, IMAGES, PROCESSOR, (*MARKERS, *PLACES))
+FAMILIES = {
+    "smolvlm": SMOLVLM,
+    "idefics3": SMOLVLM,
+    "gemma3": Family(GEMMA_CONFIG, GEMMA_IMAGES, GEMMA_PROCESSOR, (*GEMMA_MARKERS, *PLACES), GEMMA_TOKENS),
+    "lfm2_vl": Family(LFM2_CONFIG, LFM2_IMAGES, LFM2_PROCESSOR, (*LFM2_MARKERS, *LFM2_PLACES), 16, 1),
+}
 
 
 def write_seeing(folder: Path, kind: str = "smolvlm") -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **CONFIG))
+    family = FAMILIES[kind]
+    torch.manual_seed(family.seed)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **family.config))
     with torch.no_grad():
         for parameter in model.parameters():  # norms around one, the rest large enough to make every part matter
             parameter.normal_(float(parameter.dim() == 1), 0.25)
     model.save_pretrained(folder)
-    write_json(folder / "preprocessor_config.json", IMAGES)
-    write_json(folder / "processor_config.json", PROCESSOR)
+    write_json(folder / "preprocessor_config.json", family.images)
+    write_json(folder / "processor_config.json", family.processor)
     tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    tokenizer.add_special_tokens([*MARKERS, *PLACES])
+    tokenizer.add_special_tokens(list(family.tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TINY / name, folder / name)
     return folder
+
+
+def read_processor(folder: Path, kind: str) -> Any:
+    """The family's own processor of what :func:`write_seeing` wrote, with Pillow's resampling."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    if kind == "lfm2_vl":
+        from doubles.naflex import NaflexProcessor
+
+        return NaflexProcessor(folder)
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if kind != "gemma3":
+        images, tokenizer = (it.from_pretrained(folder) for it in (SmolVLMImageProcessorPil, PreTrainedTokenizerFast))
+        return Idefics3Processor(images, tokenizer, image_seq_len=TOKENS, chat_template=template)
+    named = dict(zip(("image_token", "boi_token", "eoi_token"), GEMMA_MARKERS, strict=True))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, extra_special_tokens=named)
+    images = Gemma3ImageProcessorPil.from_pretrained(folder)
+    return Gemma3Processor(images, tokenizer, image_seq_length=GEMMA_TOKENS, chat_template=template)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -134,6 +134,7 @@ def test_frequency_tolerance_can_fail():
 READ = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "smolvlm": {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},
+    "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "idefics3": {"vision_config": {"image_size": 364, "patch_size": 14}, "scale_factor": 2},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},

@@ -15,7 +15,7 @@ from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.inventory import Patching
-from llmc.runtime.vision.patches import Patches, make_feeds
+from llmc.runtime.vision.patches import make_feeds
 from llmc.runtime.vision.rows import place_tokens
 
 # Float32 adds in another order, as a share of the largest value: 1e-6 here. Two rows or positions exchanged move some
@@ -61,7 +61,7 @@ def feeds(exported: Path) -> list[dict[str, np.ndarray]]:
     vision, generator = read_export(exported).geometry.vision, np.random.default_rng(0)
     assert vision is not None
     sizes = [(3, vision.tile * rows, vision.tile * columns) for rows, columns in GRIDS]
-    return [make_feeds(Patches(generator.integers(0, 256, size, np.uint8)), vision) for size in sizes]
+    return [make_feeds(generator.integers(0, 256, size, np.uint8), vision) for size in sizes]
 
 
 def sizes_of(grids: list[tuple[int, int]]) -> Any:
@@ -184,7 +184,7 @@ def test_the_manifest_tells_how_images_become_patches(exported: Path):
     )
     assert (vision.tile, vision.patch, vision.tokens, vision.token_id, vision.axes) == (8, 4, 1, qwen_towers.IMAGE, 3)
     assert vision.deep == 2 * (geometry.model_type == "qwen3_vl") and geometry.row_width == 64 * (1 + vision.deep)
-    assert vision.most_tiles == 64
+    assert vision.most_tokens == 64
 
 
 # ------------------------------------------------------------------------------------------- other layouts, refusals

@@ -1,6 +1,7 @@
 """Models that see: tower and decoder compute what transformers does, and what is not understood is refused by name."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import towers
+from doubles.images import draw
+from doubles.naflex import patch
 
 from llmc.bundle import read_export
 from llmc.errors import CheckpointError
@@ -15,17 +18,23 @@ from llmc.export import export
 from llmc.export.families.smolvlm import SIDES
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.inventory import Tiling
+from llmc.runtime.vision.decode import open_image
+from llmc.runtime.vision.patches import cut_patches, make_feeds
 
 # Float32 adds in another order, as a share of the largest value: rows here differ by 1e-6, and by 0.5 with two of the
 # patches of a square exchanged.
 TOLERANCE = 1e-4
-KINDS = ("smolvlm", "idefics3")
 Run = Callable[[str, dict[str, np.ndarray]], np.ndarray]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return towers.write_seeing(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="module", params=["smolvlm", "idefics3", "gemma3"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return towers.write_seeing(tmp_path_factory.mktemp(kind), kind)
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +70,18 @@ def get_features(reference: Any, tiles: np.ndarray) -> np.ndarray:
     import torch
 
     with torch.no_grad():
-        (found,) = reference.model.get_image_features(torch.from_numpy(tiles)[None]).pooler_output
-    return found.numpy()
+        given = torch.from_numpy(tiles)
+        found = reference.model.get_image_features(given if reference.config.model_type == "gemma3" else given[None])
+    return torch.cat(list(found.pooler_output)).numpy()
 
 
 def measure(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def test_rows_are_those_of_transformers(run: Run, reference: Any, tiles: np.ndarray):
+def test_rows_are_those_of_transformers(kind: str, run: Run, reference: Any, tiles: np.ndarray):
     found = run("vision", {"pixel_values": tiles})
-    assert found.shape == (3 * towers.TOKENS, 64)
+    assert found.shape == (3 * towers.FAMILIES[kind].rows, 64)
     assert measure(found, get_features(reference, tiles)) < TOLERANCE
 
 
@@ -96,19 +106,36 @@ def feed(exported: Path, ids: np.ndarray, rows: np.ndarray) -> dict[str, np.ndar
     return feeds | {"embedding_indices": indices, "embeddings": rows}
 
 
-def test_a_batch_with_images_has_the_logits_of_transformers(
-    run: Run, reference: Any, exported: Path, tiles: np.ndarray
-):
-    """The first row has one tile, the second two."""
+def compute_logits(reference: Any, ids: np.ndarray, tiles: np.ndarray, **more: Any) -> np.ndarray:
+    """Of rows of which the first has one tile, the second two."""
     import torch
 
-    ids = np.random.default_rng(1).integers(3, 4000, (2, 20))
-    ids[0, 2:6] = ids[1, 1:5] = ids[1, 9:13] = towers.IMAGE
-    found = run("decoder", feed(exported, ids, run("vision", {"pixel_values": tiles})))
-    pixels = np.zeros((2, 2, *tiles.shape[1:]), np.float32)
-    pixels[0, 0], pixels[1] = tiles[0], tiles[1:]
+    if reference.config.model_type != "gemma3":
+        padded = np.zeros((2, 2, *tiles.shape[1:]), np.float32)
+        padded[0, 0], padded[1] = tiles[0], tiles[1:]
+        tiles = padded
     with torch.no_grad():
-        expected = reference(torch.from_numpy(ids), pixel_values=torch.from_numpy(pixels)).logits.numpy()
+        found = reference(torch.from_numpy(ids), pixel_values=torch.from_numpy(tiles), **more)
+    return found.logits.numpy()
+
+
+def test_a_batch_with_images_has_the_logits_of_transformers(
+    kind: str, run: Run, reference: Any, exported: Path, tiles: np.ndarray
+):
+    """Rows of an image see one another both ways in Gemma 3, and without them it would compute something else."""
+    import torch
+
+    rows = towers.FAMILIES[kind].rows
+    ids = np.random.default_rng(1).integers(3, 4000, (2, 12 + 2 * rows))
+    for row, start in ((0, 2), (1, 1), (1, 5 + rows)):
+        ids[row, start : start + rows] = towers.IMAGE
+    found = run("decoder", feed(exported, ids, run("vision", {"pixel_values": tiles})))
+    if kind == "gemma3":
+        assert measure(found, compute_logits(reference, ids, tiles)) > 1000 * TOLERANCE
+        told = {"token_type_ids": torch.from_numpy(ids == towers.IMAGE).long(), "attention_mask": torch.ones(ids.shape)}
+        expected = compute_logits(reference, ids, tiles, **told)
+    else:
+        expected = compute_logits(reference, ids, tiles)
     assert measure(found, expected) < TOLERANCE
 
 
@@ -121,12 +148,16 @@ def test_text_alone_has_the_logits_of_transformers(run: Run, reference: Any, exp
         assert measure(found, reference(torch.from_numpy(ids)).logits.numpy()) < TOLERANCE
 
 
-def test_the_manifest_tells_how_images_become_rows(exported: Path):
-    vision = read_export(exported).geometry.vision
+def test_the_manifest_tells_how_images_become_rows(kind: str, exported: Path):
+    vision, rows = read_export(exported).geometry.vision, towers.FAMILIES[kind].rows
     assert vision is not None
-    assert (vision.tile, vision.patch, vision.tokens, vision.token_id) == (32, 4, towers.TOKENS, towers.IMAGE)
-    assert vision.tiling == Tiling(128, True, "lanczos", 0.00392156862745098, (0.5,) * 3, (0.5,) * 3)
-    assert vision.most_tiles == 17
+    assert (vision.tile, vision.patch, vision.tokens, vision.token_id) == (32, 4, rows, towers.IMAGE)
+    values = (0.00392156862745098, (0.5,) * 3, (0.5,) * 3)
+    at_once = kind == "gemma3"
+    assert vision.tiling == (
+        Tiling(0, False, "bilinear", *values) if at_once else Tiling(128, True, "lanczos", *values)
+    )
+    assert (vision.most_tiles, vision.both_ways) == ((1, True) if at_once else (17, False))
     assert len(vision.linears) == 2 + 6 * vision.layers
 
 
@@ -138,13 +169,36 @@ def test_the_text_part_alone_takes_no_rows_and_says_what_it_lacks(checkpoint: Pa
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_processors_of_both_layouts_are_read(checkpoint: Path, tmp_path: Path, nested: bool):
+def test_processors_of_both_layouts_are_read(kind: str, checkpoint: Path, tmp_path: Path, nested: bool):
     """Since transformers 5 one file holds the other."""
-    folder = copy(checkpoint, tmp_path)
+    folder, family = copy(checkpoint, tmp_path), towers.FAMILIES[kind]
     if nested:
         (folder / "preprocessor_config.json").unlink()
-        towers.write_json(folder / "processor_config.json", {**towers.PROCESSOR, "image_processor": towers.IMAGES})
+        towers.write_json(folder / "processor_config.json", {**family.processor, "image_processor": family.images})
     assert read_checkpoint(folder).geometry.vision == read_checkpoint(checkpoint).geometry.vision
+
+
+@pytest.mark.parametrize("kind", ["lfm2_vl"], indirect=True)
+@pytest.mark.parametrize("size", [(32, 32), (200, 40), (20, 90), (8, 8)])
+def test_rows_of_grids_of_any_shape_are_those_of_transformers(
+    exported: Path, run: Run, reference: Any, size: tuple[int, int]
+):
+    import torch
+
+    vision, most = read_export(exported).geometry.vision, 64
+    assert vision is not None and vision.patching is not None
+    tile = cut_patches(open_image(draw("RGB", *size)), vision, vision.patching).pixels[-1]
+    found = run("vision", make_feeds(tile, vision))
+    patches = patch(tile, vision.patch)
+    values, mask = torch.zeros(1, most, patches.shape[1]), torch.zeros(1, most, dtype=torch.int32)
+    values[0, : len(patches)], mask[0, : len(patches)] = torch.from_numpy(patches), 1
+    shapes = torch.tensor([[side // vision.patch for side in tile.shape[1:]]])
+    with torch.no_grad():
+        given = {"pixel_values": values, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+        (expected,) = reference.model.get_image_features(**given).pooler_output
+    assert found.shape == (math.prod(vision.grid(*tile.shape[1:])), 64)
+    assert measure(found, expected.numpy()) < TOLERANCE
+    assert measure(run("vision", make_feeds(tile[:, ::-1], vision)), expected.numpy()) > 100 * TOLERANCE
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -185,13 +239,64 @@ REFUSED = [
     ),
 ]
 
+SIGLIP = towers.GEMMA_CONFIG["vision_config"]
+GEMMA_REFUSED = [
+    ("preprocessor_config.json", {"do_pan_and_scan": True}, "do_pan_and_scan=True is unsupported; expected false"),
+    ("preprocessor_config.json", {"size": {"height": 32, "width": 64}}, "width=64 is unsupported; expected 32"),
+    ("preprocessor_config.json", {"size": {"longest_edge": 32}}, "height is missing"),
+    ("processor_config.json", {"image_seq_length": 64}, "image_seq_length=64 is unsupported; expected 16, the rows"),
+    ("config.json", {"mm_tokens_per_image": 15}, "expected the square of a divisor of the 8 patches"),
+    ("config.json", {"mm_tokens_per_image": 9}, "expected the square of a divisor of the 8 patches"),
+    ("config.json", {"image_token_index": 4097}, "no token <image_soft_token> with the number 4097"),
+    ("config.json", {"vision_config": {**SIGLIP, "model_type": "siglip"}}, "model_type='siglip' is unsupported"),
+]
+GRID = towers.LFM2_CONFIG["vision_config"]
+LFM2_REFUSED = [
+    ("preprocessor_config.json", {"use_thumbnail": False}, "use_thumbnail=False is unsupported; expected true"),
+    ("preprocessor_config.json", {"do_center_crop": True}, "do_center_crop=True is unsupported; expected false"),
+    ("preprocessor_config.json", {"encoder_patch_size": 8}, "encoder_patch_size=8 is unsupported; expected 4"),
+    ("preprocessor_config.json", {"tile_size": 36}, "tile_size=36 is unsupported; expected a multiple of 8"),
+    ("preprocessor_config.json", {"min_tiles": 1}, "min_tiles=1 is unsupported; expected at least 2 and at most"),
+    ("preprocessor_config.json", {"max_tiles": 1 << 20}, "max_tiles=1048576 is unsupported"),
+    ("processor_config.json", {"use_image_special_tokens": False}, "use_image_special_tokens=False is unsupported"),
+    ("config.json", {"vision_config": {**GRID, "num_patches": 24}}, "num_patches=24 .* the square of a whole number"),
+    ("config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act='relu' is unsupported"),
+    ("config.json", {"projector_bias": False}, "vision.connector.bias .* is unused by"),
+]
+WRONG = [("smolvlm", *wrong) for wrong in REFUSED]
+WRONG += [*(("gemma3", *wrong) for wrong in GEMMA_REFUSED), *(("lfm2_vl", *wrong) for wrong in LFM2_REFUSED)]
 
-@pytest.mark.parametrize(("file", "changes", "message"), REFUSED, ids=[message[:30] for *_, message in REFUSED])
+
+@pytest.mark.parametrize(
+    ("kind", "file", "changes", "message"), WRONG, ids=[message[:30] for *_, message in WRONG], indirect=["kind"]
+)
 def test_what_is_not_understood_is_refused(checkpoint: Path, tmp_path: Path, file: str, changes: Any, message: str):
     folder = copy(checkpoint, tmp_path)
     towers.write_json(folder / file, {**json.loads((folder / file).read_text()), **changes})
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(folder)
+
+
+def rename_new(name: str) -> str:
+    return f"model.{name}".replace(".language_model.model.", ".language_model.")
+
+
+def rename_published(name: str) -> str:
+    return name.replace("vision_tower.", "vision_tower.vision_model.")
+
+
+@pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("rename", [rename_new, rename_published])
+def test_names_of_all_ages_are_known(checkpoint: Path, tmp_path: Path, rename: Callable[[str], str]):
+    """Also a head for one vector of each image, which is left out."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = copy(checkpoint, tmp_path)
+    stored = {rename(name): item for name, item in load_file(folder / "model.safetensors").items()}
+    stored[rename("vision_tower.head.probe")] = np.zeros((1, 1, 32), np.float32)
+    save_file(stored, folder / "model.safetensors")
+    shapes = [{name: item.shape for name, item in read_checkpoint(it).tensors.items()} for it in (checkpoint, folder)]
+    assert shapes[0] == shapes[1]
 
 
 def test_a_checkpoint_without_its_processor_names_the_way_out(checkpoint: Path, tmp_path: Path):

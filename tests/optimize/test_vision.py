@@ -157,7 +157,7 @@ def test_the_plan_counts_the_patches_of_the_largest_image_that_fits_into_the_con
     linears = (*VISION.linears, Linear("vision.layers.0.mlp.up_proj", 3072, 768, True, "vision", "", 0))
     vision = Vision(28, 14, 1, 0, None, VISION.markers, 1, linears, patching, 3, 2)
     seeing, recipe = replace(geometry, vision=vision), resolve(Request(precision="fp32"), CPU, 512, "test")[0]
-    assert vision.most_tiles == 16_384
+    assert vision.most_tokens == 16_384
     for context, tiles in ((512, 512), (32_768, 16_384)):
         limits = replace(resolve(Request(precision="fp32"), CPU, 65_536, "test")[1], max_context=context)
         found = memory_plan(seeing, limits, recipe, 0)

@@ -32,6 +32,8 @@ from llmc.optimize.quantize import kv_cache
 
 GQA = "GroupQueryAttention"
 HEAD_MULTIPLE, ROTATED_MULTIPLE = 8, 16
+# Where a lowered graph keeps the value, of models that see images both ways, of how far each token sees ahead.
+AHEAD = "ahead"
 MASKED = float(np.finfo(np.float32).min)
 QUANTIZED_CACHES = {"int8": "PER_TENSOR", "int8-channel": "PER_CHANNEL"}
 
@@ -89,6 +91,8 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
     for node in attentions:
         attention, tables = context.attention(node), rotary_tables(node, context, context.attention_type)
         query, key, value, past_key, past_value = node.inputs[:5]
+        if "both_ways" in node.attributes and (context.phase != "decode" or context.adapters):
+            graph.meta[AHEAD] = node.inputs[6]
         scales, attributes = _cache_scales(graph, attention, context)
         sinks = _inline_sinks(node, context) if attention.sinks else None
         emit = Emitter(node, main=GQA)

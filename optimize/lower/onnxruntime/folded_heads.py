@@ -12,15 +12,15 @@ import onnx_ir as ir
 
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import GQA
+from llmc.optimize.lower.onnxruntime.attention import AHEAD, GQA
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, graph_input, nodes_of, replace, scalar, vector
 
 
-class _Branch(Emitter):
+class Branch(Emitter):
     """Emits nodes that become a graph of their own, which runs or does not."""
 
-    def __init__(self, anchor: ir.Node) -> None:
-        super().__init__(anchor, f"{anchor.name}.folded")
+    def __init__(self, anchor: ir.Node, name: str) -> None:
+        super().__init__(anchor, f"{anchor.name}.{name}")
         self.nodes: list[ir.Node] = []
 
     def many(
@@ -35,7 +35,7 @@ class _Branch(Emitter):
 
 def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
     """GroupQueryAttention -> If(one token in each row, the same with folded heads, as it was)."""
-    if not context.overwritten or context.phase != "decode":
+    if not context.overwritten or context.phase != "decode" or AHEAD in graph.meta:
         return 0
     attentions = [(node, context.geometry.attention[node.name or ""]) for node in nodes_of(graph, GQA, MICROSOFT)]
     folded = [(node, attention) for node, attention in attentions if attention.folds]
@@ -45,17 +45,20 @@ def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
     sizes, dtype = sorted({item.group_size for _, item in folded}), context.attention_type.numpy()
     groups = {size: _Group(folded[0][0], size, dtype) for size in sizes}
     for node, attention in folded:
-        emit = _Branch(node)
-        outputs = _emit_folded(emit, attention, groups[attention.group_size])
-        together = _graph(f"{node.name}.folded", emit.nodes, outputs)
-        several = ir.node(GQA, node.inputs, dict(node.attributes), domain=MICROSOFT, num_outputs=3)
-        several.name = f"{node.name}.several"
-        for value, output in zip(several.outputs, node.outputs, strict=True):
-            value.name = f"{output.name}.several"
-        otherwise = _graph(several.name, [several], list(several.outputs))
-        choose = Emitter(node, main="If")
-        replace(node, *choose.many("If", [single], 3, then_branch=together, else_branch=otherwise))
+        emit = Branch(node, "folded")
+        choose(node, single, emit, _emit_folded(emit, attention, groups[attention.group_size]), "several")
     return len(folded)
+
+
+def choose(node: ir.Node, condition: ir.Value, then: Branch, outputs: list[ir.Value], otherwise: str) -> None:
+    """GroupQueryAttention -> If(condition, ``outputs`` of the nodes of ``then``, the same as it was)."""
+    together = _graph(then.name, then.nodes, outputs)
+    own = ir.node(GQA, node.inputs, dict(node.attributes), domain=MICROSOFT, num_outputs=3)
+    own.name = f"{node.name}.{otherwise}"
+    for value, output in zip(own.outputs, node.outputs, strict=True):
+        value.name = f"{output.name}.{otherwise}"
+    apart = _graph(own.name, [own], list(own.outputs))
+    replace(node, *Emitter(node, main="If").many("If", [condition], 3, then_branch=together, else_branch=apart))
 
 
 def count_overwritten(attentions: tuple[Attention, ...]) -> int:
@@ -110,7 +113,7 @@ def _heads_of_tokens(graph: ir.Graph, kv_heads: int, size: int) -> ir.Value:
     return constant(graph, f"const.heads.{kv_heads}.{size}", np.array(heads, np.int64))
 
 
-def _emit_folded(emit: Emitter, attention: Attention, group: _Group) -> list[ir.Value]:
+def _emit_folded(emit: Branch, attention: Attention, group: _Group) -> list[ir.Value]:
     """Outputs of the attention before which ``emit`` emits, for a call of one token in each row."""
     graph, node, kv_heads, width = emit.graph, emit.anchor, attention.kv_heads, attention.head_dim
     packed, key, value, past_key, past_value = node.inputs[:5]

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from llmc.errors import BuildError
 from llmc.inventory import Attention, Recurrent
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import GQA, emit_token_counts
+from llmc.optimize.lower.onnxruntime.attention import AHEAD, GQA, emit_token_counts
 from llmc.optimize.lower.rewrite import (
     LLMC,
     MICROSOFT,
@@ -84,7 +84,8 @@ class _Packed:
         if first is None:
             raise BuildError("the graph has no value hidden.0 behind its embedding; export the checkpoint again")
         ids, positions = graph_input(self.graph, "input_ids"), self.graph.meta.get("positions")
-        row_by_row = _list_producers([first, self.graph.meta["counted"], self.slots, *self.lengths.values()])
+        ahead = [self.graph.meta[AHEAD]] if AHEAD in self.graph.meta else []
+        row_by_row = _list_producers([first, self.graph.meta["counted"], self.slots, *self.lengths.values(), *ahead])
         made = first.producer()
         assert made is not None
         for value in made.outputs:  # a skip norm gives what it normalized, too

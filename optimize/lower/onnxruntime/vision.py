@@ -45,6 +45,12 @@ def turn_patches(graph: ir.Graph, _: LoweringContext) -> int:
     return len(nodes)
 
 
+def turns(geometry: Geometry) -> bool:
+    """True if the tower turns heads by where patches are."""
+    patching = geometry.vision.patching if geometry.vision else None
+    return patching is not None and not patching.naflex
+
+
 def has_table(geometry: Geometry) -> bool:
     """True if the tower adds learned positions."""
     patching = geometry.vision.patching if geometry.vision else None

@@ -114,6 +114,35 @@ def test_parts_of_images_cannot_be_left_out(make_seeing: Callable[..., Engine], 
         ask(make_seeing(), [CAT], replace(GREEDY, on_overflow=overflow))
 
 
+@pytest.mark.parametrize("chunk", [12, 14, 64])
+def test_images_that_are_seen_both_ways_are_fed_whole(
+    make_seeing: Callable[..., Engine], alone: Callable[..., list[int]], chunk: int
+):
+    """Calls have an even number of tokens all the same, but for the last."""
+    engine = make_seeing(prefill_chunk=chunk)
+    for images in ([CAT], [CAT, DOG], [DOG, CAT, DOG]):
+        prompt, rows = see(images)
+        found = engine.submit(Request(prompt, GREEDY, images=replace(rows, whole=True))).result()
+        assert list(found.token_ids) == alone(seen_tokens(prompt, rows), GREEDY)
+    seen = 0
+    for start in range(len(prompt) - 1):
+        for size in (12, 14, 20):
+            end = rows.fit_end(start, min(start + size, len(prompt)), len(prompt))
+            assert end == rows.fit_end(start, end, len(prompt)) == min(start + size, len(prompt))
+            whole = replace(rows, whole=True)
+            end = whole.fit_end(start, min(start + size, len(prompt)), len(prompt))
+            seen += end < start + size
+            assert start < end <= start + size and (end == len(prompt) or (end - start) % 2 == 0)
+            assert end == len(prompt) or not {end - 1, end} <= {*rows.positions.tolist()}
+    assert seen
+
+
+def test_logits_of_a_prompt_whose_images_are_fed_whole_are_refused(make_seeing: Callable[..., Engine]):
+    prompt, rows = see([CAT])
+    with pytest.raises(UsageError, match="prompt_logprobs are asked for of a prompt whose images are fed whole"):
+        make_seeing().submit(Request(prompt, replace(GREEDY, prompt_logprobs=0), images=replace(rows, whole=True)))
+
+
 def test_names_are_no_tokens_and_differ_between_images():
     cat, dog = make_names(b"cat", 500), make_names(b"dog", 500)
     assert max(cat.max(), dog.max()) < 0

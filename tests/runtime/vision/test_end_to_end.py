@@ -14,7 +14,7 @@ import pytest
 from doubles import seeing, towers
 from doubles.images import draw
 from doubles.serving import serving
-from PIL import Image
+from PIL import Image, ImageOps
 
 from llmc.export import export
 from llmc.optimize.build import build
@@ -23,8 +23,8 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.vision.tower import Tower
 
 GREEDY: dict[str, Any] = {"max_tokens": 10, "temperature": 0, "ignore_eos": True}
-# One tile, a row of four and the whole, and all of the seventeen.
-SMALL, WIDE, LARGE = draw("RGB", 32, 32), draw("RGBA", 200, 40), draw("L", 111, 130)
+# Where images are cut one tile, a row of four and the whole, and all of the seventeen.
+SMALL, WIDE, LARGE = draw("RGB", 32, 32), draw("RGBA", 200, 40), ImageOps.invert(draw("L", 111, 130))
 
 
 def about(*images: Image.Image) -> list[dict[str, Any]]:
@@ -42,10 +42,20 @@ TALKS = {
 }
 
 
+# Each with how many tokens its answer about the largest image reuses at least.
+FAMILIES = {"smolvlm": 64, "gemma3": 16, "lfm2_vl": 16}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = towers.write_seeing(tmp_path_factory.mktemp("checkpoint"))
-    (folder / "chat_template.jinja").write_text(seeing.TEMPLATE)
+def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = towers.write_seeing(tmp_path_factory.mktemp(family), family)
+    placeholder = "<start_of_image>" if family == "gemma3" else "<image>"
+    (folder / "chat_template.jinja").write_text(seeing.TEMPLATE.replace("<image>", placeholder))
     return folder
 
 
@@ -57,23 +67,26 @@ def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> dict[str, list[int]]:
+def expected(family: str, checkpoint: Path) -> dict[str, list[int]]:
     """Tokens that transformers generates, prompts and pixels from its own processor."""
     import torch
-    from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
-    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
-    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+    from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    images = SmolVLMImageProcessorPil.from_pretrained(checkpoint)
-    processor = Idefics3Processor(images, tokenizer, image_seq_len=towers.TOKENS, chat_template=seeing.TEMPLATE)
+    processor = towers.read_processor(checkpoint, family)
 
     def generate(messages: Sequence[Any]) -> list[int]:
         given = processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
-        names = ("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask")
+        names = (
+            "input_ids",
+            "attention_mask",
+            "pixel_values",
+            "pixel_attention_mask",
+            "token_type_ids",
+            "spatial_shapes",
+        )
         with torch.no_grad():
             found = model.generate(
                 **{name: given[name] for name in names if name in given},
@@ -97,13 +110,13 @@ def tokens(result: Any) -> list[int]:
 
 
 def test_greedy_tokens_are_those_of_transformers_alone_and_from_cached_prefixes(
-    model: Model, expected: dict[str, list[int]]
+    family: str, model: Model, expected: dict[str, list[int]]
 ):
     assert len({tuple(found) for found in expected.values()}) == len(TALKS)  # images decide what is said
     for _ in range(2):
         for name, messages in TALKS.items():
             assert tokens(model.chat(messages, **GREEDY)) == expected[name], name
-    assert model.chat(TALKS["large"], **GREEDY).usage.cached_tokens > 64
+    assert model.chat(TALKS["large"], **GREEDY).usage.cached_tokens > FAMILIES[family]
 
 
 def test_so_they_are_side_by_side(model: Model, expected: dict[str, list[int]]):
@@ -116,7 +129,7 @@ def test_so_they_are_side_by_side(model: Model, expected: dict[str, list[int]]):
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefill_chunk": 6, "prefix_cache_bytes": 0},
+        {"prefill_chunk": 18, "prefix_cache_bytes": 0},
         {"prefill_chunk": 32, "prefix_cache_bytes": 0, "draft": "lookup"},
         {"determinism": "strict"},
     ],

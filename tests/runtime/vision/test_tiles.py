@@ -1,11 +1,13 @@
 """Images become the tiles, the values and the prompt that transformers' own processors make of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from doubles.images import MARKERS, MODES, draw, make_vision
+from doubles.images import MODES, draw, make_vision
 from PIL import Image
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
@@ -44,7 +46,7 @@ def assert_equal(image: Image.Image, vision: Vision, kind: Any = SmolVLMImagePro
     assert values.dtype == np.float32
     assert np.array_equal(values, expected)
     text = get_image_prompt_string(rows, columns, vision.tokens, "<fake_token_around_image>", "<image>", "<global-img>")
-    assert write_markers(tiles, MARKERS, vision.tokens) == text
+    assert write_markers(tiles, vision) == text
 
 
 @pytest.mark.parametrize(("mode", "width", "height"), IMAGES)
@@ -67,6 +69,27 @@ def test_so_they_are_with_the_sizes_of_real_models(kind: Any, tile: int, longest
 @pytest.mark.parametrize("size", [(90, 31), (31, 90), (24, 24)])
 def test_so_is_an_image_that_is_not_cut(size: tuple[int, int]):
     assert_equal(draw("RGB", *size), make_vision(cut=False))
+
+
+def assert_square(image: Image.Image, tile: int) -> None:
+    """As Gemma 3 sees it."""
+    vision = make_vision(tile, 0, cut=False)
+    tiling = replace(vision.tiling, filter="bilinear")
+    processor = Gemma3ImageProcessorPil(
+        size={"height": tile, "width": tile}, image_mean=list(tiling.mean), image_std=list(tiling.std)
+    )
+    (expected,) = processor(image, return_tensors="np")["pixel_values"]
+    tiles = cut_tiles(open_image(image), replace(vision, tiling=tiling))
+    assert np.array_equal(normalize(tiles.pixels, tiling)[0], expected)
+
+
+@pytest.mark.parametrize(("mode", "width", "height"), IMAGES)
+def test_an_image_that_is_resized_at_once_is_that_of_the_processor(mode: str, width: int, height: int):
+    assert_square(draw(mode, width, height), 24)
+
+
+def test_so_it_is_in_the_size_of_gemma():
+    assert_square(draw("RGB", 733, 1021), 896)
 
 
 @pytest.mark.parametrize("transparency", [7, bytes(range(256))])
