@@ -123,6 +123,10 @@ class Tower:
         self._run = None
 
 
+# Parts for which templates write placeholders that nothing would fill; how services call images among them.
+OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio", "image_url", "input_image")
+
+
 def take_images(messages: Any) -> tuple[Any, list[Any]]:
     """Messages as templates read them, whose parts ``{"type": "image", "image": ...}`` say only that there is one, and
     the images in their order.
@@ -133,7 +137,11 @@ def take_images(messages: Any) -> tuple[Any, list[Any]]:
     images: list[Any] = []
 
     def take(part: Any) -> Any:
-        if not isinstance(part, Mapping) or part.get("type") != "image":
+        if not isinstance(part, Mapping):
+            return part
+        if other := next((kind for kind in OTHER_MEDIA if kind in (part.get("type"), *part)), None):
+            raise UsageError(f"messages holds a part of the kind {other}, expected text or image; leave it out")
+        if part.get("type") != "image":
             return part
         if part.keys() != {"type", "image"}:
             raise UsageError(

@@ -180,6 +180,9 @@ def test_text_that_spells_an_image_is_text(make: Any):
     ("part", "said"),
     [
         ({"type": "image"}, "the keys type, expected"),
+        ({"type": "video", "video": "cat.mp4"}, "a part of the kind video, expected text or image"),
+        ({"video": "cat.mp4"}, "a part of the kind video, expected text or image"),
+        ({"type": "image_url", "image_url": {"url": "cat.jpg"}}, "a part of the kind image_url, expected"),
         ({"type": "image", "image": CAT, "url": "http://cat"}, "the keys type, image, url, expected"),
         ({"type": "image", "image": 3}, "image 1 is 3, expected the path"),
     ],
