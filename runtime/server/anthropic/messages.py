@@ -78,6 +78,9 @@ class ImageBlock(Body):
     type: Literal["image"]
     source: ImageData
 
+    def decode(self) -> bytes:
+        return decode_base64(self.source.data, "messages.content.source.data")
+
 
 class ThinkingBlock(Body):
     """Thoughts of an earlier answer. Nobody checks the signature, which this server leaves empty."""
@@ -103,11 +106,14 @@ class ToolResultBlock(Body):
     IGNORED = CACHED
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
 
     def plain(self) -> dict[str, Any]:
-        content = (FAILED if self.is_error else "") + text_of(self.content or "")
+        found = [each.decode() if isinstance(each, ImageBlock) else each.text for each in blocks_in(self.content or "")]
+        content = make_content(found, "\n")
+        if self.is_error:
+            content = FAILED + content if isinstance(content, str) else [{"type": "text", "text": FAILED}, *content]
         return {"role": "tool", "tool_call_id": plain_id(self.tool_use_id), "content": content}
 
 
@@ -125,7 +131,7 @@ class UserMessage(Body):
             if isinstance(block, ToolResultBlock):
                 yield block.plain()
             elif isinstance(block, ImageBlock):
-                yield {"role": "user", "content": decode_base64(block.source.data, "messages.content.source.data")}
+                yield {"role": "user", "content": block.decode()}
             else:
                 yield {"role": "user", "content": block.text}
 

@@ -54,6 +54,17 @@ def test_responses_hand_the_bytes_on_and_keep_what_was_sent():
     assert responses.plain([kept]) == [{"role": "user", "content": SEEN}]
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_tool_may_answer_with_an_image(failed: bool):
+    asked = body("messages", URL)
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "is_error": failed, "content": asked["messages"][0]["content"]}
+    asked["messages"] += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    *_, answer = MessageRequest.model_validate(asked).plain()
+    before = [{"type": "text", "text": "Error: "}] if failed else []
+    assert answer == {"role": "tool", "tool_call_id": "a", "content": [*before, *SEEN]}
+
+
 def test_messages_hand_the_bytes_on_in_a_turn_of_several():
     asked = body("messages", URL)
     asked["messages"].append({"role": "user", "content": "Say it."})
