@@ -328,6 +328,8 @@ class Scheduler:
         states = None
         if not self._cache.can_rewind:
             length, states = sequence.states
+            if length > len(sequence.context):  # drafts that nobody has drawn yet, or that stood behind a stop
+                return
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
             names, whole_from = sequence.request.prefix_names, self._cache.whole_from(sequence.row)

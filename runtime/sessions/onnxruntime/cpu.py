@@ -125,6 +125,7 @@ class OnnxRuntimeSession(Session):
         self._bound.clear()
         self.cache.close()
         self._graphs.clear()
+        self._replay = None
 
     def _bind_buffers(self, batch: Batch) -> "_Binding":
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
