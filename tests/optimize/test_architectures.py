@@ -113,15 +113,15 @@ def test_a_state_is_planned_once_for_each_row(hybrid: Any, tmp_path: Path):
 class Foresight:
     """Drafts what comes, of which every third token is another one."""
 
-    costs_by_token = False
+    costs_by_token, wrong = False, 3
 
     def __init__(self, texts: list[list[int]]) -> None:
         self._texts = texts
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
-        length = len(tokens)
-        text = next((text for text in self._texts if text[:length] == list(tokens)), [])
-        return [token if place % 3 else (token + 1) % 96 for place, token in enumerate(text[length:], length)][:count]
+        text = next((text for text in self._texts if text[: len(tokens)] == list(tokens)), [])
+        drafts = enumerate(text[len(tokens) :], len(tokens))
+        return [token if place % self.wrong else (token + 1) % 96 for place, token in drafts][:count]
 
     def forget(self, key: int) -> None: ...
 
@@ -164,6 +164,29 @@ def test_rejected_drafts_leave_no_trace(bundle: Path, monkeypatch: pytest.Monkey
         assert all(0 < result.metrics.accepted < result.metrics.drafted for result in results)
         handles = [model.stream(prompt, **GREEDY) for prompt in PROMPTS]
         assert [handle.result().token_ids for handle in handles] == wanted
+
+
+def test_a_stop_among_drafts_keeps_no_states_of_what_stood_behind_it(
+    hybrid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 64 tokens that are fed, the last two stand behind the stop."""
+    build(hybrid.export, tmp_path / "bundle", precision="fp32", max_context=128, max_batch=1)
+    prompt, drawn = PROMPTS[2][:28], 34
+    with load(tmp_path / "bundle", prefix_cache_bytes=0) as model:
+        for seed in range(50):
+            given: dict[str, Any] = {"max_tokens": 40, "temperature": 1, "ignore_eos": True, "seed": seed}
+            answer = model.generate(prompt, **given).token_ids
+            if answer[drawn - 1] not in answer[: drawn - 1]:
+                break
+        turn = [*prompt, *answer[:drawn], *PROMPTS[1]]
+        wanted = generate(model, turn)
+    monkeypatch.setattr("llmc.runtime.model.make_drafter", lambda *_: Foresight([[*prompt, *answer]]))
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
+    monkeypatch.setattr(Foresight, "wrong", 1000)
+    with load(tmp_path / "bundle", draft="lookup") as model:
+        stopped = model.generate(prompt, stop_token_ids=[answer[drawn - 1]], **given)
+        assert (len(stopped.token_ids) - drawn) in (-1, 0) and stopped.metrics.accepted
+        assert generate(model, turn) == wanted
 
 
 def test_a_model_with_states_drafts_and_takes_back_what_was_rejected(bundle: Path):
