@@ -28,7 +28,7 @@ from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.kv.rows import Rows, TornError
 from llmc.runtime.observe.metrics import EngineMetrics, Gauges
-from llmc.runtime.runner.model_runner import ModelRunner, calls
+from llmc.runtime.runner.model_runner import ModelRunner
 from llmc.runtime.sessions import Session
 from llmc.runtime.sessions.adapters import Adapters
 from llmc.runtime.speculation.drafters import Drafter
@@ -316,7 +316,7 @@ class Engine:
             return
         outputs: list[SamplerOutput[Any]] = []
         failed: dict[RequestState, BaseException] = {}
-        for call in calls(sequences):
+        for call in self._runner.divide(sequences):
             try:
                 found = self._outputs.sample(call, self._runner.execute(call))
                 for output in found:

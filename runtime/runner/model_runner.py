@@ -46,6 +46,7 @@ class Policy:
         row_by_row: every row has a call of its own.
         even: which has an even number of tokens: the last may be a dummy, whose position is written again.
         shares_prefill: prompts that wait together may be fed in one call.
+        adapters_apart: rows with adapters, whose graph is another one, share no call with rows without.
     """
 
     prefill_graph_from: int = NEVER
@@ -53,13 +54,14 @@ class Policy:
     row_by_row: bool = False
     even: bool = False
     shares_prefill: bool = False
+    adapters_apart: bool = False
 
     @classmethod
     def of(cls, level: Determinism, session: Session, manifest: Manifest, max_rows: int) -> "Policy":
         """The policy of ``level``, for a session of up to ``max_rows`` rows."""
         graphs = manifest.graphs
         if level is Determinism.BATCH:
-            return cls(in_pairs=in_pairs(manifest, level) and max_rows > 1)
+            return cls(in_pairs=in_pairs(manifest, level) and max_rows > 1, adapters_apart=True)
         if level is Determinism.STRICT:
             steps = [graph.invariance for graph in (graphs["decode"], manifest.adapter_graph) if graph is not None]
             return cls(row_by_row=True, even=any(not it.single or it.tokens == 2 for it in steps))
@@ -128,6 +130,16 @@ class ModelRunner:
         for sequence in sequences:
             sequence.cached = len(sequence.context)
         return logits
+
+    def divide(self, sequences: Sequence[_S]) -> Iterator[list[_S]]:
+        """Sequences that can share a call: in rows side by side, with one token each."""
+
+        def kind(sequence: _S) -> tuple[bool, bool]:
+            return bool(sequence.drafts), self._policy.adapters_apart and sequence.adapter is not None
+
+        for (drafted, _), neighbours in groupby(sequences, kind):
+            group = list(neighbours)
+            yield from [[sequence] for sequence in group] if drafted else [group]
 
     def execute(self, call: Sequence[Slot]) -> Floats:
         """Feed last tokens and drafts of one of :func:`calls`; logits [B, 1 + drafts, V], which the next call may
@@ -212,13 +224,3 @@ def _complete(call: Batch, sequences: Sequence[Slot]) -> Batch:
     if not any(found):
         return call
     return replace(call, adapters=(*found, *[None] * (len(call.input_ids) - len(found))))
-
-
-def calls(sequences: Sequence[_S]) -> Iterator[list[_S]]:
-    """Sequences that can share a call: in rows side by side, with one token each."""
-    if not any(sequence.drafts for sequence in sequences):
-        yield list(sequences)
-        return
-    for drafted, neighbours in groupby(sequences, lambda sequence: bool(sequence.drafts)):
-        group = list(neighbours)
-        yield from [[sequence] for sequence in group] if drafted else [group]
