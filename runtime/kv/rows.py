@@ -22,7 +22,6 @@ class Slot:
         cached: how many of them are in the row. A sequence that decodes has all but the last.
         row: its row, -1 without one.
         drafts: guesses at its next tokens, to be verified in this step.
-        needs: how many of the largest logits decide its next token, 0 for all of them.
         stop: a position at which a call that feeds the context ends, 0 for none.
         images: what some of the tokens stand for.
     """
@@ -31,7 +30,6 @@ class Slot:
     cached: int = 0
     row: int = -1
     drafts: list[int] = field(default_factory=list)
-    needs: int = 0
     stop: int = 0
     images: ImageRows | None = None
 

@@ -20,9 +20,6 @@ from llmc.runtime.vision.tiles import Tiles, count_rows, cut_tiles, write_marker
 KEPT_BYTES = 64_000_000
 
 
-Run = Callable[[dict[str, NDArray[np.float32]]], NDArray[np.float32]]
-
-
 class Tower:
     """Rows of embeddings of images. Any thread may call it: one image at a time is decoded or computed, a tile in each
     call, so that neither memory nor results depend on what else comes.

@@ -339,9 +339,6 @@ def text_of(content: str | Sequence[TextBlock]) -> str:
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-
-
 def usage_of(model: Model, result: ChatResult) -> dict[str, Any]:
     """Tokens of a request. Those of thoughts are what their text has."""
     usage = result.usage
