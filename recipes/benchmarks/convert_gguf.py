@@ -1,6 +1,7 @@
 """Convert a Hugging Face checkpoint by llama.cpp's own converter, whatever its tokenizer is, and quantize it there.
 
     python convert_gguf.py LLAMA_CPP CHECKPOINT PREFIX f16 q8_0 ...     # PREFIX-f16.gguf, PREFIX-q8_0.gguf, ...
+    python convert_gguf.py LLAMA_CPP CHECKPOINT PREFIX mmproj           # PREFIX-mmproj.gguf: the tower in Q8_0
 
 Run it with the interpreter of the llama.cpp peer; LLAMA_CPP is a folder with its sources.
 """
@@ -21,12 +22,12 @@ SCHEMES = {
     "q4_k_m": (15, False),
     "mxfp4": (38, False),  # keeps experts that are in it, and makes Q8_0 of the rest
 }
+TOWER = "mmproj"
 PATTERN = "qwen2"  # of the small model's tokenizer: llama.cpp knows patterns by a hash of what real ones give
 
 
-def write_f16(sources: Path, checkpoint: Path, path: Path) -> None:
+def write_f16(checkpoint: Path, path: Path) -> None:
     """Write matrices as float16, experts in MXFP4 as they are, and the vocabulary as one of byte pairs."""
-    sys.path[:0] = [str(sources), str(sources / "gguf-py")]
     import gguf
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
@@ -35,6 +36,15 @@ def write_f16(sources: Path, checkpoint: Path, path: Path) -> None:
     converter.no_mtp, converter.set_vocab = True, converter._set_vocab_gpt2
     converter.get_vocab_base_pre = lambda self, tokenizer: PATTERN
     converter(checkpoint, gguf.LlamaFileType.MOSTLY_F16, path).write()
+
+
+def write_tower(checkpoint: Path, path: Path) -> None:
+    """Write the tower of a checkpoint that sees; its scheme is the converter's, for llama-quantize takes none."""
+    import gguf
+    from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
+
+    architecture = get_model_architecture(ModelBase.load_hparams(checkpoint, False), ModelType.MMPROJ)
+    get_model_class(architecture, mmproj=True)(checkpoint, gguf.LlamaFileType.MOSTLY_Q8_0, path).write()
 
 
 def quantize(source: Path, target: Path, scheme: str) -> None:
@@ -49,17 +59,21 @@ def quantize(source: Path, target: Path, scheme: str) -> None:
 
 
 def main() -> None:
-    """Write PREFIX-SCHEME.gguf for each scheme of the command line."""
+    """Write PREFIX-SCHEME.gguf for each scheme of the command line, PREFIX-mmproj.gguf where it is among them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", type=Path, help="llama.cpp's folder, with convert_hf_to_gguf.py")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("prefix", type=Path, help="files are called PREFIX-SCHEME.gguf")
-    parser.add_argument("schemes", nargs="+", choices=SCHEMES)
+    parser.add_argument("schemes", nargs="+", choices=[*SCHEMES, TOWER])
     args = parser.parse_args()
+    sys.path[:0] = [str(args.sources), str(args.sources / "gguf-py")]
+    if TOWER in args.schemes:
+        write_tower(args.checkpoint, args.prefix.with_name(f"{args.prefix.name}-{TOWER}.gguf"))
+    schemes = [scheme for scheme in args.schemes if scheme != TOWER]
     with tempfile.TemporaryDirectory(dir=args.prefix.parent) as scratch:
         plain = Path(scratch) / "f16.gguf"
-        write_f16(args.sources, args.checkpoint, plain)
-        for scheme in args.schemes:
+        write_f16(args.checkpoint, plain)
+        for scheme in schemes:
             quantize(plain, args.prefix.with_name(f"{args.prefix.name}-{scheme}.gguf"), scheme)
 
 

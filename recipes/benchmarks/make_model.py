@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 TINY = Path(__file__).resolve().parents[1] / "tiny" / "checkpoint"
 SEED = 0
@@ -108,6 +109,34 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "tie_word_embeddings": False,
     },
+    "smolvlm-256m": {
+        "model_type": "smolvlm",
+        "text_config": {
+            "architectures": ["VLlama3ForCausalLM"],  # by which llama.cpp knows it
+            "model_type": "llama",
+            "tie_word_embeddings": True,
+            "hidden_size": 576,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "intermediate_size": 1536,
+            "vocab_size": 49_280,
+            "max_position_embeddings": 8192,
+            "rope_theta": 1e5,
+            "pad_token_id": 2,
+        },
+        "vision_config": {
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "intermediate_size": 3072,
+            "image_size": 512,
+            "patch_size": 16,
+        },
+        "scale_factor": 4,
+        "image_token_id": 49_261,
+    },
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
         "num_hidden_layers": 6,  # of 24
@@ -118,6 +147,26 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+# What makes a checkpoint one that sees: SmolVLM's special tokens, which are the last ones, and files of its processor.
+SEEING = ("<image>", "<fake_token_around_image>", "<global-img>")
+SEEING += tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
+PREPROCESSOR = {
+    **dict.fromkeys(
+        ("do_convert_rgb", "do_image_splitting", "do_normalize", "do_pad", "do_rescale", "do_resize"), True
+    ),
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "image_processor_type": "SmolVLMImageProcessor",
+    "max_image_size": {"longest_edge": 512},
+    "resample": 1,
+    "rescale_factor": 1 / 255,
+    "size": {"longest_edge": 2048},
+}
+PROCESSOR = {"image_seq_len": 64, "processor_class": "SmolVLMProcessor"}
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}:{% for part in message.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}<|im_end|>{% endfor %}<|im_start|>assistant:"
+)
 EXPONENTS = (115, 121)  # of MXFP4's scales: weights of about 0.02
 
 
@@ -129,8 +178,10 @@ def write_checkpoint(geometry: dict[str, Any], folder: Path) -> None:
     """
     torch.manual_seed(SEED)
     config = AutoConfig.for_model(**{"tie_word_embeddings": True, **geometry, "bos_token_id": 0, "eos_token_id": 2})
+    sees = "vision_config" in geometry
+    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = kind.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(model).__name__]
     if config.model_type == "gpt_oss":
         config.quantization_config = {"quant_method": "mxfp4"}
@@ -150,7 +201,14 @@ def write_checkpoint(geometry: dict[str, Any], folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     for path in (*TINY.glob("tokenizer*.json"), TINY / "chat_template.jinja"):
         shutil.copyfile(path, folder / path.name)
-    fill_vocabulary(folder / "tokenizer.json", config.vocab_size)
+    fill_vocabulary(folder / "tokenizer.json", config.get_text_config().vocab_size - sees * len(SEEING))
+    if sees:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_special_tokens(list(SEEING))
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        (folder / "processor_config.json").write_text(json.dumps(PROCESSOR))
 
 
 def parts(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:

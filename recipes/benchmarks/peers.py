@@ -2,6 +2,7 @@
 
     python peers.py systems.toml                      # one request: prefill and decode, sizes, memory
     python peers.py systems.toml --together 1 4 8 16  # requests at once: new tokens of all per second
+    python peers.py systems.toml --image 1024 768     # seconds from a picture to the first token
     python peers.py systems.toml --first              # seconds to the first token, files out of the page cache
 
 What to run is said by a TOML file (see systems.example.toml); paths in it are relative to it. KL comes first: a system
@@ -148,7 +149,7 @@ def judge_all(args: argparse.Namespace, quality: Quality, pythons: dict[str, Pat
 def run_round(args: argparse.Namespace, python: Path, entry: Entry) -> Figures:
     model = args.systems.parent / entry.model
     work = ["--threads", usable_threads(), "--prompts", *args.prompts, "--new-tokens", args.new_tokens]
-    for name in ("warm_up", "together"):
+    for name in ("warm_up", "together", "image"):
         if value := getattr(args, name):
             work += [f"--{name.replace('_', '-')}", *(value if isinstance(value, list) else [value])]
     if not args.first:

@@ -3,6 +3,7 @@
     python runners.py SYSTEM MODEL --threads N
     python runners.py SYSTEM MODEL --threads N --together 1 8 --prompts 128     # requests at once instead
     python runners.py SYSTEM MODEL --threads N --first --prompts 32             # opening it and one token instead
+    python runners.py SYSTEM MODEL --threads N --image 1024 768                 # an image and one token instead
     python runners.py SYSTEM MODEL --threads N --logits FOLDER                  # logits and bytes of weights instead
 
 Runs in the interpreter that has the system and need not have llmc, so what a system needs is imported where it is used.
@@ -19,6 +20,8 @@ from typing import Any
 
 WARM_UP_TOKENS = 4  # new tokens of the untimed call before each timed one: pages in, allocates, builds kernels
 MICRO_BATCH = 512  # llama.cpp's own default
+QUESTION = "What is to be seen?"
+IMAGE_TOKENS = 4096  # room for an image of the largest size
 
 # Generates exactly so many tokens after a prompt, greedily and whatever the end token says, from an empty cache. Gives
 # the seconds until the first new token, and from the first new token to the last.
@@ -27,6 +30,10 @@ Generate = Callable[[list[int], int], tuple[float, float]]
 # Answers all prompts at once with so many new tokens each, greedily and whatever the end token says. Gives the seconds
 # from the first prompt handed in to the last token.
 Together = Callable[[list[list[int]], int], float]
+
+# Answers a question about a picture, uint8 [height, width, 3], with one token. Gives the seconds from the picture to
+# the token, and the tokens of the prompt.
+Look = Callable[[Any], tuple[float, int]]
 
 # Logits [n, V] of a window, fed so many tokens at a time from an empty cache, as they come; each array is overwritten
 # by the next.
@@ -82,6 +89,21 @@ def llmc_together(args: argparse.Namespace) -> Together:
     return generate
 
 
+def llmc_image(args: argparse.Namespace) -> Look:
+    """A bundle of a model that sees, by a chat as a user writes it."""
+    from llmc.runtime import load
+
+    model = load(args.model, threads=args.threads)
+
+    def look(picture: Any) -> tuple[float, int]:
+        started = time.perf_counter()
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
+        result = model.chat([{"role": "user", "content": content}], max_tokens=1, temperature=0, ignore_eos=True)
+        return time.perf_counter() - started, result.usage.prompt_tokens
+
+    return look
+
+
 def llmc_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
     """A bundle: the logits of its two graphs."""
     from llmc.runtime import load
@@ -116,19 +138,20 @@ class LlamaCpp:
     def __init__(self, args: argparse.Namespace, most: int) -> None:
         import llama_cpp
 
-        self._api, positions = llama_cpp, most * (max(args.prompts) + args.new_tokens)
+        self._api, positions = llama_cpp, most * (max(args.prompts) + args.new_tokens) + bool(args.image) * IMAGE_TOKENS
         self._size = max(llama_cpp.llama_context_default_params().n_batch, most)
-        self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # ctypes does not hold it
+        self.silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # ctypes does not hold it
         llama_cpp.llama_backend_init()
-        llama_cpp.llama_log_set(self._silent, ctypes.c_void_p(0))
-        model = llama_cpp.llama_model_load_from_file(str(args.model).encode(), llama_cpp.llama_model_default_params())
+        llama_cpp.llama_log_set(self.silent, ctypes.c_void_p(0))
+        defaults = llama_cpp.llama_model_default_params()
+        self.model = model = llama_cpp.llama_model_load_from_file(str(args.model).encode(), defaults)
         if not model:
             raise SystemExit(f"{args.model}: llama.cpp cannot load it; write it with convert_gguf.py")
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = positions, self._size, MICRO_BATCH
         parameters.n_seq_max, parameters.n_threads, parameters.n_threads_batch = most, args.threads, args.threads
-        self._context = llama_cpp.llama_init_from_model(model, parameters)
-        if not self._context:
+        self.context = llama_cpp.llama_init_from_model(model, parameters)
+        if not self.context:
             raise SystemExit(f"{args.model}: llama.cpp cannot make a context of {positions} tokens")
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self._batch = llama_cpp.llama_batch_init(self._size, 0, 1)
@@ -149,7 +172,7 @@ class LlamaCpp:
             yield self._call([(t, i, 0, True) for i, t in enumerate(tokens[start : start + step], start)])
 
     def clear(self) -> None:
-        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        self._api.llama_memory_clear(self._api.llama_get_memory(self.context), True)
 
     def _feed(self, entries: list[tuple[int, int, int, bool]]) -> None:
         """Feed (token, position, sequence, last) in one call; what follows each last one is kept."""
@@ -159,17 +182,20 @@ class LlamaCpp:
 
     def _call(self, entries: list[tuple[int, int, int, bool]]) -> Any:
         """Logits [lasts, V] of (token, position, sequence, last) fed in one call."""
-        import numpy as np
-
         batch = self._batch
         batch.n_tokens = len(entries)
         for i, (token, position, sequence, last) in enumerate(entries):
             batch.token[i], batch.pos[i], batch.logits[i] = token, position, last
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-        if self._api.llama_decode(self._context, batch) != 0:
+        if self._api.llama_decode(self.context, batch) != 0:
             raise SystemExit(f"llama_decode failed on {len(entries)} tokens")
-        shape = (sum(last for *_, last in entries), self._vocabulary)
-        return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape)
+        return self.last_logits(sum(last for *_, last in entries))
+
+    def last_logits(self, count: int) -> Any:
+        """Logits [count, V] of the latest call."""
+        import numpy as np
+
+        return np.ctypeslib.as_array(self._api.llama_get_logits(self.context), (count, self._vocabulary))
 
 
 def llamacpp(args: argparse.Namespace) -> Generate:
@@ -182,6 +208,44 @@ def llamacpp_together(args: argparse.Namespace) -> Together:
     """llama.cpp, a token of every sequence in each call."""
     system = LlamaCpp(args, max(args.together))
     return lambda prompts, new_tokens: sum(time_steps(lambda: system.prefill(prompts), system.step, new_tokens))
+
+
+def llamacpp_image(args: argparse.Namespace) -> Look:
+    """llama.cpp with the tower that convert_gguf.py wrote beside the model, by its own library of images."""
+    import llama_cpp
+    from llama_cpp import mtmd_cpp as mtmd
+
+    system = LlamaCpp(args, 1)
+    parameters = mtmd.mtmd_context_params_default()
+    parameters.use_gpu, parameters.print_timings, parameters.n_threads = False, False, args.threads
+    mtmd.mtmd_log_set(system.silent, ctypes.c_void_p(0))
+    path = args.model.with_name(f"{args.model.name.rpartition('-')[0]}-mmproj.gguf")
+    if not (tower := mtmd.mtmd_init_from_file(str(path).encode(), system.model, parameters)):
+        raise SystemExit(f"{path}: llama.cpp cannot load it; write it with convert_gguf.py")
+    text = mtmd.mtmd_default_marker() + QUESTION.encode()
+    prompt = mtmd.mtmd_input_text(text, len(text), True, True)
+
+    def look(picture: Any) -> tuple[float, int]:
+        started, end = time.perf_counter(), llama_cpp.llama_pos()
+        system.clear()
+        height, width = picture.shape[:2]
+        pixels = picture.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        bitmap, chunks = mtmd.mtmd_bitmap_init(width, height, pixels), mtmd.mtmd_input_chunks_init()
+        bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
+        failed = mtmd.mtmd_tokenize(tower, chunks, ctypes.byref(prompt), bitmaps, 1)
+        batch = llama_cpp.llama_context_default_params().n_batch
+        failed = failed or mtmd.mtmd_helper_eval_chunks(
+            tower, system.context, chunks, 0, 0, batch, True, ctypes.byref(end)
+        )
+        if failed:
+            raise SystemExit(f"llama.cpp cannot take a picture of {width} x {height}: {failed}")
+        system.last_logits(1).argmax()
+        seconds, tokens = time.perf_counter() - started, mtmd.mtmd_helper_get_n_tokens(chunks)
+        mtmd.mtmd_input_chunks_free(chunks)
+        mtmd.mtmd_bitmap_free(bitmap)
+        return seconds, tokens
+
+    return look
 
 
 def llamacpp_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
@@ -340,6 +404,7 @@ TOGETHER: dict[str, Callable[[argparse.Namespace], Together]] = {
     "llamacpp": llamacpp_together,
     "openvino": openvino_together,
 }
+IMAGES: dict[str, Callable[[argparse.Namespace], Look]] = {"llmc": llmc_image, "llamacpp": llamacpp_image}
 # How each is opened for logits, and the bytes of its matrices in each phase, scales included.
 LOGITS: dict[str, Callable[[argparse.Namespace], tuple[Logits, dict[str, int]]]] = {
     "llmc": llmc_logits,
@@ -363,6 +428,7 @@ def lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens to generate after each prompt, at least 2")
     parser.add_argument("--warm-up", type=int, help="longest untimed prompt, in tokens; default: as the timed one")
     parser.add_argument("--together", type=int, nargs="+", help="requests at once, instead of one after another")
+    parser.add_argument("--image", type=int, nargs=2, help="width and height of a picture to answer with one token")
 
 
 def one_by_one(generate: Generate, args: argparse.Namespace) -> dict[str, float]:
@@ -385,6 +451,17 @@ def all_together(generate: Together, args: argparse.Namespace) -> dict[str, floa
         seconds = generate([prompt_ids(length, salt + 1) for salt in salts], args.new_tokens)
         found[f"{count} at once"] = count * args.new_tokens / seconds
     return found
+
+
+def after_image(look: Look, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds from a picture to the first token, after an untimed one of the same size; tokens of the prompt."""
+    import numpy as np
+
+    width, height = args.image
+    pictures = np.random.default_rng(0).integers(256, size=(2, height, width, 3), dtype=np.uint8)
+    look(pictures[0])
+    seconds, tokens = look(pictures[1])
+    return {f"s after an image of {width} x {height}": seconds, "tokens": tokens}
 
 
 def first_token(open_system: Callable[[argparse.Namespace], Generate], args: argparse.Namespace) -> dict[str, float]:
@@ -436,6 +513,8 @@ def main() -> None:
         found = write_logits(args)
     elif args.first:
         found = first_token(RUNNERS[args.system], args)
+    elif args.image:
+        found = after_image(IMAGES[args.system](args), args)
     elif args.together:
         found = all_together(TOGETHER[args.system](args), args)
     else:

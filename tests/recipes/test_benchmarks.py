@@ -183,13 +183,21 @@ SMALL = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
 }
+SMALL_HALVES = {
+    "text_config": {**{key: SMALL[key] for key in (*list(SMALL)[:4], "vocab_size")}, "model_type": "llama"},
+    "vision_config": {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"image_size": 512, "patch_size": 16},
+    },
+    "image_token_id": 4981,
+}
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-0.8b", "gemma-4-e2b", "qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["qwen3.5-0.8b", "gemma-4-e2b", "qwen3-30b-a3b", "gpt-oss-20b", "smolvlm-256m"])
 def test_a_checkpoint_made_layer_by_layer_is_whole(name: str, script, tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
     made, own = script("make_model"), {"hidden_size": 64, "intermediate_size": 64} if name == "gpt-oss-20b" else {}
-    small = {key: value for key, value in SMALL.items() if key in made.GEOMETRIES[name]}
+    small = {key: value for key, value in (SMALL | SMALL_HALVES).items() if key in made.GEOMETRIES[name]}
     made.write_checkpoint({**made.GEOMETRIES[name], **small, **own}, tmp_path)
     found = read_checkpoint(tmp_path)  # which refuses what is missing, and what is too much
     assert found.config.vocab_size == 5000
