@@ -1,14 +1,15 @@
 """Calibration: choose foldings, zeros, integers and ranges from activations, layer by layer.
 
 One layer is in memory at a time: its inputs are observed, its weights quantized, and the quantized layer computes the
-next one's inputs. Results are written after each layer, so an interrupted calibration continues with the same result.
+next one's inputs; where its weights stay, it computes them while it is observed. Results are written after each layer,
+so an interrupted calibration continues with the same result.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -152,8 +153,10 @@ class _Layer:
         self.experts = np.zeros(2, np.int64)  # those that GPTQ chose integers for, and those that it did not
 
     def decide(self, hidden: Tensor) -> tuple[dict[str, NDArray[Any]], Tensor]:
-        """Results by name, and the activations [n, length, hidden] after the quantized layer."""
-        observed, read = self._observe(hidden)
+        """Results by name, and the activations [n, length, hidden] after the quantized layer, in the place of
+        ``hidden``."""
+        changes = bool(self.recipe.smoothing or self.mixtures or any(map(_is_chosen, self.quant.values())))
+        observed, read = self._observe(hidden, self._run if changes else self._advance)
         # Fold before quantizing anything: a folding also changes linears of earlier mappings.
         folded = {mapping: self._fold_linears(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
         for mapping in self.mappings:
@@ -161,14 +164,15 @@ class _Layer:
             self._decide_prompts(mapping, statistics)
             for name in mapping.linears:
                 self.arrays[f"input:{self.prefix}{name}"] = statistics.absmax.cpu().numpy()
-                # 8 bits are rounded to nearest when the graph is lowered, and the next layer would not notice.
-                if isinstance(config := self.quant[name], WeightOnly) and config.grid.bits == 4:
+                if _is_chosen(config := self.quant[name]):
                     by_grid.setdefault(config.grid, []).append(name)
             for grid, names in by_grid.items():
                 self._decide_linears(names, grid, statistics)
         for item, grid in self.mixtures:
             self._decide_experts(item, grid, read.pop(item.name))
-        return self.arrays, self._advance(hidden)
+        if changes:
+            self._advance(hidden)
+        return self.arrays, hidden
 
     def _fold_linears(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
         """Apply the recipe's foldings to the mapping's linears; return the statistics of the scaled activation."""
@@ -176,8 +180,11 @@ class _Layer:
             return statistics
         return self._fold(mapping, statistics, self._compute_smoothing(mapping, statistics))
 
-    def _observe(self, hidden: Tensor) -> tuple[dict[SmoothingMapping, InputStatistics], dict[str, "Read"]]:
-        """Statistics of what linears read, and what experts did, which is less than their moments would be."""
+    def _observe(
+        self, hidden: Tensor, compute: Callable[[Tensor], None]
+    ) -> tuple[dict[SmoothingMapping, InputStatistics], dict[str, "Read"]]:
+        """Statistics of what linears read, and what experts did, which is less than their moments would be, while
+        ``compute`` runs the layer."""
         moments = self.recipe.scheme != "rtn"
         watched = {mapping: Accumulator(mapping.inputs, self.source.device, moments) for mapping in self.mappings}
 
@@ -189,8 +196,7 @@ class _Layer:
         read = {item.name: Read(item) for item, _ in self.mixtures}
         for name, seen in read.items():
             self._module(name).watch = seen.add
-        for batch in _batches(hidden):
-            self.source.run(self.module, batch.to(self.source.device))
+        compute(hidden)
         for hook in hooks:
             hook.remove()
         for name in read:
@@ -271,7 +277,11 @@ class _Layer:
         calibrated = sum(read.tokens(expert) >= item.inner for expert in range(item.count))
         self.experts += calibrated, item.count - calibrated
 
-    def _advance(self, hidden: Tensor) -> Tensor:
+    def _run(self, hidden: Tensor) -> None:
+        for batch in _batches(hidden):
+            self.source.run(self.module, batch.to(self.source.device))
+
+    def _advance(self, hidden: Tensor) -> None:
         """Replace the layer's inputs by its outputs with the current weights, and record the ranges of keys and
         values."""
         ranges: dict[str, Tensor] = {}
@@ -282,7 +292,6 @@ class _Layer:
                 largest = found.abs().amax((0, 2))
                 ranges[part] = torch.maximum(ranges.get(part, largest), largest)
         self.arrays |= {f"cache:{part}": found.cpu().numpy() for part, found in ranges.items()}
-        return hidden
 
     def _module(self, name: str) -> Any:
         return self.module.get_submodule(name.removeprefix(self.prefix))
@@ -290,6 +299,12 @@ class _Layer:
     def _weight(self, name: str) -> Tensor:
         weight: Tensor = self.module.get_parameter(f"{name}.weight")
         return weight
+
+
+def _is_chosen(config: QuantConfig) -> TypeGuard[WeightOnly]:
+    """True of weights whose integers are chosen here. 8 bits are rounded to nearest when the graph is lowered, and the
+    next layer would not notice."""
+    return isinstance(config, WeightOnly) and config.grid.bits == 4
 
 
 def _turn_moment(moment: Tensor, gain: NDArray[np.float32] | None, block: int) -> Tensor:

@@ -3,7 +3,7 @@
 With ``--int8`` Qwen2.5-0.5B's geometry took 412 core-seconds on two cores with AVX-512, and this says 368; SmolLM2-135M
 took 120, and this says 123.
 
-Most of it is calibration: each layer multiplies every token twice, once to be observed and once with its integers, and
+Most of it is calibration: each layer multiplies every token, again with the weights that it chose, if it chose any, and
 second moments take the square of what its linears read.
 """
 
@@ -28,7 +28,8 @@ def estimate_build(geometry: Geometry, recipe: Recipe, tokens: int, cores: int) 
     speed = FLOPS_PER_CORE if "avx512f" in cpu_flags() else FLOPS_PER_CORE / 2
     if needs_calibration(recipe):
         used = linears + sum(item.size * item.chosen / item.count for item in experts)
-        seconds += tokens * 4 * used / speed
+        passes = 2 if recipe.smoothing or "int4" in recipe.precisions() else 1
+        seconds += passes * tokens * 2 * used / speed
     if recipe.scheme == "gptq":
         read = sum(group[0].inputs ** 2 for group in layers)
         read += sum(item.chosen * part.inputs**2 for item in experts for part in item.parts)
