@@ -52,8 +52,10 @@ def quantize(weights: Tensor, inputs: Inputs, grid: Grid) -> Quantized:
     Raises:
         BuildError: the second moment is not finite or cannot be factorized.
     """
+    if not torch.isfinite(inputs.moment).all():
+        raise BuildError("the second moment of a layer's inputs is not finite; calibrate with another text")
     weights = weights.float()
-    _, scales, zeros = clip.search(weights, inputs.moment, grid)
+    scales, zeros = clip.search(weights, inputs.moment, grid)
     return clip.make_quantized(_round_in_turn(weights, scales, zeros, grid, inputs), scales, zeros, grid)
 
 

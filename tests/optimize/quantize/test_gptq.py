@@ -32,7 +32,7 @@ def transcribed(layer, grid: Grid, damping: float, order: list[int]) -> Quantize
     np.fill_diagonal(damped, np.where(np.diag(moment) == 0, 1, np.diag(moment)))
     inverse = np.linalg.inv(damped + damping * np.diag(damped).mean() * np.eye(len(moment)))
     width = grid.width(weights.shape[1])
-    _, scales, zeros = clip.search(layer.weights, layer.moment, grid)
+    scales, zeros = clip.search(layer.weights, layer.moment, grid)
     values = np.zeros(weights.shape, np.int8)
     for channel in order:
         group = channel // width
@@ -95,13 +95,10 @@ def test_it_beats_rounding_to_nearest(layer, grid):
 # --------------------------------------------------------------------------------------------------------- hard inputs
 
 
-def test_inputs_that_are_all_zero_are_taken(layer):
-    weights = layer.weights.numpy()
-    found, nearest = (
-        gptq.quantize(layer.weights, gptq.Inputs(torch.zeros(96, 96)), Grid(4, 32)),
-        rtn.quantize(weights, Grid(4, 32)),
-    )
-    assert np.square(found.dequantize() - weights).sum() <= np.square(nearest.dequantize() - weights).sum()
+def test_of_inputs_that_are_all_zero_weights_are_rounded_to_nearest(layer):
+    found = gptq.quantize(layer.weights, gptq.Inputs(torch.zeros(96, 96)), Grid(4, 32))
+    scales = np.abs(found.scales).repeat(32, 1)
+    assert (np.abs(found.dequantize() - layer.weights.numpy()) <= scales * (0.5 + 1 / 16)).mean() > 0.95
 
 
 def test_damping_grows_until_the_moment_can_be_factorized():
