@@ -260,8 +260,10 @@ async function addImages(files) {
       problems.push(`“${file.name}” was left out: ${error.message}.`);
     }
   }
-  notify(problems.join(" "));
-  showShelf();
+  keepEnd(() => {
+    notify(problems.join(" "));
+    showShelf();
+  });
 }
 
 function addChosen() {
