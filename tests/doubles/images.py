@@ -40,10 +40,10 @@ def draw(mode: str, width: int, height: int, seed: int = 0) -> Image.Image:
     return picture.convert(mode)
 
 
-def encode(width: int, height: int, format: str = "PNG", **options: Any) -> bytes:
-    """The file of such an image."""
+def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    """The file of an image."""
     buffer = io.BytesIO()
-    draw("RGB", width, height).save(buffer, format, **options)
+    image.save(buffer, format, **options)
     return buffer.getvalue()
 
 

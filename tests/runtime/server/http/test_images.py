@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from doubles.images import encode
+from doubles.images import draw, encode
 
 from llmc.runtime.server.anthropic.messages import MessageRequest
 from llmc.runtime.server.http.errors import ApiError
@@ -13,7 +13,7 @@ from llmc.runtime.server.http.images import decode_base64
 from llmc.runtime.server.openai import chat, responses
 
 
-PNG = encode(9, 7)
+PNG = encode(draw("RGB", 9, 7))
 DATA = base64.b64encode(PNG).decode()
 URL = f"data:image/png;base64,{DATA}"
 SEEN = [{"type": "image", "image": PNG}, {"type": "text", "text": "What is this?"}]

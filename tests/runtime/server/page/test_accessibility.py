@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from doubles.images import encode
+from doubles.images import draw, encode
 from doubles.chat_server import WAIT, ChatServer, ends, says
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
@@ -35,7 +35,7 @@ def test_axe_finds_nothing(page, server: ChatServer):
     check("empty")
     server.seeing = ("tiny",)
     page.reload()
-    picture = {"name": "cat.png", "mimeType": "image/png", "buffer": encode(40, 30)}
+    picture = {"name": "cat.png", "mimeType": "image/png", "buffer": encode(draw("RGB", 40, 30))}
     page.locator("#image-file").set_input_files([picture, picture])
     expect(page.get_by_role("img", name="cat.png")).to_have_count(2)
     check("images")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.chat_server import BREAK, WAIT, ChatServer, ends, says
-from doubles.images import encode
+from doubles.images import draw, encode
 from PIL import Image
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -384,7 +384,7 @@ def opened(part: dict[str, Any]) -> Image.Image:
 
 
 class TestImages:
-    SMALL = encode(40, 30)
+    SMALL = encode(draw("RGB", 40, 30))
 
     @pytest.fixture
     def pick(self, page, server: ChatServer) -> Callable[..., None]:
@@ -406,7 +406,7 @@ class TestImages:
         with page.expect_file_chooser() as chooser:
             page.keyboard.press("Enter")
         chooser.value.set_files([file_of("cat.png", self.SMALL)])
-        jpeg, webp = encode(30, 40, "JPEG"), encode(20, 20, "WEBP")
+        jpeg, webp = encode(draw("RGB", 30, 40), "JPEG"), encode(draw("RGB", 20, 20), "WEBP")
         assert hand("paste", file_of("dog.jpg", jpeg, "jpeg"), "text/plain")
         assert hand("drop", file_of("bird.webp", webp, "webp"), "text/plain", "text/html")
         shown = page.get_by_role("list", name="Images of this message").get_by_role("img")
@@ -441,7 +441,7 @@ class TestImages:
     def test_are_made_no_larger_than_is_useful_and_upright(self, page, server: ChatServer, ask, pick):
         turned = Image.Exif()
         turned[0x0112] = 6
-        pick(file_of("wide.png", encode(3000, 2)), file_of("photo.jpg", encode(2000, 1000, "JPEG", exif=turned), "jpeg"))
+        pick(file_of("wide.png", encode(draw("RGB", 3000, 2))), file_of("photo.jpg", encode(draw("RGB", 2000, 1000), "JPEG", exif=turned), "jpeg"))
         expect(page.locator("#shelf img")).to_have_count(2)
         page.get_by_label("Message", exact=True).focus()
         page.keyboard.press("Enter")  # an image may be all of a message
@@ -455,11 +455,10 @@ class TestImages:
     def test_that_cannot_be_sent_are_named_and_nothing_is_lost(self, page, server: ChatServer, pick):
         page.get_by_label("Message", exact=True).fill("Look:")
         noise = np.random.default_rng(0).integers(0, 256, (1450, 1450, 3), np.uint8)
-        large = io.BytesIO()
-        Image.fromarray(noise).save(large, "PNG", compress_level=0)
+        large = encode(Image.fromarray(noise), compress_level=0)
         pick(
-            file_of("a.gif", encode(9, 9, "GIF"), "gif"), file_of("b.png", self.SMALL), file_of("c.png", b"no image"),
-            file_of("d", b"?", ""), file_of("e.png", large.getvalue()),
+            file_of("a.gif", encode(draw("RGB", 9, 9), "GIF"), "gif"), file_of("b.png", self.SMALL), file_of("c.png", b"no image"),
+            file_of("d", b"?", ""), file_of("e.png", large),
         )  # fmt: skip
         expect(page.locator("#notice")).to_have_text(
             "“a.gif” was left out: it is no PNG, JPEG or WebP. “c.png” was left out: it cannot be decoded. “d” was left "
