@@ -40,10 +40,10 @@ def draw(mode: str, width: int, height: int, seed: int = 0) -> Image.Image:
     return picture.convert(mode)
 
 
-def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+def encode(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     """The file of an image."""
     buffer = io.BytesIO()
-    image.save(buffer, format, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 

@@ -12,7 +12,6 @@ from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.images import decode_base64
 from llmc.runtime.server.openai import chat, responses
 
-
 PNG = encode(draw("RGB", 9, 7))
 DATA = base64.b64encode(PNG).decode()
 URL = f"data:image/png;base64,{DATA}"

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from doubles.images import draw, encode
 from doubles.chat_server import WAIT, ChatServer, ends, says
+from doubles.images import draw, encode
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 sync_api = pytest.importorskip("playwright.sync_api")

@@ -441,7 +441,10 @@ class TestImages:
     def test_are_made_no_larger_than_is_useful_and_upright(self, page, server: ChatServer, ask, pick):
         turned = Image.Exif()
         turned[0x0112] = 6
-        pick(file_of("wide.png", encode(draw("RGB", 3000, 2))), file_of("photo.jpg", encode(draw("RGB", 2000, 1000), "JPEG", exif=turned), "jpeg"))
+        pick(
+            file_of("wide.png", encode(draw("RGB", 3000, 2))),
+            file_of("photo.jpg", encode(draw("RGB", 2000, 1000), "JPEG", exif=turned), "jpeg"),
+        )
         expect(page.locator("#shelf img")).to_have_count(2)
         page.get_by_label("Message", exact=True).focus()
         page.keyboard.press("Enter")  # an image may be all of a message
@@ -456,14 +459,15 @@ class TestImages:
         page.get_by_label("Message", exact=True).fill("Look:")
         noise = np.random.default_rng(0).integers(0, 256, (1450, 1450, 3), np.uint8)
         large = encode(Image.fromarray(noise), compress_level=0)
+        film, damaged = encode(draw("RGB", 9, 9), "GIF"), file_of("c.png", b"no image")
         pick(
-            file_of("a.gif", encode(draw("RGB", 9, 9), "GIF"), "gif"), file_of("b.png", self.SMALL), file_of("c.png", b"no image"),
-            file_of("d", b"?", ""), file_of("e.png", large),
-        )  # fmt: skip
+            *(file_of("a.gif", film, "gif"), file_of("b.png", self.SMALL), damaged),
+            *(file_of("d", b"?", ""), file_of("e.png", large)),
+        )
         expect(page.locator("#notice")).to_have_text(
-            "“a.gif” was left out: it is no PNG, JPEG or WebP. “c.png” was left out: it cannot be decoded. “d” was left "
-            "out: it is no PNG, JPEG or WebP. “e.png” was left out: it has 6.3 MB, at most 6 can be sent; save it as a "
-            "JPEG."
+            "“a.gif” was left out: it is no PNG, JPEG or WebP. “c.png” was left out: it cannot be decoded. "
+            "“d” was left out: it is no PNG, JPEG or WebP. "
+            "“e.png” was left out: it has 6.3 MB, at most 6 can be sent; save it as a JPEG."
         )
         expect(page.get_by_label("Message", exact=True)).to_have_value("Look:")
         expect(page.locator("#shelf").get_by_role("img")).to_have_count(1)
