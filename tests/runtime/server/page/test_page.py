@@ -402,9 +402,8 @@ class TestImages:
         )
 
     def test_go_with_their_turn_and_with_later_ones(self, page, server: ChatServer, ask, pick, hand):
-        button(page, "Add images").focus()
         with page.expect_file_chooser() as chooser:
-            page.keyboard.press("Enter")
+            button(page, "Add images").press("Enter")
         chooser.value.set_files([file_of("cat.png", self.SMALL)])
         jpeg, webp = encode(draw("RGB", 30, 40), "JPEG"), encode(draw("RGB", 20, 20), "WEBP")
         assert hand("paste", file_of("dog.jpg", jpeg, "jpeg"), "text/plain")
