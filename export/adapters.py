@@ -22,7 +22,9 @@ from llmc.bundle import (
     write_adapter_manifest,
 )
 from llmc.errors import CheckpointError, UsageError
+from llmc.export.families import TEXT_PARTS
 from llmc.export.sources.adapters import Adapter, Array, Factors, read_peft
+from llmc.export.sources.parameters import make_renamer
 from llmc.publish import stage_folder
 
 MERGE = "merge it at export instead (llmc export --adapter)"
@@ -64,8 +66,10 @@ def _choose_factors(adapter: Adapter, geometry: Geometry) -> dict[str, Factors]:
             f"beside its model; {MERGE}"
         )
     found, example = {}, next(it.name for it in geometry.linears if it.is_open)
+    rename = make_renamer(TEXT_PARTS)
     for own, item in adapter.factors.items():
-        name = own if own in geometry.linear else f"model.{own}"
+        name = rename(own)
+        name = name if name in geometry.linear else f"model.{name}"
         linear = geometry.linear.get(name)
         if item.magnitude is not None or item.embeds or linear is None or not linear.is_open:
             kind = "with DoRA" if item.magnitude is not None else "as an embedding" if item.embeds else ""

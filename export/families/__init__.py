@@ -87,7 +87,8 @@ _VISION = (
     *("scale_factor", "vision_feature_layer", "downsample_factor"),
     *("projector_bias", "projector_hidden_size", "projector_use_layernorm"),
 )
-_RENAMED = (
+# What the text part is called in these.
+TEXT_PARTS = (
     ("language_model.model", "model"),
     ("model.language_model", "model"),  # as transformers saves it from 4.52 on
     ("language_model.lm_head", "lm_head"),
@@ -132,6 +133,6 @@ def read_text_part(
         config,
         model_type=str(keys.raw("model_type")),
         tower=tower,
-        renamed=(*config.renamed, *_RENAMED),
+        renamed=(*config.renamed, *TEXT_PARTS),
         left_out=(*config.left_out, "vision_tower", "multi_modal_projector", "visual", "vision_model", "connector"),
     )

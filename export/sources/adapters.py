@@ -10,7 +10,7 @@ Source: ``tuners/lora`` and ``utils/save_and_load.py`` of PEFT 0.21; arXiv:2106.
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -264,21 +264,27 @@ def _pair(path: Path, module: str, found: Mapping[str, Array], dora: bool) -> tu
 # ------------------------------------------------------------------------------------------------------------- merging
 
 
-def merge_adapters(folder: Path, config: DecoderConfig, found: Tensors, adapters: Sequence[Adapter]) -> Tensors:
-    """``found`` (a checkpoint's tensors by canonical names) with those that an adapter changes made anew.
+def merge_adapters(
+    folder: Path,
+    config: DecoderConfig,
+    stored: Tensors,
+    adapters: Sequence[Adapter],
+    rename: Callable[[Path, DecoderConfig, Mapping[str, Any]], dict[str, Any]] = rename_tensors,
+) -> Tensors:
+    """A checkpoint's tensors by the canonical names that ``rename`` gives, those that an adapter changes made anew.
 
     Raises:
         CheckpointError: the base lacks a module, or has it in another shape or as integers.
     """
-    merged = Tensors(found)
+    merged = Tensors(rename(folder, config, stored))
     for it in adapters:
-        for name, tensor in rename_tensors(it.folder, config, it.whole).items():
+        for name, tensor in rename(it.folder, config, it.whole).items():
             name, base = _find_base(folder, config, merged, it, name)
             if base.shape != tensor.shape:
                 raise CheckpointError(_explain(it, folder, name, base.shape, tensor.shape))
             merged[name] = tensor
         factors = {f"{module}.weight": factors for module, factors in it.factors.items()}
-        for name, item in rename_tensors(it.folder, config, factors).items():
+        for name, item in rename(it.folder, config, factors).items():
             name, base = _find_base(folder, config, merged, it, name)
             turned = item.embeds or (config.transposed and name.removesuffix(".weight") not in (EMBEDDING, HEAD))
             merged[name] = _add(folder, it, name, base, item, turned)

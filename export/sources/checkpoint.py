@@ -20,7 +20,7 @@ from llmc.export.sources.gguf import SUFFIX, read_gguf
 from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.modules import prefix_names, read_ending, replace_head
 from llmc.export.sources.packing import unpack_weights
-from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape, rename_tensors, tower_tensors
+from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape, rename_tower, tower_tensors
 from llmc.export.sources.processor import IMAGES_FILE, PROCESSOR_FILE, read_vision
 from llmc.export.sources.quantization import read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
@@ -174,10 +174,9 @@ def _read_vision(folder: Path, config: DecoderConfig) -> inventory.Vision | None
     return vision
 
 
-def _merge(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight], adapters: Sequence[Adapter]) -> Tensors:
-    renamed = rename_tensors(folder, config, stored)
-    found = decoder_tensors(folder, config, merge_adapters(folder, config, renamed, adapters))
-    return found | tower_tensors(folder, config, stored)
+def _merge(folder: Path, config: DecoderConfig, stored: Tensors, adapters: Sequence[Adapter]) -> Tensors:
+    found = decoder_tensors(folder, config, merge_adapters(folder, config, stored, adapters))
+    return found | tower_tensors(folder, config, merge_adapters(folder, config, stored, adapters, rename_tower))
 
 
 def _notes(adapters: Sequence[Adapter]) -> list[str]:

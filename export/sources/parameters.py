@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,12 +73,17 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     return parameters
 
 
-def tower_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, Weight]) -> Tensors:
-    """Tensors of the tower by parameter name. A convolution over patches is a product with the pixels of each."""
+def rename_tower(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
+    """Tensors of the tower by llmc's own names; none without a tower."""
     if config.tower is None:
         return {}
     renamed = rename_tensors(folder, replace(config, renamed=config.tower.renamed, left_out=("head",)), stored)
-    found = {name: tensor for name, tensor in renamed.items() if name.startswith(f"{TOWER}.")}
+    return {name: tensor for name, tensor in renamed.items() if name.startswith(f"{TOWER}.")}
+
+
+def tower_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Tensors:
+    """Tensors of the tower by parameter name. A convolution over patches is a product with the pixels of each."""
+    found = Tensors(renamed)
     name = f"{TOWER}.patch_embedding.weight"
     if isinstance(kernels := found.get(name), StoredTensor) and len(kernels.shape) > 2:
         found[name] = replace(kernels, shape=(kernels.shape[0], math.prod(kernels.shape[1:])))
@@ -133,15 +138,22 @@ def explain_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) 
     return f"{name} has shape {list(found)}, but config.json asks for {list(expected)}"
 
 
-def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
-    """Tensors of a checkpoint by llmc's own names, without the parts that are left out."""
-    names, found = dict(config.renamed), dict[str, T]()
+@cache
+def make_renamer(renamed: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
+    """A function that replaces parts of a name, whole words between dots; the longest one where several would do."""
+    names = dict(renamed)
     longest_first = sorted(map(re.escape, names), key=len, reverse=True)
     words = re.compile(rf"(?<![^.])(?:{'|'.join(longest_first)})(?![^.])")
+    return lambda own: words.sub(lambda match: names[match[0]], own) if names else own
+
+
+def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
+    """Tensors of a checkpoint by llmc's own names, without the parts that are left out."""
+    rename, found = make_renamer(config.renamed), dict[str, T]()
     for own, tensor in stored.items():
         if not set(config.left_out).isdisjoint(own.split(".")):
             continue
-        name = words.sub(lambda match: names[match[0]], own) if names else own
+        name = rename(own)
         if name in found:
             raise CheckpointError(
                 f"{folder}: {own} is here twice, the second time as {name}; expected one of them: remove the other"

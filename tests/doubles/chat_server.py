@@ -38,6 +38,7 @@ class ChatServer:
         refusal: status, error and headers of what is answered instead.
         key: the key to ask for.
         chats: whether the models have chat templates.
+        seeing: the models that see images.
         requests: the bodies that came.
         gate: opens what waits.
         gone: set when a client closes its stream early.
@@ -58,6 +59,7 @@ class ChatServer:
         self.key: str | None = None
         self.names = ["tiny", "small"]
         self.chats = True
+        self.seeing: tuple[str, ...] = ()
         self.requests: list[dict[str, Any]] = []
         self.gate = threading.Event()
         self.gone = threading.Event()
@@ -75,9 +77,9 @@ class ChatServer:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
+        about = {"object": "model", "created": 0, "owned_by": "llmc"}
         listed = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "llmc", "x_llmc": {"chats": self.chats}}
-            for name in self.names
+            {"id": name, **about, "x_llmc": {"chats": self.chats, "sees": name in self.seeing}} for name in self.names
         ]
         return self._locked(request) or JSONResponse({"object": "list", "data": listed})
 

@@ -1,6 +1,8 @@
 """Images of any mode and size, and towers' settings of the families that see."""
 
+import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from doubles.geometries import VISION
@@ -36,6 +38,13 @@ def draw(mode: str, width: int, height: int, seed: int = 0) -> Image.Image:
     if mode == "LA":
         return Image.fromarray(pixels).convert("LA")
     return picture.convert(mode)
+
+
+def encode(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """The file of an image."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
 
 
 def write_images(folder: Path) -> None:

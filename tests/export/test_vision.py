@@ -44,6 +44,10 @@ def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def run(exported: Path) -> Run:
+    return open_graphs(exported)
+
+
+def open_graphs(exported: Path) -> Run:
     """The first output of one of the export's graphs."""
     import onnxruntime as ort
 
@@ -146,6 +150,27 @@ def test_text_alone_has_the_logits_of_transformers(run: Run, reference: Any, exp
     found = run("decoder", feed(exported, ids, np.zeros((1, 64), np.float32)))
     with torch.no_grad():
         assert measure(found, reference(torch.from_numpy(ids)).logits.numpy()) < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # of PEFT
+@pytest.mark.parametrize("kind", ["smolvlm"], indirect=True)
+def test_an_adapter_changes_the_tower_too(checkpoint: Path, run: Run, tiles: np.ndarray, tmp_path: Path):
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trained = peft.get_peft_model(AutoModelForImageTextToText.from_pretrained(checkpoint, dtype="float32"), config)
+    trained.save_pretrained(tmp_path / "adapter")
+    merged = open_graphs(export(checkpoint, tmp_path / "export", adapters=[(tmp_path / "adapter", 1.0)]).output)
+    found, expected = merged("vision", {"pixel_values": tiles}), get_features(trained.base_model.model, tiles)
+    assert (
+        measure(found, expected)
+        < TOLERANCE
+        < 100 * TOLERANCE
+        < measure(run("vision", {"pixel_values": tiles}), expected)
+    )
 
 
 def test_the_manifest_tells_how_images_become_rows(kind: str, exported: Path):

@@ -30,6 +30,7 @@ def card(service: Service, name: str) -> dict[str, Any]:
         "precision": manifest.recipe.precision,
         "generates": manifest.geometry.encoder is None,
         "chats": manifest.geometry.encoder is None and service.pool.has_template(name),
+        "sees": manifest.geometry.vision is not None,
     }
     base = service.pool.base(name)
     return {

@@ -17,10 +17,12 @@ MEDIA_TYPES = {
     "svg": "image/svg+xml",
 }
 
-# The page loads nothing but these files, is shown in no frame, and cannot turn text into markup (trusted types).
+# The page loads nothing but these files and images that it holds itself, is shown in no frame, and cannot turn text
+# into markup (trusted types).
 CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'self'",
+        "img-src 'self' data:",
         "object-src 'none'",
         "base-uri 'none'",
         "form-action 'none'",

@@ -24,10 +24,10 @@ export class ApiError extends Error {
   }
 }
 
-/** The models, and whether each can chat. */
+/** The models, and whether each can chat and sees images. */
 export async function readModels() {
   const answer = await (await request("v1/models")).json();
-  return answer.data.map((model) => ({ name: model.id, chats: model.x_llmc?.chats ?? true }));
+  return answer.data.map(({ id, x_llmc: about }) => ({ name: id, chats: about?.chats ?? true, sees: about?.sees ?? false }));
 }
 
 /** Chunks of a streamed answer until its `[DONE]`; a stream that ends without it is an error. */

@@ -5,6 +5,7 @@ import {
   addMessage, newConversation, newId, readPath, readVersions, removeLeaf, showVersion, toRequest,
 } from "./conversation.js";
 import { iconButton, make } from "./dom.js";
+import { readImage, showImages } from "./images.js";
 import { makeNumbers, NO_SETTINGS, readSettings, showSettings, toParameters } from "./settings.js";
 import { openStore } from "./store.js";
 import { fromText, toKey, toText } from "./transfer.js";
@@ -25,7 +26,8 @@ let conversations = []; // those with messages
 let current = newConversation(NO_SETTINGS);
 let running = null; // { conversation, message, controller }
 let views = new Map(); // of the messages of the current conversation, by id
-let models = []; // { name, chats }
+let models = []; // { name, chats, sees }
+const shelf = []; // images of the message that is being written
 const tabs = new BroadcastChannel("llmc"); // the page's other tabs: the id of a conversation that changed, null for all
 
 async function start() {
@@ -237,28 +239,62 @@ function exportAll() {
 function send(event) {
   event?.preventDefault();
   const text = prompt.value.trim();
-  if (running || !text) return;
-  if (ask({ role: "user", content: text }, current.leaf)) {
+  if (running || !(text || shelf.length)) return;
+  if (ask(text, [...shelf], current.leaf)) {
     prompt.value = "";
     fitPrompt();
+    shelf.length = 0;
+    showShelf();
   }
 }
 
+const showShelf = () => showImages(get("shelf"), shelf, () => prompt.focus());
+
+async function addImages(files) {
+  const problems = [];
+  for (const file of files) {
+    try {
+      shelf.push(await readImage(file));
+      announce(`“${file.name}” was added.`);
+    } catch (error) {
+      problems.push(`“${file.name}” was left out: ${error.message}.`);
+    }
+  }
+  keepEnd(() => {
+    notify(problems.join(" "));
+    showShelf();
+  });
+}
+
+function addChosen() {
+  addImages([...get("image-file").files]);
+  get("image-file").value = ""; // or the same file could not be chosen again
+}
+
+/** Take files that are dropped or pasted where the model sees. Copies from documents are text with a picture of it. */
+function takeFiles(event) {
+  const { types, files } = event.dataTransfer ?? event.clipboardData;
+  const isText = event.type === "paste" && ["text/plain", "text/html"].every((type) => types.includes(type));
+  if (get("attach").hidden || !types.includes("Files") || isText) return;
+  event.preventDefault();
+  if (event.type !== "dragover") addImages([...files]);
+}
+
 /** Add a message of the user's and have it answered; false where the settings cannot be sent. */
-function ask(message, parent) {
+function ask(content, images, parent) {
   const request = readRequest();
   if (!request) return false;
-  answer(addMessage(current, parent, message).id, request);
+  answer(addMessage(current, parent, { role: "user", content, ...(images.length && { images }) }).id, request);
   return true;
 }
 
 /** An edited question is asked anew, an edited answer is kept as it stands; false if neither can be now. */
-function edit(message, text) {
+function edit(message, text, images) {
   if (running) {
     notify("An answer is under way; wait for its end, or stop it.");
     return false;
   }
-  if (message.role === "user") return ask({ role: "user", content: text }, message.parent);
+  if (message.role === "user") return ask(text, images, message.parent);
   const { role, model, toolCalls, toolCallId } = message;
   addMessage(current, message.parent, { ...newAnswer(model), role, toolCalls, toolCallId, content: text, state: "done" });
   save(current);
@@ -375,8 +411,9 @@ function showModel() {
   const names = Array.from(select.options, (option) => option.value);
   if (names.includes(current.settings.model)) select.value = current.settings.model;
   select.title = select.value;
-  const chats = models.find(({ name }) => name === select.value)?.chats ?? true;
+  const { chats, sees } = models.find(({ name }) => name === select.value) ?? { chats: true, sees: false };
   get("send").disabled = !chats;
+  get("attach").hidden = !sees;
   if (!chats) notify(`“${select.value}” has no chat template, so it cannot chat; use it in a terminal with: llmc run`);
 }
 
@@ -524,6 +561,7 @@ function listen() {
     theme: nextTheme,
     export: exportAll,
     import: () => get("import-file").click(),
+    attach: () => get("image-file").click(),
     "delete-all": removeAll,
     stop,
     shade: closeCover,
@@ -540,12 +578,15 @@ function listen() {
   }
   get("composer").addEventListener("submit", send);
   get("import-file").addEventListener("change", importFile);
+  get("image-file").addEventListener("change", addChosen);
   get("key-dialog").addEventListener("close", useKey);
   parameters.addEventListener("submit", (event) => event.preventDefault());
   parameters.addEventListener("change", keepSettings);
   get("model").addEventListener("change", keepSettings);
   prompt.addEventListener("input", fitPrompt);
   prompt.addEventListener("keydown", onPromptKey);
+  prompt.addEventListener("paste", takeFiles);
+  for (const name of ["dragover", "drop"]) document.addEventListener(name, takeFiles);
   scroller.addEventListener("scroll", () => (get("to-end").hidden = isAtEnd()), { passive: true });
   document.addEventListener("keydown", onKey);
   narrow.addEventListener("change", () => showPanel("history", !narrow.matches));
@@ -553,7 +594,7 @@ function listen() {
 
 function keepSettings() {
   current.settings = readSettings(parameters, get("model").value);
-  get("model").title = get("model").value;
+  showModel();
   save(current);
 }
 

@@ -13,7 +13,9 @@ export function addMessage(conversation, parent, message) {
   conversation.messages.push(added);
   conversation.leaf = added.id;
   conversation.updated = Date.now();
-  if (!conversation.title && message.role === "user") conversation.title = message.content.trim().slice(0, 80);
+  if (!conversation.title && message.role === "user") {
+    conversation.title = (message.content.trim() || message.images?.[0].name || "").slice(0, 80);
+  }
   return added;
 }
 
@@ -43,12 +45,17 @@ export function showVersion(conversation, message) {
   conversation.leaf = leaf.id;
 }
 
+function toParts(images, text) {
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
 /** The messages up to `leaf` as the API takes them. Reasoning is not sent back. */
 export function toRequest(conversation, leaf) {
   const system = conversation.settings.system.trim();
-  const messages = readPath(conversation, leaf).map(({ role, content, toolCalls, toolCallId }) => ({
+  const messages = readPath(conversation, leaf).map(({ role, content, images, toolCalls, toolCallId }) => ({
     role,
-    content: content || (toolCalls?.length ? null : ""),
+    content: images ? toParts(images, content) : content || (toolCalls?.length ? null : ""),
     ...(toolCalls?.length && { tool_calls: toolCalls }),
     ...(toolCallId && { tool_call_id: toolCallId }),
   }));

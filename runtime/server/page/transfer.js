@@ -1,5 +1,6 @@
 // Conversations as a file: written as JSON, and read again without believing anything that stands in it.
 import { newAnswer } from "./answer.js";
+import { isImageUrl } from "./images.js";
 import { NO_SETTINGS } from "./settings.js";
 
 const FORMAT = "llmc conversations";
@@ -72,10 +73,21 @@ function readSettings(value, where) {
 function readMessage(value, where) {
   const found = readMembers(value, { id: "", role: "", content: "" }, where);
   const parent = value.parent;
-  if (found.role === "user") return { ...found, parent };
+  if (found.role === "user") return { ...found, parent, ...readImages(value.images, `${where}.images`) };
   if (found.role === "tool") return { ...found, parent, ...readMembers(value, { toolCallId: "" }, where) };
   check(found.role === "assistant", `${where}.role`, "user, assistant or tool");
   return { ...newAnswer(""), ...found, parent, ...readAnswer(value, where) };
+}
+
+function readImages(value, where) {
+  if (value === undefined) return {};
+  const images = readList(value, where).map((each, at) => {
+    const image = readMembers(each, { name: "", url: "" }, `${where}[${at}]`);
+    check(isImageUrl(image.url), `${where}[${at}].url`, "a PNG, JPEG or WebP in base64");
+    return image;
+  });
+  check(images.length > 0, where, "a list of images");
+  return { images };
 }
 
 function readAnswer(value, where) {

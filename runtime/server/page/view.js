@@ -1,13 +1,14 @@
 // How a message looks. A view is built once and then brought up to date, so that nothing jumps while an answer comes.
 import { describeTiming } from "./answer.js";
 import { copyButton, iconButton, make } from "./dom.js";
+import { showImages } from "./images.js";
 import { showMarkdown } from "./markdown.js";
 import { drawPlot } from "./plot.js";
 
 const SPEAKERS = { user: "You", assistant: "Answer", tool: "Tool" };
 const CUT = { length: "The answer was cut at the largest number of tokens." };
 
-/** `actions`: edit(message, text), which says if it could be, again(message), show(message), sendResults(message, texts). */
+/** `actions`: edit(message, text, images), which says if it could be, again(message), show(message), sendResults(message, texts). */
 export class MessageView {
   constructor(message, actions) {
     this.message = message;
@@ -15,6 +16,8 @@ export class MessageView {
     this.thought = make("div", { class: "text", dir: "auto" });
     this.reasoning = make("details", { class: "reasoning", hidden: true }, make("summary"), this.thought);
     this.text = make("div", { class: "text", dir: "auto" });
+    this.images = make("ul", { class: "images", "aria-label": "Images" });
+    showImages(this.images, message.images ?? []);
     this.calls = make("div", { class: "calls" });
     this.note = make("p", { class: "note", hidden: true });
     this.problem = make("div", { class: "problem", role: "alert", hidden: true });
@@ -25,7 +28,7 @@ export class MessageView {
     this.tools = make("div", { class: "tools" }, this.versions, ...this.makeButtons());
     this.foot = make("div", { class: "foot" }, this.tools, this.words, this.plot);
     const speaker = make("h2", { class: message.role === "tool" ? "speaker" : "unseen" }, SPEAKERS[message.role]);
-    this.body = make("div", { class: "body" }, this.reasoning, this.text, this.calls, this.note, this.problem, this.results);
+    this.body = make("div", { class: "body" }, this.reasoning, this.images, this.text, this.calls, this.note, this.problem, this.results);
     this.element = make("li", { class: `message ${message.role}` }, speaker, this.body, this.foot);
   }
 
@@ -126,6 +129,9 @@ export class MessageView {
     const { message, actions } = this;
     const field = make("textarea", { "aria-label": "Edit the message", dir: "auto", rows: Math.min(12, message.content.split("\n").length + 1) });
     field.value = message.content;
+    const images = [...(message.images ?? [])];
+    const shelf = make("ul", { class: "images", "aria-label": "Images of this message" });
+    showImages(shelf, images, () => field.focus());
     const close = () => {
       form.replaceWith(this.body);
       this.foot.hidden = false;
@@ -133,7 +139,8 @@ export class MessageView {
     };
     const save = (event) => {
       event.preventDefault();
-      if (field.value === message.content || actions.edit(message, field.value)) close();
+      const isSame = field.value === message.content && images.length === (message.images ?? []).length;
+      if (isSame || actions.edit(message, field.value, images)) close();
     };
     const keys = (event) => {
       if (event.key === "Escape") close();
@@ -141,7 +148,7 @@ export class MessageView {
       else return;
       event.stopPropagation();
     };
-    const form = make("form", { class: "edit", submit: save, keydown: keys }, field,
+    const form = make("form", { class: "edit", submit: save, keydown: keys }, shelf, field,
       make("p", { class: "row" },
         make("button", { class: "quiet", type: "button", click: close }, "Cancel"),
         make("button", { class: "main" }, message.role === "user" ? "Send" : "Save")));

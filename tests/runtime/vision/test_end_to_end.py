@@ -1,7 +1,6 @@
 """A tiny model that sees, from its checkpoint to tokens: those of transformers, however they are computed."""
 
 import base64
-import io
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 from doubles import seeing, towers
-from doubles.images import draw
+from doubles.images import draw, encode
 from doubles.serving import serving
 from PIL import Image, ImageOps
 
@@ -143,12 +142,6 @@ def test_so_they_are_in_chunks_of_any_size_and_at_every_level(
             assert tokens(model.chat(messages, **GREEDY)) == expected[name], name
 
 
-def data_of(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
 def test_a_service_says_the_same_in_every_dialect_and_answers_others_meanwhile(
     bundle: Path, expected: dict[str, list[int]], model: Model, monkeypatch: pytest.MonkeyPatch
 ):
@@ -162,7 +155,7 @@ def test_a_service_says_the_same_in_every_dialect_and_answers_others_meanwhile(
 
     monkeypatch.setattr(Tower, "compute_rows", compute_late)
     said = model.tokenizer.decode(expected["wide"])
-    data, text = data_of(WIDE), "def f(x):"
+    data, text = base64.b64encode(encode(WIDE)).decode(), "def f(x):"
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     common = {"temperature": 0, "ignore_eos": True}
     bodies = {
@@ -204,6 +197,7 @@ def test_a_service_says_the_same_in_every_dialect_and_answers_others_meanwhile(
         ThreadPoolExecutor(3) as pool,
     ):
         assert "vision" in client.post("/api/show", json={"model": "seeing"}).json()["capabilities"]
+        assert client.get("/v1/models/seeing").json()["x_llmc"]["sees"]
         asked = {
             path: pool.submit(
                 client.post, path, json={**({} if path == "/api/generate" else common), "model": "seeing", **body}

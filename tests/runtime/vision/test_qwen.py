@@ -1,13 +1,16 @@
 """Tiny models of Qwen's that see, from checkpoints to tokens: those of transformers, however they are computed."""
 
+import base64
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 from doubles import qwen_towers
-from doubles.images import draw
+from doubles.images import draw, encode
+from doubles.serving import serving
 from PIL import Image
 
 from llmc.export import export
@@ -15,6 +18,7 @@ from llmc.optimize.build import build
 from llmc.runtime import Model, load
 from llmc.runtime.model import verify
 from llmc.runtime.selftest import make_image
+from llmc.runtime.server.config import ServerConfig
 
 # Least cosine of rows in 8 bits: 0.9992 to 0.9998 here, of random weights. With rows and columns of patches exchanged
 # it is 0.90 to 0.97.
@@ -146,6 +150,32 @@ def test_so_they_are_in_chunks_of_any_size_and_at_every_level(
     with load(bundle, threads=1, **options) as model:
         for name, messages in TALKS.items():
             assert tokens(model.chat(messages, **GREEDY)) == expected[name], name
+
+
+def test_a_service_says_the_same_of_images_in_any_turn_and_in_results_of_tools(
+    bundle: Path, model: Model, expected: dict[str, list[int]]
+):
+    def spell(part: Any) -> Any:
+        if part["type"] == "text":
+            return part
+        url = f"data:image/png;base64,{base64.b64encode(encode(part['image'])).decode()}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(encode(WIDE)).decode()}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": source}]}
+    talk = [{"role": "user", "content": "def f(x):"}, {"role": "assistant", "content": "look"}]
+    with (
+        serving(ServerConfig(models={"seeing": bundle}, threads=1)) as url,
+        httpx.Client(base_url=url, timeout=120, headers={"anthropic-version": "2023-06-01"}) as client,
+    ):
+        for name, messages in TALKS.items():
+            spelled = [{**message, "content": [spell(part) for part in message["content"]]} for message in messages]
+            answer = client.post("/v1/chat/completions", json={"model": "seeing", "messages": spelled, **GREEDY}).json()
+            assert answer["choices"][0]["message"]["content"] == model.tokenizer.decode(expected[name]), name
+        body = {"model": "seeing", "messages": [*talk, {"role": "user", "content": [result]}], **GREEDY}
+        answer = client.post("/v1/messages", json=body).json()
+    told = [*talk, {"role": "tool", "content": about(WIDE)[0]["content"][:1]}]
+    assert answer["content"][0]["text"] == model.chat(told, **GREEDY).text
 
 
 def test_beams_are_those_of_transformers(model: Model, reference: Reference):

@@ -1,28 +1,21 @@
 """Images in bodies of three dialects: the data itself reaches the model, addresses and what is no image are refused."""
 
 import base64
-import io
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from doubles.images import draw
+from doubles.images import draw, encode
 
 from llmc.runtime.server.anthropic.messages import MessageRequest
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.images import decode_base64
 from llmc.runtime.server.openai import chat, responses
 
-
-def png() -> bytes:
-    buffer = io.BytesIO()
-    draw("RGB", 9, 7).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-DATA = base64.b64encode(png()).decode()
+PNG = encode(draw("RGB", 9, 7))
+DATA = base64.b64encode(PNG).decode()
 URL = f"data:image/png;base64,{DATA}"
-SEEN = [{"type": "image", "image": png()}, {"type": "text", "text": "What is this?"}]
+SEEN = [{"type": "image", "image": PNG}, {"type": "text", "text": "What is this?"}]
 ROUTES = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from doubles.chat_server import WAIT, ChatServer, ends, says
+from doubles.images import draw, encode
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -32,6 +33,12 @@ def test_axe_finds_nothing(page, server: ChatServer):
         states[state] = violations(page)
 
     check("empty")
+    server.seeing = ("tiny",)
+    page.reload()
+    picture = {"name": "cat.png", "mimeType": "image/png", "buffer": encode(draw("RGB", 40, 30))}
+    page.locator("#image-file").set_input_files([picture, picture])
+    expect(page.get_by_role("img", name="cat.png")).to_have_count(2)
+    check("images")
     server.script = [{"reasoning_content": "Hm."}, *says(RICH)[:-1], {"content": "\n\nand"}, {"content": " so"}, WAIT]
     page.get_by_label("Message", exact=True).fill("Hi")
     page.keyboard.press("Enter")

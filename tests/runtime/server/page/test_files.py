@@ -27,6 +27,7 @@ def test_every_file_is_shut_in(client: TestClient, path: str):
     policy = headers["content-security-policy"].split("; ")
     assert {"default-src 'self'", "frame-ancestors 'none'", "base-uri 'none'", "form-action 'none'"} <= set(policy)
     assert "require-trusted-types-for 'script'" in policy
+    assert "img-src 'self' data:" in policy and sum("data:" in part for part in policy) == 1
     assert "unsafe" not in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"

@@ -1,13 +1,18 @@
 """The chat page as its user meets it: answers, versions, history, parameters, errors, keys."""
 
+import base64
+import io
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from doubles.chat_server import BREAK, WAIT, ChatServer, ends, says
+from doubles.images import draw, encode
+from PIL import Image
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
@@ -32,6 +37,17 @@ KEPT = """(text) => new Promise((resolve) => {
         };
     };
 })"""
+# An event that a browser makes of a file from elsewhere.
+HAND = """([kind, name, type, url, types]) => {
+    const data = new DataTransfer();
+    for (const each of types) data.setData(each, "text");
+    const bytes = Uint8Array.from(atob(url.split(",")[1]), (each) => each.charCodeAt(0));
+    data.items.add(new File([bytes], name, { type }));
+    const Kind = kind === "paste" ? ClipboardEvent : DragEvent;
+    const event = new Kind(kind, { clipboardData: data, dataTransfer: data, bubbles: true, cancelable: true });
+    return !document.getElementById("prompt").dispatchEvent(event);
+}"""
+BRIGHTER = 50  # levels of 255: half of the slope that is drawn is 100, across its other side there are 27
 HEARD = """() => {
     window.heard = [];
     const announcer = document.getElementById("announcer");
@@ -352,6 +368,145 @@ class TestHistory:
         button(page, "Delete").click()
         expect(other.locator("#conversations .open")).to_have_count(0)
         expect(other.locator(".message")).to_have_count(0)
+
+
+def url_of(content: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def file_of(name: str, content: bytes, kind: str = "png") -> dict[str, Any]:
+    return {"name": name, "mimeType": f"image/{kind}" if kind else "", "buffer": content}
+
+
+def opened(part: dict[str, Any]) -> Image.Image:
+    """The image that a part of a request holds."""
+    return Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
+
+
+class TestImages:
+    SMALL = encode(draw("RGB", 40, 30))
+
+    @pytest.fixture
+    def pick(self, page, server: ChatServer) -> Callable[..., None]:
+        """Choose files, of a model that sees."""
+        server.seeing = ("tiny",)
+        page.reload()
+        expect(button(page, "Add images")).to_be_visible()
+        return lambda *files: page.locator("#image-file").set_input_files(list(files))
+
+    @pytest.fixture
+    def hand(self, page) -> Callable[..., bool]:
+        """Paste or drop a file, with texts of the given types beside it; gives back if the page took it."""
+        return lambda kind, file, *types: page.evaluate(
+            HAND, [kind, file["name"], file["mimeType"], url_of(file["buffer"]), types]
+        )
+
+    def test_go_with_their_turn_and_with_later_ones(self, page, server: ChatServer, ask, pick, hand):
+        with page.expect_file_chooser() as chooser:
+            button(page, "Add images").press("Enter")
+        chooser.value.set_files([file_of("cat.png", self.SMALL)])
+        jpeg, webp = encode(draw("RGB", 30, 40), "JPEG"), encode(draw("RGB", 20, 20), "WEBP")
+        assert hand("paste", file_of("dog.jpg", jpeg, "jpeg"), "text/plain")
+        assert hand("drop", file_of("bird.webp", webp, "webp"), "text/plain", "text/html")
+        shown = page.get_by_role("list", name="Images of this message").get_by_role("img")
+        expect(shown).to_have_count(3)
+        assert [image.get_attribute("alt") for image in shown.all()] == ["cat.png", "dog.jpg", "bird.webp"]
+        button(page, "Take off “dog.jpg”").click()
+        expect(page.get_by_label("Message", exact=True)).to_be_focused()
+        ask("Which?")
+        done(page)
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in (url_of(self.SMALL), url_of(webp, "webp"))]
+        turn = {"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}
+        assert server.requests[-1]["messages"] == [turn]
+        expect(shown).to_have_count(0)
+        page.reload()
+        kept = page.locator(".message.user").get_by_role("img")
+        expect(kept).to_have_count(2)
+        assert kept.first.evaluate("(image) => image.decode().then(() => image.naturalWidth)") == 40
+        ask("Sure?")
+        done(page)
+        assert server.requests[-1]["messages"][0] == turn and len(server.requests[-1]["messages"]) == 3
+
+    def test_are_not_offered_where_the_model_sees_none(self, page, server: ChatServer, pick, hand):
+        picture = file_of("cat.png", self.SMALL)
+        page.get_by_role("combobox", name="Model").select_option("small")
+        expect(page.locator("#attach")).to_be_hidden()
+        assert not hand("paste", picture) and not hand("drop", picture)
+        page.get_by_role("combobox", name="Model").select_option("tiny")
+        assert not hand("paste", picture, "text/plain", "text/html")  # a copy of a document, which is text
+        assert hand("drop", picture)
+        expect(page.get_by_role("img", name="cat.png")).to_have_count(1)
+
+    def test_are_made_no_larger_than_is_useful_and_upright(self, page, server: ChatServer, ask, pick):
+        turned = Image.Exif()
+        turned[0x0112] = 6
+        pick(
+            file_of("wide.png", encode(draw("RGB", 3000, 2))),
+            file_of("photo.jpg", encode(draw("RGB", 2000, 1000), "JPEG", exif=turned), "jpeg"),
+        )
+        expect(page.locator("#shelf img")).to_have_count(2)
+        page.get_by_label("Message", exact=True).focus()
+        page.keyboard.press("Enter")  # an image may be all of a message
+        done(page)
+        wide, photo = map(opened, server.requests[-1]["messages"][0]["content"])
+        assert (wide.format, wide.size, photo.format, photo.size) == ("PNG", (1536, 1), "JPEG", (768, 1536))
+        top, bottom = (photo.resize((1, 2), Image.Resampling.BOX).convert("L").getpixel((0, row)) for row in (0, 1))
+        assert bottom - top > BRIGHTER  # as it is brighter to the right before it is turned
+        expect(page.locator("#conversations .open")).to_have_text(["wide.png"])
+
+    def test_that_cannot_be_sent_are_named_and_nothing_is_lost(self, page, server: ChatServer, pick):
+        page.get_by_label("Message", exact=True).fill("Look:")
+        noise = np.random.default_rng(0).integers(0, 256, (1450, 1450, 3), np.uint8)
+        large = encode(Image.fromarray(noise), compress_level=0)
+        film, damaged = encode(draw("RGB", 9, 9), "GIF"), file_of("c.png", b"no image")
+        pick(
+            *(file_of("a.gif", film, "gif"), file_of("b.png", self.SMALL), damaged),
+            *(file_of("d", b"?", ""), file_of("e.png", large)),
+        )
+        expect(page.locator("#notice")).to_have_text(
+            "“a.gif” was left out: it is no PNG, JPEG or WebP. “c.png” was left out: it cannot be decoded. "
+            "“d” was left out: it is no PNG, JPEG or WebP. "
+            "“e.png” was left out: it has 6.3 MB, at most 6 can be sent; save it as a JPEG."
+        )
+        expect(page.get_by_label("Message", exact=True)).to_have_value("Look:")
+        expect(page.locator("#shelf").get_by_role("img")).to_have_count(1)
+
+    def test_of_a_message_that_the_server_refuses_can_be_taken_off(self, page, server: ChatServer, ask, pick):
+        server.refusal = (413, {"message": "the body has more than 8388608 bytes; send less"}, {})
+        pick(file_of("cat.png", self.SMALL), file_of("dog.png", self.SMALL))
+        expect(page.locator("#shelf img")).to_have_count(2)
+        expect(ask("Which?").get_by_role("alert")).to_contain_text("send less")
+        server.refusal = None
+        button(page, "Edit").click()
+        page.locator("form.edit").get_by_role("button", name="Take off “cat.png”").click()
+        page.keyboard.press("Control+Enter")
+        done(page)
+        (turn,) = server.requests[-1]["messages"]
+        assert [part["type"] for part in turn["content"]] == ["image_url", "text"]
+        expect(page.locator(".message.user").get_by_role("img", name="dog.png")).to_be_visible()
+
+    def test_are_exported_and_imported_as_data_alone(self, page, server: ChatServer, ask, pick, tmp_path: Path):
+        pick(file_of("cat.png", self.SMALL))
+        expect(page.locator("#shelf img")).to_have_count(1)
+        ask("Which?")
+        done(page)
+        with page.expect_download() as download:
+            button(page, "Export as JSON").click()
+        exported = download.value.path().read_text(encoding="utf-8")
+        wrong = changed("messages", 0, "images", [{"name": "cat.png", "url": "https://x.org/cat.png"}])
+        (tmp_path / "wrong.json").write_text(json.dumps(wrong(json.loads(exported))), encoding="utf-8")
+        page.locator("#import-file").set_input_files(tmp_path / "wrong.json")
+        said = "conversations[0].messages[0].images[0].url is something else than a PNG, JPEG or WebP in base64"
+        expect(page.locator("#notice")).to_contain_text(said)
+        button(page, "Delete all").click()
+        button(page, "Delete").click()
+        (tmp_path / "all.json").write_text(exported, encoding="utf-8")
+        page.locator("#import-file").set_input_files(tmp_path / "all.json")
+        page.locator("#conversations .open").click()
+        expect(page.locator(".message.user").get_by_role("img", name="cat.png")).to_be_visible()
+        button(page, "Regenerate").click()
+        done(page)
+        assert server.requests[-1] == server.requests[0]
 
 
 class TestParameters:
