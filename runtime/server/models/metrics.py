@@ -20,19 +20,19 @@ class HttpMetrics:
     """Counts by route, method and status, durations, and requests that run."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         names = ("route", "method")
         self._requests = Counter(
-            "llmc_http_requests", "Requests that were answered.", (*names, "status"), registry=self._registry
+            "llmc_http_requests", "Requests that were answered.", (*names, "status"), registry=self.registry
         )
         self._seconds = Histogram(
             "llmc_http_request_duration_seconds",
             "Time from a request to the end of its answer.",
             names,
             buckets=SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
-        self._running = Gauge("llmc_http_requests_running", "Requests being answered.", registry=self._registry)
+        self._running = Gauge("llmc_http_requests_running", "Requests being answered.", registry=self.registry)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """Count the application's requests."""
@@ -67,7 +67,7 @@ class HttpMetrics:
         """All of it that the present client may see, in the text format of Prometheus."""
         registry = CollectorRegistry()
         registry.register(_Models(pool))
-        return generate_latest(self._registry) + generate_latest(registry)
+        return generate_latest(self.registry) + generate_latest(registry)
 
 
 class _Models:
