@@ -99,6 +99,13 @@ class ServerConfig:
     max_queue: int | None = _setting(
         MODELS, None, "Requests to a model that may wait, one more is refused; default: 256.", low=1, high=1_000_000
     )
+    max_queue_s: float | None = _setting(
+        MODELS,
+        None,
+        "Time that a request may wait for its turn, then it is refused; default: any.",
+        unit="seconds",
+        low=0.1,
+    )
     determinism: Literal["fast", "batch", "strict"] = _setting(
         MODELS, "fast", "What tokens may depend on beside the request: see Determinism in the reference."
     )

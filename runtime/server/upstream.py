@@ -265,7 +265,7 @@ class Meter:
 
 
 def _reason_of(error: ApiError | LlmcError) -> str | None:
-    """Why a request that was refused is the upstream's; None: it is not."""
+    """The reason for which a request that was refused is the upstream's; None: it is not."""
     if isinstance(error, ApiError) and error.code == "model_not_found":
         return "model"
     cause = error.__cause__ if isinstance(error, ApiError) else error

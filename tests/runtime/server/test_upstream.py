@@ -31,7 +31,7 @@ from doubles.planted_server import (
 )
 from doubles.serving import serving
 
-from llmc.errors import UsageError
+from llmc.errors import BundleError, EngineClosedError, ResourceError, UsageError
 from llmc.runtime import Request, SamplingParams
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded
@@ -39,12 +39,14 @@ from llmc.runtime.server.upstream import KEPT, ROUTES, Meter, Upstream, _is_with
 
 SECRET = "sk-upstream-0123456789"
 SAID = "nobody-else-may-read-this"
+RICH = 600  # tokens of a minute, 10 in a second
 KEYS = {
     "ann": "",
     "private": "local_only = true",
     "limited": 'models = ["tiny"]',
     "few": "requests_per_minute = 4",
     "poor": "tokens_per_minute = 1000",
+    "rich": f"tokens_per_minute = {RICH}",
 }
 LONG = "word " * 5000  # beyond any context here
 BODIES: dict[str, dict[str, Any]] = {
@@ -147,20 +149,20 @@ def settings(box: Box, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @contextmanager
-def busy(box: Box) -> Iterator[None]:
-    """All rows are taken, and as many requests wait as may wait."""
+def busy(box: Box, waiting: int = 1) -> Iterator[None]:
+    """All rows are taken, and so many requests wait, of which one may."""
     engine = box.app.state.service.pool.models()["tiny"].engine
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     brake = Brake(1)
     running = engine.submit(Request([1, 2, 3], params, stopping_criteria=[brake]))
     next(iter(running.events()))
-    waiting = engine.submit(Request([1, 2, 3], params))
+    others = [engine.submit(Request([1, 2, 3], params)) for _ in range(waiting)]
     try:
         yield
     finally:
         brake.let_go()
-        running.result(PATIENCE_S)
-        waiting.result(PATIENCE_S)
+        for handle in (running, *others):
+            handle.result(PATIENCE_S)
 
 
 def requests(reason: str) -> dict[str, dict[str, Any]]:
@@ -203,6 +205,37 @@ class TestAnswers:
         assert box.count("llmc_upstream_requests")[reason, "200"] == before + len(ROUTES)
         name = "gpt-5" if reason == "model" else "tiny"
         assert {asked.body["model"] for asked in box.server.asked} == {name}
+
+    def test_come_when_a_request_has_waited_its_time_which_costs_nothing_here(self, box: Box, monkeypatch: Any):
+        service = box.app.state.service
+        monkeypatch.setattr(service, "config", replace(service.config, max_queue_s=0.2))
+        body = {"model": "tiny", **BODIES["/v1/completions"], "prompt": "word " * 40}
+        box.server.answer = lambda asked: [response(200, {**ANSWER, "usage": {"prompt_tokens": 1}})]
+        with busy(box, waiting=0):
+            for path, given in (*requests("busy").items(), ("/v1/completions", body)):
+                answer = box.ask(path, given, key="rich")
+                assert (answer.status_code, answer.headers["x-llmc-answered-by"]) == (200, "upstream"), path
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) >= RICH - len(box.server.asked)
+        again = box.ask("/v1/completions", body, key="rich")
+        assert again.headers["x-llmc-answered-by"] == "box" and len(box.server.asked) == len(ROUTES) + 1
+
+    @pytest.mark.parametrize(
+        ("error", "status", "by"),
+        [
+            (ResourceError("others hold the memory"), 200, "upstream"),
+            (EngineClosedError("the service is stopping"), 503, "box"),
+            (BundleError("it is damaged"), 500, "box"),
+        ],
+    )
+    def test_come_where_room_is_missing_and_not_where_a_model_fails(
+        self, box: Box, monkeypatch: Any, error: Exception, status: int, by: str
+    ):
+        def refuse(name: str) -> Any:
+            raise error
+
+        monkeypatch.setattr(box.app.state.service.pool, "lease", refuse)
+        answer = box.ask("/v1/completions", BODIES["/v1/completions"])
+        assert (answer.status_code, answer.headers["x-llmc-answered-by"]) == (status, by)
 
     def test_of_this_service_say_so_and_so_do_its_refusals(self, box: Box):
         body = {"model": "tiny", **BODIES["/v1/completions"]}
