@@ -186,7 +186,6 @@ class Upstream:
             await held.enter_async_context(client)
             url = self._base + path.removeprefix("/v1") + "?beta=true" * bool(request.query_params)
             answer = await client.send(client.build_request("POST", url, content=content, headers=headers), stream=True)
-        held.push_async_callback(answer.aclose)
         _check_answer(answer)
         return answer
 

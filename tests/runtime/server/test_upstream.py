@@ -402,6 +402,8 @@ class TestPrivacy:
         body = {"model": "smart", **BODIES["/v1/completions"]}
         for value in ("true", "1", "", "yes"):
             assert box.ask("/v1/completions", body, **{"x-llmc-local-only": value}).status_code == 404
+        strict = box.ask("/v1/completions", {**body, "unknown": 1}, **{"x-llmc-local-only": "true"})
+        assert (strict.status_code, strict.json()["error"]["param"]) == (400, "unknown")  # as without an upstream
         assert box.server.connections == 0
         assert box.ask("/v1/completions", body, **{"x-llmc-local-only": "False"}).status_code == 200
 
