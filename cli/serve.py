@@ -86,8 +86,6 @@ def serve_command(bundles: tuple[str, ...], config: Path | None, **flags: Any) -
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     chosen = read_config(config, {**given, "models": name_models(bundles)})
     require("fastapi", "serve")
-    if chosen.upstream is not None:
-        require("httpx2", "upstream")
     # The web framework and Ray, for those who serve.
     if chosen.ray:
         from llmc.runtime.server.fleet.run import serve

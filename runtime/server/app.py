@@ -20,6 +20,7 @@ from llmc.runtime.server.models import admin, health
 from llmc.runtime.server.models.metrics import HttpMetrics
 from llmc.runtime.server.models.service import Service
 from llmc.runtime.server.openai import chat, completions, embeddings, responses, tokens
+from llmc.runtime.server.upstream import Upstream
 
 if TYPE_CHECKING:
     from llmc.runtime.server.config import ServerConfig
@@ -49,8 +50,6 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
     guards = [Depends(no_query)]
     app.state.upstream = None
     if config.upstream is not None:
-        from llmc.runtime.server.upstream import Upstream  # its client of HTTP is an extra's
-
         app.state.upstream = Upstream(config, app.state.service, app.state.metrics.registry)
         guards.append(Depends(app.state.upstream.claim))
     for router in (*ROUTERS, *([admin.router] if config.keys_file else [])):

@@ -8,6 +8,7 @@ and nothing is tried twice.
 import logging
 import math
 import re
+import secrets
 import ssl
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -62,7 +63,7 @@ SENT = (b"accept", b"anthropic-version", b"anthropic-beta", b"openai-beta")  # o
 JSON, EVENTS = "application/json", "text/event-stream"
 MOST_BYTES = 16 << 20  # of an answer that is no stream, and of an event
 BYTES_PER_TOKEN = 4  # of a prompt, as English has, and of answers that are no streams, where nobody tells the tokens
-EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _USAGE = re.compile(rb'"((?:prompt|input|completion|output)_tokens)"\s{0,9}:\s{0,9}(\d{1,9})')
 _LONGEST_USAGE = 64  # bytes that it matches at most
 
@@ -82,6 +83,11 @@ class Upstream:
     def __init__(self, config: ServerConfig, service: Service, registry: CollectorRegistry) -> None:
         self._config, self._service = config, service
         self._base = (config.upstream or "").rstrip("/")
+        try:
+            httpx.URL(self._base)
+        except httpx.InvalidURL as error:
+            raise UsageError(f"upstream is no address of a service ({error}); give another one") from error
+        self._via = f"1.1 llmc-{secrets.token_hex(8)}"
         self._names = dict(pair.split("=", 1) for pair in config.upstream_models)
         self._tls = ssl.create_default_context()
         self._key_headers("")
@@ -128,6 +134,8 @@ class Upstream:
         path, most = request.scope["path"], self._config.max_request_tokens
         if _is_local_only(request):
             return "local_only"
+        if self._via in request.headers.getlist("via"):  # the upstream is this service
+            return "loop"
         if reason == "model" and not (MODEL_NAME.fullmatch(body["model"]) and allows_model(body["model"])):
             return "model"
         if path == "/v1/responses" and (kept := next(filter(body.get, KEPT), None)):
@@ -153,7 +161,7 @@ class Upstream:
         async with AsyncExitStack() as held:
             answer = await unless_gone(request, self._open(request, content, until, held))
             headers = {ANSWERED_BY: "upstream", "x-llmc-upstream-model": name}
-            if (wait := answer.headers.get("retry-after", "")).isdecimal():
+            if re.fullmatch("[0-9]{1,9}", wait := answer.headers.get("retry-after", "")):
                 headers["retry-after"] = wait
             pieces, meter = self._pieces(answer, until), Meter(len(content))
             if _media(answer) == EVENTS:
@@ -179,6 +187,7 @@ class Upstream:
                 (b"content-type", JSON.encode()),
                 (b"accept-encoding", b"identity"),
                 (b"user-agent", f"llmc/{__version__}".encode()),
+                (b"via", self._via.encode()),
                 *self._key_headers(path),
             ]
             # Neither proxies and names of the environment, nor cookies of other requests, nor redirects.

@@ -22,7 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("", "cpu", "cpu guided", "cpu serve", "cpu upstream", "build", "cpu build", "cpu export")
+EXTRAS = ("", "cpu", "cpu guided", "cpu serve", "build", "cpu build", "cpu export")
 LIMIT_S = 240.0  # for what takes some seconds on a machine without other work
 
 
@@ -49,8 +49,7 @@ VERBS = (
     Verb("inspect EXPORT"),
     Verb("doctor BUNDLE"),
     Verb("serve --help"),
-    Verb("serve BUNDLE --port 0", "cpu serve"),
-    Verb("serve BUNDLE --port 0 --upstream http://127.0.0.1:9/v1", "cpu serve upstream"),
+    Verb("serve BUNDLE --port 0 --upstream http://127.0.0.1:9/v1", "cpu serve"),
     Verb("run BUNDLE -p Once --max-tokens 2", "cpu"),
     Verb("run BUNDLE -p Once --regex a+ --max-tokens 2", "cpu guided"),
     Verb("chat BUNDLE --max-tokens 2", "cpu", stdin="Hello\n"),

@@ -234,8 +234,9 @@ class TestAnswers:
             raise error
 
         monkeypatch.setattr(box.app.state.service.pool, "lease", refuse)
-        answer = box.ask("/v1/completions", BODIES["/v1/completions"])
+        answer = box.ask("/v1/chat/completions", {"service_tier": "auto", **BODIES["/v1/chat/completions"]})
         assert (answer.status_code, answer.headers["x-llmc-answered-by"]) == (status, by)
+        assert ("x-llmc-ignored" in answer.headers) == (by == "box")  # the upstream gets all of it
 
     def test_of_this_service_say_so_and_so_do_its_refusals(self, box: Box):
         body = {"model": "tiny", **BODIES["/v1/completions"]}
@@ -287,8 +288,17 @@ class TestRequests:
         sent = {"cookie": "c=1", "x-forwarded-for": "10.0.0.1", "origin": box.url, "x-stainless-os": "Linux"}
         box.ask("/v1/messages", {"model": "smart", **BODIES["/v1/messages"]}, **sent)
         (asked,) = box.server.asked
-        common = {"host", "connection", "content-length", "content-type", "accept", "accept-encoding", "user-agent"}
-        assert asked.headers.keys() == {*common, "authorization", "x-api-key", "anthropic-version"}
+        common = {
+            "host",
+            "connection",
+            "content-length",
+            "content-type",
+            "accept",
+            "accept-encoding",
+            "user-agent",
+            "via",
+        }
+        assert asked.headers.keys() == {*common, "accept-encoding", "authorization", "x-api-key", "anthropic-version"}
         assert asked.headers["authorization"] == f"Bearer {SECRET}" and asked.headers["x-api-key"] == SECRET
         assert asked.headers["accept-encoding"] == "identity" and asked.headers["user-agent"].startswith("llmc/")
 
@@ -519,6 +529,17 @@ class TestFailures:
             httpx.post(f"{box.url}/v1/completions", json=streamed("/v1/completions"), headers=of("ann"), timeout=0.5)
         assert box.server.left.wait(PATIENCE_S)
 
+    def test_of_a_service_that_is_its_own_upstream_end_at_once(self, box: Box, monkeypatch: pytest.MonkeyPatch):
+        def come_back(asked: Asked) -> Sequence[bytes]:
+            again = {"via": asked.headers["via"], **of("ann")}
+            answers.append(httpx.post(f"{box.url}/v1/completions", json=asked.body, headers=again).status_code)
+            return told(asked)
+
+        answers: list[int] = []
+        box.server.answer = come_back
+        assert box.ask("/v1/completions", {"model": "smart", **BODIES["/v1/completions"]}).status_code == 200
+        assert answers == [404] and len(box.server.asked) == 1
+
     def test_of_its_certificate_are_refused_before_anything_is_sent(
         self, box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ):
@@ -540,6 +561,11 @@ class TestFailures:
             monkeypatch.setenv("SSL_CERT_FILE", str(cert))
             monkeypatch.setattr(box.upstream, "_tls", ssl.create_default_context())
             assert box.ask("/v1/completions", body).json() == ANSWER
+
+
+def test_an_address_that_no_client_can_ask_is_refused_at_the_start(box: Box):
+    with pytest.raises(UsageError, match="upstream is no address of a service"):
+        Upstream(replace(box.upstream._config, upstream="https://[v1.x]/v1"), box.app.state.service, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("content", ["", "two words", "two\nlines", "ключ"])
