@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from llmc import __version__
-from llmc.errors import ContextError, LlmcError, QueueFullError, ResourceError, UsageError, text_of
+from llmc.errors import ContextError, LlmcError, QueueFullError, ResourceError, UsageError
 from llmc.runtime.server.config import MODEL_NAME, ServerConfig
 from llmc.runtime.server.http.accounts import CLIENT, allows_model, owe, spend
 from llmc.runtime.server.http.arrival import PARSED, value_of
@@ -50,11 +50,7 @@ ROUTES = {
     "/v1/responses": ("max_output_tokens",),
     "/v1/messages": ("max_tokens",),
 }
-REASONS: tuple[tuple[type[LlmcError], str], ...] = (
-    (ContextError, "context"),
-    (QueueFullError, "busy"),
-    (ResourceError, "busy"),
-)
+REASONS = ((ContextError, "context"), (QueueFullError, "busy"), (ResourceError, "busy"))
 # Members that go on from what is kept where it was answered, or are answered later: what is kept here does not leave,
 # and what is kept there belongs to everybody who comes with its one key.
 KEPT = ("previous_response_id", "conversation", "background")
@@ -78,24 +74,18 @@ class UpstreamError(ApiError):
 
 class Upstream:
     """The service that answers in this one's place. ``registry``: gets its metrics.
-    Raises UsageError: its address or the file of its key cannot be used."""
+    Raises UsageError: the file of its key cannot be used."""
 
     def __init__(self, config: ServerConfig, service: Service, registry: CollectorRegistry) -> None:
         self._config, self._service = config, service
         self._base = (config.upstream or "").rstrip("/")
-        try:
-            httpx.URL(self._base)
-        except httpx.InvalidURL as error:
-            raise UsageError(f"upstream is no address of a service ({error}); give another one") from error
         self._via = f"1.1 llmc-{secrets.token_hex(8)}"
         self._names = dict(pair.split("=", 1) for pair in config.upstream_models)
         self._tls = ssl.create_default_context()
         self._key_headers("")
         count = partial(Counter, registry=registry)
         self._answers = count("llmc_upstream_requests", "Requests that the upstream answered.", ("reason", "status"))
-        self._refusals = count(
-            "llmc_upstream_refusals", "Requests that a rule kept from the upstream.", ("reason", "rule")
-        )
+        self._refusals = count("llmc_upstream_refusals", "Requests that a rule keeps here.", ("reason", "rule"))
         self._failures = count("llmc_upstream_failures", "Requests that the upstream failed.", ("reason", "failure"))
 
     # ------------------------------------------------------------------------------------------ which requests go there
@@ -243,8 +233,8 @@ class Upstream:
         if isinstance(failure, UpstreamError):
             self._failures.labels(reason, failure.kind).inc()
             note(upstream_failure=failure.kind)
-            cause = failure.__cause__ if isinstance(failure.__cause__, httpx.ConnectError | UsageError) else None
-            log.warning("%s%s", failure.message, f" ({text_of(cause)})" if cause else "")
+            shown = isinstance(failure.__cause__, httpx.ConnectError | UsageError)  # others may quote what is sent
+            log.warning("%s%s", failure.message, f" ({failure.__cause__})" if shown else "")
 
 
 class Meter:
@@ -307,7 +297,7 @@ def _failures_named() -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise UpstreamError("timeout", "did not answer in time", 504) from error
-    except httpx.ConnectError as error:
+    except (httpx.ConnectError, httpx.InvalidURL) as error:
         raise UpstreamError("connection", "cannot be reached") from error
     except httpx.HTTPError as error:
         raise UpstreamError("broken", "broke off") from error

@@ -494,9 +494,11 @@ class TestFailures:
 
     def test_of_an_address_where_nobody_listens(self, box: Box, monkeypatch: pytest.MonkeyPatch):
         with planted_server(told) as gone:
-            monkeypatch.setattr(box.upstream, "_base", gone.url)
-        answer = box.ask("/v1/completions", {"model": "smart", **BODIES["/v1/completions"]})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_connection")
+            pass
+        for address in (gone.url, "https://[v1.x]"):
+            monkeypatch.setattr(box.upstream, "_base", address)
+            answer = box.ask("/v1/completions", {"model": "smart", **BODIES["/v1/completions"]})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_connection")
 
     @pytest.mark.parametrize(("end", "kind"), [(RESET, "broken"), (STALL, "timeout")])
     @pytest.mark.parametrize("path", ROUTES)
@@ -561,11 +563,6 @@ class TestFailures:
             monkeypatch.setenv("SSL_CERT_FILE", str(cert))
             monkeypatch.setattr(box.upstream, "_tls", ssl.create_default_context())
             assert box.ask("/v1/completions", body).json() == ANSWER
-
-
-def test_an_address_that_no_client_can_ask_is_refused_at_the_start(box: Box):
-    with pytest.raises(UsageError, match="upstream is no address of a service"):
-        Upstream(replace(box.upstream._config, upstream="https://[v1.x]/v1"), box.app.state.service, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("content", ["", "two words", "two\nlines", "ключ"])
