@@ -50,7 +50,7 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
     guards = [Depends(no_query)]
     app.state.upstream = None
     if config.upstream is not None:
-        app.state.upstream = Upstream(config, app.state.service, app.state.metrics.registry)
+        app.state.upstream = Upstream(config, app.state.service, app.state.metrics)
         guards.append(Depends(app.state.upstream.claim))
     for router in (*ROUTERS, *([admin.router] if config.keys_file else [])):
         app.include_router(router, responses=OPENAI_ERRORS, dependencies=guards)

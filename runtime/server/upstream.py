@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx2 as httpx
 from anyio import fail_after
-from prometheus_client import CollectorRegistry, Counter
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -37,6 +36,7 @@ from llmc.runtime.server.http.keys import read_upstream_key
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, encode_json, event, unless_gone
 from llmc.runtime.server.http.validation import declares_json
+from llmc.runtime.server.models.metrics import HttpMetrics
 from llmc.runtime.server.models.service import Service
 from llmc.runtime.server.openai.completions import MOST_PROMPTS
 
@@ -73,17 +73,17 @@ class UpstreamError(ApiError):
 
 
 class Upstream:
-    """The service that answers in this one's place. ``registry``: gets its metrics.
+    """The service that answers in this one's place. ``metrics``: get its counts.
     Raises UsageError: the file of its key cannot be used."""
 
-    def __init__(self, config: ServerConfig, service: Service, registry: CollectorRegistry) -> None:
+    def __init__(self, config: ServerConfig, service: Service, metrics: HttpMetrics) -> None:
         self._config, self._service = config, service
         self._base = (config.upstream or "").rstrip("/")
         self._via = f"1.1 llmc-{secrets.token_hex(8)}"
         self._names = dict(pair.split("=", 1) for pair in config.upstream_models)
         self._tls = ssl.create_default_context()
         self._key_headers("")
-        count = partial(Counter, registry=registry)
+        count = metrics.counter
         self._answers = count("llmc_upstream_requests", "Requests that the upstream answered.", ("reason", "status"))
         self._refusals = count("llmc_upstream_refusals", "Requests that a rule keeps here.", ("reason", "rule"))
         self._failures = count("llmc_upstream_failures", "Requests that the upstream failed.", ("reason", "failure"))

@@ -20,19 +20,23 @@ class HttpMetrics:
     """Counts by route, method and status, durations, and requests that run."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
         names = ("route", "method")
         self._requests = Counter(
-            "llmc_http_requests", "Requests that were answered.", (*names, "status"), registry=self.registry
+            "llmc_http_requests", "Requests that were answered.", (*names, "status"), registry=self._registry
         )
         self._seconds = Histogram(
             "llmc_http_request_duration_seconds",
             "Time from a request to the end of its answer.",
             names,
             buckets=SECONDS,
-            registry=self.registry,
+            registry=self._registry,
         )
-        self._running = Gauge("llmc_http_requests_running", "Requests being answered.", registry=self.registry)
+        self._running = Gauge("llmc_http_requests_running", "Requests being answered.", registry=self._registry)
+
+    def counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        """A counter of something else that is told with these."""
+        return Counter(name, text, labels, registry=self._registry)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """Count the application's requests."""
@@ -67,7 +71,7 @@ class HttpMetrics:
         """All of it that the present client may see, in the text format of Prometheus."""
         registry = CollectorRegistry()
         registry.register(_Models(pool))
-        return generate_latest(self.registry) + generate_latest(registry)
+        return generate_latest(self._registry) + generate_latest(registry)
 
 
 class _Models:

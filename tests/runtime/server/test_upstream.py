@@ -33,6 +33,7 @@ from doubles.serving import serving
 
 from llmc.errors import BundleError, EngineClosedError, ResourceError, UsageError
 from llmc.runtime import Request, SamplingParams
+from llmc.runtime.server import upstream
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded
 from llmc.runtime.server.upstream import KEPT, ROUTES, Meter, Upstream, _is_within
@@ -86,7 +87,7 @@ class Box:
 
     def count(self, name: str) -> dict[tuple[str, ...], float]:
         """Samples of a counter by their labels' values."""
-        found = self.app.state.metrics.registry.collect()
+        found = self.app.state.metrics._registry.collect()
         samples = (sample for family in found for sample in family.samples if sample.name == f"{name}_total")
         return {tuple(sample.labels.values()): sample.value for sample in samples}
 
@@ -491,6 +492,22 @@ class TestFailures:
         assert not any(word in answer.text for word in ("stack trace", "sk-upst", "script", "half"))
         assert len(box.server.asked) == 1  # neither tried again nor followed
         assert box.count("llmc_upstream_failures")["model", kind] == before + 1
+
+    def test_to_end_within_the_deadline_of_all_requests_are_refused(self, box: Box, settings: Any):
+        settings(request_deadline_s=0.3)
+        for begun in ([], [STREAM, chunked(PIECES[0])]):
+            box.server.answer = lambda asked, begun=begun: [*begun, STALL]  # type: ignore[misc]
+            answer = box.ask("/v1/completions", streamed("/v1/completions"))
+            assert (
+                answer.status_code == (200 if begun else 504) and "the upstream did not answer in time" in answer.text
+            )
+
+    def test_to_stop_are_refused(self, box: Box, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(upstream, "MOST_BYTES", 100)
+        for answer, status in ([response(200, "a" * 100)], 502), ([STREAM, chunked(b"data: " + b"a" * 100), END], 200):
+            box.server.answer = lambda asked, answer=answer: answer  # type: ignore[misc]
+            found = box.ask("/v1/completions", streamed("/v1/completions"))
+            assert (found.status_code, "sent more than 100 bytes at once" in found.text) == (status, True)
 
     def test_of_an_address_where_nobody_listens(self, box: Box, monkeypatch: pytest.MonkeyPatch):
         with planted_server(told) as gone:
