@@ -170,6 +170,8 @@ class Handle:
         """Tokens of the prompt and of all outputs at most; the engine fills it in."""
         self.generated: Callable[[], int] = int
         """Tells how many tokens there are of all outputs so far; the engine fills it in."""
+        self.is_waiting: Callable[[], bool] = bool
+        """Tells if its turn has not come yet; the engine fills it in."""
         self.outputs = outputs
         """Number of outputs that the request asked for."""
         self.token_ids: list[int] = []

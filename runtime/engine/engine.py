@@ -151,7 +151,9 @@ class Engine:
             raise
         made = handle(collector, partial(self._cancel, state.number), state.streams, keep=request.on_delta is not None)
         made.prompt_tokens, made.most_tokens = len(state.prompt), state.most_tokens
-        made.generated = partial(getattr, state.timeline, "output_tokens")
+        timeline = state.timeline
+        made.generated = partial(getattr, timeline, "output_tokens")
+        made.is_waiting = lambda: timeline.admitted is None
         return made
 
     def call(self, function: Callable[[], _T]) -> _T:

@@ -20,6 +20,7 @@ from llmc.runtime.server.models import admin, health
 from llmc.runtime.server.models.metrics import HttpMetrics
 from llmc.runtime.server.models.service import Service
 from llmc.runtime.server.openai import chat, completions, embeddings, responses, tokens
+from llmc.runtime.server.upstream import Upstream
 
 if TYPE_CHECKING:
     from llmc.runtime.server.config import ServerConfig
@@ -46,8 +47,13 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
     app.router.redirect_slashes = False  # a redirect would name whatever host the client did
     app.state.service = Service(config, pool)
     app.state.metrics = HttpMetrics()
+    guards = [Depends(no_query)]
+    app.state.upstream = None
+    if config.upstream is not None:
+        app.state.upstream = Upstream(config, app.state.service, app.state.metrics)
+        guards.append(Depends(app.state.upstream.claim))
     for router in (*ROUTERS, *([admin.router] if config.keys_file else [])):
-        app.include_router(router, responses=OPENAI_ERRORS, dependencies=[Depends(no_query)])
+        app.include_router(router, responses=OPENAI_ERRORS, dependencies=guards)
     if config.page:
         page.mount(app)
     for kind, answer in HANDLERS.items():
@@ -63,6 +69,9 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
 
 async def _answer(request: Request, error: Exception) -> Response:
     assert isinstance(error, (ApiError, LlmcError))
+    if request.app.state.upstream is not None:
+        answer: Response = await request.app.state.upstream.answer(request, error)
+        return answer
     return response(request.scope, from_llmc(error))
 
 

@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import SplitResult, urlsplit
 
 from llmc.errors import UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
@@ -22,15 +23,16 @@ from llmc.strict import parse_toml, read_bytes
 MOST_CONFIG = 1 << 20  # bytes of the file; one with every key has some two thousand
 # Beyond the schemes of the web, what browsers send for pages of extensions, and "null" for pages without an address.
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s?#@*A-Z]+")
-_MODEL = re.compile(r"[A-Za-z0-9][\w.:/+@-]{0,254}", re.ASCII)
+MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.:/+@-]{0,254}", re.ASCII)
 
-LISTEN, MODELS, SECURITY, LIMITS, RATES, OPERATION, FLEET = (
+LISTEN, MODELS, SECURITY, LIMITS, RATES, OPERATION, UPSTREAM, FLEET = (
     "Where it listens",
     "Models and the engine",
     "Security",
     "Limits",
     "Rates",
     "Operation",
+    "Upstream",
     "More than one machine",
 )
 
@@ -96,6 +98,13 @@ class ServerConfig:
     )
     max_queue: int | None = _setting(
         MODELS, None, "Requests to a model that may wait, one more is refused; default: 256.", low=1, high=1_000_000
+    )
+    max_queue_s: float | None = _setting(
+        MODELS,
+        None,
+        "Time that a request may wait for its turn, then it is refused; default: any.",
+        unit="seconds",
+        low=0.1,
     )
     determinism: Literal["fast", "batch", "strict"] = _setting(
         MODELS, "fast", "What tokens may depend on beside the request: see Determinism in the reference."
@@ -202,6 +211,22 @@ class ServerConfig:
     response_store_bytes: int = _setting(
         OPERATION, 64 << 20, "Most that all kept responses may take together.", unit="bytes", low=0, high=1 << 40
     )
+
+    upstream: str | None = _setting(
+        UPSTREAM,
+        None,
+        "Base URL, with /v1, of an OpenAI-compatible service that is sent what is refused here; default: none.",
+    )
+    upstream_key_file: Path | None = _setting(
+        UPSTREAM, None, "File with the upstream's key in a line, read anew for each request; default: no key is sent."
+    )
+    upstream_models: tuple[str, ...] = _setting(
+        UPSTREAM, (), "Names that the upstream is asked by, as NAME=ITS_NAME; default: those that clients ask by."
+    )
+    upstream_timeout_s: float = _setting(
+        UPSTREAM, 300.0, "Time for its first byte, and between two.", unit="seconds", low=0.1, high=86_400
+    )
+    upstream_plain_http: bool = _setting(UPSTREAM, False, "Let requests and its key go to another machine unencrypted.")
 
     ray: bool = _setting(
         FLEET, False, "Let replicas answer, in processes that Ray places on the machines of a cluster."
@@ -343,7 +368,7 @@ def _check(setting: Setting, value: Any) -> Any:
     low, high = setting.low, setting.high
     if setting.kind == "models" and isinstance(value, Mapping):
         for name in value:
-            if type(name) is not str or not _MODEL.fullmatch(name):
+            if type(name) is not str or not MODEL_NAME.fullmatch(name):
                 said = f"models has the name {format_value(name)}, expected letters, digits and . _ : / + @ -"
                 raise UsageError(f"{said}, a letter or digit first; give it another name")
     wrong = taken is None or (setting.choices and value not in setting.choices)
@@ -379,7 +404,7 @@ def _texts(value: Any) -> tuple[str, ...] | None:
 def _read_named_paths(value: Any) -> Mapping[str, Path] | None:
     if not isinstance(value, Mapping):
         return None
-    found = {name: _path(folder) for name, folder in value.items() if type(name) is str and _MODEL.fullmatch(name)}
+    found = {name: _path(folder) for name, folder in value.items() if type(name) is str and MODEL_NAME.fullmatch(name)}
     paths = {name: folder for name, folder in found.items() if folder is not None}
     return paths if len(paths) == len(value) else None  # a plain one, which can be pickled
 
@@ -436,3 +461,38 @@ def _check_together(config: ServerConfig) -> None:
                 f"cors_origins holds {format_value(origin)}, expected origins as browsers write them, such as "
                 "https://example.com: lower case, no path, no '*'"
             )
+    _check_upstream(config)
+
+
+def _check_upstream(config: ServerConfig) -> None:
+    if config.upstream is None:
+        if given := [n for n in ("upstream_key_file", "upstream_models", "upstream_plain_http") if getattr(config, n)]:
+            raise UsageError(f"{given[0]} is given without upstream: expected both, or neither")
+        return
+    if config.ray:
+        raise UsageError("upstream and ray are given; expected one of them: a fleet sends nothing elsewhere")
+    url = read_upstream_url(config.upstream)
+    if url.scheme == "http" and not is_local(url.hostname or "") and not config.upstream_plain_http:
+        raise UsageError(
+            "upstream is of http on another machine, where others read what is sent; expected https, or "
+            "upstream_plain_http if the network is yours"
+        )
+    for pair in config.upstream_models:
+        if not all(map(MODEL_NAME.fullmatch, pair.partition("=")[::2])):
+            raise UsageError(f"upstream_models holds {format_value(pair)}, expected NAME=ITS_NAME, as small=gpt-5-mini")
+
+
+def read_upstream_url(text: str) -> SplitResult:
+    """The parts of the upstream's address. Raises UsageError: it is none; the address, which may hold a password, is
+    not in the message."""
+    try:
+        url = urlsplit(text)
+        _ = url.port
+    except ValueError:
+        url = urlsplit("")
+    if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or url.query or url.fragment:
+        raise UsageError(
+            "upstream is no address of a service, expected one as https://api.example.com/v1, without a name, a "
+            "password (see upstream_key_file) or a query"
+        )
+    return url

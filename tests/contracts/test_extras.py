@@ -49,7 +49,7 @@ VERBS = (
     Verb("inspect EXPORT"),
     Verb("doctor BUNDLE"),
     Verb("serve --help"),
-    Verb("serve BUNDLE --port 0", "cpu serve"),
+    Verb("serve BUNDLE --port 0 --upstream http://127.0.0.1:9/v1", "cpu serve"),
     Verb("run BUNDLE -p Once --max-tokens 2", "cpu"),
     Verb("run BUNDLE -p Once --regex a+ --max-tokens 2", "cpu guided"),
     Verb("chat BUNDLE --max-tokens 2", "cpu", stdin="Hello\n"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RESET = b"\0reset"  # in the place of a piece: the connection ends here
+STALL = b"\0stall"  # nothing more comes until the client is gone
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 
@@ -33,10 +35,12 @@ class ChatServer:
     asked: list[Asked] = field(default_factory=list)
     port: int = 0
     connections: int = 0
+    left: threading.Event = field(default_factory=threading.Event)  # a client whose answer stalled is gone
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.scheme}://127.0.0.1:{self.port}"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -47,16 +51,20 @@ class ChatServer:
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
                 asked = Asked(line, headers, json.loads(content) if content else None)
                 self.asked.append(asked)
-                if not await self.send(writer, [models()] if "/models" in line else self.answer(asked)):
+                if not await self.send(reader, writer, [models()] if "/models" in line else self.answer(asked)):
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
 
-    async def send(self, writer: asyncio.StreamWriter, pieces: Sequence[bytes]) -> bool:
+    async def send(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pieces: Sequence[bytes]) -> bool:
         """False if the connection is to end."""
         for piece in pieces:
+            if piece == STALL:
+                await reader.read()
+                self.left.set()
+                return False
             if piece == RESET:
                 writer.transport.abort()
                 return False
@@ -66,12 +74,12 @@ class ChatServer:
 
 
 @contextmanager
-def planted_server(answer: Answer) -> Iterator[ChatServer]:
+def planted_server(answer: Answer, tls: ssl.SSLContext | None = None) -> Iterator[ChatServer]:
     """The server while the block runs."""
-    server, ready = ChatServer(answer), threading.Event()
+    server, ready = ChatServer(answer, scheme="https" if tls else "http"), threading.Event()
 
     async def main() -> None:
-        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
         server.port = listening.sockets[0].getsockname()[1]
         loop.call_soon(ready.set)
         async with listening:

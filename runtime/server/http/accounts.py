@@ -247,6 +247,12 @@ def spend(*, requests: int = 0, tokens: int = 0) -> None:
         client.spend(requests=requests, tokens=tokens)
 
 
+def owe(tokens: int) -> None:
+    """Take tokens that the present client has used elsewhere, whether its rate has room for them or not."""
+    if (client := CLIENT.get()) and client.account.tokens is not None:
+        client.account.tokens.spend(tokens)
+
+
 def charge(handle: Handle) -> None:
     """Reserve the tokens of a request to a model for the present client, until it has ended.
     Raises ApiError: 429, its rate has no room for them; the request is cancelled."""

@@ -154,8 +154,9 @@ MEANINGS = {
     404: "There is no such model, or nothing of this name.",
     413: "The body is too large.",
     429: "As many requests wait as may wait, or the key's rate is used up.",
+    502: "The upstream failed, where there is one.",
     503: "The model cannot be loaded now, or the server is going down.",
-    504: "The deadline passed.",
+    504: "The deadline, or the upstream's time, passed.",
 }
 _TEXT, _MAYBE = {"type": "string"}, {"type": ["string", "null"]}
 OPENAI_ERRORS = document_errors(_object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE)))

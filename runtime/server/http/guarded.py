@@ -14,6 +14,7 @@ from llmc.runtime.server.http.keys import Keyring, Keys
 from llmc.runtime.server.http.origins import Hosts, Origins, cors
 from llmc.runtime.server.http.rates import Rates
 
+ANSWERED_BY = "x-llmc-answered-by"  # where there is an upstream, which may have done so
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
@@ -29,7 +30,7 @@ class Guarded:
         app = cors(app, config)  # outside of keys: a preflight brings none, and a page is to read why it was refused
         app = Origins(app, config)  # outside of cors, which answers preflights of allowed origins only
         app = Hosts(app, config)
-        self._app = RequestIds(app)  # the outermost: refusals have one too
+        self._app = RequestIds(app, config.upstream is not None)  # the outermost: refusals have one too
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
@@ -41,10 +42,12 @@ class Guarded:
 
 
 class RequestIds:
-    """Give each request a name, its client's if it is a sane one, and send it back as X-Request-Id."""
+    """Give each request a name, its client's if it is a sane one, and send it back as X-Request-Id.
+    ``marks``: say in a header of each answer who gave it."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, marks: bool = False) -> None:
         self.app = app
+        self._marks = marks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -59,6 +62,8 @@ class RequestIds:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = name
                 headers["request-id"] = name  # as Anthropic's clients look for it
+                if self._marks:
+                    headers.setdefault(ANSWERED_BY, "box")
             await send(message)
 
         return await self.app(scope, receive, sending)

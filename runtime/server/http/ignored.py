@@ -21,6 +21,11 @@ def ignore(name: str) -> None:
         names[clean] = None
 
 
+def forget_ignored() -> None:
+    """Name none of those so far: another service answers, which gets them all."""
+    (_NAMES.get() or {}).clear()
+
+
 def _fits(character: str) -> bool:
     return character.isascii() and character.isprintable() and character != ","
 

@@ -5,10 +5,10 @@ import hmac
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,11 +20,13 @@ from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.refusal import check_messages, refuse
 from llmc.strict import TomlError, open_regular, parse_toml
 
+T = TypeVar("T")
 MOST_BYTES = 1 << 20  # of the file
 MOST_KEYS = 1000  # each is compared with what every request brings: 1000 take about half a millisecond
 SHORTEST = 16  # characters of a key; what people think up is guessed
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 _KEY = re.compile(rf"[!-~]{{{SHORTEST},512}}")
+_SENT = re.compile("[!-~]{1,4096}")  # what another service takes for a key
 _HASH = re.compile("[0-9a-f]{64}")
 _VALUES = {
     "models": Range(
@@ -35,6 +37,7 @@ _VALUES = {
     "requests_per_minute": integer(1),
     "tokens_per_minute": integer(1),
     "admin": FLAG,
+    "local_only": FLAG,
 }
 # WebSockets in browsers send no headers of a page's choice, but names of protocols, of which one is to be accepted.
 PROTOCOL = "llmc"
@@ -51,6 +54,7 @@ class Key:
         models: names that it may use; None: all.
         requests_per_minute, tokens_per_minute: None: as the settings say.
         admin: it may load and unload models.
+        local_only: nothing of its requests goes to the upstream.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Key:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     admin: bool = False
+    local_only: bool = False
 
     def __repr__(self) -> str:
         return f"Key({self.name!r})"
@@ -95,13 +100,33 @@ class Keyring:
 
 def read_keys(path: Path) -> tuple[Key, ...]:
     """The keys of a TOML file: a table for each, named after its client, with ``key`` or ``sha256``."""
+    tables, status = _read(path, parse_toml)
+    _check_access(path, status, any("key" in table for table in tables.values() if isinstance(table, Mapping)))
+    if not 1 <= len(tables) <= MOST_KEYS:
+        raise UsageError(f"the keys' file {path} has {len(tables)} keys, expected 1 ... {MOST_KEYS}")
+    keys = tuple(_key(path, name, table) for name, table in tables.items())
+    if len({key.digest for key in keys}) < len(keys):
+        raise UsageError(f"the keys' file {path} has one key under two names; give each client its own")
+    return keys
+
+
+def read_upstream_key(path: Path) -> str:
+    """The one key that a file holds. Raises UsageError: others may read it, or it holds something else."""
+    key, status = _read(path, lambda content: content.decode("utf-8").strip())
+    _check_access(path, status, plain=True)
+    if not _SENT.fullmatch(key):
+        raise UsageError(f"the keys' file {path} holds no key, expected one line of printable ASCII, without spaces")
+    return key
+
+
+def _read(path: Path, parse: Callable[[bytes], T]) -> tuple[T, os.stat_result]:
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        tables = parse_toml(content)
+        return parse(content), status
     except OSError as error:
         raise UsageError(f"the keys' file {path} cannot be read: {error.strerror}") from error
     except TomlError as error:  # its message shows characters of the file
@@ -110,13 +135,6 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     except ValueError as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error
         raise UsageError(f"the keys' file {path} cannot be read: {reason}") from None
-    _check_access(path, status, any("key" in table for table in tables.values() if isinstance(table, Mapping)))
-    if not 1 <= len(tables) <= MOST_KEYS:
-        raise UsageError(f"the keys' file {path} has {len(tables)} keys, expected 1 ... {MOST_KEYS}")
-    keys = tuple(_key(path, name, table) for name, table in tables.items())
-    if len({key.digest for key in keys}) < len(keys):
-        raise UsageError(f"the keys' file {path} has one key under two names; give each client its own")
-    return keys
 
 
 def _check_access(path: Path, status: os.stat_result, plain: bool) -> None:
@@ -129,10 +147,8 @@ def _check_access(path: Path, status: os.stat_result, plain: bool) -> None:
     if mode & 0o022:
         raise UsageError(f"the keys' file {path} has mode {mode:o}, others may write it; run chmod 600 {path}")
     if plain and mode & 0o004:
-        raise UsageError(
-            f"the keys' file {path} has mode {mode:o}, everybody may read the keys in it; run chmod 600 {path}, or "
-            "write sha256 instead of key"
-        )
+        said = f"everybody may read the keys in it; run chmod 600 {path}, or let it hold hashes alone"
+        raise UsageError(f"the keys' file {path} has mode {mode:o}, {said}")
 
 
 def _key(path: Path, name: str, table: Any) -> Key:
@@ -144,7 +160,7 @@ def _key(path: Path, name: str, table: Any) -> Key:
     if unknown := table.keys() - {"key", "sha256", *_VALUES}:
         raise UsageError(
             f"{where}: unknown entry {min(unknown)!r:.60}, expected key or sha256, and models, requests_per_minute, "
-            "tokens_per_minute or admin"
+            "tokens_per_minute, admin or local_only"
         )
     for entry, values in _VALUES.items():
         if entry in table:

@@ -104,7 +104,8 @@ class RequestLog:
 
     Fields: ``request_id``, ``key`` (its name), ``method``, ``route`` (the pattern, as the path may hold anything),
     ``status``, ``model``, ``user``, ``safety_identifier`` and ``metadata`` (as the client gives them),
-    ``prompt_tokens``, ``cached_tokens``, ``output_tokens``, ``ttft_s``, ``duration_s``. Errors that nobody foresaw are
+    ``prompt_tokens``, ``cached_tokens``, ``output_tokens``, ``ttft_s``, ``duration_s``, and of what went to an upstream
+    ``answered_by``, ``upstream_model``, ``upstream_reason`` and ``upstream_failure``. Errors that nobody foresaw are
     logged with the place where they happened, and without their message, which may quote the request. A trace that the
     request continues (``traceparent``) is continued, where OpenTelemetry is in use. ``bodies``: write what is received
     and sent too, 64 KiB of each, and messages of errors.

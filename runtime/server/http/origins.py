@@ -16,7 +16,7 @@ from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.refusal import refuse
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-EXPOSED = ("x-request-id", "retry-after", "x-ratelimit-*")
+EXPOSED = ("x-request-id", "retry-after", "x-ratelimit-*", "x-llmc-answered-by", "x-llmc-upstream-model")
 
 
 class Hosts:

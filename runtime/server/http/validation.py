@@ -167,11 +167,15 @@ def take_body(kind: type[BaseModel]) -> Any:
     return Depends(partial(read_request, kind))
 
 
+def declares_json(request: Request) -> bool:
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return re.fullmatch(r"application/(.+\+)?json", declared) is not None
+
+
 async def read_request(kind: type[M], request: Request) -> M:
     """The body of a request, which the guard has parsed where there is one."""
     content, parsed = await request.body(), request.scope.pop(PARSED, None)  # which nobody is to keep
-    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content and not re.fullmatch(r"application/(.+\+)?json", declared):
+    if content and not declares_json(request):
         raise ApiError(400, NO_OBJECT)
     mark(len(content))
     return await aside(partial(_read, kind, content, parsed))

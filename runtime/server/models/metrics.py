@@ -34,6 +34,10 @@ class HttpMetrics:
         )
         self._running = Gauge("llmc_http_requests_running", "Requests being answered.", registry=self._registry)
 
+    def counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        """A counter of something else that is told with these."""
+        return Counter(name, text, labels, registry=self._registry)
+
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """Count the application's requests."""
 

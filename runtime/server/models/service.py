@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter, move_on_after, sleep, to_thread
 from fastapi import Depends
 from starlette.requests import HTTPConnection
 
@@ -30,6 +30,7 @@ T = TypeVar("T")
 GUIDES = ("json_schema", "regex", "grammar", "choice", "tools")  # arguments of which grammars are made
 _PREFIXED = re.compile("(?:call|toolu)_(?=[A-Za-z0-9]{9}$)")
 COMPILERS = 8  # threads; two grammars are tried at once, and each may take seconds
+TURN_POLL_S = 0.01
 MOST_WAITING = 256  # requests for these threads, as many as wait for rows by default
 # Models' work by the kind of their results; None is that of models that generate.
 WORK = {None: "generates text", "embeddings": "embeds texts", "scores": "ranks documents"}
@@ -183,7 +184,22 @@ class Service:
             call = partial(await aside(partial(make, model)), **self.adapter(asked))
             handle = await submit_promptly(call, self.compilers)
         held.callback(handle.cancel)
+        await self.wait_turn(handle)
         return model, handle
+
+    async def wait_turn(self, handle: Handle) -> None:
+        """Wait for a request's turn where the settings bound that wait.
+        Raises QueueFullError: it did not come in time; the request is cancelled, and costs nothing."""
+        most = self.config.max_queue_s
+        if most is None:
+            return
+        with move_on_after(most):
+            while handle.is_waiting() and not handle.done:
+                await sleep(TURN_POLL_S)
+            return
+        handle.cancel()
+        spend(tokens=-handle.prompt_tokens)
+        raise QueueFullError(f"the request waited {most:g} s for its turn, as long as it may; try again later")
 
 
 async def submit_promptly(submit: Callable[[], H], compilers: CapacityLimiter) -> H:

@@ -86,6 +86,13 @@ class TestTogether:
             ({"tls_key": Path("k")}, "tls_key is given without tls_cert"),
             ({"tls_key": Path("k"), "tls_cert": Path("c"), "unix_socket": Path("s")}, "tls_cert and unix_socket"),
             ({"models": {"a": Path("a")}, "warm": ("a", "b")}, "warm holds 'b', expected names of models: a"),
+            ({"upstream_key_file": Path("k")}, "upstream_key_file is given without upstream"),
+            ({"upstream_plain_http": True}, "upstream_plain_http is given without upstream"),
+            ({"upstream": "https://a", "ray": True}, "upstream and ray are given"),
+            ({"upstream": "http://box.example/v1"}, "upstream is of http on another machine"),
+            ({"upstream": "http://127.0.0.1.example/v1"}, "upstream is of http on another machine"),
+            ({"upstream": "https://a", "upstream_models": ("small",)}, "upstream_models holds 'small'"),
+            ({"upstream": "https://a", "upstream_models": ("small=",)}, "upstream_models holds 'small='"),
             ({"cors_origins": ("*",)}, "cors_origins holds '\\*'"),
             ({"cors_origins": ("https://a.example/",)}, "cors_origins holds"),
             ({"cors_origins": ("https://A.example",)}, "cors_origins holds"),
@@ -94,6 +101,20 @@ class TestTogether:
     def test_contradictions_are_refused(self, given: dict[str, Any], message: str):
         with pytest.raises(UsageError, match=message):
             ServerConfig(**given)
+
+    @pytest.mark.parametrize(
+        "address",
+        ["api.example", "ftp://a/v1", "https://", "https://u:secret@a/v1", "https://a/v1?k=secret", "https://a:x/v1"],
+    )
+    def test_an_upstream_is_an_address_and_no_message_shows_what_may_be_secret(self, address: str):
+        with pytest.raises(UsageError, match="upstream is no address of a service") as refusal:
+            ServerConfig(upstream=address)
+        assert "secret" not in str(refusal.value)
+
+    @pytest.mark.parametrize("address", ["http://localhost:1/v1", "http://[::1]:1/v1", "https://a.example/v1"])
+    def test_an_upstream_is_of_https_or_on_this_machine(self, address: str):
+        assert ServerConfig(upstream=address).upstream == address
+        assert ServerConfig(upstream="http://box.example/v1", upstream_plain_http=True).upstream
 
 
 class TestSettings:

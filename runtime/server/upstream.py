@@ -1,0 +1,344 @@
+"""The upstream: another service that answers what is refused here, where the settings name one.
+
+A request goes there as it came, but for the model's name, and its answer comes back as it is, event by event. Each has
+a connection of its own: one that is kept open may be closed by the other side just when a request was written to it,
+and nothing is tried twice.
+"""
+
+import logging
+import math
+import re
+import secrets
+import ssl
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
+from functools import partial
+from typing import Any
+
+import httpx2 as httpx
+from anyio import fail_after
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from llmc import __version__
+from llmc.errors import ContextError, LlmcError, QueueFullError, ResourceError, UsageError
+from llmc.runtime.server.config import MODEL_NAME, ServerConfig
+from llmc.runtime.server.http.accounts import CLIENT, allows_model, owe, spend
+from llmc.runtime.server.http.arrival import PARSED, value_of
+from llmc.runtime.server.http.aside import aside
+from llmc.runtime.server.http.bodies import list_texts
+from llmc.runtime.server.http.errors import ApiError, from_llmc, response
+from llmc.runtime.server.http.guarded import ANSWERED_BY
+from llmc.runtime.server.http.ignored import forget_ignored
+from llmc.runtime.server.http.keys import read_upstream_key
+from llmc.runtime.server.http.logs import note
+from llmc.runtime.server.http.streams import EventStream, encode_json, event, unless_gone
+from llmc.runtime.server.http.validation import declares_json
+from llmc.runtime.server.models.metrics import HttpMetrics
+from llmc.runtime.server.models.service import Service
+from llmc.runtime.server.openai.completions import MOST_PROMPTS
+
+log = logging.getLogger(__name__)
+
+# The dialects whose requests may go there, each with its names of the most tokens of an answer. Vectors may not: those
+# of another model would be taken for those of the one that was asked for.
+ROUTES = {
+    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
+    "/v1/completions": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
+}
+REASONS = ((ContextError, "context"), (QueueFullError, "busy"), (ResourceError, "busy"))
+# Members that go on from what is kept where it was answered, or are answered later: what is kept here does not leave,
+# and what is kept there belongs to everybody who comes with its one key.
+KEPT = ("previous_response_id", "conversation", "background")
+LOCAL_ONLY = "x-llmc-local-only"
+SENT = (b"accept", b"anthropic-version", b"anthropic-beta", b"openai-beta")  # of the client's headers; no other goes
+JSON, EVENTS = "application/json", "text/event-stream"
+MOST_BYTES = 16 << 20  # of an answer that is no stream, and of an event
+BYTES_PER_TOKEN = 4  # of a prompt, as English has, and of answers that are no streams, where nobody tells the tokens
+EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_USAGE = re.compile(rb'"((?:prompt|input|completion|output)_tokens)"\s{0,9}:\s{0,9}(\d{1,9})')
+_LONGEST_USAGE = 64  # bytes that it matches at most
+
+
+class UpstreamError(ApiError):
+    """The upstream gave no answer, or not all of it. ``kind``: a word for how it failed."""
+
+    def __init__(self, kind: str, said: str, status: int = 502) -> None:
+        super().__init__(status, f"the upstream {said}; try again later", code=f"upstream_{kind}")
+        self.kind = kind
+
+
+class Upstream:
+    """The service that answers in this one's place. ``metrics``: get its counts.
+    Raises UsageError: the file of its key cannot be used."""
+
+    def __init__(self, config: ServerConfig, service: Service, metrics: HttpMetrics) -> None:
+        self._config, self._service = config, service
+        self._base = (config.upstream or "").rstrip("/")
+        self._via = f"1.1 llmc-{secrets.token_hex(8)}"
+        self._names = dict(pair.split("=", 1) for pair in config.upstream_models)
+        self._tls = ssl.create_default_context()
+        self._key_headers("")
+        count = metrics.counter
+        self._answers = count("llmc_upstream_requests", "Requests that the upstream answered.", ("reason", "status"))
+        self._refusals = count("llmc_upstream_refusals", "Requests that a rule keeps here.", ("reason", "rule"))
+        self._failures = count("llmc_upstream_failures", "Requests that the upstream failed.", ("reason", "failure"))
+
+    # ------------------------------------------------------------------------------------------ which requests go there
+
+    async def claim(self, request: Request) -> None:
+        """Refuse a model that is not here before the body is read as strictly as one for a model here.
+        Raises ApiError: 404, for :meth:`answer`; 400 or 429, there are more prompts than the client may send."""
+        path, body = request.scope["path"], request.scope.get(PARSED)
+        if path not in ROUTES or not isinstance(body, dict) or not declares_json(request) or _is_local_only(request):
+            return
+        try:
+            if type(body.get("model")) is str:
+                self._service.name(body["model"])
+        except ApiError as error:
+            if path == "/v1/completions" and _reason_of(error) == "model":
+                spend(requests=len(list_texts("prompt", body.get("prompt"), MOST_PROMPTS)) - 1)
+            raise
+
+    async def answer(self, request: Request, error: ApiError | LlmcError) -> Response:
+        """The upstream's answer to what is refused here; else the refusal, or why there is no answer."""
+        refusal, reason = from_llmc(error), _reason_of(error)
+        if reason is None or request.scope["path"] not in ROUTES:
+            return response(request.scope, refusal)
+        body = await aside(partial(value_of, await request.body()))
+        if rule := self._keep(request, body, reason, refusal):
+            self._refusals.labels(reason, rule).inc()
+            return response(request.scope, refusal)
+        try:
+            return await self._ask(request, body, reason)
+        except ApiError as failure:
+            self._count_failure(reason, failure)
+            return response(request.scope, failure)
+
+    def _keep(self, request: Request, body: dict[str, Any], reason: str, refusal: ApiError) -> str:
+        """The rule by which a request stays here, of which the refusal then tells; empty where it may go."""
+        path, most = request.scope["path"], self._config.max_request_tokens
+        if _is_local_only(request):
+            return "local_only"
+        if self._via in request.headers.getlist("via"):  # the upstream is this service
+            return "loop"
+        if reason == "model" and not (MODEL_NAME.fullmatch(body["model"]) and allows_model(body["model"])):
+            return "model"
+        if path == "/v1/responses" and (kept := next(filter(body.get, KEPT), None)):
+            refusal.param = kept
+            refusal.message += f"; the upstream cannot answer either, which knows nothing of {kept}: leave it out"
+            return "stored"
+        if most is not None and not _is_within(most, body, ROUTES[path]):
+            refusal.param = ROUTES[path][0]
+            refusal.message += f"; the upstream may be asked for at most {most} tokens, so give {refusal.param}"
+            return "limit"
+        return ""
+
+    # ------------------------------------------------------------------------------------------ there and back
+
+    async def _ask(self, request: Request, body: dict[str, Any], reason: str) -> Response:
+        content, asked = await request.body(), body.get("model") or self._service.name(None)
+        name = self._names.get(asked, asked)
+        if name != body.get("model"):
+            content = (await aside(partial(encode_json, {**body, "model": name}))).encode()
+        note(model=asked, upstream_model=name, upstream_reason=reason)
+        forget_ignored()
+        until = time.monotonic() + (self._config.request_deadline_s or math.inf)
+        async with AsyncExitStack() as held:
+            answer = await unless_gone(request, self._open(request, content, until, held))
+            headers = {ANSWERED_BY: "upstream", "x-llmc-upstream-model": name}
+            if re.fullmatch("[0-9]{1,9}", wait := answer.headers.get("retry-after", "")):
+                headers["retry-after"] = wait
+            pieces, meter = self._pieces(answer, until), Meter(len(content))
+            if _media(answer) == EVENTS:
+                events = self._events(request.scope, pieces, meter, reason)
+                found: Response = EventStream(events, held.pop_all(), heartbeat_s=0)
+                found.status_code = answer.status_code
+                found.headers.update(headers)
+            else:
+                whole = await unless_gone(request, _read_whole(pieces, meter))
+                found = Response(whole, answer.status_code, headers, media_type=JSON)
+                if answer.is_success:
+                    owe(meter.tokens)
+            self._answers.labels(reason, str(answer.status_code)).inc()
+            note(answered_by="upstream")
+            return found
+
+    async def _open(self, request: Request, content: bytes, until: float, held: AsyncExitStack) -> httpx.Response:
+        """The answer once it has begun. Raises UpstreamError: there is none, or none that may be passed on."""
+        path = request.scope["path"]
+        with _failures_named(), fail_after(self._patience(until)):
+            headers = [
+                *(pair for pair in request.headers.raw if pair[0] in SENT),
+                (b"content-type", JSON.encode()),
+                (b"accept-encoding", b"identity"),
+                (b"user-agent", f"llmc/{__version__}".encode()),
+                (b"via", self._via.encode()),
+                *self._key_headers(path),
+            ]
+            # Neither proxies and names of the environment, nor cookies of other requests, nor redirects.
+            client = httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None, follow_redirects=False)
+            await held.enter_async_context(client)
+            url = self._base + path.removeprefix("/v1") + "?beta=true" * bool(request.query_params)
+            answer = await client.send(client.build_request("POST", url, content=content, headers=headers), stream=True)
+        _check_answer(answer)
+        return answer
+
+    def _key_headers(self, path: str) -> list[tuple[bytes, bytes]]:
+        if self._config.upstream_key_file is None:
+            return []
+        key = read_upstream_key(self._config.upstream_key_file).encode()
+        return [(b"authorization", b"Bearer " + key), *([(b"x-api-key", key)] if path == "/v1/messages" else [])]
+
+    def _patience(self, until: float) -> float:
+        return min(self._config.upstream_timeout_s, until - time.monotonic())
+
+    async def _pieces(self, answer: httpx.Response, until: float) -> AsyncGenerator[bytes, None]:
+        async with aclosing(answer.aiter_raw()) as pieces:
+            while True:
+                with _failures_named(), fail_after(self._patience(until)):
+                    piece = await anext(pieces, b"")
+                if not piece:
+                    return
+                yield piece
+
+    async def _events(
+        self, scope: Scope, pieces: AsyncGenerator[bytes, None], meter: "Meter", reason: str
+    ) -> AsyncGenerator[bytes, None]:
+        """Events as they come, each whole, so that a failure in the middle can be told as another one."""
+        waiting = b""
+        try:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    meter.take(piece)
+                    waiting += piece
+                    _check_size(len(waiting))
+                    ends = [waiting.rfind(mark) + len(mark) for mark in EVENT_ENDS if mark in waiting]
+                    if end := max(ends, default=0):
+                        yield waiting[:end]
+                        waiting = waiting[end:]
+            yield waiting
+        except UpstreamError as failure:
+            self._count_failure(reason, failure)
+            yield _last_event(scope, failure)
+        finally:
+            owe(meter.tokens)
+
+    def _count_failure(self, reason: str, failure: ApiError) -> None:
+        """Count and log a failure of the upstream's; that its client is gone is none."""
+        if isinstance(failure, UpstreamError):
+            self._failures.labels(reason, failure.kind).inc()
+            note(upstream_failure=failure.kind)
+            shown = isinstance(failure.__cause__, httpx.ConnectError | UsageError)  # others may quote what is sent
+            log.warning("%s%s", failure.message, f" ({failure.__cause__})" if shown else "")
+
+
+class Meter:
+    """The tokens of an answer that passes: what it tells of its usage, else a guess from the request's ``sent`` bytes
+    and the answer's events."""
+
+    def __init__(self, sent: int) -> None:
+        self._sent, self._bytes, self._events, self._last = sent, 0, 0, b""
+        self._told: dict[bytes, int] = {}
+
+    def take(self, piece: bytes) -> None:
+        seen = self._last + piece
+        for name, count in _USAGE.findall(seen):
+            self._told[name] = max(int(count), self._told.get(name, 0))
+        self._last = seen[-_LONGEST_USAGE:]
+        self._bytes += len(piece)
+        self._events += piece.count(b"data:")
+
+    @property
+    def tokens(self) -> int:
+        guess = self._sent // BYTES_PER_TOKEN + (self._events or self._bytes // BYTES_PER_TOKEN)
+        return sum(self._told.values()) or guess
+
+
+# ---------------------------------------------------------------------------------------------------------- requests
+
+
+def _reason_of(error: ApiError | LlmcError) -> str | None:
+    """The reason for which a request that was refused is the upstream's; None: it is not."""
+    if isinstance(error, ApiError) and error.code == "model_not_found":
+        return "model"
+    cause = error.__cause__ if isinstance(error, ApiError) else error
+    return next((reason for kind, reason in REASONS if isinstance(cause, kind)), None)
+
+
+def _is_local_only(request: Request) -> bool:
+    """True if the client's key or a header says that nothing may leave; any value but ``false`` says so."""
+    client = CLIENT.get()
+    said = any(value.strip().lower() != "false" for value in request.headers.getlist(LOCAL_ONLY))
+    return said or (client is not None and client.key is not None and client.key.local_only)
+
+
+def _is_within(most: int, body: dict[str, Any], limits: Sequence[str]) -> bool:
+    """True if a request names the most tokens of its answer, and they are not too many over all outputs."""
+    asked = [body[name] for name in limits if body.get(name) is not None]
+    outputs = [body[name] for name in ("n", "best_of") if body.get(name) is not None]
+    if not asked or any(type(number) is not int or number < 1 for number in (*asked, *outputs)):
+        return False
+    prompt = body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and not (prompt and type(prompt[0]) is int) else 1
+    return bool(max(asked) * max([1, *outputs]) * prompts <= most)
+
+
+# ----------------------------------------------------------------------------------------------------------- answers
+
+
+@contextmanager
+def _failures_named() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise UpstreamError("timeout", "did not answer in time", 504) from error
+    except (httpx.ConnectError, httpx.InvalidURL) as error:
+        raise UpstreamError("connection", "cannot be reached") from error
+    except httpx.HTTPError as error:
+        raise UpstreamError("broken", "broke off") from error
+    except UsageError as error:
+        raise UpstreamError("key", "is not asked, for its key cannot be read") from error
+
+
+def _media(answer: httpx.Response) -> str:
+    return str(answer.headers.get("content-type", "")).partition(";")[0].strip().lower()
+
+
+def _check_answer(answer: httpx.Response) -> None:
+    """Refuse what is no answer to a client. Raises UpstreamError: it is a failure, a redirect, or no JSON or events."""
+    status = answer.status_code
+    if status in (401, 403):  # which would say that the client's own key is wrong, and may quote this one
+        raise UpstreamError("key", f"does not take this service's key (status {status})")
+    if status >= 500 or status < 200 or answer.is_redirect:
+        raise UpstreamError("status", f"answered with status {status}")
+    if _media(answer) not in (JSON, EVENTS) or answer.headers.get("content-encoding", "identity") != "identity":
+        raise UpstreamError("form", f"answered with status {status} and neither JSON nor events")
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_BYTES:
+        raise UpstreamError("form", f"sent more than {MOST_BYTES} bytes at once")
+
+
+async def _read_whole(pieces: AsyncGenerator[bytes, None], meter: Meter) -> bytes:
+    whole = bytearray()
+    async with aclosing(pieces):
+        async for piece in pieces:
+            meter.take(piece)
+            whole += piece
+            _check_size(len(whole))
+    return bytes(whole)
+
+
+def _last_event(scope: Scope, failure: UpstreamError) -> bytes:
+    """The failure as the last event of a stream, in the dialect's form."""
+    if scope["path"] == "/v1/messages":
+        return event(failure.anthropic_body(scope.get("state", {}).get("request_id")), "error")
+    if scope["path"] == "/v1/responses":
+        return event({**failure.body["error"], **failure.body, "type": "error"}, "error")
+    return event(failure.body)
