@@ -14,6 +14,7 @@ from pathlib import Path
 from llmc import __version__, bundle
 from llmc.bundle import Budget, Manifest, Recipe, decode, read_bundle, verify_files
 from llmc.errors import BuildError, BundleError, UsageError
+from llmc.exported import weights_identity
 from llmc.inventory import SENSITIVE
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
@@ -22,7 +23,6 @@ from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolve
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
-from llmc.optimize.weights.tensors import weights_identity
 from llmc.publish import stage_folder
 from llmc.runtime.bench.benchmark import benchmark
 from llmc.runtime.host import disk_cache

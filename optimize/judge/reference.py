@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
+from llmc.exported import rows_of, sizes
 from llmc.inventory import EMBEDDING, HEAD, POSITIONS, Cache
 from llmc.optimize.lower.raising import find_weight
 from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.progress import Progress, make_counter, silent
-from llmc.optimize.weights.tensors import rows_of, sizes
 from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translate_errors
 from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY, inference_session, multiply_exactly

@@ -10,11 +10,11 @@ import onnx_ir as ir
 
 from llmc.bundle import Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
+from llmc.exported import CodedTensor
 from llmc.inventory import HEAD, SCORE, SENSITIVE, Attention, Codes, Experts, Linear
 from llmc.optimize.quantize.grid import Float, Grid
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
-from llmc.optimize.weights.tensors import CodedTensor
 
 # Types of activations.
 ARRAY_TYPES: dict[str, np.dtype[np.generic]] = {

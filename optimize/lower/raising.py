@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
+from llmc.exported import CodedTensor, Weight, order_of, sizes
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace
-from llmc.optimize.weights.tensors import CodedTensor, Weight, order_of, sizes
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 # Nodes behind the DequantizeLinear of a weight, and what their second inputs are.

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
+from llmc.exported import CodedTensor
 from llmc.optimize.lower.context import Float16, Float32, LoweringContext, PerToken, Static, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.onnxruntime.linears import bias_of, emit_blocked_linear, float_linear, with_bias
@@ -26,7 +27,6 @@ from llmc.optimize.lower.rewrite import (
 from llmc.optimize.quantize import static
 from llmc.optimize.quantize.grid import Grid, Quantized
 from llmc.optimize.weights.store import quantize_matrix
-from llmc.optimize.weights.tensors import CodedTensor
 
 # int8 arithmetic inside MatMulNBits; without it 8-bit weights are expanded to float32 on every call (165x slower).
 ACCURACY_INT8 = 4
