@@ -42,7 +42,6 @@ COMPUTED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MOST_RECIPE = 1 << 20  # bytes of a recipe file; those that come with llmc have a thousand
 LARGEST_NUMBER = 1 << 53  # whole numbers beyond are no exact floats
 SCHEMES = ("rtn", "gptq")
-ACTIVATIONS = ("per-token", "static")
 
 V = TypeVar("V")
 N = TypeVar("N", int, float)
@@ -73,8 +72,8 @@ class Request:
         head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``, int8 for int4.
         phases: split (a W8A8 graph for prefill beside the weight-only one, default on CPUs), shared (one graph, less
             memory) or single (one engine; TensorRT knows nothing else).
-        activations: of the W8A8 graph: per-token (default) or static, one calibrated scale per tensor. A shared graph
-            is W8A8 where this is per-token. For TensorRT none (default) or static, with int8 and fp8.
+        activations: of the W8A8 graph: per-token (default on CPUs); a shared graph is W8A8 where this is said. For
+            TensorRT none (default) or static, one calibrated scale per tensor, with int8 and fp8.
         smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off, but 0.6 for per-token activations of a model whose
             residual stream cannot be rotated, where the build can calibrate.
         cache: KV cache in float16, float32, int8 (a scale per tensor) or int8-channel (a scale per channel); default:
