@@ -272,7 +272,7 @@ def resolve(
         raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
     longest = min(max_positions, ENGINE_CONTEXT if target.makes_engine else DEFAULT_CONTEXT)
     context = either(request.max_context, longest)
-    check_context("max_context", context, max_positions, "; change --max-context, or max_context in the recipe")
+    check_context(context, max_positions, "; change --max-context, or max_context in the recipe")
     limits = Limits(
         max_context=context,
         max_batch=check_between("max_batch", either(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
@@ -351,12 +351,11 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
     return replace(request, phases="shared", max_context=longest, budget=None)
 
 
-def check_context(name: str, context: int, max_positions: int, advice: str = "") -> None:
-    """Refuse a context that the model does not have.
-    Raises UsageError: with the bounds, and what is called ``name``."""
+def check_context(context: int, max_positions: int, advice: str = "") -> None:
+    """Refuse a context that the model does not have. Raises UsageError: with the bounds."""
     if not 2 <= context <= max_positions:
         of = "the max_position_embeddings of the checkpoint"
-        raise UsageError(f"{name} is {context}, expected 2 ... {max_positions}, {of}{advice}")
+        raise UsageError(f"max_context is {context}, expected 2 ... {max_positions}, {of}{advice}")
 
 
 def _phases(asked: str | None, target: Capabilities, *, integers: bool, one: bool) -> str:
