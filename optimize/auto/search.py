@@ -20,7 +20,7 @@ from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.judge.gate import find_broken_limits
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolve
+from llmc.optimize.recipe import Request, needs_calibration, read_recipe, settle
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
 from llmc.publish import stage_folder
@@ -162,8 +162,7 @@ def automatic(
         raise UsageError("--auto times prompts and answers, and this model gives none; build it with a precision")
 
     def resolved(candidate: Request) -> Recipe:
-        positions, coded, rotates = export.geometry.max_positions, bool(export.geometry.coded), export.geometry.rotates
-        return resolve(candidate, capabilities(target), positions, "auto", calibrates, coded, rotates)[0]
+        return settle(candidate, export.geometry, capabilities(target), "auto", calibrates)[0]
 
     calibrates = calibration is not None and calibration.is_possible
     limit = available_memory() if memory is None else memory
