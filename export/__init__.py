@@ -16,7 +16,7 @@ __all__ = ["ExportReport", "export"]
 
 def require_packages() -> None:
     """Raise an error if a package that an export needs is missing."""
-    for module in ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"):
+    for module in ("torch", "onnx", "onnx_ir", "onnxscript"):
         require(module, "export")
 
 

@@ -42,12 +42,20 @@ from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import DecoderConfig
 from llmc.export.decoder import Decoder
 from llmc.export.encoder import Encoder
-from llmc.export.sources.exported import IR_TYPES
 from llmc.export.sources.safetensors import StoredTensor
 
 # The first ONNX IR version that knows opset 24.
 IR_VERSION = 12
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_IR_TYPES = {
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+    "I32": ir.DataType.INT32,
+    "I8": ir.DataType.INT8,
+    "U8": ir.DataType.UINT8,
+    "I4": ir.DataType.INT4,
+}
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _NORMS = ("RMSNormalization", "LayerNormalization")
 _ATTENTIONS = (ops.CACHED_ATTENTION, ops.SHARED_ATTENTION, ops.SELF_ATTENTION)
@@ -279,7 +287,7 @@ def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
         made[-1].outputs[0].shape = shape
         codes.replace_all_uses_with(made[-1].outputs[0])
         node.replace_input_with(0, codes)
-        codes.type, codes.shape = ir.TensorType(IR_TYPES[stored.dtype]), ir.Shape(stored.shape)
+        codes.type, codes.shape = ir.TensorType(_IR_TYPES[stored.dtype]), ir.Shape(stored.shape)
         graph.insert_before(graph[0], made)
 
 
@@ -301,7 +309,7 @@ def _declare_initializer(graph: ir.Graph, name: str, tensors: Mapping[str, Store
     if name not in tensors:
         return None
     stored = tensors[name]
-    value = ir.val(name, shape=ir.Shape(stored.shape), type=ir.TensorType(IR_TYPES[stored.dtype]))
+    value = ir.val(name, shape=ir.Shape(stored.shape), type=ir.TensorType(_IR_TYPES[stored.dtype]))
     value.const_value = ir.tensor(np.zeros(0), name=name)  # its offset is filled in with those of all others
     graph.register_initializer(value)
     return value
@@ -313,7 +321,7 @@ def _point_to_weights(graph: ir.Graph, tensors: Mapping[str, StoredTensor], base
             stored.file,
             stored.offset,
             stored.length,
-            IR_TYPES[stored.dtype],
+            _IR_TYPES[stored.dtype],
             shape=ir.Shape(stored.shape),
             name=name,
             base_dir=base,

@@ -272,19 +272,17 @@ class Keys:
             raise self.error(name, value, f"one of {', '.join(options)}")
         return str(value)
 
-    def nullable_integer(self, name: str) -> int:
-        """A whole number, or 0 for null. The key must be there."""
-        if name in self._values and self._values[name] is None:
-            self._read.add(name)
+    def sliding_window(self) -> int:
+        """The window, or 0 for null. The key must be there."""
+        if "sliding_window" in self._values and self.raw("sliding_window") is None:
             return 0
-        return self.integer(name)
+        return self.integer("sliding_window")
 
     def optional_number(self, name: str) -> float | None:
         return None if self.raw(name) is None else self.number(name)
 
     def nullable_number(self, name: str, default: float) -> float:
-        if name in self._values and self._values[name] is None:
-            self._read.add(name)
+        if name in self._values and self.raw(name) is None:
             return 0.0
         return self.number(name, default)
 

@@ -102,7 +102,7 @@ def windows_from_layer(keys: Keys) -> tuple[int, ...]:
     """If ``use_sliding_window``, windows in the layers that ``layer_types`` names, or from layer ``max_window_layers``
     on."""
     layers, used = keys.integer("num_hidden_layers"), keys.flag("use_sliding_window")
-    window = keys.nullable_integer("sliding_window") if used else 0
+    window = keys.sliding_window() if used else 0
     keys.skip("sliding_window")
     first = keys.integer("max_window_layers") if used and window else layers
     keys.skip("max_window_layers")
@@ -123,7 +123,7 @@ def windows_by_type(keys: Keys, window: int, default: tuple[bool, ...]) -> tuple
 def windows_by_pattern(keys: Keys, default: int) -> tuple[int, ...]:
     """Windows in the layers that ``layer_types`` names, or in all but every nth, ``sliding_window_pattern``."""
     layers, every = keys.integer("num_hidden_layers"), keys.integer("sliding_window_pattern", default)
-    window = keys.nullable_integer("sliding_window")
+    window = keys.sliding_window()
     return windows_by_type(keys, window, tuple((i + 1) % every != 0 for i in range(layers)))
 
 

@@ -1,7 +1,6 @@
 """Runs an export's torch decoder one part at a time: only the weights of the part in use are in memory."""
 
 import math
-import os
 from functools import cached_property
 from pathlib import Path
 
@@ -9,28 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from llmc import bundle
-from llmc.errors import CheckpointError
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import PER_LAYER_NORM
 from llmc.export.decoder import DecoderLayer
-from llmc.export.expert_ops import E2M1
 from llmc.export.families import drop_vision, read_config
 from llmc.export.keys import Keys
 from llmc.export.sources.checkpoint import EMBEDDING, HEAD, read_json
-from llmc.export.sources.exported import read_weights
-from llmc.export.sources.safetensors import StoredTensor
+from llmc.exported import read_weights, rows_of
 from llmc.inventory import PER_LAYER, PER_LAYER_PROJECTION, POSITIONS
-
-_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I4": torch.int8,  # two in each
-}
 
 
 class StreamedDecoder:
@@ -49,7 +35,7 @@ class StreamedDecoder:
         self.config = read_config(Keys(drop_vision(read_json(path)), str(path)))
         self.geometry = self.config.geometry
         self.device = torch.device(device)
-        self._stored = {name: (folder / tensor.file, tensor) for name, tensor in read_weights(folder).items()}
+        self._stored = read_weights(folder)
         self._ropes = [torch.tensor(inverse_frequencies(rope), device=self.device) for rope in self.config.ropes]
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -128,67 +114,10 @@ class StreamedDecoder:
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows ``start`` to ``stop`` of a stored tensor as float32.
-
-        Raises:
-            CheckpointError: the file ends early, or a weight is NaN or infinite.
-        """
-        if f"{name}.scales" in self._stored and self._stored[name][1].dtype != "U8":
-            return self._dequantize_rows(name, start, stop)
-        values = (
-            self._decode(name, start, stop)
-            if f"{name}.scales" in self._stored
-            else self._values(name, start, stop).float()
-        )
-        if not torch.isfinite(values).all():
-            raise CheckpointError(
-                f"{self._stored[name][0]}: {name} holds NaN or infinite weights between rows {start} and "
-                f"{start + len(values)}; the checkpoint is broken, get or save it again"
-            )
-        return values
-
-    def _dequantize_rows(self, name: str, start: int, stop: int | None) -> Tensor:
-        steps, scales = self._values(name, start, stop).float(), self.rows(f"{name}.scales", start, stop)
-        block = steps.shape[1] // scales.shape[1]
-        if (zeros := f"{name}.zero_points") in self._stored:  # rows of 4-bit codes may begin within a byte: read all
-            steps -= self._values(zeros)[start:stop].float().repeat_interleave(block, 1)
-        steps *= scales.repeat_interleave(block, 1)
-        if (offsets := f"{name}.offsets") in self._stored:
-            steps += self.rows(offsets, start, stop)[..., 0].repeat_interleave(block, 1)
-        order = f"{name}.order"
-        return steps[:, self._values(order).long()] if order in self._stored else steps
-
-    def _decode(self, name: str, start: int, stop: int | None) -> Tensor:
-        """Matrices of a stack in MXFP4."""
-        codes, scales = (self._values(each, start, stop) for each in (name, f"{name}.scales"))
-        values = torch.tensor(E2M1, device=self.device)[torch.stack((codes & 15, codes >> 4), -1).int()]
-        return (values.view(*scales.shape, -1) * scales.view(torch.float8_e8m0fnu).float().unsqueeze(-1)).flatten(-2)
-
-    def _values(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        path, tensor = self._stored[name]
-        stop = tensor.shape[0] if stop is None else min(stop, tensor.shape[0])
-        row = tensor.length // tensor.shape[0]
-        whole = (start, stop) == (0, tensor.shape[0])
-        data = _read(path, tensor, start * row, tensor.length if whole else (stop - start) * row)
-        values = torch.frombuffer(data, dtype=_DTYPES[tensor.dtype]).to(self.device)
-        shape = (stop - start, *tensor.shape[1:])
-        if tensor.dtype == "I4":  # left, then right: shifting a signed number right keeps its sign
-            values = torch.stack((values << 4, values), 1).flatten()[: math.prod(shape)] >> 4
-        return values.view(shape)
+        Raises CheckpointError: the file ends early, or a weight is NaN or infinite."""
+        return torch.from_numpy(rows_of(self._stored[name], start, stop)).to(self.device)
 
     def _fill(self, module: nn.Module, prefix: str) -> None:
         weights = {name: self.rows(prefix + name).view(it.shape) for name, it in module.named_parameters()}
         module.load_state_dict(weights, assign=True)
         module.to(self.device).eval().requires_grad_(False)
-
-
-def _read(path: Path, tensor: StoredTensor, start: int, size: int) -> bytearray:
-    """Bytes of a tensor, read and not mapped: mapped pages would count as this process's memory."""
-    data = bytearray(size)
-    try:
-        with path.open("rb") as file:
-            found = os.preadv(file.fileno(), [data], tensor.offset + start)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); export the checkpoint again") from error
-    if found != size:
-        raise CheckpointError(f"{path}: ends early; the file is truncated, copy it again")
-    return data

@@ -66,11 +66,11 @@ class Order:
         """The order with its engine's properties, if the target has an engine."""
         if not self.target.makes_engine:
             return self
-        from llmc.optimize.tensorrt.spec import list_own_bits, resolve_engine
+        from llmc.optimize.tensorrt.spec import resolve_engine
 
-        check_heads(self.export.geometry)
-        bits = list_own_bits(self.export.geometry)
-        spec = resolve_engine(self.target, self.recipe, self.limits, asked or EngineRequest(), own_bits=bits)
+        geometry = self.export.geometry
+        check_heads(geometry)
+        spec = resolve_engine(self.target, geometry, self.recipe, self.limits, asked or EngineRequest())
         return replace(self, engine=spec)
 
 

@@ -28,7 +28,7 @@ from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.engine import compile_engine
-from llmc.optimize.tensorrt.spec import EngineSpec, list_own_bits, resolve_engine
+from llmc.optimize.tensorrt.spec import EngineSpec, resolve_engine
 from llmc.publish import file_entries, link, refuse_to_overwrite, stage_folder
 from llmc.runtime import load
 from llmc.runtime.kv.budget import usable_memory
@@ -90,8 +90,8 @@ def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
 
 def _rebuild_engine(source: Path, manifest: Manifest, old: EngineConfig, folder: Path, progress: Progress) -> Manifest:
     target = capabilities(manifest.target.name)
-    bits = list_own_bits(manifest.geometry)
-    spec = resolve_engine(target, manifest.recipe, manifest.limits, _as_asked(old), own_bits=bits, here=True)
+    asked = EngineRequest(workspace=old.workspace, optimization_level=old.optimization_level)
+    spec = resolve_engine(target, manifest.geometry, manifest.recipe, manifest.limits, asked, here=True)
     spec = _for_same_gpus(spec, old)
     kept = _list_kept(manifest)
     for name in kept:
@@ -114,10 +114,6 @@ def _rebuild_engine(source: Path, manifest: Manifest, old: EngineConfig, folder:
         made = replace(made, engine=replace(plan, verified=verified))
         write_manifest(made, folder)
     return made
-
-
-def _as_asked(old: EngineConfig) -> EngineRequest:
-    return EngineRequest(workspace=old.workspace, optimization_level=old.optimization_level)
 
 
 def _replay(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> str | None:

@@ -29,7 +29,7 @@ class Capabilities:
     caches: dict[str, str]
     computes: tuple[str, ...] = ("float32",)
     phases: tuple[str, ...] = ("split", "shared")
-    activations: tuple[str, ...] = ("per-token", "static")
+    activations: tuple[str, ...] = ("per-token",)
     asymmetric: bool = True
     has_gpu: bool = True
     ragged_rows: str = ""

@@ -7,7 +7,7 @@ from llmc.export.reading import read_decoder, windows_by_pattern, windows_by_typ
 
 def read(keys: Keys) -> DecoderConfig:
     """Without windows all layers are rotated. A pattern in letters repeats ``layer_types``."""
-    window = keys.nullable_integer("sliding_window")
+    window = keys.sliding_window()
     if keys.raw("layer_types") is None and window:
         windows = windows_by_pattern(keys, default=4)
     else:

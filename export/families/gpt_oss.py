@@ -27,7 +27,7 @@ def read(keys: Keys) -> DecoderConfig:
         transposed=True,
     )
     keys.skip("initial_context_length")  # the rope has it too
-    window = keys.nullable_integer("sliding_window")
+    window = keys.sliding_window()
     every_other = tuple(index % 2 == 0 for index in range(keys.integer("num_hidden_layers")))
     config = read_decoder(
         keys,

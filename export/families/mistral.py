@@ -8,5 +8,5 @@ from llmc.export.rope_keys import DEFAULT_THETA
 
 def read(keys: Keys, default_theta: float = DEFAULT_THETA) -> DecoderConfig:
     """``sliding_window`` must be given, even as null: transformers' default is 4096."""
-    window = keys.nullable_integer("sliding_window")
+    window = keys.sliding_window()
     return read_decoder(keys, windows=(window,) * keys.integer("num_hidden_layers"), default_theta=default_theta)

@@ -8,7 +8,7 @@ from llmc.export.reading import read_decoder, windows_by_type
 def read(keys: Keys) -> DecoderConfig:
     """``no_rope_layers`` holds a 1 for each layer that rotates. Windows, if any, are for those that do not."""
     rotated, bias = _list_rotated(keys), keys.flag("attention_bias")
-    window = keys.nullable_integer("sliding_window") if keys.flag("use_sliding_window") else 0
+    window = keys.sliding_window() if keys.flag("use_sliding_window") else 0
     keys.skip("sliding_window", "max_window_layers")  # the second is qwen2's, and not read
     return read_decoder(
         keys,

@@ -14,15 +14,15 @@ from pathlib import Path
 from llmc import __version__, bundle
 from llmc.bundle import Budget, Manifest, Recipe, decode, read_bundle, verify_files
 from llmc.errors import BuildError, BundleError, UsageError
+from llmc.exported import weights_identity
 from llmc.inventory import SENSITIVE
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.judge.gate import find_broken_limits
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.recipe import Request, needs_calibration, read_recipe, resolve
+from llmc.optimize.recipe import Request, needs_calibration, read_recipe, settle
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
-from llmc.optimize.weights.tensors import weights_identity
 from llmc.publish import stage_folder
 from llmc.runtime.bench.benchmark import benchmark
 from llmc.runtime.host import disk_cache
@@ -162,8 +162,7 @@ def automatic(
         raise UsageError("--auto times prompts and answers, and this model gives none; build it with a precision")
 
     def resolved(candidate: Request) -> Recipe:
-        positions, coded, rotates = export.geometry.max_positions, bool(export.geometry.coded), export.geometry.rotates
-        return resolve(candidate, capabilities(target), positions, "auto", calibrates, coded, rotates)[0]
+        return settle(candidate, export.geometry, capabilities(target), "auto", calibrates)[0]
 
     calibrates = calibration is not None and calibration.is_possible
     limit = available_memory() if memory is None else memory

@@ -14,11 +14,11 @@ import numpy as np
 from llmc import __version__
 from llmc.bundle import Calibration, ExportManifest, Recipe
 from llmc.errors import ResourceError, UsageError, require
+from llmc.exported import weights_identity
 from llmc.optimize.lower.context import quant_configs
 from llmc.optimize.progress import Progress
 from llmc.optimize.recipe import needs_calibration
 from llmc.optimize.weights.store import Calibrated
-from llmc.optimize.weights.tensors import weights_identity
 
 if TYPE_CHECKING:
     from llmc.optimize.calibrate.layers import LayerSource

@@ -6,7 +6,7 @@ about one layer in float32. The embedding is read by rows, the head multiplied i
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
+from llmc.exported import rows_of, sizes
 from llmc.inventory import EMBEDDING, HEAD, POSITIONS, Cache
 from llmc.optimize.lower.raising import find_weight
 from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.progress import Progress, make_counter, silent
-from llmc.optimize.weights.tensors import rows_of, sizes
 from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translate_errors
 from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY, inference_session, multiply_exactly
@@ -60,13 +60,7 @@ class Reference:
 
         One pass over the weights.
         """
-        groups = _groups(sequences)
-        done = make_counter(progress, "running the unquantized model layer by layer", self.manifest.geometry.layers)
-        states = self.states(groups)
-        hidden = next(states)
-        for after in states:
-            hidden = after
-            done()
+        hidden = self._run_layers(_groups(sequences), progress)
         rows = [row for group in hidden for row in self.last_norm(group)]
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
 
@@ -74,21 +68,19 @@ class Reference:
         """The vector or the score that an encoder makes of each sequence: float32 [width] each."""
         geometry = self.manifest.geometry
         assert geometry.encoder is not None
-        done = make_counter(progress, "running the unquantized model layer by layer", geometry.layers)
-        states = self.states([np.array([sequence], np.int64) for sequence in sequences])
-        hidden = next(states)
-        for after in states:
-            hidden = after
-            done()
+        hidden = self._run_layers([np.array([sequence], np.int64) for sequence in sequences], progress)
         ends = [{f"hidden.{geometry.layers}": rows, "lengths": np.array([rows.shape[1]])} for rows in hidden]
         return [self._run(known, geometry.encoder.result).reshape(-1) for known in ends]
 
-    def states(self, groups: Sequence[Ids]) -> Iterator[list[Float]]:
-        """For each group of tokens [B, S] its hidden states [B, S, H]: the embeddings, then those after each layer."""
-        calls = [LayerCalls(self, ids) for ids in groups]
-        yield [call.hidden for call in calls]
-        for layer in range(self.manifest.geometry.layers):
-            yield [call.advance(layer) for call in calls]
+    def _run_layers(self, groups: Sequence[Ids], progress: Progress) -> list[Float]:
+        """Hidden states [B, S, H] of each group of tokens [B, S] after the last layer."""
+        calls, layers = [LayerCalls(self, ids) for ids in groups], self.manifest.geometry.layers
+        done = make_counter(progress, "running the unquantized model layer by layer", layers)
+        for layer in range(layers):
+            for call in calls:
+                call.advance(layer)
+            done()
+        return [call.hidden for call in calls]
 
     def project(self, normed: Float) -> Float:
         """The head's product: logits float32 [n, V] of rows [n, H]."""

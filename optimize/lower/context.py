@@ -10,11 +10,11 @@ import onnx_ir as ir
 
 from llmc.bundle import Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
+from llmc.exported import CodedTensor
 from llmc.inventory import HEAD, SCORE, SENSITIVE, Attention, Codes, Experts, Linear
 from llmc.optimize.quantize.grid import Float, Grid
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
-from llmc.optimize.weights.tensors import CodedTensor
 
 # Types of activations.
 ARRAY_TYPES: dict[str, np.dtype[np.generic]] = {
@@ -76,7 +76,6 @@ class Static:
 HEAD_BLOCK = 32
 
 QuantConfig = Float32 | Float16 | Computed | Float8 | WeightOnly | Mxfp4 | PerToken | Static
-W8A8: dict[str, PerToken | Static] = {"per-token": PerToken(), "static": Static()}
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
     if single:
         w8a8 = Static(Grid(8, positive=True)) if static else None
         return {"single": replace(stored, w8a8=w8a8, w8a8_bits=(8,))}
-    prompts = replace(stored, w8a8=W8A8.get(recipe.activations))
+    prompts = replace(stored, w8a8=PerToken() if recipe.activations == "per-token" else None)
     return {"shared": prompts} if recipe.phases == "shared" else {"prefill": prompts, "decode": stored}
 
 

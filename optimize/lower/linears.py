@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from llmc.exported import Weight
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear, find_vector, find_weight
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, sole_consumer, vector
-from llmc.optimize.weights.tensors import Weight
 
 
 def replace_linears(graph: ir.Graph, context: LoweringContext, lowered: Callable[[Linear], ir.Value]) -> int:

@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
+from llmc.exported import CodedTensor, Weight, order_of, sizes
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace
-from llmc.optimize.weights.tensors import CodedTensor, Weight, order_of, sizes
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 # Nodes behind the DequantizeLinear of a weight, and what their second inputs are.
@@ -68,12 +68,17 @@ class Linear:
         return [sizes(weight)[0] for weight in self.weights]
 
 
+def weight_value(value: ir.Value) -> ir.Value:
+    """The value behind a weight input, before any Cast or Transpose: an initializer, or what integers are made to."""
+    while (node := value.producer()) is not None and node.op_type in ("Cast", "Transpose", "Identity"):
+        assert node.inputs[0] is not None
+        value = node.inputs[0]
+    return value
+
+
 def find_weight(value: ir.Value | None) -> Weight:
     """The checkpoint tensor behind a value, seen through Cast and Transpose; of integers with what scales them."""
-    node = value.producer() if value is not None else None
-    while node is not None and node.op_type in ("Cast", "Transpose", "Identity"):
-        value = node.inputs[0]
-        node = value.producer() if value is not None else None
+    node = weight_value(value).producer() if value is not None else None
     if node is None:
         return find_vector(value)
     others: dict[str, ir.ExternalTensor] = {}
@@ -88,12 +93,8 @@ def find_weight(value: ir.Value | None) -> Weight:
 
 
 def find_vector(value: ir.Value | None) -> ir.ExternalTensor:
-    """The checkpoint tensor behind a value, seen through Cast; what is no matrix is not quantized."""
-    node = value.producer() if value is not None else None
-    while node is not None and node.op_type == "Cast":
-        value = node.inputs[0]
-        node = value.producer() if value is not None else None
-    tensor = value.const_value if value is not None else None
+    """The checkpoint tensor behind a value; what is no matrix is not quantized."""
+    tensor = weight_value(value).const_value if value is not None else None
     if not isinstance(tensor, ir.ExternalTensor):
         raise _no_weight(value)
     return tensor
@@ -107,14 +108,6 @@ def _no_weight(value: ir.Value | None) -> BuildError:
 
 def norm_nodes(graph: ir.Graph) -> list[ir.Node]:
     return [node for node in graph if node.op_type in NORMS]
-
-
-def weight_value(value: ir.Value) -> ir.Value:
-    """The initializer behind a weight input, before any Cast or Transpose; of integers what they are dequantized to."""
-    while (node := value.producer()) is not None and node.op_type in ("Cast", "Transpose"):
-        assert node.inputs[0] is not None
-        value = node.inputs[0]
-    return value
 
 
 def raise_linears(graph: ir.Graph, context: LoweringContext) -> int:

@@ -102,6 +102,15 @@ def nodes_of(graph: ir.Graph, op_type: str, domain: str = "") -> Iterator[ir.Nod
     return iter([node for node in graph if node.op_type == op_type and node.domain == domain])
 
 
+def node_after(value: ir.Value) -> ir.Node:
+    """The node that follows the one that computes ``value``."""
+    made = value.producer()
+    assert made is not None and made.graph is not None
+    nodes = iter(made.graph)
+    next(node for node in nodes if node is made)
+    return next(nodes)
+
+
 def replace(node: ir.Node, *outputs: ir.Value) -> None:
     """Let ``outputs`` take the place of the node's outputs, names included, and remove the node."""
     graph = node.graph

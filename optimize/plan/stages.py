@@ -36,7 +36,7 @@ def plan_stages(
     file = find_recipe(recipe)
     asked = asked.over(read_recipe(file)) if file else asked
     if context is not None:
-        check_context("max_context", context, geometry.max_positions)
+        check_context(context, geometry.max_positions)
     exporting = [] if (path / EXPORT_MANIFEST).exists() else [export_plan(geometry)]
     return [*exporting, *_of_build(path, geometry, asked, target, unified)]
 

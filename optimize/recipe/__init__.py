@@ -42,7 +42,6 @@ COMPUTED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MOST_RECIPE = 1 << 20  # bytes of a recipe file; those that come with llmc have a thousand
 LARGEST_NUMBER = 1 << 53  # whole numbers beyond are no exact floats
 SCHEMES = ("rtn", "gptq")
-ACTIVATIONS = ("per-token", "static")
 
 V = TypeVar("V")
 N = TypeVar("N", int, float)
@@ -73,8 +72,8 @@ class Request:
         head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``, int8 for int4.
         phases: split (a W8A8 graph for prefill beside the weight-only one, default on CPUs), shared (one graph, less
             memory) or single (one engine; TensorRT knows nothing else).
-        activations: of the W8A8 graph: per-token (default) or static, one calibrated scale per tensor. A shared graph
-            is W8A8 where this is per-token. For TensorRT none (default) or static, with int8 and fp8.
+        activations: of the W8A8 graph: per-token (default on CPUs); a shared graph is W8A8 where this is said. For
+            TensorRT none (default) or static, one calibrated scale per tensor, with int8 and fp8.
         smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off, but 0.6 for per-token activations of a model whose
             residual stream cannot be rotated, where the build can calibrate.
         cache: KV cache in float16, float32, int8 (a scale per tensor) or int8-channel (a scale per channel); default:
@@ -273,7 +272,7 @@ def resolve(
         raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
     longest = min(max_positions, ENGINE_CONTEXT if target.makes_engine else DEFAULT_CONTEXT)
     context = either(request.max_context, longest)
-    check_context("max_context", context, max_positions, "; change --max-context, or max_context in the recipe")
+    check_context(context, max_positions, "; change --max-context, or max_context in the recipe")
     limits = Limits(
         max_context=context,
         max_batch=check_between("max_batch", either(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
@@ -352,12 +351,11 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
     return replace(request, phases="shared", max_context=longest, budget=None)
 
 
-def check_context(name: str, context: int, max_positions: int, advice: str = "") -> None:
-    """Refuse a context that the model does not have.
-    Raises UsageError: with the bounds, and what is called ``name``."""
+def check_context(context: int, max_positions: int, advice: str = "") -> None:
+    """Refuse a context that the model does not have. Raises UsageError: with the bounds."""
     if not 2 <= context <= max_positions:
         of = "the max_position_embeddings of the checkpoint"
-        raise UsageError(f"{name} is {context}, expected 2 ... {max_positions}, {of}{advice}")
+        raise UsageError(f"max_context is {context}, expected 2 ... {max_positions}, {of}{advice}")
 
 
 def _phases(asked: str | None, target: Capabilities, *, integers: bool, one: bool) -> str:

@@ -35,5 +35,5 @@ def check_heads(geometry: Geometry) -> None:
     if odd is not None:
         raise BuildError(
             f"{odd.name} has a head_dim of {odd.head_dim}, and TensorRT's attention takes multiples of "
-            f"{HEAD_MULTIPLE}; build for the target cuda or cpu"
+            f"{HEAD_MULTIPLE}; build for cuda with --fp32"
         )

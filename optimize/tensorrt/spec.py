@@ -4,7 +4,6 @@ The library is found once and handed on, so every version of TensorRT and Tensor
 """
 
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,20 +49,19 @@ class EngineSpec:
 
 def resolve_engine(
     target: Capabilities,
+    geometry: Geometry,
     recipe: Recipe,
     limits: Limits,
     request: EngineRequest,
     *,
-    own_bits: Collection[int] = (),
     here: bool = False,
 ) -> EngineSpec:
     """Fill in the defaults and refuse what the library here cannot do.
 
     Args:
         target: what the engine is for.
-        recipe, limits: of the bundle.
+        geometry, recipe, limits: of the bundle.
         request: what was asked for.
-        own_bits: of the integers that the checkpoint stores weights as.
         here: the engine is for this machine, as one that is compiled again.
 
     Raises:
@@ -71,7 +69,7 @@ def resolve_engine(
         UsageError: a value is out of range, or not for this library.
     """
     stored = recipe.precisions()
-    own = {"int8" if bits == 8 else "int4" for bits in own_bits} if "source" in stored else set()
+    own = {f"int{it.codes.bits}" for it in geometry.linears if it.codes} if "source" in stored else set()
     precisions = (stored - {"source"}) | own | {COMPUTES[recipe.compute]}
     library = None if request.deferred else load_library(target.engine)
     buckets = bucket_sizes(limits.max_context)
@@ -159,10 +157,6 @@ def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capa
         "%s, %s has %s: the engine does not run here, its graph is judged on the CPU",
         *(gpus, gpu.name, gpu.compute_capability),
     )
-
-
-def list_own_bits(geometry: Geometry) -> set[int]:
-    return {linear.codes.bits for linear in geometry.linears if linear.codes is not None}
 
 
 def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> None:

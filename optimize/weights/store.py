@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
+from llmc.exported import CodedTensor, Weight, codes_of, in_parallel, pieces, rows_of, sizes
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import SMALLEST_SCALE, Float, Grid, Quantized, pack_rows, stack, unpack_rows
-from llmc.optimize.weights.tensors import CodedTensor, Weight, codes_of, in_parallel, pieces, rows_of, sizes
 from llmc.runtime.host import disk_cache
 
 Arrays = Mapping[str, NDArray[Any]]

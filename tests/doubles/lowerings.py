@@ -10,13 +10,13 @@ import onnx_ir as ir
 import pytest
 
 from llmc.bundle import DECODER_FILE, read_export
+from llmc.exported import rows_of
 from llmc.inventory import POSITIONS
 from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, QuantConfig
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.passes import Step
 from llmc.optimize.quantize import rtn
 from llmc.optimize.weights.file import WeightFile
-from llmc.optimize.weights.tensors import rows_of
 from llmc.runtime.sessions.onnxruntime.library import multiply_exactly
 
 # Random checkpoints whose graphs differ where lowerings look; those left out differ from one of them in numbers alone.

@@ -18,7 +18,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
-# Classes and their members, see ``tests/data/tensorrt_api/record.py``; of the version that JetPack 7.2 has.
+# Classes and their members, recorded from the version that JetPack 7.2 has.
 SURFACE: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "tensorrt_api" / "10.16.json").read_text())
 PLAN = b"a serialized engine"
 TYPES = {"float32": "FLOAT", "float16": "HALF", "int64": "INT64", "int32": "INT32", "bool": "BOOL", "int8": "INT8"}

@@ -81,18 +81,6 @@ def _ranges(inputs: dict[str, list[Any]], most: Profile, buckets: tuple[int, ...
     return found
 
 
-class DataType(enum.Enum):
-    """As the library's, as far as used here."""
-
-    FLOAT = 0
-    HALF = 1
-    INT32 = 3
-    INT64 = 8
-
-
-TYPE_NAMES = {"tensor(float)": "FLOAT", "tensor(float16)": "HALF", "tensor(int32)": "INT32", "tensor(int64)": "INT64"}
-
-
 class Severity(enum.IntEnum):
     """As the library's."""
 
@@ -207,31 +195,11 @@ class Engine:
         self.aliases: dict[str, str] = content["aliases"]
         self.inputs = {value.name: value for value in self.graph.get_inputs()}
         self.outputs = {value.name: value for value in self.graph.get_outputs()}
-        self.num_io_tensors = len(self.inputs) + len(self.outputs)
         self.num_optimization_profiles = len(self.profiles)
         self.device_memory_size_v2 = max(WORKSPACE[: len(self.profiles)])
         self.get_aliased_input_tensor = self.aliases.get
         if hasattr(library, "DynamicShapesKernelSpecializationStrategy"):
             self.create_runtime_config = lambda: RuntimeConfig(library)
-
-    def get_tensor_name(self, index: int) -> str:
-        return [*self.inputs, *self.outputs][index]
-
-    def get_tensor_dtype(self, name: str) -> "DataType":
-        return DataType[TYPE_NAMES[{**self.inputs, **self.outputs}[name].type]]
-
-    def get_tensor_shape(self, name: str) -> Shape:
-        past = name.replace("present", "past_key_values", 1)
-        if past not in self.inputs:
-            return tuple(size if isinstance(size, int) else -1 for size in self.outputs[name].shape)
-        each = [self.get_tensor_profile_shape(past, i) for i in range(len(self.profiles))]
-        lows, highs = [low for low, _, _ in each], [high for _, _, high in each]
-        columns = zip(zip(*lows, strict=True), zip(*highs, strict=True), strict=True)
-        sizes = [(min(low), max(high)) for low, high in columns]
-        return tuple(
-            -1 if isinstance(said, str) and low != high else high
-            for said, (low, high) in zip(self.inputs[past].shape, sizes, strict=True)
-        )
 
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return WORKSPACE[profile]

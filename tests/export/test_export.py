@@ -81,11 +81,11 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, output, monk
     assert os.listdir(output.parent) == ["checkpoint"]
 
 
-@pytest.mark.parametrize("module", ["torch", "onnx", "onnx_ir", "onnxscript", "safetensors"])
+@pytest.mark.parametrize("module", ["torch", "onnx", "onnx_ir", "onnxscript"])
 def test_a_missing_extra_is_one_sentence(checkpoint, output, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        MissingExtraError, match=rf"{module} is not installed.*pip install 'onnx>=.* 'torch>=.* 'safetensors>="
+        MissingExtraError, match=rf"{module} is not installed.*pip install 'onnx>=.* 'torch>=.* 'onnxscript>="
     ):
         export(checkpoint.folder, output)
 

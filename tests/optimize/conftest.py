@@ -17,15 +17,7 @@ from doubles.replays import in_this_process
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
 from llmc.optimize.judge import replay
 from llmc.optimize.judge.reference import empty_caches
-from llmc.optimize.lower.context import (
-    Float32,
-    LoweringContext,
-    PerToken,
-    QuantConfig,
-    QuantConfigs,
-    Static,
-    WeightOnly,
-)
+from llmc.optimize.lower.context import Float32, LoweringContext, PerToken, QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.targets import OLD
@@ -145,7 +137,7 @@ def lowering(tmp_path: Path) -> Iterator[Callable[..., CpuLowering]]:
         body = body or Float32()
         folder = tmp_path / f"lowering-{len(started)}"
         folder.mkdir()
-        head = head or (WeightOnly(Grid(8, 32)) if isinstance(body, PerToken | Static) else body)
+        head = head or (WeightOnly(Grid(8, 32)) if isinstance(body, PerToken) else body)
         forms = QuantConfigs(body, head, tuple((layers or {}).items()))
         started.append(begun := CpuLowering(export, folder, forms, calibrated or Calibrated(), cache))
         asked = isinstance(body, PerToken) if rotated is None else rotated

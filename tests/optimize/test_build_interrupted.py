@@ -22,7 +22,6 @@ RECIPE = Request(
     symmetric=False,
     head="int8",
     smoothing=0.5,
-    activations="static",
     layers={"*.v_proj": "int8"},
     max_context=64,
 )

@@ -230,7 +230,6 @@ def test_calibration_decides_every_linear(family, lowering, tmp_path, geometry, 
         {"precision": "int8"},
         {"precision": "int4", "scheme": "gptq", "cache": "int8"},
         {"precision": "int4", "scheme": "gptq", "phases": "shared"},
-        {"precision": "int8", "smoothing": 0.5, "activations": "static"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )

@@ -16,7 +16,6 @@ from llmc.optimize.lower.context import (
     Float32,
     PerToken,
     QuantConfigs,
-    Static,
     WeightOnly,
     check_patterns,
     quant_configs,
@@ -134,7 +133,6 @@ def resolved(calibrated: bool = False, **request: Any) -> Recipe:
         ({}, True, True, 0.0),
         ({}, False, False, 0.0),  # it takes a text
         ({"smoothing": 0.0}, True, False, 0.0),
-        ({"activations": "static"}, True, False, 0.0),
         ({"phases": "shared"}, True, False, 0.0),
         ({"precision": "fp32"}, True, False, 0.0),
     ],
@@ -149,7 +147,6 @@ def test_activations_are_smoothed_where_the_stream_cannot_be_rotated(request_, c
     [
         ({}, ("prefill", "decode")),
         ({"phases": "shared"}, ("prefill", "decode")),
-        ({"activations": "static"}, ("decode",)),
         ({"precision": "int4"}, ("prefill",)),  # its weights are chosen on a text, in the model's own basis
         ({"precision": "int4", "scheme": "gptq"}, ("prefill",)),
         ({"scheme": "gptq", "layers": {"*.mlp.*": "int4"}}, ("prefill",)),
@@ -200,8 +197,7 @@ def test_defaults_are_int8_in_blocks_of_64_with_a_graph_for_each_phase():
     assert limits.prefill_chunk <= 512
     plain = replace(recipe, scheme="rtn")
     assert resolve(Request(), CPU, 2048, "default")[0] == plain
-    for other in (Request(phases="shared"), Request(activations="static")):
-        assert resolve(other, CPU, 2048, "default", calibrated=True)[0].scheme == "rtn"
+    assert resolve(Request(phases="shared"), CPU, 2048, "default", calibrated=True)[0].scheme == "rtn"
     assert resolve(Request(), CPU, 2048, "default", calibrated=True, rotates=False)[0].scheme == "rtn"
 
 
@@ -250,14 +246,13 @@ def test_what_is_asked_for_beats_the_defaults_of_four_bits():
         ({"precision": "fp32", "phases": "split"}, "phases is 'split', expected one of shared"),
         ({"cache": "int4"}, "cache is 'int4', expected one of float32, float16, int8, int8-channel"),
         ({"layers": {"*.q_proj": "int3"}}, "layers: *.q_proj is 'int3', expected one of fp32, fp16, int8, int4"),
-        ({"activations": "none"}, "activations is 'none', expected one of per-token, static"),
-        ({"activations": "static", "phases": "shared"}, "activations is 'static', but one graph for both phases takes"),
+        ({"activations": "none"}, "activations is 'none', expected one of per-token"),
+        ({"activations": "static"}, "activations is 'static', expected one of per-token"),
         ({"activations": "per-token", "phases": "shared", "precision": "int4"}, "activations is 'per-token', but one"),
         ({"precision": "fp32", "activations": "per-token"}, "activations is for int8 and int4, the precision is fp32"),
         ({"precision": "fp16", "block_size": 32}, "block_size is for int8 and int4, the precision is fp16"),
         ({"symmetric": True}, "symmetric is for int4, the precision is int8"),
         ({"scheme": "gptq", "phases": "shared"}, "scheme = 'gptq' is for int4 and for prompts of a rotated"),
-        ({"scheme": "gptq", "activations": "static"}, "scheme = 'gptq' is for int4 and for prompts of a rotated"),
         ({"smoothing": 1.01}, "smoothing is 1.01, expected 0.0 ... 1.0"),
         ({"smoothing": float("nan")}, "smoothing is nan, expected 0.0 ... 1.0"),
         ({"budget": Budget(min_agreement=98.0)}, "budget: min_agreement is 98.0, expected 0.0 ... 1.0"),
@@ -283,7 +278,6 @@ def test_what_the_target_or_the_model_cannot_do_is_refused(request_, sentence):
         ({"precision": "int4", "scheme": "gptq"}, "scheme = 'gptq'"),
         ({"smoothing": 0.5}, "smoothing = 0.5"),
         ({"cache": "int8-channel"}, "cache = 'int8-channel'"),
-        ({"activations": "static"}, "activations = 'static'"),
     ],
     ids=str,
 )
@@ -303,7 +297,7 @@ BLOCKS = {"int8": EIGHT, "int4": FOUR, "fp32": Float32(), "fp16": Float16()}
 def precisions(layers: dict[str, str], phase: str = "decode", **request: Any) -> dict[str, str]:
     """The precision of each linear, by the last words of its name."""
     stored = quant_configs(resolved(precision="int4", layers=layers, **request), GEOMETRY)[phase]
-    names = {form: name for name, form in BLOCKS.items()} | {PerToken(): "w8a8", Static(): "static"}
+    names = {form: name for name, form in BLOCKS.items()} | {PerToken(): "w8a8"}
     return {name: names[stored.of(name)] for name in NAMES}
 
 
@@ -334,12 +328,11 @@ def test_the_last_pattern_that_matches_wins():
     assert precisions(last)["model.layers.0.self_attn.q_proj"] == "int4"
 
 
-@pytest.mark.parametrize(("activations", "form"), [("per-token", "w8a8"), ("static", "static")])
-def test_prefill_multiplies_integers_except_where_the_layer_is_float(activations, form):
+def test_prefill_multiplies_integers_except_where_the_layer_is_float():
     layers = {"*.mlp.down_proj": "fp16", "*.mlp.up_proj": "int8"}
-    found = precisions(layers, "prefill", activations=activations)
+    found = precisions(layers, "prefill")
     assert found["model.layers.1.mlp.down_proj"] == "fp16"
-    assert found["model.layers.1.mlp.up_proj"] == found["model.layers.1.self_attn.q_proj"] == form
+    assert found["model.layers.1.mlp.up_proj"] == found["model.layers.1.self_attn.q_proj"] == "w8a8"
     assert found["lm_head"] == "int8"
 
 

@@ -10,7 +10,7 @@ from llmc.errors import BuildError
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import before_sorting
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import LLMC, Emitter, nodes_of
+from llmc.optimize.lower.rewrite import LLMC, Emitter, node_after, nodes_of
 
 
 def open_linears(graph: ir.Graph, context: LoweringContext) -> int:
@@ -41,7 +41,8 @@ def _open(graph: ir.Graph, x: ir.Value | None, linears: list[Linear]) -> None:
         parts = [inner]
     changes = dict(zip(modules, parts, strict=True))
     for linear in linears:
-        emit, output = Emitter(_next(graph, linear.node), f"{linear.name}.adapter"), linear.node.outputs[0]
+        output = linear.node.outputs[0]
+        emit = Emitter(node_after(output), f"{linear.name}.adapter")
         uses = list(output.uses())
         found = [
             emit("MatMul", changes[module], _factor(graph, f"{FACTOR_B}{module}", "rank", size))
@@ -58,9 +59,3 @@ def _factor(graph: ir.Graph, name: str, rows: int | str, columns: int | str) -> 
     value = ir.val(name, ir.DataType.FLOAT, ["batch", rows, columns])
     graph.inputs.append(value)
     return value
-
-
-def _next(graph: ir.Graph, node: ir.Node) -> ir.Node:
-    nodes = iter(graph)
-    next(it for it in nodes if it is node)
-    return next(nodes)

@@ -199,8 +199,7 @@ def check_head_sizes(geometry: Geometry) -> None:
         if attention.head_dim % HEAD_MULTIPLE:
             raise BuildError(
                 f"{attention.name} has a head_dim of {attention.head_dim}, and ONNX Runtime attends to heads whose "
-                f"head_dim is a multiple of {HEAD_MULTIPLE}; build for cuda with --fp32, or for "
-                "tensorrt or tensorrt-rtx"
+                f"head_dim is a multiple of {HEAD_MULTIPLE}; build for cuda with --fp32"
             )
 
 

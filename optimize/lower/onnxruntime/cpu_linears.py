@@ -8,25 +8,15 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import Float16, Float32, LoweringContext, PerToken, Static, WeightOnly
+from llmc.exported import CodedTensor
+from llmc.optimize.lower.context import Float16, Float32, LoweringContext, PerToken, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.onnxruntime.linears import bias_of, emit_blocked_linear, float_linear, with_bias
 from llmc.optimize.lower.onnxruntime.rotation import count_mixed, mix, read_weights
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import (
-    MICROSOFT,
-    Emitter,
-    constant,
-    initializer,
-    nodes_of,
-    scalar,
-    sole_consumer,
-    vector,
-)
-from llmc.optimize.quantize import static
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, nodes_of, scalar, sole_consumer, vector
 from llmc.optimize.quantize.grid import Grid, Quantized
 from llmc.optimize.weights.store import quantize_matrix
-from llmc.optimize.weights.tensors import CodedTensor
 
 # int8 arithmetic inside MatMulNBits; without it 8-bit weights are expanded to float32 on every call (165x slower).
 ACCURACY_INT8 = 4
@@ -61,8 +51,6 @@ def _lower_linear(linear: Linear, context: LoweringContext, activations: dict[ir
             return emit_blocked_linear(linear, grid, context, bias, accuracy_level=ACCURACY_INT8)
         case PerToken(grid):
             return _per_token_linear(linear, grid, context, activations)
-        case Static(grid):
-            return _static_linear(linear, grid, context, activations)
         case config:
             raise BuildError(
                 f"{linear.module} is to be stored as {config}, which the cpu target cannot; expected fp32, fp16, int8 "
@@ -93,7 +81,7 @@ def _per_token_linear(
 
 
 def _store_runs(
-    graph: ir.Graph, linear: Linear, grid: Grid, context: LoweringContext, runs: int = 1, block: int = 0
+    graph: ir.Graph, linear: Linear, grid: Grid, context: LoweringContext, runs: int, block: int
 ) -> list[tuple[ir.Value, ir.Value]]:
     """Weights int8 [K / runs, N] and scales [N] of each run of inputs, of which ``block`` at a time are mixed."""
     kinds = [f"{linear.name}.int8{f'.{run}' if run else ''}" for run in range(runs)]
@@ -129,23 +117,6 @@ def count_runs(inputs: int, block: int) -> int:
 
 def _keeps_codes(linear: Linear, grid: Grid, context: LoweringContext) -> bool:
     return all(isinstance(weight, CodedTensor) and context.calibrated.keeps(weight, grid) for weight in linear.weights)
-
-
-def _static_linear(
-    linear: Linear, grid: Grid, context: LoweringContext, activations: dict[ir.Value, Tokens]
-) -> ir.Value:
-    """y = (q @ W) * weight scale [N] * scale, with one scale for all activations, known before they are seen."""
-    x, emit = linear.node.inputs[0], Emitter(linear.node)
-    assert x is not None
-    if x not in activations:
-        found = static.activation_scale(context.calibrated.activation(linear.module))
-        scale = constant(emit.graph, f"{linear.name}.input.scale", np.float32(found))
-        flat = emit("Reshape", x, vector(emit.graph, [-1, linear.inputs]))
-        activations[x] = [emit("QuantizeLinear", flat, scale, scalar(emit.graph, MIDDLE, np.uint8))], scale
-    (tokens,), scale = activations[x]
-    (weight,) = _store_runs(emit.graph, linear, grid, context)
-    output = with_bias(emit, _integer_product(emit, tokens, scale, *weight), linear, context)
-    return emit("Reshape", output, _rows_shape(emit, _rows_before(linear, context)))
 
 
 def _integer_product(emit: Emitter, tokens: ir.Value, scale: ir.Value, weight: ir.Value, scales: ir.Value) -> ir.Value:

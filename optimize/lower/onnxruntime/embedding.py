@@ -4,13 +4,13 @@ import math
 
 import onnx_ir as ir
 
+from llmc.exported import Weight, sizes
 from llmc.inventory import EMBEDDING, PER_LAYER, POSITIONS
 from llmc.optimize.lower.context import Float16, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_gather
 from llmc.optimize.lower.onnxruntime.linears import float_table, pack_linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, emit_conversion, initializer, vector
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights.tensors import Weight, sizes
 
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
+from llmc.exported import CodedTensor, Mxfp4Stack, Weight, in_parallel, sizes
 from llmc.inventory import Experts
 from llmc.optimize.lower.context import Float16, Float32, LoweringContext, Mxfp4, QuantConfig, WeightOnly
 from llmc.optimize.lower.onnxruntime.recurrent import inline_vectors
@@ -36,7 +37,6 @@ from llmc.optimize.lower.rewrite import (
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Float, Grid, Quantized, pack_blocks, pack_rows
 from llmc.optimize.weights.store import grid_name
-from llmc.optimize.weights.tensors import CodedTensor, Mxfp4Stack, Weight, in_parallel, sizes
 
 # int8 arithmetic inside QMoE; with float activations a token of 4-bit experts takes three times as long.
 ACCURACY_INT8 = 4
@@ -226,7 +226,8 @@ class _Stack:
     def read(self, expert: int, context: LoweringContext) -> Float:
         """One expert's matrix, float32 [N, K], of gate and up with the rows in turn."""
         if isinstance(self.tensor, Mxfp4Stack):
-            return self.tensor.matrix(expert)
+            own: Float = self.tensor.matrices(expert, expert + 1)[0]
+            return own
         rows = sizes(self.tensor)[0] // self.count  # 1, or of integers those of a matrix
         read: Float = context.calibrated.rows(self.tensor, expert * rows, (expert + 1) * rows)
         matrix = read.reshape(-1, read.shape[-1])

@@ -7,6 +7,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
+from llmc.exported import Weight
 from llmc.inventory import HEAD
 from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
@@ -16,7 +17,6 @@ from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, emit_conversion, initializer, vector
 from llmc.optimize.quantize.grid import Float, Grid, Quantized, pack_blocks, pack_rows
 from llmc.optimize.weights.store import grid_name, quantize_matrix
-from llmc.optimize.weights.tensors import Weight
 
 
 def lower_cuda_linears(graph: ir.Graph, context: LoweringContext) -> int:

@@ -3,11 +3,11 @@
 import numpy as np
 import onnx_ir as ir
 
+from llmc.exported import Weight
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import inline_vector
 from llmc.optimize.lower.raising import find_weight, norm_nodes
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, nodes_of, replace, sole_consumer
-from llmc.optimize.weights.tensors import Weight
 
 # By the operator of the portable graph: the kernel, and the one that adds first.
 KERNELS = {

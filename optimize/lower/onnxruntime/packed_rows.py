@@ -18,6 +18,7 @@ from llmc.optimize.lower.rewrite import (
     MICROSOFT,
     Emitter,
     graph_input,
+    node_after,
     nodes_of,
     replace,
     scalar,
@@ -64,7 +65,7 @@ class _Packed:
             new_lengths = ir.Value(name=NEW_LENGTHS, type=past.type, shape=past.shape)
             graph.inputs.append(new_lengths)
         counted = emit_token_counts(graph)
-        emit = Emitter(_after(counted), "packed")
+        emit = Emitter(node_after(counted), "packed")
         valid = emit("LessOrEqual", counted, emit("Unsqueeze", new_lengths, vector(graph, [1])))
         flags = emit("Reshape", valid, vector(graph, [-1]))
         self.places = emit("Squeeze", emit("NonZero", flags), vector(graph, [0]))
@@ -90,12 +91,12 @@ class _Packed:
         assert made is not None
         for value in made.outputs:  # a skip norm gives what it normalized, too
             if value.uses():
-                self._pack(value, _after(value), [-1, hidden_size])
+                self._pack(value, node_after(value), [-1, hidden_size])
         by_token = [ids, *(value for value in self.graph.inputs if value.name == "embedding_indices")]
         for value in by_token:  # rows of images may be added behind layers, too
-            self._pack(value, _after(self.places), [-1], keep=row_by_row)
+            self._pack(value, node_after(self.places), [-1], keep=row_by_row)
         if positions is not None:
-            self._pack(positions, _after(positions), [-1])
+            self._pack(positions, node_after(positions), [-1])
 
     def attend(self, node: ir.Node, attention: Attention) -> None:
         """Give an attention its tokens row by row, with how many of each row count."""
@@ -104,18 +105,18 @@ class _Packed:
         for index, value in self.lengths.items():
             node.replace_input_with(index, value)
         width = attention.heads * attention.head_dim
-        self._pack(node.outputs[0], _after(node.outputs[0]), [-1, width])
+        self._pack(node.outputs[0], node_after(node.outputs[0]), [-1, width])
 
     def recur(self, graph: ir.Graph, recurrent: Recurrent) -> None:
         """Give a convolution, and the recurrence behind it, their tokens row by row; both know how many count."""
         for node in (*nodes_of(graph, "CausalConv", LLMC), *nodes_of(graph, "LinearAttention", LLMC)):
             if node.name == f"{recurrent.name}.conv":
                 self._unpack(node, [0])
-                self._pack(node.outputs[0], _after(node.outputs[0]), [-1, recurrent.channels])
+                self._pack(node.outputs[0], node_after(node.outputs[0]), [-1, recurrent.channels])
             elif node.name == recurrent.name:
                 self._unpack(node, [0, 1, 2, 4, 5])
                 width = recurrent.value_heads * recurrent.value_dim
-                self._pack(node.outputs[0], _after(node.outputs[0]), [-1, width])
+                self._pack(node.outputs[0], node_after(node.outputs[0]), [-1, width])
 
     def _unpack(self, node: ir.Node, inputs: Iterable[int]) -> None:
         """Let these inputs of a node, tokens that count [1, T, N], be rows with padding [B, S, N]."""
@@ -146,14 +147,6 @@ class _Packed:
         for node, index in readers:
             if id(node) not in kept:
                 node.replace_input_with(index, packed)
-
-
-def _after(value: ir.Value) -> ir.Node:
-    made = value.producer()
-    assert made is not None and made.graph is not None
-    nodes = iter(made.graph)
-    next(node for node in nodes if node is made)
-    return next(nodes)
 
 
 def _list_producers(values: Iterable[ir.Value]) -> list[ir.Node]:

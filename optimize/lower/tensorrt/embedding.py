@@ -7,6 +7,7 @@ arithmetic, see :mod:`.words`.
 import onnx_ir as ir
 
 from llmc.errors import BuildError
+from llmc.exported import Weight, sizes
 from llmc.inventory import EMBEDDING, POSITIONS
 from llmc.optimize.lower.context import Computed, LoweringContext, Static, WeightOnly
 from llmc.optimize.lower.linears import replace_gather
@@ -15,7 +16,6 @@ from llmc.optimize.lower.tensorrt import weights
 from llmc.optimize.lower.tensorrt.slots import token_positions
 from llmc.optimize.lower.tensorrt.words import pack_table, unpack_words
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights.tensors import Weight, sizes
 
 
 def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:

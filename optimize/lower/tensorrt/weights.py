@@ -9,13 +9,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
+from llmc.exported import Weight, in_parallel, pieces, sizes
 from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import ARRAY_TYPES, LoweringContext
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.tensorrt.words import pack_table
 from llmc.optimize.quantize.grid import Float, Grid, Quantized
 from llmc.optimize.weights.store import grid_name
-from llmc.optimize.weights.tensors import Weight, in_parallel, pieces, sizes
 
 Array = NDArray[np.generic]
 

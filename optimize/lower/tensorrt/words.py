@@ -7,11 +7,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmc.exported import Weight
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import Emitter, scalar
 from llmc.optimize.quantize.grid import Grid, Quantized
 from llmc.optimize.weights.store import grid_name
-from llmc.optimize.weights.tensors import Weight
 
 HALF_WORD = 1 << 16
 

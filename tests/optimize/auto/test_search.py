@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from llmc.bundle import Budget, read_bundle
+from llmc.bundle import Budget, read_bundle, read_export
 from llmc.errors import BuildError, UsageError
+from llmc.inventory import Experts
 from llmc.optimize.auto import search as auto
 from llmc.optimize.auto.search import AutoReport, Trial, automatic, choose
 from llmc.optimize.calibrate.request import CalibrationRequest
@@ -17,6 +18,7 @@ from llmc.runtime.bench.benchmark import benchmark
 
 GOOD = Trial("good", 2, 1000.0, 100.0, 50_000_000, 40_000_000, 0.01, 0.97, 0.005)
 LOOSE = Budget(max_kl=100.0)
+EXPERTS = Experts("model.layers.0.experts", 0, count=8, chosen=3, inner=32, width=64)
 
 # ----------------------------------------------------------------------------------------------------------- the choice
 
@@ -222,8 +224,16 @@ def test_candidates_that_contradict_the_request_drop_out():
     assert {candidate.precision for candidate in found.values()} == {"fp32"}
 
 
-@pytest.mark.parametrize(("cache", "given"), [(None, False), ("int8", True)])
-def test_the_text_goes_to_candidates_that_look_at_it(tiny_export, tmp_path, monkeypatch, cache, given):
+@pytest.mark.parametrize(
+    ("lines", "mixtures", "given"),
+    [
+        ('scheme = "rtn"', (), False),
+        ('scheme = "rtn"\ncache = "int8"', (), True),
+        ("", (), True),
+        ("", (EXPERTS,), False),  # one graph for both phases, which rounds no activations
+    ],
+)
+def test_the_text_goes_to_candidates_that_look_at_it(tiny_export, tmp_path, monkeypatch, lines, mixtures, given):
     asked: list[CalibrationRequest] = []
 
     def build(source: Path, folder: Path, **options: Any) -> None:
@@ -234,7 +244,11 @@ def test_the_text_goes_to_candidates_that_look_at_it(tiny_export, tmp_path, monk
     monkeypatch.setattr(auto, "build", build)
     text, recipe = tmp_path / "mine.txt", tmp_path / "mine.toml"
     text.write_text("words")
-    recipe.write_text(f'cache = "{cache}"\n' if cache else 'precision = "int8"\nscheme = "rtn"\n')
+    recipe.write_text(lines)
+    manifest = read_export(tiny_export)
+    manifest = replace(manifest, geometry=replace(manifest.geometry, mixtures=mixtures))
+    monkeypatch.setattr(auto.bundle, "read_export", lambda folder: manifest)
+    monkeypatch.setattr(auto, "CANDIDATES", {"int8": auto.CANDIDATES["int8"]})
     with pytest.raises(KeyboardInterrupt):
         automatic(
             tiny_export, tmp_path / "out", budget=LOOSE, recipe=recipe,

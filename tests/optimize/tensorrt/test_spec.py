@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.geometries import uniform
 from doubles.machines import H200, NO_GPU, ORIN, RTX_4090, THOR, Probe
 from doubles.plans import FULL
 from doubles.recorded import RecordedLibrary, replaced
@@ -28,6 +29,7 @@ from llmc.publish import file_entries
 from llmc.runtime.sessions.tensorrt.library import Message
 
 LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)
+GEOMETRY = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 1024, True, (0, 0))
 RTX_GPUS = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 
 
@@ -56,7 +58,7 @@ def resolve(
     abilities = capabilities(target)
     asked = Request(precision="fp8" if float8 else precision)
     recipe, _ = resolve_recipe(asked, abilities, limits.max_context, "test")
-    return resolve_engine(abilities, recipe, limits, EngineRequest(**request))
+    return resolve_engine(abilities, GEOMETRY, recipe, limits, EngineRequest(**request))
 
 
 # ------------------------------------------------------------------------------------------------------------ defaults

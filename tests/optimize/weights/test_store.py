@@ -10,7 +10,6 @@ import pytest
 from llmc.errors import BuildError
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights import tensors as weights
 from llmc.optimize.weights.store import Calibrated, Store, arrays_of
 from llmc.runtime.host import disk_cache
 
@@ -44,7 +43,7 @@ def store(tmp_path) -> Store:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So that a matrix is read in several."""
-    monkeypatch.setattr(weights, "PIECE", 16 * INPUTS)
+    monkeypatch.setattr("llmc.exported.PIECE", 16 * INPUTS)
 
 
 def test_without_a_store_weights_are_the_checkpoints(tensor, matrix):

@@ -5,20 +5,16 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from doubles.lowerings import difference, portable, relative_difference, varied
+from doubles.lowerings import difference, portable, varied
 
-from llmc.bundle import DECODER_FILE, read_export
+from llmc.bundle import DECODER_FILE
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import Float16, Float32, Static, WeightOnly
+from llmc.optimize.lower.context import Float16, Float32, WeightOnly
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights.store import Calibrated, Store
 
 # Largest absolute difference of logits (up to 9) in float32: sums run in another order, which costs up to 1.5e-5. A
 # zero point, a block or a part of the wrong place costs more than 1e-3.
 FLOAT_TOLERANCE = 1e-4
-# Root mean square of the difference over that of the logits, where activations are rounded to 8 bits with one scale for
-# a whole tensor: two layers of random weights turn that into 3 to 7 %. A range ten times too small costs more.
-STATIC_TOLERANCE = 0.15
 
 BIASES, UNTIED, TIED, HALF = "llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded", "qwen2-tied-bf16"
 LAYER = "model.layers.0"
@@ -104,67 +100,3 @@ def test_forms_by_pattern_equal_the_portable_graph(exported, lowering, decoder, 
     lowered.apply("remove dead nodes")
     found, wanted = compared(lowered, decoder, ids, tmp_path)
     assert difference(found, wanted) <= FLOAT_TOLERANCE
-
-
-# --------------------------------------------------------------------------------------------------- static activations
-
-
-def observed(case, decoder, ids: list[int], folder: Path) -> Store:
-    """A store with the range of every linear's input on ``ids``, as the portable graph computes them."""
-    model = ir.load(case.export / DECODER_FILE)
-    linears = [node for node in model.graph if node.op_type == "MatMul" and node.name]
-    values = {node.name: node.inputs[0] for node in linears}
-    model.graph.outputs.extend(value for value in dict.fromkeys(values.values()))
-    folder.mkdir()
-    for shard in case.export.glob("*.safetensors"):
-        (folder / shard.name).hardlink_to(shard)
-    ir.save(model, folder / DECODER_FILE)
-    names = [value.name for value in values.values()]
-    graph = decoder(folder, read_export(case.export).geometry)
-    feeds = {
-        "input_ids": np.array([ids]),
-        "past_lengths": np.zeros(1, np.int64),
-        "logit_indices": np.arange(len(ids))[None],
-    }
-    found = dict(zip(names, graph.session.run(names, feeds | graph.empty_cache()), strict=True))
-    store = Store(folder)
-    parts: dict[str, dict[str, np.ndarray]] = {}
-    for module, value in values.items():
-        part = "head" if module == "lm_head" else f"layer-{int(module.split('.')[2]):03d}"
-        absmax = np.abs(found[value.name]).reshape(-1, found[value.name].shape[-1]).max(0)
-        parts.setdefault(part, {})[f"input:{module}"] = absmax
-    for part, arrays in parts.items():
-        store.write(part, arrays)
-    return store
-
-
-@pytest.fixture
-def static(exported, lowering, decoder, ids, tmp_path):
-    """A case lowered with static scales, and the logits of the portable graph with the same weights."""
-
-    def start(name: str):
-        case = exported(name)
-        store = observed(case, decoder, ids, tmp_path / "observed")
-        lowered = lowering(case.export, Static(), calibrated=Calibrated(store))
-        lowered.apply("remove dead nodes")
-        wanted = decoder(portable(lowered, tmp_path / "portable"), lowered.geometry)(ids)
-        return lowered, wanted
-
-    return start
-
-
-@pytest.mark.parametrize("name", [BIASES, UNTIED, TIED, HALF])
-def test_static_scales_equal_the_portable_graph_up_to_rounding(static, decoder, ids, name):
-    lowered, wanted = static(name)
-    found = decoder(lowered.write(), lowered.geometry)(ids, PIECES)
-    assert relative_difference(found, wanted) <= STATIC_TOLERANCE
-
-
-@pytest.mark.parametrize("factor", [0.1, 16.0])
-def test_wrong_static_scales_exceed_the_tolerance(static, decoder, ids, factor):
-    """Too small a range clips, too large a one has too few steps."""
-    lowered, wanted = static(BIASES)
-    for name, value in lowered.graph.initializers.items():
-        if name.endswith(".input.scale"):
-            value.const_value = ir.tensor(value.const_value.numpy() * np.float32(factor), name=name)
-    assert relative_difference(decoder(lowered.write(), lowered.geometry)(ids), wanted) > STATIC_TOLERANCE

@@ -13,6 +13,7 @@ import pytest
 from doubles.lowerings import Lowering, open_session, replace_weights
 
 from llmc.bundle import DECODER_FILE, Limits
+from llmc.exported import rows_of
 from llmc.optimize.lower.context import (
     HEAD,
     Computed,
@@ -28,7 +29,6 @@ from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize import rtn
 from llmc.optimize.targets import NATIVE
 from llmc.optimize.weights.store import Calibrated
-from llmc.optimize.weights.tensors import rows_of
 
 random_checkpoints = sys.modules["llmc_random_checkpoints"]
 CASES: tuple[str, ...] = random_checkpoints.DENSE

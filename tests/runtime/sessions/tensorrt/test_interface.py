@@ -19,7 +19,7 @@ from llmc.runtime.sessions.tensorrt.library import library_version, load_library
 CLASSES = {"Runtime": (Runtime, set()), "ICudaEngine": (Engine, set()), "IExecutionContext": (Context, {"memory"})}
 ATTRIBUTES = {
     "Runtime": {"engine_host_code_allowed"},
-    "ICudaEngine": {"num_io_tensors", "num_optimization_profiles", "device_memory_size_v2"},
+    "ICudaEngine": {"num_optimization_profiles", "device_memory_size_v2"},
     "IExecutionContext": set(),
 }
 

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint, read by rows."""
+"""The weights of an export, read by rows: its graph says where each of them lies."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,13 @@ from typing import TypeVar
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from llmc.bundle import DECODER_FILE
 from llmc.errors import BuildError, CheckpointError
 from llmc.inventory import Codes
-from llmc.origin import weight_files
+from llmc.origin import find_own_file, weight_files
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -96,17 +98,60 @@ class Mxfp4Stack:
             )
         return found
 
-    def matrix(self, index: int) -> NDArray[np.float32]:
-        """One of them, float32 [N, K]."""
-        codes, scales = (self.read(each, index, index + 1)[0] for each in (self.codes, self.scales))
+    def matrices(self, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        """Matrices ``start`` to ``stop``, float32 [n, N, K]."""
+        codes, scales = (self.read(each, start, stop) for each in (self.codes, self.scales))
         values = np.stack((codes & 15, codes >> 4), -1).reshape(*scales.shape, -1).view(ml_dtypes.float4_e2m1fn)
         factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         found: NDArray[np.float32] = values.astype(np.float32) * factors[..., None]
-        return found.reshape(len(codes), -1)
+        return found.reshape(*codes.shape[:2], -1)
 
 
-def rows_of(tensor: Weight, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-    """Rows ``start`` to ``stop`` of a checkpoint matrix (or vector) [N, ...] as float32, read from its file."""
+# Ends of the names of what scales a matrix of codes.
+PARTS = ("scales", "zero_points", "offsets", "order")
+
+
+def read_weights(folder: Path) -> dict[str, Weight | Mxfp4Stack]:
+    """Every weight of an export's decoder, by its name in the checkpoint.
+    Raises CheckpointError: the graph is missing or corrupt, or a weight lies elsewhere or beyond its file's end."""
+    try:
+        values = ir.load(folder / DECODER_FILE).graph.initializers.values()
+    except (OSError, DecodeError) as error:
+        raise CheckpointError(
+            f"{folder / DECODER_FILE} is missing or corrupt ({error}); export the checkpoint again"
+        ) from error
+    found = {str(it.name): it.const_value for it in values if isinstance(it.const_value, ir.ExternalTensor)}
+    for name, tensor in found.items():
+        _check_place(folder, name, tensor)
+    return {name: _gather_parts(name, found) for name in found if not name.endswith(tuple(f".{it}" for it in PARTS))}
+
+
+def _check_place(folder: Path, name: str, tensor: ir.ExternalTensor) -> None:
+    file, end = str(tensor.location), (tensor.offset or 0) + (tensor.length or 0)
+    if Path(file).name != file:
+        raise CheckpointError(
+            f"{folder / DECODER_FILE} says that {name} lies in {file!r:.80}, expected a file of this folder; export "
+            "the checkpoint again"
+        )
+    if (place := find_own_file(folder, file)) is None:
+        raise CheckpointError(f"{folder / file} is missing; export the checkpoint again")
+    if end > (size := place.stat().st_size):
+        raise CheckpointError(
+            f"{folder / file} is truncated: it has {size} bytes, and {name} ends at {end}; export the checkpoint again"
+        )
+
+
+def _gather_parts(name: str, found: Mapping[str, ir.ExternalTensor]) -> Weight | Mxfp4Stack:
+    parts = {part: found[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in found}
+    if not parts:
+        return found[name]
+    return (Mxfp4Stack if found[name].dtype == ir.DataType.UINT8 else CodedTensor)(found[name], **parts)
+
+
+def rows_of(tensor: Weight | Mxfp4Stack, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+    """Rows ``start`` to ``stop`` of a checkpoint's tensor [N, ...] as float32, read from its file."""
+    if isinstance(tensor, Mxfp4Stack):
+        return tensor.matrices(start, stop)
     if isinstance(tensor, CodedTensor):
         codes, scales, zeros, offsets = codes_of(tensor, start, stop)
         steps = codes.astype(np.float32)
