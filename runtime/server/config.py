@@ -142,9 +142,7 @@ class ServerConfig:
     allow_special: bool = _setting(SECURITY, False, "Let clients ask that text of messages may spell control tokens.")
     page: bool = _setting(SECURITY, True, "Serve the chat page at /.")
 
-    max_body_bytes: int = _setting(
-        LIMITS, 8 << 20, "Longest body of a request, and message of a WebSocket.", unit="bytes", low=1024, high=1 << 30
-    )
+    max_body_bytes: int = _setting(LIMITS, 8 << 20, "Longest body of a request.", unit="bytes", low=1024, high=1 << 30)
     max_header_bytes: int = _setting(
         LIMITS,
         32 << 10,

@@ -11,14 +11,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.fleet.answers import Answer
 from llmc.runtime.server.fleet.calls import BILL, Call, ReplicaLostError, make_call
 from llmc.runtime.server.fleet.expositions import join_expositions
 from llmc.runtime.server.http.accounts import NOTHING, Tab, open_tab
-from llmc.runtime.server.http.errors import ApiError, from_llmc, response
+from llmc.runtime.server.http.errors import ApiError, from_llmc, refuse
 from llmc.runtime.server.http.streams import unless_gone
 
 log = logging.getLogger(__name__)
@@ -58,9 +57,7 @@ class Front:
         self._replicas = replicas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of HTTP; its client's disconnection cancels it at the replica. A WebSocket is refused."""
-        if scope["type"] == "websocket":
-            return await WebSocket(scope, receive, send).close()
+        """Answer a request of HTTP; its client's disconnection cancels it at the replica."""
         request = Request(scope, receive)
         answer = Answer(scope, send)
         try:
@@ -71,8 +68,7 @@ class Front:
             await unless_gone(request, waiting)
         except (ApiError, LlmcError, asyncio.TimeoutError) as error:
             if not answer.started:
-                await response(scope, _refusal(error))(scope, receive, send)
-        return None
+                await refuse(scope, receive, send, _refusal(error))
 
     async def metrics(self, request: Request) -> Response:
         """The metrics of all replicas for Prometheus, each with its name."""

@@ -101,7 +101,7 @@ class Bill(NamedTuple):
     """The requests and tokens that a client took so far.
 
     Attributes:
-        requests: beyond the one that each message is.
+        requests: beyond the one that was admitted.
         reserved: tokens that were used, and those that what still runs may use at most.
         used: tokens of prompts and outputs so far.
     """
@@ -150,7 +150,7 @@ def open_tab() -> Iterator[Tab]:
 
 @dataclass
 class Client:
-    """The sender of a request, or of the messages of a WebSocket.
+    """The sender of a request.
 
     Attributes:
         key: None where none is asked for.

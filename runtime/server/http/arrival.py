@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmc.errors import printable
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.aside import LARGE, aside, mark
-from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.refusal import check_messages, refuse
+from llmc.runtime.server.http.errors import ApiError, refuse
 
 # Values take some fifty times the bytes of "[]," once Python holds them; no request of the API has nearly as many, but
 # for prompts of token ids, of which a million is more than any context.
@@ -42,9 +41,7 @@ class Bodies:
         self._depth = config.max_json_depth
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # the size of a message is limited by uvicorn (ws_max_size)
-            return await self.app(scope, check_messages(scope, receive, send, self._check_text), send)
-        if scope["type"] != "http" or not _has_body(scope):
+        if not _has_body(scope):
             return await self.app(scope, receive, send)
         try:
             body = await self._read(scope, receive)
@@ -58,10 +55,6 @@ class Bodies:
         except ApiError as error:
             return await refuse(scope, receive, send, error)
         return await self.app(scope, _replay(body, receive), send)
-
-    async def _check_text(self, text: str) -> None:
-        mark(len(text))
-        await aside(lambda: check_json(text.encode(), self._depth))
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         declared = Headers(scope=scope).get("content-length", "0")

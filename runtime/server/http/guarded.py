@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.arrival import Bodies
 from llmc.runtime.server.http.keys import Keyring, Keys
-from llmc.runtime.server.http.origins import Hosts, Origins, cors
+from llmc.runtime.server.http.origins import Origins, cors
 from llmc.runtime.server.http.rates import Rates
 
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
@@ -22,17 +22,22 @@ class Guarded:
     Raises UsageError: the keys' file cannot be used."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._unguarded = app
         self._keyring = None if config.keys_file is None else Keyring(config.keys_file)
         app = Bodies(app, config)  # the innermost: nobody who is refused for another reason makes us read a body
         app = Rates(app, config)  # of the key that was found
         app = Keys(app, config, self._keyring)
         app = cors(app, config)  # outside of keys: a preflight brings none, and a page is to read why it was refused
         app = Origins(app, config)  # outside of cors, which answers preflights of allowed origins only
-        app = Hosts(app, config)
         self._app = RequestIds(app)  # the outermost: refusals have one too
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+        if scope["type"] == "http":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._unguarded(scope, receive, send)
+        else:  # WebSockets come through Ray's proxies alone
+            await send({"type": "websocket.close"})
 
     def reload(self) -> None:
         """Read the keys anew; where their file cannot be used, those before stay. Raises UsageError: it cannot."""
@@ -47,21 +52,18 @@ class RequestIds:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            return await self.app(scope, receive, send)
         asked = Headers(scope=scope).get("x-request-id", "")
         name = asked if _ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = name
 
         async def sending(message: Message) -> None:
-            if message["type"] in ("http.response.start", "websocket.accept", "websocket.http.response.start"):
-                message.setdefault("headers", [])
+            if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = name
                 headers["request-id"] = name  # as Anthropic's clients look for it
             await send(message)
 
-        return await self.app(scope, receive, sending)
+        await self.app(scope, receive, sending)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -87,14 +89,16 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._waiting = 0
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing of an offer of another protocol, which is declined; uvicorn would ask for a package."""
+
 
 def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     """Arguments of ``uvicorn.Config`` that hold connections within the limits."""
     return {
         "http": type("Bounded", (BoundedProtocol,), {"most": config.max_header_bytes}),
         "limit_concurrency": config.max_connections,
-        "ws_max_size": config.max_body_bytes,
-        "ws_per_message_deflate": False,  # what is compressed may be a thousand times as large as what was sent
+        "ws": "none",
         "timeout_keep_alive": config.idle_timeout_s,
         "server_header": False,
         "proxy_headers": False,  # what a client says of its own address is not believed

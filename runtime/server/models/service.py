@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends
-from starlette.requests import HTTPConnection
+from starlette.requests import Request
 
 from llmc.bundle import Manifest
 from llmc.errors import QueueFullError, format_value
@@ -221,14 +221,10 @@ def _hold_image(messages: object) -> bool:
     )
 
 
-def service_at(connection: HTTPConnection) -> Service:
-    service: Service = connection.app.state.service
+async def service_of(request: Request) -> Service:
+    """The service that answers a request; FastAPI would call a dependency that is not async in a thread."""
+    service: Service = request.app.state.service
     return service
-
-
-async def service_of(connection: HTTPConnection) -> Service:
-    """:func:`service_at` as the routes' dependency; FastAPI would call one that is not async in a thread."""
-    return service_at(connection)
 
 
 Served = Annotated[Service, Depends(service_of)]

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Request, Response, WebSocket
+from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, Field
 
 from llmc.errors import format_value
@@ -30,10 +30,9 @@ from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Served, Service, plain_id, service_at
+from llmc.runtime.server.models.service import Served, Service, plain_id
 from llmc.runtime.server.openai.logprobs import chat_logprobs
 
 router = APIRouter(tags=["OpenAI"])
@@ -540,25 +539,15 @@ async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -
     return await service.submit(held, body.model, body.names, make)
 
 
-async def _open_chunks(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[str]:
-    return chunks(body, service, *await open_chat(body, held, service))
-
-
 @router.post("/v1/chat/completions")
 async def chat_completions(
     body: Annotated[ChatRequest, take_body(ChatRequest)], request: Request, service: Served
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
-        if body.stream:
-            events = guard_chunks(await _open_chunks(service, body, held))
-            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handle = await open_chat(body, held, service)
+        if body.stream:
+            events = guard_chunks(chunks(body, service, model, handle))
+            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         result = await unless_gone(request, handle)
         return await make_answer(partial(completion, body, service, model, result), large=body.logprobs is True)
-
-
-@router.websocket("/v1/chat/completions")
-async def chat_socket(socket: WebSocket) -> None:
-    """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, ChatRequest, partial(_open_chunks, service_at(socket)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response, WebSocket
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from llmc.runtime import GenerationResult, Handle, Model
@@ -28,10 +28,9 @@ from llmc.runtime.server.http.bodies import (
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Served, Service, service_at, submit_promptly
+from llmc.runtime.server.models.service import Served, Service, submit_promptly
 from llmc.runtime.server.openai.logprobs import completion_logprobs, text_offsets
 
 router = APIRouter(tags=["OpenAI"])
@@ -193,10 +192,6 @@ async def _submit_prompts(
     return model, handles
 
 
-async def _open_chunks(service: Service, body: CompletionRequest, held: AsyncExitStack) -> AsyncIterator[str]:
-    return chunks(body, service, *await _submit_prompts(body, held, service))
-
-
 async def _results(body: CompletionRequest, handles: list[Handle]) -> list[GenerationResult]:
     """The results; where the prompt alone was asked for, without the token that the engine cannot do without."""
     found = [await handle for handle in handles]
@@ -211,10 +206,10 @@ async def completions(
 ) -> Response:
     """Complete prompts. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
-        if body.stream:
-            events = guard_chunks(await _open_chunks(service, body, held))
-            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handles = await _submit_prompts(body, held, service)
+        if body.stream:
+            events = guard_chunks(chunks(body, service, model, handles))
+            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         results = await unless_gone(request, _results(body, handles))
         head = service.head("cmpl", "text_completion", model, body.model)
 
@@ -224,9 +219,3 @@ async def completions(
             return {**head, "choices": choices, "usage": usage_of(results), **told}
 
         return await make_answer(made, large=bool(body.echo) or body.logprobs is not None)
-
-
-@router.websocket("/v1/completions")
-async def completion_socket(socket: WebSocket) -> None:
-    """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, CompletionRequest, partial(_open_chunks, service_at(socket)))

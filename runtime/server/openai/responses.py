@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import Discriminator, Field, JsonValue, Tag
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import HTTPConnection
 
 from llmc.errors import LlmcError
 from llmc.runtime import Model, SamplingParams
@@ -470,7 +469,7 @@ async def aside_of_stored(body: Prompted, work: Callable[[], T]) -> T:
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-async def owner_of(request: HTTPConnection) -> str | None:
+async def owner_of(request: Request) -> str | None:
     """The name of the key that asks, None where none is asked for."""
     found: str | None = request.scope.get("state", {}).get("key_name")
     return found

@@ -5,7 +5,7 @@ import threading
 import tracemalloc
 
 import pytest
-from doubles.asgi import Echo, ask, converse
+from doubles.asgi import Echo, ask
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -137,15 +137,7 @@ def test_large_ones_are_read_in_another_thread(echo: Echo, monkeypatch: pytest.M
     monkeypatch.setattr(bodies, "check_json", check)
     app = Guarded(echo, ServerConfig())
     assert ask(app, method="POST", headers=CHUNKED, body=[b"a" * size]).status == 200
-    converse(app, ["a" * size])
     assert (threads == {threading.get_ident()}) == (size < LARGE)
-
-
-class TestSockets:
-    def test_hold_messages_to_the_same_nesting_and_stay_open(self, echo: Echo):
-        answer = converse(Guarded(echo, ServerConfig()), ["[" * 65 + "]" * 65, "{}"])
-        texts = [message["text"] for message in answer.messages if message["type"] == "websocket.send"]
-        assert "64 levels" in json.loads(texts[0])["error"]["message"] and texts[1] == "{}"
 
 
 def test_half_of_a_character_is_refused_and_whole_ones_pass():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from doubles.asgi import Echo, ask, converse
+from doubles.asgi import Echo, ask
 
 from llmc.errors import CancelledError
 from llmc.runtime.api.results import Usage
@@ -198,20 +198,6 @@ class TestTokens:
         with pytest.raises(ApiError, match="has no room"):
             client.charge(other := Asked(10, 70, 0, done=False))
         assert (one.cancelled, other.cancelled, client.bill) == (False, True, Bill(0, 80, 10))
-
-
-def test_each_message_of_a_socket_is_a_request(clock: Clock):
-    app, _ = limited(clock, requests_per_minute=2)
-    answer = converse(app, ["a", "b", "c"])
-    texts = [message["text"] for message in answer.messages if message["type"] == "websocket.send"]
-    assert texts[:2] == ["a", "b"] and "2 requests per minute" in texts[2]
-
-
-def test_a_message_amid_an_answer_spares_none_of_its_tokens(clock: Clock):
-    app, echo = limited(clock, tokens_per_minute=600)
-    echo.handles = [Asked(100, 400, 300, done=False)]
-    converse(app, ["a"])
-    assert echo.client.account.tokens.level == 200
 
 
 def test_requests_that_come_as_one_are_counted_once_however_often_they_are_told_of(clock: Clock):
