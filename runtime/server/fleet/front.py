@@ -16,7 +16,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.server.fleet.answers import Answer
 from llmc.runtime.server.fleet.calls import BILL, Call, ReplicaLostError, make_call
 from llmc.runtime.server.fleet.expositions import join_expositions
-from llmc.runtime.server.http.accounts import NOTHING, Tab, open_tab
+from llmc.runtime.server.http.accounts import CLIENT, NOTHING
 from llmc.runtime.server.http.errors import ApiError, from_llmc, refuse
 from llmc.runtime.server.http.streams import unless_gone
 
@@ -78,19 +78,16 @@ class Front:
 
     async def _relay(self, call: Call, answer: Answer) -> None:
         """The answer of the first replica that is not lost before it says something."""
-        with open_tab() as tab:
-            await self._try_all(call, answer, tab)
-
-    async def _try_all(self, call: Call, answer: Answer, tab: Tab) -> None:
+        client = CLIENT.get()
         for _ in range(ATTEMPTS):
             try:
                 async with aclosing(self._replicas.answer(call)) as messages:
                     async for several in messages:
                         for message in several:
-                            if message["type"] == BILL:
-                                tab.take(message["bill"])
-                            else:
+                            if message["type"] != BILL:
                                 await answer.take(message)
+                            elif client is not None:
+                                client.take(message["bill"])
                 return
             except ReplicaLostError as error:
                 log.warning("a replica was lost: %s", error)
@@ -98,7 +95,8 @@ class Front:
                     await answer.break_off()
                     return
                 answer.forget()
-                tab.take(NOTHING)  # what was computed in vain costs nothing
+                if client is not None:
+                    client.take(NOTHING)  # what was computed in vain costs nothing
         lost = ApiError(503, "the replicas that tried to answer were lost; try again later", retry_after_s=1)
         if answer.started:
             await answer.break_off(lost)

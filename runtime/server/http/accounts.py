@@ -5,8 +5,8 @@ takes is known where it is answered, which tells it in a :class:`Bill`.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -94,9 +94,6 @@ class Account:
         return {k: v for what, bucket in named if bucket for k, v in bucket.headers(what).items()}
 
 
-UNLIMITED = Account(None, None)
-
-
 class Bill(NamedTuple):
     """The requests and tokens that a client took so far.
 
@@ -137,17 +134,6 @@ class Tab:
         self._bill = self._bill._replace(reserved=self._bill.used)
 
 
-@contextmanager
-def open_tab() -> Iterator[Tab]:
-    """A tab of the present client's account for the time of the block."""
-    client = CLIENT.get()
-    tab = Tab(client.account if client else UNLIMITED)
-    try:
-        yield tab
-    finally:
-        tab.close()
-
-
 @dataclass
 class Client:
     """The sender of a request.
@@ -155,13 +141,11 @@ class Client:
     Attributes:
         key: None where none is asked for.
         prefix_scope: the name with which its prompts are cached.
-        account: its buckets; none at a replica, whose front has them.
         report: takes the bill whenever it grows, and refuses what is too much.
     """
 
     key: Key | None
     prefix_scope: str | None
-    account: Account
     report: Callable[[Bill], None]
     _handles: list[Handle] = field(default_factory=list)
     _ended: Bill = NOTHING
@@ -197,6 +181,11 @@ class Client:
             self._add(-requests, -tokens)  # only these: a request may have ended since, whose tokens stay
             raise
 
+    def take(self, bill: Bill) -> None:
+        """Take over the bill of the replica that answers. Raises ApiError: 429."""
+        self.report(bill)
+        self._ended = bill
+
     def _settle(self) -> None:
         for handle in [handle for handle in self._handles if handle.done]:
             self._handles.remove(handle)
@@ -223,6 +212,12 @@ def allows_model(model: str) -> bool:
     """True if the present client's key is for a model."""
     client = CLIENT.get()
     return client is None or client.key is None or client.key.allows(model)
+
+
+def key_name() -> str | None:
+    """The name of the present client's key, None where none is asked for."""
+    client = CLIENT.get()
+    return client.key.name if client and client.key else None
 
 
 def check_model(name: str) -> None:

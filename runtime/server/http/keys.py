@@ -169,8 +169,8 @@ def _digest(where: str, table: Mapping[str, Any]) -> bytes:
 class Keys:
     """Ask for a key on every route but those that are open; without a file, on none.
 
-    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``key_name``, ``prefix_scope`` (the name with which its
-    prompts are cached) and ``has_admin`` (True if some key is an admin's); what was presented is removed from the
+    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``prefix_scope`` (the name with which its prompts are
+    cached) and ``has_admin`` (True if some key is an admin's); what was presented is removed from the
     headers, so that nothing behind can log it.
     """
 
@@ -188,11 +188,9 @@ class Keys:
             message = f"{found}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             return await refuse(scope, receive, send, error)
-        name = key and key.name
         scope.setdefault("state", {}).update(
             key=key,
-            key_name=name,
-            prefix_scope=None if self._shares_prefixes else name,
+            prefix_scope=None if self._shares_prefixes or key is None else key.name,
             has_admin=self._keyring is not None and self._keyring.has_admin,
         )
         return await self.app(scope, receive, send)

@@ -151,7 +151,7 @@ def _note_status(record: Record, send: Send) -> Send:
 def _write(scope: Scope, record: Record, seconds: float) -> None:
     fields = {
         "request_id": _state(scope, "request_id"),
-        "key": _state(scope, "key_name"),
+        "key": getattr(_state(scope, "key"), "name", None),
         "method": scope["method"],
         **record.fields,
         **costs_of(record.handles),

@@ -36,7 +36,7 @@ class Rates:
             except ApiError as error:
                 return await refuse(scope, receive, send, error)
         tab = Tab(account)
-        client = Client(state["key"], state.get("prefix_scope"), account, tab.take)
+        client = Client(state["key"], state.get("prefix_scope"), tab.take)
         CLIENT.set(client)  # of this request's task alone
         try:
             return await self.app(scope, receive, _tell_rates(client, tab, send) if is_counted else send)
@@ -57,7 +57,7 @@ class Rates:
 
 def _tell_rates(client: Client, tab: Tab, send: Send) -> Send:
     """``send`` that adds the state of the rates to an answer's headers, and counts its tokens before its end."""
-    account = client.account
+    account = tab.account
     if account.requests is None and account.tokens is None:
         return send
 

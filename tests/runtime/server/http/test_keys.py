@@ -101,7 +101,7 @@ class TestRequests:
         name, _, value = header.format(BOB).partition(": ")
         assert ask(app, headers={name: value}).status == 200
         assert echo.scope is not None
-        assert echo.scope["state"]["key_name"] == "bob" and not echo.scope["state"]["key"].allows("other")
+        assert echo.scope["state"]["key"].name == "bob" and not echo.scope["state"]["key"].allows("other")
         assert BOB not in repr(echo.scope)
 
     @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/ready", "/openapi.json", "/healthy", "/pages"])
@@ -127,7 +127,7 @@ class TestRequests:
 
     def test_need_none_where_there_is_no_file(self, echo: Echo):
         assert ask(Guarded(echo, ServerConfig()), headers={"authorization": "Bearer none"}).status == 200
-        assert echo.scope is not None and echo.scope["state"]["key_name"] is None
+        assert echo.scope is not None and echo.scope["state"]["key"] is None
 
     def test_have_a_name_of_their_own_or_the_clients_if_it_is_sane(self, app: Guarded, echo: Echo):
         for asked in ("a b", "x" * 200, "é"):
