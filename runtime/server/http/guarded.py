@@ -14,6 +14,8 @@ from llmc.runtime.server.http.keys import Keyring, Keys
 from llmc.runtime.server.http.origins import Origins, cors
 from llmc.runtime.server.http.rates import Rates
 
+MOST_HEADERS = 32 << 10  # bytes, a request's first line included
+IDLE_S = 75  # that a connection may stay open between requests: longer than proxies keep theirs
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
@@ -67,19 +69,18 @@ class RequestIds:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's faster HTTP, which takes headers and trailers of any length, with ``most`` bytes for them.
+    """uvicorn's faster HTTP, which takes headers and trailers of any length, with a bound for them.
 
     They may be longer by what one read of the socket brings.
     """
 
-    most: int
     _waiting = 0  # bytes received since the last piece of a body, or the last request
 
     def data_received(self, data: bytes) -> None:
         self._waiting += len(data)
         super().data_received(data)
-        if self._waiting > self.most and not self.transport.is_closing():
-            self.send_400_response(f"The headers have more than {self.most} bytes; send fewer.")
+        if self._waiting > MOST_HEADERS and not self.transport.is_closing():
+            self.send_400_response(f"The headers have more than {MOST_HEADERS} bytes; send fewer.")
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -96,10 +97,10 @@ class BoundedProtocol(HttpToolsProtocol):
 def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     """Arguments of ``uvicorn.Config`` that hold connections within the limits."""
     return {
-        "http": type("Bounded", (BoundedProtocol,), {"most": config.max_header_bytes}),
+        "http": BoundedProtocol,
         "limit_concurrency": config.max_connections,
         "ws": "none",
-        "timeout_keep_alive": config.idle_timeout_s,
+        "timeout_keep_alive": IDLE_S,
         "server_header": False,
         "proxy_headers": False,  # what a client says of its own address is not believed
         "ssl_certfile": config.tls_cert,

@@ -52,7 +52,7 @@ class Service:
         """Threads of requests that ask for tokens and no more."""
         self.compilers = CapacityLimiter(COMPILERS)
         """Threads of requests with grammars."""
-        self.responses = ResponseStore(config.response_store_entries, config.response_store_bytes)
+        self.responses = ResponseStore(config.response_store_bytes)
         self.draining = False
         """True once the server goes down: what runs is finished, and balancers are to send nobody."""
 
