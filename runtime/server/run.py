@@ -19,7 +19,7 @@ from llmc.runtime.observe.tracing import event
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded, uvicorn_options
-from llmc.runtime.server.http.logs import RequestLog, log_to_stderr, route_noted
+from llmc.runtime.server.http.logs import RequestLog, log_to_stderr
 from llmc.runtime.server.models.pool import ModelPool
 from llmc.runtime.server.supervisor import describe_reload, inherit_sockets, notify, watchdog_s
 
@@ -45,7 +45,7 @@ def serve(config: ServerConfig) -> None:
     """
     with log_to_stderr(config.log_format):
         pool = ModelPool(config.models, memory=config.memory, load_options=config.load_options)
-        run(config, pool, Guarded(route_noted(make_app(config, pool)), config))
+        run(config, pool, Guarded(make_app(config, pool), config))
 
 
 class Models(Protocol):

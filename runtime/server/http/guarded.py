@@ -31,7 +31,7 @@ class Guarded:
         app = Keys(app, config, self._keyring)
         app = cors(app, config)  # outside of keys: a preflight brings none, and a page is to read why it was refused
         app = Origins(app, config)  # outside of cors, which answers preflights of allowed origins only
-        self._app = RequestIds(app)  # the outermost: refusals have one too
+        self._app = name_requests(app)  # the outermost: refusals have one too
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -47,25 +47,23 @@ class Guarded:
             self._keyring.reload()
 
 
-class RequestIds:
+def name_requests(app: ASGIApp) -> ASGIApp:
     """Give each request a name, its client's if it is a sane one, and send it back as X-Request-Id."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         asked = Headers(scope=scope).get("x-request-id", "")
         name = asked if _ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = name
 
-        async def sending(message: Message) -> None:
+        async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = name
-                headers["request-id"] = name  # as Anthropic's clients look for it
+                # The second as Anthropic's clients look for it.
+                MutableHeaders(scope=message).update({"x-request-id": name, "request-id": name})
             await send(message)
 
-        await self.app(scope, receive, sending)
+        await app(scope, receive, send_named)
+
+    return call
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -181,7 +181,7 @@ class Keys:
         self._shares_prefixes = config.prefix_cache_scope == "shared"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        presented, scope = take_key(scope)
+        presented = take_key(scope)
         key = self._keyring.find(presented) if self._keyring and presented else None
         if self._keyring and key is None and not self._is_open(scope):
             found = "the API key is unknown" if presented else "there is no API key"
@@ -203,12 +203,12 @@ class Keys:
         return path == "/health" or (self._page and (path == "/" or path.startswith("/page/")))
 
 
-def take_key(scope: Scope) -> tuple[str, Scope]:
-    """The key that a client presented, as ``Authorization: Bearer`` or else ``x-api-key``, and the request without."""
+def take_key(scope: Scope) -> str:
+    """The key that a client presented, as ``Authorization: Bearer`` or else ``x-api-key``; the request loses it."""
     headers = Headers(scope=scope)
     scheme, _, presented = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         presented = headers.get("x-api-key", "")
     secret = (b"authorization", b"x-api-key")
-    kept = [(name, value) for name, value in scope["headers"] if name not in secret]
-    return presented.strip(), {**scope, "headers": kept}
+    scope["headers"] = [(name, value) for name, value in scope["headers"] if name not in secret]
+    return presented.strip()

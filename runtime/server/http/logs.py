@@ -69,19 +69,6 @@ def watch(handle: Handle) -> None:
         record.handles.append(handle)
 
 
-def route_noted(app: ASGIApp) -> ASGIApp:
-    """Note the pattern of the route that the application found, which guards around it do not see."""
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)
-        finally:
-            if (path := getattr(scope.get("route"), "path", None)) is not None:
-                note(route=path)
-
-    return call
-
-
 class RequestLog:
     """Write a line for each request once it has ended; the outermost of all.
 
@@ -149,6 +136,8 @@ def _note_status(record: Record, send: Send) -> Send:
 
 
 def _write(scope: Scope, record: Record, seconds: float) -> None:
+    # Of the pattern: guards around the application do not see it, and a path may hold anything.
+    record.fields.setdefault("route", getattr(scope.get("route"), "path", None))
     fields = {
         "request_id": _state(scope, "request_id"),
         "key": getattr(_state(scope, "key"), "name", None),

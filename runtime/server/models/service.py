@@ -12,7 +12,6 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import Depends
 from starlette.requests import Request
 
-from llmc.bundle import Manifest
 from llmc.errors import QueueFullError, format_value
 from llmc.runtime import Handle, Model
 from llmc.runtime.server.http.accounts import allows_model, charge, check_model, prefix_scope, spend
@@ -98,17 +97,14 @@ class Service:
         name = self.name(asked)
         return {"adapter": name} if name in self.pool.adapters else {}
 
-    def manifest(self, asked: str | None) -> Manifest:
-        """The manifest of a model, which need not be loaded."""
-        return self.pool.manifest(self.name(asked))
-
     def check_work(self, asked: str | None, wanted: str | None) -> None:
         """Refuse a model that does something else, without loading it.
         ``wanted``: a key of :data:`WORK`. Raises ApiError: 400, naming it."""
-        encoder = self.manifest(asked).geometry.encoder
+        name = self.name(asked)
+        encoder = self.pool.manifest(name).geometry.encoder
         found = encoder.result if encoder else None
         if found != wanted:
-            said = f"the model {self.name(asked)!r} {WORK[found]}, expected one that {WORK[wanted]}"
+            said = f"the model {name!r} {WORK[found]}, expected one that {WORK[wanted]}"
             raise ApiError(400, f"{said}; GET /v1/models lists what there is", param="model")
 
     def model(self, asked: str | None) -> AbstractAsyncContextManager[Model]:

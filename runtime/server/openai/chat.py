@@ -453,12 +453,9 @@ def _one(name: str, value: Any, other: str, another: Any) -> Any:
 
 
 def message_of(message: Message) -> dict[str, Any]:
-    content = None if message.tool_calls and not message.content else message.content
-    found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
-    if message.reasoning is not None:
-        found["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = [{**call.to_dict(), "id": CALL_ID + call.id} for call in message.tool_calls]
+    found = {**message.to_dict(), "refusal": None, "annotations": []}
+    for call in found.get("tool_calls", ()):
+        call["id"] = CALL_ID + call["id"]
     return found
 
 

@@ -219,7 +219,7 @@ def test_a_rotation_takes_keys_and_certificate_together_or_neither(tiny_bundle: 
 
 def test_hundreds_of_signals_are_two_reloads():
     """One that runs, and one for whatever changed while it ran."""
-    server: Any = Server(uvicorn.Config(lambda: None), *[None] * 4)
+    server: Any = Server(uvicorn.Config(lambda: None), *[None] * 3)
     reloads = []
 
     async def reload() -> None:

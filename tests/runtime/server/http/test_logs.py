@@ -20,7 +20,7 @@ from llmc.runtime.observe.tracing import current_context, event
 from llmc.runtime.server import page
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.keys import Key
-from llmc.runtime.server.http.logs import RequestLog, TextFormatter, costs_of, log_to_stderr, note, route_noted
+from llmc.runtime.server.http.logs import RequestLog, TextFormatter, costs_of, log_to_stderr, note
 
 SECRET = "a secret"
 HEADERS = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
@@ -60,7 +60,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_a_request_leaves_a_line_with_the_name_of_its_key(lines: Any):
     with log_to_stderr("json"):
-        answered(route_noted(fine), body=b"a secret")
+        answered(fine, body=b"a secret")
     (line,) = lines()
     said = {name: line[name] for name in ("request_id", "key", "method", "status", "model")}
     assert said == {"request_id": "r", "key": "ann", "method": "POST", "status": 200, "model": "m"}
@@ -98,7 +98,7 @@ def test_the_page_leaves_its_route(lines: Any):
     app = Starlette()
     page.mount(app)  # type: ignore[arg-type]
     with log_to_stderr("json"):
-        ask(RequestLog(route_noted(app)), "/")
+        ask(RequestLog(app), "/")
     assert [line["route"] for line in lines()] == ["/"]
 
 
