@@ -132,14 +132,6 @@ def test_a_call_is_streamed_as_deltas(client: openai.OpenAI):
     assert whole and (name, arguments) == ("add", whole[0].function.arguments)
 
 
-def test_a_conversation_goes_on_after_a_call(able_openai: openai.OpenAI):
-    asked = able_openai.chat.completions.create(**{**CALLED, "model": "able"}).choices[0].message
-    assert asked.tool_calls
-    result = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "3"}
-    messages = [*MESSAGES, asked.model_dump(exclude_none=True), result]
-    assert able_openai.chat.completions.create(**{**GREEDY, "model": "able", "messages": messages}).choices
-
-
 def test_calls_and_results_that_the_template_does_not_show_are_refused(client: openai.OpenAI):
     asked = client.chat.completions.create(**CALLED).choices[0].message
     result = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "3"}  # type: ignore[index]

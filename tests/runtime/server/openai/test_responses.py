@@ -69,15 +69,6 @@ def test_a_stream_has_every_event_and_joins_to_the_whole(able_openai: openai.Ope
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_the_clients_helper_reads_the_stream(able_openai: openai.OpenAI):
-    form = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer", "minimum": 1, "maximum": 9}}}
-    with able_openai.responses.stream(**{**GREEDY, "max_output_tokens": 40}, text=form) as stream:
-        for _ in stream:
-            pass
-        final = stream.get_final_response()
-    assert final.status == "completed" and json.loads(final.output_text) in range(1, 10)
-
-
 def test_thoughts_are_an_item_of_their_own(able_openai: openai.OpenAI):
     given = {**GREEDY, "reasoning": {"effort": "minimal"}, "max_output_tokens": 160}
     answer = able_openai.responses.create(**given)
