@@ -499,7 +499,7 @@ async def messages(
                 lambda error: event(error.anthropic_body(request_id), "error"),
             )
             return EventStream(events, held.pop_all(), service.config.heartbeat_s, heartbeat=PING)
-        result = await unless_gone(request, handle)
+        result = await unless_gone(request.receive, handle)
         usage = await run_in_threadpool(usage_of, model, result)
         answer = {
             **head_of(body, service, {**usage}),

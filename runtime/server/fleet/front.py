@@ -65,7 +65,7 @@ class Front:
             waiting = self._relay(call, answer)
             if call.scope["path"] == "/ready":  # without a replica it would wait for one
                 waiting = asyncio.wait_for(waiting, ASKED_S)
-            await unless_gone(request, waiting)
+            await unless_gone(request.receive, waiting)
         except (ApiError, LlmcError, asyncio.TimeoutError) as error:
             if not answer.started:
                 await refuse(scope, receive, send, _refusal(error))
@@ -104,9 +104,7 @@ class Front:
             raise lost
 
 
-def _refusal(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, LlmcError):
-        return from_llmc(error)
-    return ApiError(503, f"no replica answered within {ASKED_S:g} s; try again later", retry_after_s=1)
+def _refusal(error: ApiError | LlmcError | asyncio.TimeoutError) -> ApiError:
+    if isinstance(error, asyncio.TimeoutError):
+        return ApiError(503, f"no replica answered within {ASKED_S:g} s; try again later", retry_after_s=1)
+    return from_llmc(error)

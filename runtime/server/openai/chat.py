@@ -546,5 +546,5 @@ async def chat_completions(
         if body.stream:
             events = guard_chunks(chunks(body, service, model, handle))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
-        result = await unless_gone(request, handle)
+        result = await unless_gone(request.receive, handle)
         return await make_answer(partial(completion, body, service, model, result), large=body.logprobs is True)

@@ -210,7 +210,7 @@ async def completions(
         if body.stream:
             events = guard_chunks(chunks(body, service, model, handles))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
-        results = await unless_gone(request, _results(body, handles))
+        results = await unless_gone(request.receive, _results(body, handles))
         head = service.head("cmpl", "text_completion", model, body.model)
 
         def made() -> dict[str, Any]:

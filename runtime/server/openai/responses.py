@@ -481,7 +481,7 @@ async def responses(
         if body.stream:
             events = encode_events(turn.events(model, handle))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
-        whole = await unless_gone(request, turn.whole(model, handle))
+        whole = await unless_gone(request.receive, turn.whole(model, handle))
         return await make_answer(lambda: whole, large=body.wants_logprobs)
 
 
