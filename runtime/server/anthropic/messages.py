@@ -17,7 +17,7 @@ from llmc.errors import ContextError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.http.aside import aside
-from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat, make_extra_member
+from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat
 from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import decode_base64, make_content
@@ -454,8 +454,7 @@ async def events_of(
         yield found
     result = await handle
     usage = await run_in_threadpool(usage_of, model, result)
-    told_of = make_extra_member(body.x_llmc, model, result)
-    yield {"type": "message_delta", "delta": find_ending(body, result), "usage": usage, **told_of}
+    yield {"type": "message_delta", "delta": find_ending(body, result), "usage": usage}
     yield {"type": "message_stop"}
 
 
@@ -505,7 +504,6 @@ async def messages(
             **head_of(body, service, {**usage}),
             "content": blocks_of(result.message),
             **find_ending(body, result),
-            **make_extra_member(body.x_llmc, model, result),
         }
         return JSONResponse(answer)
 

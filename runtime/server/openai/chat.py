@@ -21,8 +21,6 @@ from llmc.runtime.server.http.bodies import (
     StreamOptions,
     ToolFormat,
     Verbosity,
-    make_extra_member,
-    make_last_members,
     make_unknown_usage,
     usage_of,
 )
@@ -479,7 +477,7 @@ def completion(body: ChatRequest, service: Service, model: Model, result: ChatRe
         for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
     ]
     head = head_of("chat.completion", body, service, model)
-    return {**head, "choices": choices, "usage": usage_of([result]), **make_extra_member(body.x_llmc, model, result)}
+    return {**head, "choices": choices, "usage": usage_of([result])}
 
 
 def piece_of(delta: MessageDelta) -> dict[str, Any]:
@@ -517,8 +515,8 @@ async def chunks(body: ChatRequest, service: Service, model: Model, handle: Chat
     result = await handle
     for index, message in enumerate(result.messages):
         yield chunk(index, {}, finish_reason=message.finish_reason)
-    if asked := make_last_members(body, model, [result]):
-        yield encode_json({**head, "choices": [], **asked})
+    if usage:
+        yield encode_json({**head, "choices": [], "usage": usage_of([result])})
 
 
 # ------------------------------------------------------------------------------------------------------------- routes

@@ -20,8 +20,6 @@ from llmc.runtime.server.http.bodies import (
     Sampled,
     StreamOptions,
     list_texts,
-    make_extra_member,
-    make_last_members,
     make_unknown_usage,
     usage_of,
 )
@@ -165,8 +163,8 @@ async def chunks(body: CompletionRequest, service: Service, model: Model, handle
     for number, result in enumerate(results):
         for place, output in enumerate(result.outputs):
             yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)
-    if asked := make_last_members(body, model, results):
-        yield encode_json({**head, "choices": [], **asked})
+    if usage:
+        yield encode_json({**head, "choices": [], "usage": usage_of(results)})
 
 
 async def _submit_prompts(
@@ -215,7 +213,6 @@ async def completions(
 
         def made() -> dict[str, Any]:
             choices = choices_of(model, body, results)
-            told = make_extra_member(body.x_llmc, model, results[0])
-            return {**head, "choices": choices, "usage": usage_of(results), **told}
+            return {**head, "choices": choices, "usage": usage_of(results)}
 
         return await make_answer(made, large=bool(body.echo) or body.logprobs is not None)

@@ -15,7 +15,7 @@ from llmc.runtime import Model, SamplingParams
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
 from llmc.runtime.server.http.accounts import key_name
 from llmc.runtime.server.http.aside import apart, aside
-from llmc.runtime.server.http.bodies import Body, Verbosity, make_extra_member
+from llmc.runtime.server.http.bodies import Body, Verbosity
 from llmc.runtime.server.http.errors import ApiError, from_llmc, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
@@ -434,7 +434,6 @@ class Turn:
                 "output_tokens_details": {"reasoning_tokens": count_thoughts(model, result.message)},
                 "total_tokens": usage.total_tokens,
             },
-            **make_extra_member(self._body.x_llmc, model, result),
         }
         if response["store"]:
             stored = make_stored(self._body.previous_response_id, self._items, response)

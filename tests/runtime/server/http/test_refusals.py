@@ -32,7 +32,7 @@ CORPUS = [
         "model", "max_tokens", "stop", "n", "best_of", "logprobs", "top_logprobs", "logit_bias", "response_format",
         "stream", "stream_options", "tools", "tool_choice", "tool_format", "reasoning_effort", "reasoning_budget",
         "chat_template_kwargs", "documents", "user", "temperature", "top_p", "seed", "regex", "grammar", "choice",
-        "json_schema", "bad_words", "stop_token_ids", "priority", "deadline_s", "x_llmc", "unknown",
+        "json_schema", "bad_words", "stop_token_ids", "priority", "deadline_s", "structured_outputs", "unknown",
         "num_beams", "consensus", "speculate", "on_overflow",
     ) for value in ODD),
     *((CHAT, {"messages": value}) for value in ODD),
