@@ -179,9 +179,7 @@ def attacks() -> dict[str, Attack]:
         lambda: written({"prompt": ["a b c d " * 240] * 6, "max_tokens": 1, "echo": True, "logprobs": 20}),
     )
     add("128 prompts", COMPLETIONS, lambda: written({"prompt": ["a " * 32_000] * 128, "max_tokens": 1}))
-    add("tokens of 8 MB, eight times", "/tokenize", lambda: texted({"prompt": "@"}), times=8)
-    add("texts of a million tokens", "/detokenize", lambda: filled({"tokens": "@"}, 5, VALUES))
-    add("a template of 8 MB", "/apply-template", lambda: texted({"messages": [{"role": "user", "content": "@"}]}))
+    add("tokens of 8 MB, eight times", f"{RESPONSES}/input_tokens", lambda: texted({"input": "@"}), times=8)
     for path, model in (("/v1/embeddings", "embed"),):
         add("ids to embed", path, lambda model=model: filled({"model": model, "input": "@"}, 5, VALUES))  # type: ignore[misc]
         add("texts to embed", path, lambda model=model: filled({"model": model, "input": "@"}, "a b", TEXTS))  # type: ignore[misc]

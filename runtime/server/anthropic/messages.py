@@ -18,7 +18,7 @@ from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat
-from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, name_parameters
+from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import decode_base64, make_content
 from llmc.runtime.server.http.logs import note
@@ -511,9 +511,7 @@ async def messages(
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a conversation becomes."""
-    async with service.generator(body.model) as model:
-        with name_parameters(NAMES):
-            tokens = await service.tokenize_in_thread(
-                lambda: model.chat_tokens(body.plain(), **body.make_arguments(model)), len
-            )
-    return {"input_tokens": len(tokens)}
+    count = await service.count_tokens(
+        body.model, NAMES, lambda model: model.chat_tokens(body.plain(), **body.make_arguments(model))
+    )
+    return {"input_tokens": count}

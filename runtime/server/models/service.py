@@ -34,7 +34,7 @@ MOST_WAITING = 256  # requests for these threads, as many as wait for rows by de
 WORK = {None: "generates text", "embeddings": "embeds texts", "scores": "ranks documents"}
 # Requests for vectors or scores that are computed at once: a model's calls take turns, and a second one tokenizes.
 ENCODING_THREADS = 2
-# Requests that count or show tokens at once: a text takes a hundred times its memory while it is tokenized.
+# Requests that count tokens at once: a text takes a hundred times its memory while it is tokenized.
 TOKENIZING_THREADS = 2
 
 
@@ -48,7 +48,7 @@ class Service:
         self.encoding = CapacityLimiter(ENCODING_THREADS)
         """Threads of requests for vectors and scores, which have no queue of an engine."""
         self.tokenizing = CapacityLimiter(TOKENIZING_THREADS)
-        """Threads of requests that ask for tokens and no more."""
+        """Threads of requests that count tokens and no more."""
         self.compilers = CapacityLimiter(COMPILERS)
         """Threads of requests with grammars."""
         self.responses = ResponseStore(config.response_store_bytes)
@@ -111,12 +111,6 @@ class Service:
         """The model, loaded, and kept while the block runs."""
         return self.pool.lease(self.name(asked))
 
-    async def tokenize_in_thread(self, work: Callable[[], T], cost: Callable[[T], int]) -> T:
-        """The result of ``work`` on a prompt, in one of few threads; the client is charged as for the prompt."""
-        found = await to_thread.run_sync(work, limiter=self.tokenizing)
-        spend(tokens=cost(found))
-        return found
-
     def echo_name(self, asked: str | None) -> str:
         """The name that an answer tells: the one asked for, whose adapter may have been unloaded by now."""
         return self.name(None) if asked is None else asked
@@ -135,6 +129,17 @@ class Service:
         """:meth:`model` for routes that generate. Raises ApiError: 400, the model does something else."""
         self.check_work(asked, None)
         return self.model(asked)
+
+    async def count_tokens(
+        self, asked: str | None, names: Mapping[str, str], tokenize: Callable[[Model], list[int]]
+    ) -> int:
+        """The tokens of a prompt, which are made in one of few threads, and charged as a prompt's are.
+        ``names``: as of :meth:`submit`."""
+        async with self.generator(asked) as model:
+            with name_parameters(names):
+                count = await to_thread.run_sync(lambda: len(tokenize(model)), limiter=self.tokenizing)
+        spend(tokens=count)
+        return count
 
     def bound_sampling(self, sampling: dict[str, Any], prompts: int = 1) -> dict[str, Any]:
         """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes.

@@ -16,7 +16,7 @@ from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
 from llmc.runtime.server.http.accounts import key_name
 from llmc.runtime.server.http.aside import apart, aside
 from llmc.runtime.server.http.bodies import Body, Verbosity
-from llmc.runtime.server.http.errors import ApiError, from_llmc, name_parameters
+from llmc.runtime.server.http.errors import ApiError, from_llmc
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.streams import EventStream, event, make_answer, unless_gone, unless_long
@@ -488,12 +488,10 @@ async def responses(
 async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
     _, messages = await aside_of_stored(body, partial(body.conversation, service))
-    async with service.generator(body.model) as model:
-        with name_parameters(NAMES):
-            tokens = await service.tokenize_in_thread(
-                lambda: model.chat_tokens(messages, **body.make_arguments(model)), len
-            )
-    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+    count = await service.count_tokens(
+        body.model, NAMES, lambda model: model.chat_tokens(messages, **body.make_arguments(model))
+    )
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 @router.get("/v1/responses/{response_id}")

@@ -136,8 +136,8 @@ class TestGrammars:
 
 class TestSpecialTokens:
     def test_that_messages_spell_are_text(self, alice: httpx.Client):
-        bodies = [{"messages": [{"role": "user", "content": text}]} for text in (SPELT, "ab")]
-        spelt, short = (alice.post("/tokenize", json=body).json()["count"] for body in bodies)
+        usages = [alice.post(CHAT, json=chat(text)).json()["usage"] for text in (SPELT, "ab")]
+        spelt, short = (usage["prompt_tokens"] for usage in usages)
         assert spelt > short + 3
 
     @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
