@@ -107,12 +107,11 @@ class Replica:
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
-        state = scope["state"]
 
         def report(bill: Bill) -> None:
             sent.put_nowait({"type": BILL, "bill": bill})
 
-        client = Client(state.get("key"), state.get("prefix_scope"), report)
+        client = Client(scope["state"].get("key"), report)
         answering = asyncio.ensure_future(self._run(client, scope, body, sent, gone))
         try:
             while messages := _take_messages(await sent.get(), sent):

@@ -140,12 +140,10 @@ class Client:
 
     Attributes:
         key: None where none is asked for.
-        prefix_scope: the name with which its prompts are cached.
         report: takes the bill whenever it grows, and refuses what is too much.
     """
 
     key: Key | None
-    prefix_scope: str | None
     report: Callable[[Bill], None]
     _handles: list[Handle] = field(default_factory=list)
     _ended: Bill = NOTHING
@@ -227,12 +225,6 @@ def check_model(name: str) -> None:
         known = ", ".join(sorted(client.key.models or ()))
         message = f"the key {client.key.name!r} is not for the model {name!r}, expected {known}"
         raise ApiError(403, message, param="model", code="model_not_allowed")
-
-
-def prefix_scope() -> str | None:
-    """The name with which the present client's prompts are cached."""
-    client = CLIENT.get()
-    return None if client is None else client.prefix_scope
 
 
 def spend(*, requests: int = 0, tokens: int = 0) -> None:

@@ -169,8 +169,8 @@ def _digest(where: str, table: Mapping[str, Any]) -> bytes:
 class Keys:
     """Ask for a key on every route but those that are open; without a file, on none.
 
-    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``prefix_scope`` (the name with which its prompts are
-    cached) and ``has_admin`` (True if some key is an admin's); what was presented is removed from the
+    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``prefix_scope`` (the name by which a fleet knows
+    its prompts) and ``has_admin`` (True if some key is an admin's); what was presented is removed from the
     headers, so that nothing behind can log it.
     """
 

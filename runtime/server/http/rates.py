@@ -36,7 +36,7 @@ class Rates:
             except ApiError as error:
                 return await refuse(scope, receive, send, error)
         tab = Tab(account)
-        client = Client(state["key"], state.get("prefix_scope"), tab.take)
+        client = Client(state["key"], tab.take)
         CLIENT.set(client)  # of this request's task alone
         try:
             return await self.app(scope, receive, _tell_rates(client, tab, send) if is_counted else send)

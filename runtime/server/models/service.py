@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from llmc.errors import QueueFullError, format_value
 from llmc.runtime import Handle, Model
-from llmc.runtime.server.http.accounts import allows_model, charge, check_model, prefix_scope, spend
+from llmc.runtime.server.http.accounts import allows_model, charge, check_model, key_name, spend
 from llmc.runtime.server.http.aside import SHORT, aside, room_beside
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.logs import watch
@@ -168,7 +168,7 @@ class Service:
             sampling = {**sampling, "deadline_s": min(sampling.get("deadline_s", longest), longest)}
         if prompts > 1:
             spend(requests=prompts - 1)
-        return {**sampling, "prefix_scope": prefix_scope()}
+        return {**sampling, "prefix_scope": None if self.config.prefix_cache_scope == "shared" else key_name()}
 
     async def submit(
         self, held: AsyncExitStack, asked: str | None, names: Mapping[str, str], make: Callable[[Model], partial[H]]

@@ -193,7 +193,7 @@ class TestTokens:
         assert account.tokens is not None and account.tokens.level == 20
 
     def test_that_are_too_many_cancel_the_request(self, clock: Clock):
-        client = Client(None, None, Tab(Account(None, Bucket(100, clock))).take)
+        client = Client(None, Tab(Account(None, Bucket(100, clock))).take)
         client.charge(one := Asked(10, 70, 0, done=False))
         with pytest.raises(ApiError, match="has no room"):
             client.charge(other := Asked(10, 70, 0, done=False))
@@ -211,7 +211,7 @@ def test_requests_that_come_as_one_are_counted_once_however_often_they_are_told_
 
 def test_a_refused_spending_keeps_the_tokens_of_requests_that_ended(clock: Clock):
     account = Account(Bucket(2, clock), Bucket(1000, clock))
-    client = Client(None, None, Tab(account).take)
+    client = Client(None, Tab(account).take)
     client.charge(handle := Asked(10, 70, 5, done=False))
     handle.done = True
     account.count(2)
@@ -228,7 +228,7 @@ def test_a_request_that_ends_while_it_is_refused_stays_on_the_bill(clock: Clock)
         assert client.bill.used == 15  # as another task of this client's may ask meanwhile
         raise ApiError(429, "no room")
 
-    client = Client(None, None, refuse)
+    client = Client(None, refuse)
     with pytest.raises(ApiError, match="no room"):
         client.charge(handle)
     assert client.bill == Bill(0, 15, 15)

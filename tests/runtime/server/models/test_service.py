@@ -11,8 +11,10 @@ from anyio import CapacityLimiter
 
 from llmc.errors import QueueFullError
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.accounts import CLIENT, Client
 from llmc.runtime.server.http.aside import SHORT, room_beside
 from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.keys import Key
 from llmc.runtime.server.models import service
 from llmc.runtime.server.models.service import Service, submit_promptly
 
@@ -37,6 +39,12 @@ def test_more_is_refused_by_the_name_of_what_is_too_much(asked: dict[str, Any], 
 def test_a_deadline_may_be_shorter_and_not_longer():
     assert BOUNDED.bound_sampling({"deadline_s": 1.0})["deadline_s"] == 1.0
     assert BOUNDED.bound_sampling({"deadline_s": 9.0})["deadline_s"] == 5.0
+
+
+@pytest.mark.parametrize(("scope", "expected"), [("key", "ann"), ("shared", None)])
+async def test_prefixes_are_shared_where_a_setting_says_so(scope: Any, expected: str | None):
+    CLIENT.set(Client(Key("ann", b""), lambda bill: None))
+    assert Service(ServerConfig(prefix_cache_scope=scope), POOL).bound_sampling({})["prefix_scope"] == expected
 
 
 def took(*given: Any, **named: Any) -> bool:
