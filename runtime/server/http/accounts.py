@@ -146,17 +146,16 @@ class Client:
     key: Key | None
     report: Callable[[Bill], None]
     _handles: list[Handle] = field(default_factory=list)
-    _ended: Bill = NOTHING
+    _spent: Bill = NOTHING  # beside what the handles say
 
     @property
     def bill(self) -> Bill:
-        self._settle()
-        requests, reserved, used = self._ended
-        return Bill(
-            requests,
-            reserved + sum(handle.most_tokens for handle in self._handles),
-            used + sum(map(cost, self._handles)),
-        )
+        requests, reserved, used = self._spent
+        for handle in self._handles:
+            done, tokens = handle.done, cost(handle)
+            reserved += tokens if done else handle.most_tokens
+            used += tokens
+        return Bill(requests, reserved, used)
 
     def charge(self, handle: Handle) -> None:
         """Reserve what a request to a model may use, until it has ended.
@@ -165,33 +164,25 @@ class Client:
         try:
             self.report(self.bill)
         except ApiError:
-            if handle in self._handles:  # else it has ended, and stands on the bill
+            if not handle.done:
                 self._handles.remove(handle)
             handle.cancel()
             raise
 
     def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
         """Take what is used for certain. Raises ApiError: 429."""
-        self._add(requests, tokens)
+        before = self._spent
+        self._spent = Bill(before.requests + requests, before.reserved + tokens, before.used + tokens)
         try:
             self.report(self.bill)
         except ApiError:
-            self._add(-requests, -tokens)  # only these: a request may have ended since, whose tokens stay
+            self._spent = before
             raise
 
     def take(self, bill: Bill) -> None:
         """Take over the bill of the replica that answers. Raises ApiError: 429."""
         self.report(bill)
-        self._ended = bill
-
-    def _settle(self) -> None:
-        for handle in [handle for handle in self._handles if handle.done]:
-            self._handles.remove(handle)
-            self._add(tokens=cost(handle))
-
-    def _add(self, requests: int = 0, tokens: int = 0) -> None:
-        known = self._ended
-        self._ended = Bill(known.requests + requests, known.reserved + tokens, known.used + tokens)
+        self._spent = bill
 
 
 CLIENT: ContextVar[Client | None] = ContextVar("llmc_client", default=None)
