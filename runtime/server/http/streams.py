@@ -53,9 +53,9 @@ async def make_answer(make: Callable[[], Any], *, large: bool) -> Response:
     return Response(encode_json(make()), media_type="application/json")
 
 
-def event(value: Any, name: str | None = None, encode: Callable[[Any], str] = encode_json) -> bytes:
+def event(value: Any, name: str | None = None) -> bytes:
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {encode(value)}\n\n".encode()
+    return f"{head}data: {encode_json(value)}\n\n".encode()
 
 
 class EventStream(Response):
