@@ -78,6 +78,12 @@ class TestHeaders:
         with served() as address, connected(address, sent) as client:
             assert everything(client).startswith(b"HTTP/1.1 400")
 
+    def test_that_offer_a_websocket_are_answered_as_if_they_did_not(self, caplog: pytest.LogCaptureFixture):
+        offer = b"GET /0 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        with served() as address, connected(address, offer) as client:
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        assert not [record for record in caplog.records if "ocket" in record.getMessage()]
+
 
 class TestBodies:
     def test_that_stall_are_answered_in_time_and_others_meanwhile(self):
