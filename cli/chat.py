@@ -264,9 +264,9 @@ class Conversation:
         click.echo(describe(self._last), err=True)
         held, room = self._last.usage.total_tokens, self._model.engine.max_context
         click.echo(f"context: {held} of {room} tokens; messages: {len(self.messages)}", err=True)
-        summary = self._model.engine.metrics.snapshot().summary()
-        known = (f"{name} {value:.4g}" for name, value in summary.items() if value is not None)
-        click.echo(f"all answers: {', '.join(known)}", err=True)
+        counted = self._model.engine.metrics.snapshot()
+        cached = f"{counted.prefix_hit_tokens} of {counted.prompt_tokens} tokens of prompts were cached"
+        click.echo(f"all answers: {counted.output_tokens} tokens; {cached}", err=True)
 
     def help(self, _: str) -> None:
         click.echo("\n".join(f"{name:8} {what}" for name, what in COMMANDS.items()), err=True)

@@ -8,13 +8,13 @@ begin at 10 ms, where a small model on an edge device has long ended its step.
 import threading
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
-
-from llmc.runtime.observe.histogram import Histogram
 
 # Upper bounds in seconds: six per decade from 0.1 ms to 1,000 s, so that a quantile is known within a third or better.
 _DIGITS = ("1", "1.5", "2", "3", "5", "7")
@@ -56,6 +56,40 @@ class RequestMetrics:
     accepted: int
     overflows: int
     finish_reason: str | None
+
+
+@dataclass
+class Histogram:
+    """Counts of observations by bucket, with their sum. Not thread-safe: its owner gives copies away.
+
+    Attributes:
+        bounds: upper bounds of the buckets, included, strictly ascending; one more bucket above the last is open.
+        counts: observations in each bucket, ``len(bounds) + 1`` of them, not accumulated.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = list(self.counts) or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count ``value``, at least 0."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def copy(self) -> "Histogram":
+        return replace(self)
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def cumulative(self) -> tuple[int, ...]:
+        """Observations at or below each bound, and last all of them."""
+        return tuple(accumulate(self.counts))
 
 
 class Metric(NamedTuple):
@@ -107,30 +141,6 @@ class EngineSnapshot:
     step: Annotated[
         dict[str, Histogram], Metric("step_duration_seconds", "Duration of a call of the session, by phase.", "phase")
     ]
-
-    @property
-    def prefix_hit_rate(self) -> float | None:
-        """Prompt tokens from the prefix cache by all that were looked up, 0 to 1; None before the first."""
-        return _share(self.prefix_hit_tokens, self.prefix_hit_tokens + self.prefix_miss_tokens)
-
-    @property
-    def draft_acceptance(self) -> float | None:
-        """Accepted drafts by proposed ones, 0 to 1; None where nothing was proposed."""
-        return _share(self.draft_accepted, self.draft_proposed)
-
-    def summary(self) -> dict[str, float | int | None]:
-        """The figures that people ask for, flat and ready for JSON; quantiles are estimates from the buckets."""
-        values: dict[str, float | int | None] = {
-            "requests": sum(self.requests.values()),
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "prefix_hit_rate": self.prefix_hit_rate,
-            "draft_acceptance": self.draft_acceptance,
-        }
-        for name in _SECONDS:
-            histogram: Histogram = getattr(self, name)
-            values |= {f"{name}_p{percent}_s": histogram.quantile(percent / 100) for percent in (50, 95, 99)}
-        return values
 
 
 _COUNTERS = [name for name, kind in get_type_hints(EngineSnapshot).items() if kind is int]
@@ -283,7 +293,3 @@ class RequestTimeline:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, get_origin, get_type_hints
 
 from llmc.errors import require
-from llmc.runtime.observe.histogram import Histogram
-from llmc.runtime.observe.metrics import EngineMetrics, Metric
+from llmc.runtime.observe.metrics import EngineMetrics, Histogram, Metric
 
 
 class EngineCollector:

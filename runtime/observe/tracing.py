@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 
 _FIELDS = "llmc_fields"  # attribute of a log record, unlike any that logging or others set
-_RESERVED = frozenset({"time", "level", "logger", "message", "exception"})
 # Reasons to end that are the request's own; any other marks its span as failed.
 _SUCCESSES = frozenset({"stop", "length"})
 _NANOSECONDS = 1_000_000_000
@@ -48,8 +47,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one line of JSON (RFC 8259, ASCII only).
 
     Keys: ``time`` (ISO 8601, UTC, microseconds), ``level``, ``logger``, ``message``, the fields of the event, and
-    ``exception`` where there is one. A field of one of these names gets an underscore behind it. Values that JSON does
-    not know become text.
+    ``exception`` where there is one. Values that JSON does not know become text.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -59,8 +57,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name, value in fields_of(record).items():
-            line[f"{name}_" if name in _RESERVED else name] = value
+        line |= fields_of(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

@@ -14,7 +14,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.server import ollama, page
 from llmc.runtime.server.anthropic import messages
 from llmc.runtime.server.http.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
-from llmc.runtime.server.http.ignored import Ignored
+from llmc.runtime.server.http.ignored import name_ignored
 from llmc.runtime.server.http.validation import api_error, document_bodies, no_query
 from llmc.runtime.server.models import admin, health
 from llmc.runtime.server.models.metrics import HttpMetrics
@@ -58,7 +58,7 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
         page.mount(app)
     for kind, answer in HANDLERS.items():
         app.add_exception_handler(kind, answer)
-    app.add_middleware(Ignored)
+    app.add_middleware(name_ignored)
     app.add_middleware(app.state.metrics.middleware)
     document_bodies(app.openapi(), (route for each in ROUTERS for route in each.routes if isinstance(route, APIRoute)))
     for operations in app.openapi()["paths"].values():

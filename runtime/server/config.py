@@ -151,22 +151,8 @@ class ServerConfig:
     allow_special: bool = _setting(SECURITY, False, "Let clients ask that text of messages may spell control tokens.")
     page: bool = _setting(SECURITY, True, "Serve the chat page at /.")
 
-    max_body_bytes: int = _setting(
-        LIMITS, 8 << 20, "Longest body of a request, and message of a WebSocket.", unit="bytes", low=1024, high=1 << 30
-    )
-    max_header_bytes: int = _setting(
-        LIMITS,
-        32 << 10,
-        "Most that a request's headers may take, its first line included.",
-        unit="bytes",
-        low=1024,
-        high=1 << 20,
-    )
-    max_json_depth: int = _setting(LIMITS, 64, "Most arrays and objects inside one another in a body.", low=4, high=256)
+    max_body_bytes: int = _setting(LIMITS, 8 << 20, "Longest body of a request.", unit="bytes", low=1024, high=1 << 30)
     body_timeout_s: float = _setting(LIMITS, 60.0, "Time for a request's body.", unit="seconds", low=0.1, high=3600)
-    idle_timeout_s: float = _setting(
-        LIMITS, 75.0, "Time that a connection may stay open between requests.", unit="seconds", low=1, high=3600
-    )
     max_connections: int = _setting(
         LIMITS, 4096, "Connections and running requests, beyond which requests get 503.", low=1, high=1_000_000
     )
@@ -205,11 +191,13 @@ class ServerConfig:
         OPERATION, None, "Form of a line of the log; default: text where stderr is a terminal, else json."
     )
     log_prompts: bool = _setting(OPERATION, False, "Log what clients send and get: prompts, messages and outputs.")
-    response_store_entries: int = _setting(
-        OPERATION, 1000, "Responses that are kept for previous_response_id; 0: none.", low=0, high=1_000_000
-    )
     response_store_bytes: int = _setting(
-        OPERATION, 64 << 20, "Most that all kept responses may take together.", unit="bytes", low=0, high=1 << 40
+        OPERATION,
+        64 << 20,
+        "Most that responses kept for previous_response_id may take together; 0 keeps none.",
+        unit="bytes",
+        low=0,
+        high=1 << 40,
     )
 
     upstream: str | None = _setting(
@@ -237,18 +225,6 @@ class ServerConfig:
     ray_min_replicas: int = _setting(FLEET, 1, "Replicas that are always there.", low=1, high=10_000)
     ray_max_replicas: int | None = _setting(
         FLEET, None, "Replicas that there may be under load; default: ray_min_replicas.", low=1, high=10_000
-    )
-    ray_target_requests: float | None = _setting(
-        FLEET,
-        None,
-        "Requests for each replica beyond which another one is started; default: the rows of its largest batch.",
-        low=0.1,
-    )
-    ray_scale_up_s: float = _setting(
-        FLEET, 30.0, "Time of more requests than that, before another replica is started.", unit="seconds", low=0
-    )
-    ray_scale_down_s: float = _setting(
-        FLEET, 600.0, "Time of fewer requests, before a replica is ended.", unit="seconds", low=0
     )
     ray_cpus: float | None = _setting(
         FLEET,

@@ -289,7 +289,7 @@ async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service
         _, handle = await open_chat(asked, held, service)
         if body.stream:
             return Lines(make_lines(body, handle), held.pop_all())
-        result = await unless_gone(request, handle)
+        result = await unless_gone(request.receive, handle)
         message = result.message
         member = body.member(message.content, message.reasoning or "", calls_of(message))
         return JSONResponse({**head_of(body), **member, **end_of(result, message.finish_reason)})
@@ -318,7 +318,7 @@ async def complete(body: OllamaPrompt, request: Request, service: Service) -> Re
         _, handle = await service.submit(held, parse_model_name(service, body.model), names, make)
         if body.stream:
             return Lines(lines(handle), held.pop_all())
-        result = await unless_gone(request, handle)
+        result = await unless_gone(request.receive, handle)
         return JSONResponse({**head_of(body), **body.member(result.text), **end_of(result, result.finish_reason)})
 
 

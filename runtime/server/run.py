@@ -7,7 +7,6 @@ import signal
 import socket
 import ssl
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from llmc.runtime.observe.tracing import event
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded, uvicorn_options
-from llmc.runtime.server.http.logs import RequestLog, log_to_stderr, route_noted
+from llmc.runtime.server.http.logs import RequestLog, log_to_stderr
 from llmc.runtime.server.models.pool import ModelPool
 from llmc.runtime.server.supervisor import describe_reload, inherit_sockets, notify, watchdog_s
 
@@ -31,7 +30,6 @@ BACKLOG = 2048  # connections that the kernel accepts before we do
 FAREWELL_S = 5
 # What closing models may take beyond: a load that is under way in a library cannot be interrupted.
 CLOSE_S = 10.0
-POLL_S = 0.05
 WATCH_S = 1.0  # between two looks whether the models' GPU is still there
 SOCKET_MODE = 0o660  # owner and group; whoever may write to a Unix socket may use the service
 
@@ -47,7 +45,7 @@ def serve(config: ServerConfig) -> None:
     """
     with log_to_stderr(config.log_format):
         pool = ModelPool(config.models, memory=config.memory, load_options=config.load_options)
-        run(config, pool, Guarded(route_noted(make_app(config, pool)), config))
+        run(config, pool, Guarded(make_app(config, pool), config))
 
 
 class Models(Protocol):
@@ -78,7 +76,7 @@ def run(config: ServerConfig, models: Models, app: Guarded) -> None:
     logged = RequestLog(app, bodies=config.log_prompts)
     options = _uvicorn_config(config, logged)
     with open_sockets(config) as sockets:
-        server = Server(options, models, config, logged, app.reload)
+        server = Server(options, models, config, app.reload)
         for address in map(_url(config), sockets):
             event(log, "listening", address=address)
         server.run(sockets)
@@ -109,18 +107,12 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        options: uvicorn.Config,
-        pool: Models,
-        config: ServerConfig,
-        requests: RequestLog,
-        reload_keys: Callable[[], None],
+        self, options: uvicorn.Config, pool: Models, config: ServerConfig, reload_keys: Callable[[], None]
     ) -> None:
         super().__init__(options)
         self.failure: LlmcError | None = None
         self._pool = pool
         self._settings = config
-        self._requests = requests
         self._reload_keys = reload_keys
         self._tasks: set[asyncio.Task[None]] = set()
         self._reload_asked = asyncio.Event()
@@ -220,12 +212,6 @@ class Server(uvicorn.Server):
         """Accept nothing more, and let running requests finish; those that take too long are told so."""
         notify("STOPPING=1")
         self._start_task(self._end_requests())
-        for server in self.servers:
-            server.close()
-        until = time.monotonic() + self._settings.drain_s + FAREWELL_S
-        while self._requests.is_conversing and time.monotonic() < until:  # uvicorn would close WebSockets at once
-            await asyncio.sleep(POLL_S)
-        await asyncio.sleep(POLL_S)  # for what their requests' end has to say
         await super().shutdown(sockets)
 
     async def _end_requests(self) -> None:

@@ -3,7 +3,6 @@
 import os
 import socket
 import time
-from collections.abc import MutableMapping
 
 FIRST = 3  # the descriptor after stdin, stdout and stderr
 
@@ -41,9 +40,9 @@ def watchdog_s() -> float | None:
     return int(wanted) / 2e6
 
 
-def inherit_sockets(environment: MutableMapping[str, str] = os.environ) -> list[socket.socket]:
+def inherit_sockets() -> list[socket.socket]:
     """Sockets that systemd listens on and hands over (sd_listen_fds(3)); none where this process was not meant."""
-    given = {name: environment.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")}
+    given = {name: os.environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")}
     if given["LISTEN_PID"] != str(os.getpid()) or not given["LISTEN_FDS"].isdecimal():
         return []
     found = [socket.socket(fileno=FIRST + number) for number in range(int(given["LISTEN_FDS"]))]

@@ -149,7 +149,7 @@ class Upstream:
         forget_ignored()
         until = time.monotonic() + (self._config.request_deadline_s or math.inf)
         async with AsyncExitStack() as held:
-            answer = await unless_gone(request, self._open(request, content, until, held))
+            answer = await unless_gone(request.receive, self._open(request, content, until, held))
             headers = {ANSWERED_BY: "upstream", "x-llmc-upstream-model": name}
             if re.fullmatch("[0-9]{1,9}", wait := answer.headers.get("retry-after", "")):
                 headers["retry-after"] = wait
@@ -160,7 +160,7 @@ class Upstream:
                 found.status_code = answer.status_code
                 found.headers.update(headers)
             else:
-                whole = await unless_gone(request, _read_whole(pieces, meter))
+                whole = await unless_gone(request.receive, _read_whole(pieces, meter))
                 found = Response(whole, answer.status_code, headers, media_type=JSON)
                 if answer.is_success:
                     owe(meter.tokens)

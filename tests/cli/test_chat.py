@@ -64,7 +64,7 @@ class FakeModel:
         self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
         self.folder, self.chat_template, self.tower = Path("tiny"), None, None
         self.encode: Callable[[str], list[Any]] = lambda text: [len(text), False]
-        snapshot = SimpleNamespace(summary=lambda: {"requests": 3, "tokens": None})
+        snapshot = SimpleNamespace(output_tokens=6, prompt_tokens=21, prefix_hit_tokens=8)
         metrics = SimpleNamespace(snapshot=lambda: snapshot)
         self.engine = SimpleNamespace(max_context=128, metrics=metrics)
 
@@ -149,7 +149,10 @@ def test_stats_show_the_last_answer_the_context_and_all_answers(talk, model: Fak
     err = talk("/stats", "Hello", "/stats").err.splitlines()
     assert err[0] == "no answer yet"
     assert err[1].startswith("prompt: 7 tokens")
-    assert err[2:] == ["context: 9 of 128 tokens; messages: 2", "all answers: requests 3"]
+    assert err[2:] == [
+        "context: 9 of 128 tokens; messages: 2",
+        "all answers: 6 tokens; 8 of 21 tokens of prompts were cached",
+    ]
 
 
 def test_an_answer_that_cannot_be_streamed_is_printed_whole(talk, model: FakeModel):

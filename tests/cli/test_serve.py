@@ -21,7 +21,7 @@ def test_flags_are_the_settings(llmc, served: list[ServerConfig]):
     ran = llmc(
         "serve", "small=a/b", "c/large", "--port", "0", "--max-body-bytes", "1MiB", "--response-store-bytes", "0",
         "--cors-origins", "https://a.example", "--cors-origins", "https://b.example", "--no-page", "--log-prompts",
-        "--determinism", "batch", "--unix-socket", "s", "--idle-timeout-s", "1.5",
+        "--determinism", "batch", "--unix-socket", "s", "--drain-s", "1.5",
     )  # fmt: skip
     assert ran.code == 0, ran.err
     (config,) = served
@@ -35,7 +35,7 @@ def test_flags_are_the_settings(llmc, served: list[ServerConfig]):
         log_prompts=True,
         determinism="batch",
         unix_socket=Path("s"),
-        idle_timeout_s=1.5,
+        drain_s=1.5,
     )
 
 

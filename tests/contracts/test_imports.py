@@ -31,7 +31,7 @@ BREACHES = [
     ("runtime/search/beam.py", "import llmc.runtime.engine.sequence", RUNTIME),
     ("runtime/runner/costs.py", "import llmc.runtime.engine.sequence", RUNTIME),
     ("runtime/api/request.py", "import llmc.runtime.runner.costs", RUNTIME),
-    ("runtime/observe/histogram.py", "import llmc.runtime.api.results", RUNTIME),
+    ("runtime/observe/metrics.py", "import llmc.runtime.api.results", RUNTIME),
     ("runtime/sessions/base.py", "import llmc.runtime.observe.metrics", RUNTIME),
     ("runtime/kv/cache_file.py", "import llmc.runtime.sessions.base", RUNTIME),
     ("runtime/guided/gbnf.py", "import llmc.runtime.kv.rows", RUNTIME),

@@ -29,12 +29,6 @@ class Echo:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.scope = scope
-        if scope["type"] == "websocket":
-            assert (await receive())["type"] == "websocket.connect"
-            await send({"type": "websocket.accept"})
-            while (message := await receive())["type"] == "websocket.receive":
-                await send({"type": "websocket.send", "text": message["text"]})
-            return
         body, more = b"", True
         while more:
             message = await receive()
@@ -57,32 +51,16 @@ def ask(
     pieces = [{"type": "http.request", "body": piece, "more_body": True} for piece in body]
     if not stalls:
         pieces.append({"type": "http.request", "body": b"", "more_body": False})
-    scope = _scope("http", path, headers) | {"method": method}
-    return asyncio.run(_talk(app, scope, pieces))
-
-
-def converse(
-    app: Any, texts: Sequence[str], *, headers: Mapping[str, str] | None = None, protocols: Sequence[str] = ()
-) -> Answer:
-    """Messages of a WebSocket's client, and then its end."""
-    said = [{"type": "websocket.receive", "text": text} for text in texts]
-    given = [{"type": "websocket.connect"}, *said, {"type": "websocket.disconnect", "code": 1000}]
-    scope = _scope("websocket", "/v1/chat/completions", headers) | {
-        "subprotocols": list(protocols),
-        "extensions": {"websocket.http.response": {}},
-    }
-    return asyncio.run(_talk(app, scope, given))
-
-
-def _scope(kind: str, path: str, headers: Mapping[str, str] | None) -> dict[str, Any]:
     given = {"host": "localhost:8000", **(headers or {})}
-    return {
-        "type": kind,
+    scope = {
+        "type": "http",
+        "method": method,
         "path": path,
         "query_string": b"",
         "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in given.items()],
         "state": {},
     }
+    return asyncio.run(_talk(app, scope, pieces))
 
 
 async def _talk(app: Any, scope: Any, given: list[dict[str, Any]]) -> Answer:

@@ -37,12 +37,11 @@ TOP = {"model": "tiny", "max_tokens": 1}
 
 @dataclass(frozen=True)
 class Attack:
-    """A body, or several in turn, sent ``times`` at once; over a WebSocket where ``socket`` says so."""
+    """A body, or several in turn, sent ``times`` at once."""
 
     path: str
     body: Callable[[], bytes]
     times: int = 1
-    socket: bool = False
     method: str = "POST"
 
 
@@ -180,9 +179,7 @@ def attacks() -> dict[str, Attack]:
         lambda: written({"prompt": ["a b c d " * 240] * 6, "max_tokens": 1, "echo": True, "logprobs": 20}),
     )
     add("128 prompts", COMPLETIONS, lambda: written({"prompt": ["a " * 32_000] * 128, "max_tokens": 1}))
-    add("tokens of 8 MB, eight times", "/tokenize", lambda: texted({"prompt": "@"}), times=8)
-    add("texts of a million tokens", "/detokenize", lambda: filled({"tokens": "@"}, 5, VALUES))
-    add("a template of 8 MB", "/apply-template", lambda: texted({"messages": [{"role": "user", "content": "@"}]}))
+    add("tokens of 8 MB, eight times", f"{RESPONSES}/input_tokens", lambda: texted({"input": "@"}), times=8)
     for path, model in (("/v1/embeddings", "embed"),):
         add("ids to embed", path, lambda model=model: filled({"model": model, "input": "@"}, 5, VALUES))  # type: ignore[misc]
         add("texts to embed", path, lambda model=model: filled({"model": model, "input": "@"}, "a b", TEXTS))  # type: ignore[misc]
@@ -200,9 +197,6 @@ def attacks() -> dict[str, Attack]:
         lambda: filled({"model": "rank", "query": "a", "documents": "@"}, {"text": "a"}, 32_000),
     )
     add("a query of 8 MB", "/v1/rerank", lambda: texted({"model": "rank", "query": "@", "documents": ["a"]}))
-    # ---------------------------------------------------------------------------------------------------- sockets
-    name = "a message of 8 MB"
-    found[f"socket: {name}"] = Attack(CHAT, found[name].body, socket=True)
     return found
 
 
@@ -269,8 +263,7 @@ class Watch:
         with self.watching() as looks:
             began = time.monotonic()
             with ThreadPoolExecutor(attack.times) as pool:
-                send = self.converse if attack.socket else self.send
-                said = list(pool.map(lambda _: send(attack, body), range(attack.times)))[-1]
+                said = list(pool.map(lambda _: self.send(attack, body), range(attack.times)))[-1]
             took = time.monotonic() - began
             time.sleep(0.1)
         return Held(max(looks), self.peak(), took, said)
@@ -326,14 +319,6 @@ class Watch:
         status, _, said = b"".join(pieces).partition(b"\r\n\r\n")
         self._status = status[9:12].decode()
         return said
-
-    def converse(self, attack: Attack, body: bytes) -> str:
-        """The beginning of the first message that answers one."""
-        from websockets.sync.client import connect
-
-        with connect(f"ws://{self._host}:{self._port}{attack.path}", max_size=None, compression=None) as asked:
-            asked.send(body.decode())
-            return str(asked.recv(timeout=PATIENCE_S))[:120]
 
 
 def main() -> None:

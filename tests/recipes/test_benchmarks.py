@@ -186,8 +186,12 @@ SMALL = {
 SMALL_HALVES = {
     "text_config": {**{key: SMALL[key] for key in (*list(SMALL)[:4], "vocab_size")}, "model_type": "llama"},
     "vision_config": {
-        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
-        **{"image_size": 512, "patch_size": 16},
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 512,
+        "patch_size": 16,
     },
     "image_token_id": 4981,
 }

@@ -17,8 +17,8 @@ from llmc.errors import ContextError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.http.aside import aside
-from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat, make_extra_member
-from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, name_parameters
+from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat
+from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import decode_base64, make_content
 from llmc.runtime.server.http.logs import note
@@ -454,8 +454,7 @@ async def events_of(
         yield found
     result = await handle
     usage = await run_in_threadpool(usage_of, model, result)
-    told_of = make_extra_member(body.x_llmc, model, result)
-    yield {"type": "message_delta", "delta": find_ending(body, result), "usage": usage, **told_of}
+    yield {"type": "message_delta", "delta": find_ending(body, result), "usage": usage}
     yield {"type": "message_stop"}
 
 
@@ -499,13 +498,12 @@ async def messages(
                 lambda error: event(error.anthropic_body(request_id), "error"),
             )
             return EventStream(events, held.pop_all(), service.config.heartbeat_s, heartbeat=PING)
-        result = await unless_gone(request, handle)
+        result = await unless_gone(request.receive, handle)
         usage = await run_in_threadpool(usage_of, model, result)
         answer = {
             **head_of(body, service, {**usage}),
             "content": blocks_of(result.message),
             **find_ending(body, result),
-            **make_extra_member(body.x_llmc, model, result),
         }
         return JSONResponse(answer)
 
@@ -513,9 +511,7 @@ async def messages(
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a conversation becomes."""
-    async with service.generator(body.model) as model:
-        with name_parameters(NAMES):
-            tokens = await service.tokenize_in_thread(
-                lambda: model.chat_tokens(body.plain(), **body.make_arguments(model)), len
-            )
-    return {"input_tokens": len(tokens)}
+    count = await service.count_tokens(
+        body.model, NAMES, lambda model: model.chat_tokens(body.plain(), **body.make_arguments(model))
+    )
+    return {"input_tokens": count}

@@ -86,13 +86,7 @@ def replicas_of(config: ServerConfig) -> serve.Application:
         },
         max_ongoing_requests=rows + waiting,
         max_queued_requests=waiting,
-        autoscaling_config=AutoscalingConfig(
-            min_replicas=least,
-            max_replicas=most,
-            target_ongoing_requests=config.ray_target_requests or rows,
-            upscale_delay_s=config.ray_scale_up_s,
-            downscale_delay_s=config.ray_scale_down_s,
-        ),
+        autoscaling_config=AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=rows),
         ray_actor_options={"num_cpus": cpus, "num_gpus": config.ray_gpus},
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
@@ -103,7 +97,7 @@ def replicas_of(config: ServerConfig) -> serve.Application:
         },
     )
     # Stored responses would have to be found again at the replica that has them.
-    own = replace(_absolute(config), models={}, threads=config.threads or max(1, int(cpus)), response_store_entries=0)
+    own = replace(_absolute(config), models={}, threads=config.threads or max(1, int(cpus)), response_store_bytes=0)
     return deployment(_Deployed).bind(own)
 
 

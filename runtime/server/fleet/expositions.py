@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from llmc.runtime.server.http.accounts import allows_model
 
@@ -12,12 +13,10 @@ from llmc.runtime.server.http.accounts import allows_model
 def join_expositions(texts: Mapping[str, bytes]) -> bytes:
     """One text with the families of all, and the label ``replica`` on every sample; without models that the present
     client's key is not for. ``texts``: by the name of the replica."""
-    registry = CollectorRegistry()
-    registry.register(_Joined(texts))
-    return generate_latest(registry)
+    return generate_latest(_Joined(texts))
 
 
-class _Joined:
+class _Joined(Collector):
     """A collector of what others have collected."""
 
     def __init__(self, texts: Mapping[str, bytes]) -> None:

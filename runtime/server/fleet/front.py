@@ -11,14 +11,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Message, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.fleet.answers import Answer
 from llmc.runtime.server.fleet.calls import BILL, Call, ReplicaLostError, make_call
 from llmc.runtime.server.fleet.expositions import join_expositions
-from llmc.runtime.server.http.accounts import NOTHING, Tab, open_tab
-from llmc.runtime.server.http.errors import ApiError, from_llmc, response
+from llmc.runtime.server.http.accounts import CLIENT, NOTHING
+from llmc.runtime.server.http.errors import ApiError, from_llmc, refuse
 from llmc.runtime.server.http.streams import unless_gone
 
 log = logging.getLogger(__name__)
@@ -58,9 +57,7 @@ class Front:
         self._replicas = replicas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of HTTP; its client's disconnection cancels it at the replica. A WebSocket is refused."""
-        if scope["type"] == "websocket":
-            return await WebSocket(scope, receive, send).close()
+        """Answer a request of HTTP; its client's disconnection cancels it at the replica."""
         request = Request(scope, receive)
         answer = Answer(scope, send)
         try:
@@ -68,11 +65,10 @@ class Front:
             waiting = self._relay(call, answer)
             if call.scope["path"] == "/ready":  # without a replica it would wait for one
                 waiting = asyncio.wait_for(waiting, ASKED_S)
-            await unless_gone(request, waiting)
+            await unless_gone(request.receive, waiting)
         except (ApiError, LlmcError, asyncio.TimeoutError) as error:
             if not answer.started:
-                await response(scope, _refusal(error))(scope, receive, send)
-        return None
+                await refuse(scope, receive, send, _refusal(error))
 
     async def metrics(self, request: Request) -> Response:
         """The metrics of all replicas for Prometheus, each with its name."""
@@ -82,19 +78,16 @@ class Front:
 
     async def _relay(self, call: Call, answer: Answer) -> None:
         """The answer of the first replica that is not lost before it says something."""
-        with open_tab() as tab:
-            await self._try_all(call, answer, tab)
-
-    async def _try_all(self, call: Call, answer: Answer, tab: Tab) -> None:
+        client = CLIENT.get()
         for _ in range(ATTEMPTS):
             try:
                 async with aclosing(self._replicas.answer(call)) as messages:
                     async for several in messages:
                         for message in several:
-                            if message["type"] == BILL:
-                                tab.take(message["bill"])
-                            else:
+                            if message["type"] != BILL:
                                 await answer.take(message)
+                            elif client is not None:
+                                client.take(message["bill"])
                 return
             except ReplicaLostError as error:
                 log.warning("a replica was lost: %s", error)
@@ -102,7 +95,8 @@ class Front:
                     await answer.break_off()
                     return
                 answer.forget()
-                tab.take(NOTHING)  # what was computed in vain costs nothing
+                if client is not None:
+                    client.take(NOTHING)  # what was computed in vain costs nothing
         lost = ApiError(503, "the replicas that tried to answer were lost; try again later", retry_after_s=1)
         if answer.started:
             await answer.break_off(lost)
@@ -110,9 +104,7 @@ class Front:
             raise lost
 
 
-def _refusal(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, LlmcError):
-        return from_llmc(error)
-    return ApiError(503, f"no replica answered within {ASKED_S:g} s; try again later", retry_after_s=1)
+def _refusal(error: ApiError | LlmcError | asyncio.TimeoutError) -> ApiError:
+    if isinstance(error, asyncio.TimeoutError):
+        return ApiError(503, f"no replica answered within {ASKED_S:g} s; try again later", retry_after_s=1)
+    return from_llmc(error)

@@ -16,7 +16,7 @@ from llmc.errors import EngineClosedError, GpuError, LlmcError, UsageError
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import BILL
-from llmc.runtime.server.http.accounts import CLIENT, UNLIMITED, Bill, Client
+from llmc.runtime.server.http.accounts import CLIENT, Bill, Client
 from llmc.runtime.server.models.pool import ModelPool
 
 log = logging.getLogger(__name__)
@@ -107,12 +107,11 @@ class Replica:
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
-        state = scope["state"]
 
         def report(bill: Bill) -> None:
             sent.put_nowait({"type": BILL, "bill": bill})
 
-        client = Client(state.get("key"), state.get("prefix_scope"), UNLIMITED, report)
+        client = Client(scope["state"].get("key"), report)
         answering = asyncio.ensure_future(self._run(client, scope, body, sent, gone))
         try:
             while messages := _take_messages(await sent.get(), sent):

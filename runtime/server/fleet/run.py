@@ -20,7 +20,7 @@ from llmc.runtime.server.fleet.calls import Call
 from llmc.runtime.server.fleet.cluster import RayReplicas, replicas_of
 from llmc.runtime.server.fleet.front import make_front
 from llmc.runtime.server.http.guarded import Guarded
-from llmc.runtime.server.http.logs import log_to_stderr, route_noted
+from llmc.runtime.server.http.logs import log_to_stderr
 from llmc.runtime.server.run import run
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def serve(config: ServerConfig) -> None:
     """
     with log_to_stderr(config.log_format), connect_ray(config.ray_address):
         fleet = Fleet(config)
-        run(config, fleet, Guarded(route_noted(make_front(fleet)), config))
+        run(config, fleet, Guarded(make_front(fleet), config))
 
 
 @contextmanager

@@ -5,8 +5,8 @@ takes is known where it is answered, which tells it in a :class:`Bill`.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -94,14 +94,11 @@ class Account:
         return {k: v for what, bucket in named if bucket for k, v in bucket.headers(what).items()}
 
 
-UNLIMITED = Account(None, None)
-
-
 class Bill(NamedTuple):
     """The requests and tokens that a client took so far.
 
     Attributes:
-        requests: beyond the one that each message is.
+        requests: beyond the one that was admitted.
         reserved: tokens that were used, and those that what still runs may use at most.
         used: tokens of prompts and outputs so far.
     """
@@ -137,44 +134,30 @@ class Tab:
         self._bill = self._bill._replace(reserved=self._bill.used)
 
 
-@contextmanager
-def open_tab() -> Iterator[Tab]:
-    """A tab of the present client's account for the time of the block."""
-    client = CLIENT.get()
-    tab = Tab(client.account if client else UNLIMITED)
-    try:
-        yield tab
-    finally:
-        tab.close()
-
-
 @dataclass
 class Client:
-    """The sender of a request, or of the messages of a WebSocket.
+    """The sender of a request.
 
     Attributes:
         key: None where none is asked for.
-        prefix_scope: the name with which its prompts are cached.
-        account: its buckets; none at a replica, whose front has them.
         report: takes the bill whenever it grows, and refuses what is too much.
+        account: its buckets; none at a replica, whose front has them.
     """
 
     key: Key | None
-    prefix_scope: str | None
-    account: Account
     report: Callable[[Bill], None]
+    account: Account | None = None
     _handles: list[Handle] = field(default_factory=list)
-    _ended: Bill = NOTHING
+    _spent: Bill = NOTHING  # beside what the handles say
 
     @property
     def bill(self) -> Bill:
-        self._settle()
-        requests, reserved, used = self._ended
-        return Bill(
-            requests,
-            reserved + sum(handle.most_tokens for handle in self._handles),
-            used + sum(map(cost, self._handles)),
-        )
+        requests, reserved, used = self._spent
+        for handle in self._handles:
+            done, tokens = handle.done, cost(handle)
+            reserved += tokens if done else handle.most_tokens
+            used += tokens
+        return Bill(requests, reserved, used)
 
     def charge(self, handle: Handle) -> None:
         """Reserve what a request to a model may use, until it has ended.
@@ -183,28 +166,25 @@ class Client:
         try:
             self.report(self.bill)
         except ApiError:
-            if handle in self._handles:  # else it has ended, and stands on the bill
+            if not handle.done:
                 self._handles.remove(handle)
             handle.cancel()
             raise
 
     def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
         """Take what is used for certain. Raises ApiError: 429."""
-        self._add(requests, tokens)
+        before = self._spent
+        self._spent = Bill(before.requests + requests, before.reserved + tokens, before.used + tokens)
         try:
             self.report(self.bill)
         except ApiError:
-            self._add(-requests, -tokens)  # only these: a request may have ended since, whose tokens stay
+            self._spent = before
             raise
 
-    def _settle(self) -> None:
-        for handle in [handle for handle in self._handles if handle.done]:
-            self._handles.remove(handle)
-            self._add(tokens=cost(handle))
-
-    def _add(self, requests: int = 0, tokens: int = 0) -> None:
-        known = self._ended
-        self._ended = Bill(known.requests + requests, known.reserved + tokens, known.used + tokens)
+    def take(self, bill: Bill) -> None:
+        """Take over the bill of the replica that answers. Raises ApiError: 429."""
+        self.report(bill)
+        self._spent = bill
 
 
 CLIENT: ContextVar[Client | None] = ContextVar("llmc_client", default=None)
@@ -225,6 +205,12 @@ def allows_model(model: str) -> bool:
     return client is None or client.key is None or client.key.allows(model)
 
 
+def key_name() -> str | None:
+    """The name of the present client's key, None where none is asked for."""
+    client = CLIENT.get()
+    return client.key.name if client and client.key else None
+
+
 def check_model(name: str) -> None:
     """Refuse a model that the present client's key is not for. Raises ApiError: 403, with the models that it is for."""
     client = CLIENT.get()
@@ -232,12 +218,6 @@ def check_model(name: str) -> None:
         known = ", ".join(sorted(client.key.models or ()))
         message = f"the key {client.key.name!r} is not for the model {name!r}, expected {known}"
         raise ApiError(403, message, param="model", code="model_not_allowed")
-
-
-def prefix_scope() -> str | None:
-    """The name with which the present client's prompts are cached."""
-    client = CLIENT.get()
-    return None if client is None else client.prefix_scope
 
 
 def spend(*, requests: int = 0, tokens: int = 0) -> None:
@@ -249,7 +229,7 @@ def spend(*, requests: int = 0, tokens: int = 0) -> None:
 
 def owe(tokens: int) -> None:
     """Take tokens that the present client has used elsewhere, whether its rate has room for them or not."""
-    if (client := CLIENT.get()) and client.account.tokens is not None:
+    if (client := CLIENT.get()) and client.account and client.account.tokens:
         client.account.tokens.spend(tokens)
 
 

@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmc.errors import printable
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.aside import LARGE, aside, mark
-from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.refusal import check_messages, refuse
+from llmc.runtime.server.http.errors import ApiError, refuse
 
 # Values take some fifty times the bytes of "[]," once Python holds them; no request of the API has nearly as many, but
 # for prompts of token ids, of which a million is more than any context.
@@ -22,6 +21,7 @@ MOST_VALUES = 1_000_000
 # Texts, names of members among them, and as many objects and arrays. One object of so many members is read in 20 ms, in
 # which nothing else of Python runs.
 MOST_PARTS = 1 << 16
+DEEPEST = 64  # arrays and objects inside one another
 PIECE = 1 << 18  # bytes that are looked at in one call
 LINGER_S = 2.0  # how long a client that sends too much is listened to, so that it reads why
 # The key of the scope under which an application finds the value that the body is.
@@ -39,12 +39,9 @@ class Bodies:
         self.app = app
         self._most = config.max_body_bytes
         self._time = config.body_timeout_s
-        self._depth = config.max_json_depth
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # the size of a message is limited by uvicorn (ws_max_size)
-            return await self.app(scope, check_messages(scope, receive, send, self._check_text), send)
-        if scope["type"] != "http" or not _has_body(scope):
+        if not _has_body(scope):
             return await self.app(scope, receive, send)
         try:
             body = await self._read(scope, receive)
@@ -54,14 +51,10 @@ class Bodies:
             return None
         mark(len(body))
         try:
-            scope[PARSED] = await aside(partial(check_json, body, self._depth))
+            scope[PARSED] = await aside(partial(check_json, body))
         except ApiError as error:
             return await refuse(scope, receive, send, error)
         return await self.app(scope, _replay(body, receive), send)
-
-    async def _check_text(self, text: str) -> None:
-        mark(len(text))
-        await aside(lambda: check_json(text.encode(), self._depth))
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         declared = Headers(scope=scope).get("content-length", "0")
@@ -139,7 +132,7 @@ def _fraction(digits: str) -> float:
 _NUMBERS: dict[str, Any] = {"parse_int": _integer, "parse_float": _fraction, "parse_constant": _fraction}
 
 
-def check_json(content: bytes, deepest: int) -> Any:
+def check_json(content: bytes) -> Any:
     """The value that a body is, or None if it is no JSON, which is for another parser to say.
 
     JSON is refused that is too deep or has too many values, before a parser spends memory on it, or that holds half of
@@ -148,8 +141,8 @@ def check_json(content: bytes, deepest: int) -> Any:
     if b"\0" in content:  # UTF-16, which Python's parser would read, and this one would count wrongly
         raise ApiError(400, "the body holds a zero byte, expected JSON in UTF-8")
     brackets = content.count(b"[") + content.count(b"{")
-    if brackets > deepest or content.count(b",") >= MOST_VALUES or content.count(b'"') > 2 * MOST_PARTS:
-        _check_shape(content, deepest)  # most bodies have less, also counting what stands in texts
+    if brackets > DEEPEST or content.count(b",") >= MOST_VALUES or content.count(b'"') > 2 * MOST_PARTS:
+        _check_shape(content)  # most bodies have less, also counting what stands in texts
     try:
         value = value_of(content)
     except (ValueError, RecursionError):
@@ -186,7 +179,7 @@ def _check_characters(value: Any) -> None:
             _check_characters(item)
 
 
-def _check_shape(content: bytes, deepest: int) -> None:
+def _check_shape(content: bytes) -> None:
     """Count what stands outside of texts, piece by piece: each ends after a quote, which is amid no escape."""
     marks, inside, quotes, start = bytearray(), False, 0, 0
     while start < len(content):
@@ -203,7 +196,7 @@ def _check_shape(content: bytes, deepest: int) -> None:
     if len(levels) > 2 * MOST_PARTS:
         said = f"the body has more than {MOST_PARTS} arrays and objects; send less"
         raise ApiError(400, said, code="request_too_large")
-    for _ in range(deepest):  # each round takes the innermost level away
+    for _ in range(DEEPEST):  # each round takes the innermost level away
         levels = levels.replace(b"[]", b"")
-    if b"[]" in levels or levels.count(b"[") > deepest:
-        raise ApiError(400, f"the body nests arrays and objects more than {deepest} levels deep; flatten it")
+    if b"[]" in levels or levels.count(b"[") > DEEPEST:
+        raise ApiError(400, f"the body nests arrays and objects more than {DEEPEST} levels deep; flatten it")

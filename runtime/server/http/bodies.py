@@ -1,13 +1,13 @@
 """Bodies of requests: read strictly, with every sampling parameter of llmc beside those of the dialect."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema
 
-from llmc.runtime import GenerationResult, Model, SamplingParams
+from llmc.runtime import GenerationResult, SamplingParams
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.ignored import ignore
 
@@ -98,15 +98,6 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class Wanted(Body):
-    """Facts that the answer tells beside itself, under ``x_llmc``."""
-
-    resolved: Annotated[bool, Field(description="Every parameter of the request with its default filled in.")] = False
-    timings: Annotated[bool, Field(description="Seconds in the queue, to the first token, and for each later one.")] = (
-        False
-    )
-
-
 def _collect_sampling() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in fields(SamplingParams):
@@ -132,13 +123,6 @@ else:
     _Sampling = create_model("_Sampling", __base__=Body, **_collect_sampling())
 
 
-# Other servers' names of parameters that are here under llmc's.
-RENAMED = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
 ANY = -1  # of parameters that other servers take for none by this value
 
 
@@ -166,7 +150,6 @@ class Sampled(_Sampling):
         Field(description="special tokens that texts spell are special tokens, where the server allows it; extension"),
     ] = None
     structured_outputs: Annotated[StructuredOutputs | None, Field(description="vLLM's word for the form")] = None
-    x_llmc: Wanted | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -175,11 +158,6 @@ class Sampled(_Sampling):
         if not isinstance(given, Mapping):
             return given
         found = {name: value for name, value in given.items() if not (name == "seed" and _is(value, ANY))}
-        for name in RENAMED.keys() & found.keys():
-            value, own = found.pop(name), RENAMED[name]
-            if value is not None and found.get(own) is not None:
-                raise ApiError(400, f"{name} is another name of {own}; give one of them", param=name)
-            found[own] = value if value is not None else found.get(own)
         if _is(found.get("top_k"), ANY):
             found["top_k"] = 0
         if _is(found.get("top_p"), 0):  # nothing but the most probable token
@@ -220,33 +198,6 @@ def usage_of(results: Sequence[GenerationResult]) -> dict[str, Any]:
     }
 
 
-def make_extra_member(wanted: Wanted | None, model: Model, result: GenerationResult) -> dict[str, Any]:
-    """The member ``x_llmc`` of an answer, or nothing where it was not asked for."""
-    found: dict[str, Any] = {}
-    if wanted is not None and wanted.resolved:
-        found["resolved"] = {
-            **asdict(result.params),
-            "logit_bias": dict(result.params.logit_bias),
-            "determinism": model.engine.options.determinism.value,
-            "bundle": model.manifest.source.fingerprint,
-        }
-    if wanted is not None and wanted.timings:
-        times = result.timings
-        found["timings"] = {
-            "queue_s": times.queue_s,
-            "ttft_s": times.ttft_s,
-            "tpot_s": times.tpot_s,
-            "decode_tokens_per_s": times.decode_tokens_per_s,
-        }
-    return {"x_llmc": found} if found else {}
-
-
 def make_unknown_usage(options: StreamOptions | None) -> dict[str, Any]:
     """The member of every chunk before the last where a stream is to end with its usage."""
     return {"usage": None} if options is not None and options.include_usage else {}
-
-
-def make_last_members(body: Any, model: Model, results: Sequence[GenerationResult]) -> dict[str, Any]:
-    """The members of a stream's last chunk that its request asked for: usage, and facts of the first result."""
-    usage = {"usage": usage_of(results)} if make_unknown_usage(body.stream_options) else {}
-    return {**usage, **make_extra_member(body.x_llmc, model, results[0])}

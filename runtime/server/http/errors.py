@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from llmc.errors import (
     CancelledError,
@@ -127,6 +128,11 @@ def response(scope: Mapping[str, Any], error: ApiError) -> JSONResponse:
         request_id = scope.get("state", {}).get("request_id")
         return JSONResponse(error.anthropic_body(request_id), error.status, error.headers)
     return JSONResponse(error.body, error.status, error.headers)
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
+    """Answer a request with an error before the application sees it."""
+    await response(scope, error)(scope, receive, send)
 
 
 def no_route(scope: Mapping[str, Any]) -> ApiError:

@@ -11,10 +11,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.arrival import Bodies
 from llmc.runtime.server.http.keys import Keyring, Keys
-from llmc.runtime.server.http.origins import Hosts, Origins, cors
+from llmc.runtime.server.http.origins import Origins, cors
 from llmc.runtime.server.http.rates import Rates
 
 ANSWERED_BY = "x-llmc-answered-by"  # where there is an upstream, which may have done so
+MOST_HEADERS = 32 << 10  # bytes, a request's first line included
+IDLE_S = 75  # that a connection may stay open between requests: longer than proxies keep theirs
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
@@ -23,17 +25,22 @@ class Guarded:
     Raises UsageError: the keys' file cannot be used."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._unguarded = app
         self._keyring = None if config.keys_file is None else Keyring(config.keys_file)
         app = Bodies(app, config)  # the innermost: nobody who is refused for another reason makes us read a body
         app = Rates(app, config)  # of the key that was found
         app = Keys(app, config, self._keyring)
         app = cors(app, config)  # outside of keys: a preflight brings none, and a page is to read why it was refused
         app = Origins(app, config)  # outside of cors, which answers preflights of allowed origins only
-        app = Hosts(app, config)
-        self._app = RequestIds(app, config.upstream is not None)  # the outermost: refusals have one too
+        self._app = name_requests(app, config.upstream is not None)  # the outermost: refusals have one too
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+        if scope["type"] == "http":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._unguarded(scope, receive, send)
+        else:  # WebSockets come through Ray's proxies alone
+            await send({"type": "websocket.close"})
 
     def reload(self) -> None:
         """Read the keys anew; where their file cannot be used, those before stay. Raises UsageError: it cannot."""
@@ -41,48 +48,42 @@ class Guarded:
             self._keyring.reload()
 
 
-class RequestIds:
+def name_requests(app: ASGIApp, marks: bool) -> ASGIApp:
     """Give each request a name, its client's if it is a sane one, and send it back as X-Request-Id.
     ``marks``: say in a header of each answer who gave it."""
 
-    def __init__(self, app: ASGIApp, marks: bool = False) -> None:
-        self.app = app
-        self._marks = marks
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            return await self.app(scope, receive, send)
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         asked = Headers(scope=scope).get("x-request-id", "")
         name = asked if _ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = name
 
-        async def sending(message: Message) -> None:
-            if message["type"] in ("http.response.start", "websocket.accept", "websocket.http.response.start"):
-                message.setdefault("headers", [])
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = name
-                headers["request-id"] = name  # as Anthropic's clients look for it
-                if self._marks:
+                # The second as Anthropic's clients look for it.
+                headers.update({"x-request-id": name, "request-id": name})
+                if marks:
                     headers.setdefault(ANSWERED_BY, "box")
             await send(message)
 
-        return await self.app(scope, receive, sending)
+        await app(scope, receive, send_named)
+
+    return call
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's faster HTTP, which takes headers and trailers of any length, with ``most`` bytes for them.
+    """uvicorn's faster HTTP, which takes headers and trailers of any length, with a bound for them.
 
     They may be longer by what one read of the socket brings.
     """
 
-    most: int
     _waiting = 0  # bytes received since the last piece of a body, or the last request
 
     def data_received(self, data: bytes) -> None:
         self._waiting += len(data)
         super().data_received(data)
-        if self._waiting > self.most and not self.transport.is_closing():
-            self.send_400_response(f"The headers have more than {self.most} bytes; send fewer.")
+        if self._waiting > MOST_HEADERS and not self.transport.is_closing():
+            self.send_400_response(f"The headers have more than {MOST_HEADERS} bytes; send fewer.")
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -92,15 +93,17 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._waiting = 0
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing of an offer of another protocol, which is declined; uvicorn would ask for a package."""
+
 
 def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     """Arguments of ``uvicorn.Config`` that hold connections within the limits."""
     return {
-        "http": type("Bounded", (BoundedProtocol,), {"most": config.max_header_bytes}),
+        "http": BoundedProtocol,
         "limit_concurrency": config.max_connections,
-        "ws_max_size": config.max_body_bytes,
-        "ws_per_message_deflate": False,  # what is compressed may be a thousand times as large as what was sent
-        "timeout_keep_alive": config.idle_timeout_s,
+        "ws": "none",
+        "timeout_keep_alive": IDLE_S,
         "server_header": False,
         "proxy_headers": False,  # what a client says of its own address is not believed
         "ssl_certfile": config.tls_cert,

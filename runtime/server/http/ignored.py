@@ -30,21 +30,18 @@ def _fits(character: str) -> bool:
     return character.isascii() and character.isprintable() and character != ","
 
 
-class Ignored:
-    """Middleware that names in each answer's header what :func:`ignore` was told of while the answer was made."""
+def name_ignored(app: ASGIApp) -> ASGIApp:
+    """Name in each answer's header what :func:`ignore` was told of while the answer was made."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         names: dict[str, None] = {}
         _NAMES.set(names)  # of this request's task alone
 
-        async def sending(message: Message) -> None:
+        async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start" and names:
                 MutableHeaders(scope=message)[HEADER] = ", ".join(names)
             await send(message)
 
-        return await self.app(scope, receive, sending)
+        await app(scope, receive, send_named)
+
+    return call

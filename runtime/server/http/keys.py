@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmc.errors import UsageError
 from llmc.runtime.sampling.ranges import FLAG, Range, integer
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.refusal import check_messages, refuse
+from llmc.runtime.server.http.errors import ApiError, refuse
 from llmc.strict import TomlError, open_regular, parse_toml
 
 T = TypeVar("T")
@@ -39,9 +38,6 @@ _VALUES = {
     "admin": FLAG,
     "local_only": FLAG,
 }
-# WebSockets in browsers send no headers of a page's choice, but names of protocols, of which one is to be accepted.
-PROTOCOL = "llmc"
-KEY_PROTOCOL = "llmc-key."
 
 
 @dataclass(frozen=True)
@@ -189,9 +185,9 @@ def _digest(where: str, table: Mapping[str, Any]) -> bytes:
 class Keys:
     """Ask for a key on every route but those that are open; without a file, on none.
 
-    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``key_name``, ``prefix_scope`` (the name with which its
-    prompts are cached) and ``has_admin`` (True if some key is an admin's), anew for each message of a WebSocket; what
-    was presented is removed from the headers, so that nothing behind can log it.
+    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``prefix_scope`` (the name by which a fleet knows
+    its prompts) and ``has_admin`` (True if some key is an admin's); what was presented is removed from the
+    headers, so that nothing behind can log it.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring | None) -> None:
@@ -201,71 +197,34 @@ class Keys:
         self._shares_prefixes = config.prefix_cache_scope == "shared"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            return await self.app(scope, receive, send)
-        presented, scope, send = take_key(scope, send)
-
-        async def identify(text: str = "") -> None:
-            self._identify(scope, presented)
-
-        try:
-            await identify()
-        except ApiError as error:
-            return await refuse(scope, receive, send, error)
-        if scope["type"] == "websocket":  # whose key may be withdrawn, or changed, between two messages
-            receive = check_messages(scope, receive, send, identify)
-        return await self.app(scope, receive, send)
-
-    def _identify(self, scope: Scope, presented: str) -> None:
+        presented = take_key(scope)
         key = self._keyring.find(presented) if self._keyring and presented else None
         if self._keyring and key is None and not self._is_open(scope):
             found = "the API key is unknown" if presented else "there is no API key"
             message = f"{found}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        name = key and key.name
+            error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            return await refuse(scope, receive, send, error)
         scope.setdefault("state", {}).update(
             key=key,
-            key_name=name,
-            prefix_scope=None if self._shares_prefixes else name,
+            prefix_scope=None if self._shares_prefixes or key is None else key.name,
             has_admin=self._keyring is not None and self._keyring.has_admin,
         )
+        return await self.app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         """True of liveness, and of the page, which must load before it can ask for a key."""
-        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+        if scope["method"] not in ("GET", "HEAD"):
             return False
         path = scope["path"]
         return path == "/health" or (self._page and (path == "/" or path.startswith("/page/")))
 
 
-def take_key(scope: Scope, send: Send) -> tuple[str, Scope, Send]:
-    """The key that a client presented, and the request without it.
-
-    ``Authorization: Bearer`` comes first, then ``x-api-key``, then a WebSocket's protocol ``llmc-key.KEY``.
-    """
+def take_key(scope: Scope) -> str:
+    """The key that a client presented, as ``Authorization: Bearer`` or else ``x-api-key``; the request loses it."""
     headers = Headers(scope=scope)
     scheme, _, presented = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         presented = headers.get("x-api-key", "")
-    offered = scope.get("subprotocols", [])
-    secret = {b"authorization", b"x-api-key"}
-    if any(name.startswith(KEY_PROTOCOL) for name in offered):
-        presented = presented or next(n for n in offered if n.startswith(KEY_PROTOCOL)).removeprefix(KEY_PROTOCOL)
-        offered = [name for name in offered if not name.startswith(KEY_PROTOCOL)]
-        secret.add(b"sec-websocket-protocol")
-        send = accept_protocol(PROTOCOL, send) if PROTOCOL in offered else send
-    scope = {**scope, "headers": [(name, value) for name, value in scope["headers"] if name not in secret]}
-    if scope["type"] == "websocket":
-        scope["subprotocols"] = offered
-    return presented.strip(), scope, send
-
-
-def accept_protocol(protocol: str, send: Send) -> Send:
-    """``send`` that accepts a WebSocket with a protocol, without which browsers that offered some hang up."""
-
-    async def sending(message: Message) -> None:
-        if message["type"] == "websocket.accept" and message.get("subprotocol") is None:
-            message = {**message, "subprotocol": protocol}
-        await send(message)
-
-    return sending
+    secret = (b"authorization", b"x-api-key")
+    scope["headers"] = [(name, value) for name, value in scope["headers"] if name not in secret]
+    return presented.strip()

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,51 +24,34 @@ LEVELS = {"llmc": logging.INFO, "uvicorn": logging.INFO, "llmc.runtime.engine.ou
 QUIET = frozenset({"/health", "/ready", "/metrics"})
 
 
-@dataclass
-class Costs:
-    """Tokens of what was submitted and has ended, and the time to the first one."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    ttft_s: float | None = None
-
-    def add(self, handle: Handle) -> None:
-        """Count one in; of what failed or was left, the tokens that were read."""
+def costs_of(handles: Sequence[Handle]) -> dict[str, int | float | None]:
+    """Tokens of what was submitted, of what failed or was left those so far, and the time to the first one."""
+    if not handles:
+        return {}
+    prompt, cached, output, first = 0, 0, 0, None
+    for handle in handles:
         try:
             result = handle.result(0) if handle.done else None
         except LlmcError:
             result = None
         if result is None:
-            self.prompt_tokens += handle.prompt_tokens
-            self.output_tokens += len(handle.token_ids)
-            return
-        self.prompt_tokens += result.usage.prompt_tokens
-        self.cached_tokens += result.usage.cached_tokens
-        self.output_tokens += result.usage.completion_tokens
-        if self.ttft_s is None and result.metrics.ttft_s is not None:
-            self.ttft_s = round(result.metrics.ttft_s, 6)
+            prompt += handle.prompt_tokens
+            output += len(handle.token_ids)
+        else:
+            prompt += result.usage.prompt_tokens
+            cached += result.usage.cached_tokens
+            output += result.usage.completion_tokens
+            first = result.metrics.ttft_s if first is None else first
+    seconds = None if first is None else round(first, 6)
+    return {"prompt_tokens": prompt, "cached_tokens": cached, "output_tokens": output, "ttft_s": seconds}
 
 
-@dataclass(eq=False)
+@dataclass
 class Record:
     """A request as far as it is known while it is answered; fields whose value is None are not written."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     handles: list[Handle] = field(default_factory=list)
-    costs: Costs | None = None
-
-    def watch(self, handle: Handle) -> None:
-        """Count what has ended, for a WebSocket may bring any number of requests, and keep what runs."""
-        self.settle([one for one in self.handles if one.done])
-        self.handles.append(handle)
-
-    def settle(self, handles: list[Handle]) -> None:
-        self.costs = self.costs or (Costs() if handles else None)
-        for handle in handles:
-            assert self.costs is not None
-            self.costs.add(handle)
-        self.handles = [handle for handle in self.handles if handle not in handles]
 
 
 _RECORD: ContextVar[Record | None] = ContextVar("llmc_request", default=None)
@@ -83,24 +66,11 @@ def note(**fields: Any) -> None:
 def watch(handle: Handle) -> None:
     """Write the tokens and times of what was submitted in the line of the request that this task answers."""
     if (record := _RECORD.get()) is not None:
-        record.watch(handle)
-
-
-def route_noted(app: ASGIApp) -> ASGIApp:
-    """Note the pattern of the route that the application found, which guards around it do not see."""
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)
-        finally:
-            if (path := getattr(scope.get("route"), "path", None)) is not None:
-                note(route=path)
-
-    return call
+        record.handles.append(handle)
 
 
 class RequestLog:
-    """Write a line for each request, or connection of a WebSocket, once it has ended; the outermost of all.
+    """Write a line for each request once it has ended; the outermost of all.
 
     Fields: ``request_id``, ``key`` (its name), ``method``, ``route`` (the pattern, as the path may hold anything),
     ``status``, ``model``, ``user``, ``safety_identifier`` and ``metadata`` (as the client gives them),
@@ -114,22 +84,11 @@ class RequestLog:
     def __init__(self, app: ASGIApp, *, bodies: bool = False) -> None:
         self._app = app
         self._bodies = bodies
-        self._sockets: set[Record] = set()
-
-    @property
-    def is_conversing(self) -> bool:
-        """True while a request that came over a WebSocket runs."""
-        return any(not handle.done for record in self._sockets for handle in record.handles)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
         record, start = Record(), time.perf_counter()
         token = _RECORD.set(record)
-        if scope["type"] == "websocket":
-            self._sockets.add(record)
         receive, send = self._record_bytes(record, receive, send)
         try:
             with continue_trace(scope["headers"]):
@@ -139,7 +98,6 @@ class RequestLog:
             self._log_failure(scope, error)
         finally:
             _RECORD.reset(token)
-            self._sockets.discard(record)
             _write(scope, record, time.perf_counter() - start)
 
     def _record_bytes(self, record: Record, receive: Receive, send: Send) -> tuple[Receive, Send]:
@@ -148,9 +106,8 @@ class RequestLog:
             return receive, send
 
         def write_down(name: str, message: Message) -> None:
-            data = (message.get("text") or "").encode() or message.get("body") or b""
-            before = record.fields.get(name, "")
-            record.fields[name] = (before + data.decode("utf-8", "replace"))[:LOGGED_BYTES]
+            data = message.get("body", b"").decode("utf-8", "replace")
+            record.fields[name] = (record.fields.get(name, "") + data)[:LOGGED_BYTES]
 
         async def receive_logged() -> Message:
             message = await receive()
@@ -172,23 +129,22 @@ class RequestLog:
 
 def _note_status(record: Record, send: Send) -> Send:
     async def send_noted(message: Message) -> None:
-        if message["type"] in ("http.response.start", "websocket.http.response.start"):
+        if message["type"] == "http.response.start":
             record.fields["status"] = message["status"]
-        elif message["type"] == "websocket.accept":
-            record.fields["status"] = 101
         await send(message)
 
     return send_noted
 
 
 def _write(scope: Scope, record: Record, seconds: float) -> None:
-    record.settle(record.handles)
+    # Of the pattern: guards around the application do not see it, and a path may hold anything.
+    record.fields.setdefault("route", getattr(scope.get("route"), "path", None))
     fields = {
         "request_id": _state(scope, "request_id"),
-        "key": _state(scope, "key_name"),
-        "method": scope.get("method", "WEBSOCKET"),
+        "key": getattr(_state(scope, "key"), "name", None),
+        "method": scope["method"],
         **record.fields,
-        **(vars(record.costs) if record.costs else {}),
+        **costs_of(record.handles),
         "duration_s": round(seconds, 6),
     }
     status = record.fields.get("status", 499)  # nginx's number where the client left before the answer began

@@ -1,8 +1,7 @@
 """Requests that browsers send for foreign pages: the names that this service goes by, and the origins it serves.
 
 Any web page can make its visitor's browser send requests to the visitor's own machine. Where no key is asked for, it
-would be served: under a name of its own that it lets point to 127.0.0.1 (DNS rebinding), with a form, or with a
-WebSocket, to which the same-origin policy does not apply.
+would be served: under a name of its own that it lets point to 127.0.0.1 (DNS rebinding), or with a form.
 """
 
 from urllib.parse import urlsplit
@@ -12,27 +11,39 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmc.runtime.server.config import ServerConfig, is_local
-from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.refusal import refuse
+from llmc.runtime.server.http.errors import ApiError, refuse
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 EXPOSED = ("x-request-id", "retry-after", "x-ratelimit-*", "x-llmc-answered-by", "x-llmc-upstream-model")
 
 
-class Hosts:
-    """Refuse what was sent to another name than the service's."""
+class Origins:
+    """Refuse what was sent to another name than the service's, and requests of foreign pages where no key tells them
+    from the user's own."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self.app = app
         self._names = host_names(config)
+        self._asks_for_keys = config.keys_file is not None
+        self._allowed = frozenset(config.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and self._names is not None:
-            host = Headers(scope=scope).get("host", "")
-            if _name(host) not in self._names:
-                message = f"Host is {host[:100]!r}, expected one of {', '.join(sorted(self._names))}; see allowed_hosts"
-                return await refuse(scope, receive, send, ApiError(400, message, code="unknown_host"))
+        try:
+            self._check(Headers(scope=scope))
+        except ApiError as error:
+            return await refuse(scope, receive, send, error)
         return await self.app(scope, receive, send)
+
+    def _check(self, headers: Headers) -> None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._names is not None and _name(host) not in self._names:
+            said = f"Host is {host[:100]!r}, expected one of {', '.join(sorted(self._names))}; see allowed_hosts"
+            raise ApiError(400, said, code="unknown_host")
+        if origin is None or self._asks_for_keys:
+            return
+        if origin not in self._allowed and not _same(origin, host):
+            said = f"a page of {origin[:100]!r} sent this, expected this service's own; see cors_origins"
+            raise ApiError(403, said, code="foreign_origin")
 
 
 def host_names(config: ServerConfig) -> frozenset[str] | None:
@@ -49,24 +60,6 @@ def _name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
-
-
-class Origins:
-    """Refuse requests of foreign pages where no key tells them from the user's own."""
-
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self.app = app
-        self._asks_for_keys = config.keys_file is not None
-        self._allowed = frozenset(config.cors_origins)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and not self._asks_for_keys:
-            headers = Headers(scope=scope)
-            origin = headers.get("origin")
-            if origin is not None and origin not in self._allowed and not _same(origin, headers.get("host", "")):
-                message = f"a page of {origin[:100]!r} sent this, expected this service's own; see cors_origins"
-                return await refuse(scope, receive, send, ApiError(403, message, code="foreign_origin"))
-        return await self.app(scope, receive, send)
 
 
 def _same(origin: str, host: str) -> bool:

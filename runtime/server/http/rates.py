@@ -8,9 +8,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.accounts import CLIENT, Account, Bucket, Client, Clock, Tab
-from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.errors import ApiError, refuse
 from llmc.runtime.server.http.keys import Key
-from llmc.runtime.server.http.refusal import check_messages, refuse
 
 STORED = "/v1/responses/"  # megabytes each, and read again and again
 
@@ -28,35 +27,22 @@ class Rates:
         self._accounts: dict[Any, Account] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            return await self.app(scope, receive, send)
         state = scope["state"]
         account = self.account(state["key"])
+        is_counted = scope["method"] == "POST" or scope["path"].startswith(STORED)
+        if is_counted:
+            try:
+                account.admit()
+            except ApiError as error:
+                return await refuse(scope, receive, send, error)
         tab = Tab(account)
-        client = Client(state["key"], state.get("prefix_scope"), account, tab.take)
+        client = Client(state["key"], tab.take, account)
         CLIENT.set(client)  # of this request's task alone
         try:
-            await self._count_request(client, tab, scope, receive, send)
+            return await self.app(scope, receive, _tell_rates(client, tab, send) if is_counted else send)
         finally:
             tab.take(client.bill)
             tab.close()
-
-    async def _count_request(self, client: Client, tab: Tab, scope: Scope, receive: Receive, send: Send) -> None:
-        async def admit(text: str = "") -> None:
-            client.key = scope["state"]["key"]  # which may have changed since the last message of a WebSocket
-            client.account = tab.account = self.account(client.key)
-            tab.take(client.bill)  # one may come amid the answer to another
-            client.account.admit()
-
-        if scope["type"] == "websocket":  # each message is a request
-            return await self.app(scope, check_messages(scope, receive, send, admit), send)
-        if scope["method"] != "POST" and not scope["path"].startswith(STORED):
-            return await self.app(scope, receive, send)
-        try:
-            await admit()
-        except ApiError as error:
-            return await refuse(scope, receive, send, error)
-        return await self.app(scope, receive, _tell_rates(client, tab, send))
 
     def account(self, key: Key | None) -> Account:
         """The buckets of a key, new ones where its rates have changed; without keys, those of everybody."""
@@ -71,7 +57,7 @@ class Rates:
 
 def _tell_rates(client: Client, tab: Tab, send: Send) -> Send:
     """``send`` that adds the state of the rates to an answer's headers, and counts its tokens before its end."""
-    account = client.account
+    account = tab.account
     if account.requests is None and account.tokens is None:
         return send
 

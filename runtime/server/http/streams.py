@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -54,9 +53,9 @@ async def make_answer(make: Callable[[], Any], *, large: bool) -> Response:
     return Response(encode_json(make()), media_type="application/json")
 
 
-def event(value: Any, name: str | None = None, encode: Callable[[Any], str] = encode_json) -> bytes:
+def event(value: Any, name: str | None = None) -> bytes:
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {encode(value)}\n\n".encode()
+    return f"{head}data: {encode_json(value)}\n\n".encode()
 
 
 class EventStream(Response):
@@ -87,18 +86,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it, unless the client leaves before."""
-        sending = asyncio.ensure_future(self._send(send))
-        gone = asyncio.ensure_future(_until_gone(receive))
-        gone.add_done_callback(lambda gone: gone.cancelled() or (gone.exception(), sending.cancel()))
         heart = asyncio.ensure_future(self._beat(send))
         async with self._held:
             try:
-                await sending
-            except asyncio.CancelledError:
-                if not gone.done():  # it is this task that was cancelled, and with it the sending
-                    raise
+                await unless_gone(receive, self._send(send))
+            except ApiError:  # the client is gone; a request's own error is one of its events
+                pass
             finally:
-                gone.cancel()
                 heart.cancel()
 
     async def _send(self, send: Send) -> None:
@@ -123,11 +117,11 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
+async def unless_gone(receive: Receive, answer: Awaitable[T]) -> T:
     """Wait for the answer to a request, and stop waiting when its client is gone.
     Raises ApiError: the client is gone, and nobody reads the answer."""
     waiting = asyncio.ensure_future(answer)
-    gone = asyncio.ensure_future(_until_gone(request.receive))
+    gone = asyncio.ensure_future(_until_gone(receive))
     try:
         await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():

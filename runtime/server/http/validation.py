@@ -10,7 +10,6 @@ from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
-from starlette.requests import HTTPConnection
 
 from llmc.errors import format_value, printable
 from llmc.runtime.sampling.neighbours import neighbour
@@ -145,20 +144,17 @@ def _trace_place(parts: Place, at: Any) -> tuple[Place, bool]:
     return max((taken, (passed, reached)), key=lambda each: (each[1], len(each[0])))
 
 
-async def no_query(connection: HTTPConnection) -> None:
+async def no_query(request: Request) -> None:
     """Refuse query parameters on routes with a body; on others, those that the route does not have.
     Raises ApiError: there is one."""
-    if connection.scope.get("method") == "GET" and not connection.url.path.startswith("/v1/responses/"):
+    if request.method == "GET" and not request.url.path.startswith("/v1/responses/"):
         return  # reading: what is not known there is ignored
-    route = connection.scope.get("route")
+    route = request.scope.get("route")
     known = {parameter.name for parameter in route.dependant.query_params} if isinstance(route, APIRoute) else set()
-    allowed = {*known, *_ALLOWED.get(connection.scope["path"], ())}
-    if (name := next((name for name in connection.query_params if name not in allowed), None)) is not None:
-        where = (
-            "of this address; write it into the body"
-            if connection.scope.get("method") == "POST"
-            else "of this route; leave it out"
-        )
+    allowed = {*known, *_ALLOWED.get(request.scope["path"], ())}
+    if (name := next((name for name in request.query_params if name not in allowed), None)) is not None:
+        posted = request.method == "POST"
+        where = "of this address; write it into the body" if posted else "of this route; leave it out"
         raise ApiError(400, f"{name[:40]} is not a parameter {where}", param=name[:40] or None)
 
 
@@ -179,12 +175,6 @@ async def read_request(kind: type[M], request: Request) -> M:
         raise ApiError(400, NO_OBJECT)
     mark(len(content))
     return await aside(partial(_read, kind, content, parsed))
-
-
-async def read_json(kind: type[M], text: str) -> M:
-    """The body that a text is. Raises ApiError: it does not fit."""
-    mark(len(text))
-    return await aside(lambda: _read(kind, text.encode()))
 
 
 def _read(kind: type[M], content: bytes, parsed: Any = None) -> M:

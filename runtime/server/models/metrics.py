@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.runtime.server.http.accounts import allows_model
@@ -69,12 +70,10 @@ class HttpMetrics:
 
     def exposition(self, pool: "ModelPool") -> bytes:
         """All of it that the present client may see, in the text format of Prometheus."""
-        registry = CollectorRegistry()
-        registry.register(_Models(pool))
-        return generate_latest(self._registry) + generate_latest(registry)
+        return generate_latest(self._registry) + generate_latest(_Models(pool))
 
 
-class _Models:
+class _Models(Collector):
     """The states of the models, and the metrics of the engines of those that are loaded.
 
     A family of metrics comes once, with the samples of all models.

@@ -47,34 +47,28 @@ def _same(value: dict[str, Any]) -> dict[str, Any]:
 class ResponseStore:
     """Responses by their key's name and their id. The one that was used longest ago makes room for a new one, and what
     a conversation goes on from is never older than it. Any thread may call it.
-
-    Args:
-        most_entries: responses; 0 keeps none.
-        most_bytes: of their JSON together. A larger one is not kept.
+    ``most_bytes``: of their JSON together. A larger one is not kept, and where it is 0 none is.
     """
 
-    def __init__(self, most_entries: int, most_bytes: int) -> None:
-        self._most_entries, self._most_bytes = most_entries, most_bytes
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
         self._kept: OrderedDict[tuple[str | None, str], Stored] = OrderedDict()
         self._lock = Lock()
         self.bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     @property
     def keeps(self) -> bool:
-        return self._most_entries > 0 and self._most_bytes > 0
+        return self._most_bytes > 0
 
     def put(self, owner: str | None, name: str, stored: Stored) -> None:
         """Keep a response; those that its room takes are gone."""
-        if not self.keeps or stored.size > self._most_bytes:
+        if stored.size > self._most_bytes:
             return
         with self._lock:
             self._kept[owner, name] = stored
             self.bytes += stored.size
             self._use(owner, stored.previous)
-            while len(self._kept) > self._most_entries or self.bytes > self._most_bytes:
+            while self.bytes > self._most_bytes:
                 self.bytes -= self._kept.popitem(last=False)[1].size
 
     def get(self, owner: str | None, name: str) -> Stored:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from anyio import CapacityLimiter, move_on_after, sleep, to_thread
 from fastapi import Depends
-from starlette.requests import HTTPConnection
+from starlette.requests import Request
 
-from llmc.bundle import Manifest
 from llmc.errors import QueueFullError, format_value
 from llmc.runtime import Handle, Model
-from llmc.runtime.server.http.accounts import allows_model, charge, check_model, prefix_scope, spend
+from llmc.runtime.server.http.accounts import allows_model, charge, check_model, key_name, spend
 from llmc.runtime.server.http.aside import SHORT, aside, room_beside
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.logs import watch
@@ -36,7 +35,7 @@ MOST_WAITING = 256  # requests for these threads, as many as wait for rows by de
 WORK = {None: "generates text", "embeddings": "embeds texts", "scores": "ranks documents"}
 # Requests for vectors or scores that are computed at once: a model's calls take turns, and a second one tokenizes.
 ENCODING_THREADS = 2
-# Requests that count or show tokens at once: a text takes a hundred times its memory while it is tokenized.
+# Requests that count tokens at once: a text takes a hundred times its memory while it is tokenized.
 TOKENIZING_THREADS = 2
 
 
@@ -50,10 +49,10 @@ class Service:
         self.encoding = CapacityLimiter(ENCODING_THREADS)
         """Threads of requests for vectors and scores, which have no queue of an engine."""
         self.tokenizing = CapacityLimiter(TOKENIZING_THREADS)
-        """Threads of requests that ask for tokens and no more."""
+        """Threads of requests that count tokens and no more."""
         self.compilers = CapacityLimiter(COMPILERS)
         """Threads of requests with grammars."""
-        self.responses = ResponseStore(config.response_store_entries, config.response_store_bytes)
+        self.responses = ResponseStore(config.response_store_bytes)
         self.draining = False
         """True once the server goes down: what runs is finished, and balancers are to send nobody."""
 
@@ -99,28 +98,19 @@ class Service:
         name = self.name(asked)
         return {"adapter": name} if name in self.pool.adapters else {}
 
-    def manifest(self, asked: str | None) -> Manifest:
-        """The manifest of a model, which need not be loaded."""
-        return self.pool.manifest(self.name(asked))
-
     def check_work(self, asked: str | None, wanted: str | None) -> None:
         """Refuse a model that does something else, without loading it.
         ``wanted``: a key of :data:`WORK`. Raises ApiError: 400, naming it."""
-        encoder = self.manifest(asked).geometry.encoder
+        name = self.name(asked)
+        encoder = self.pool.manifest(name).geometry.encoder
         found = encoder.result if encoder else None
         if found != wanted:
-            said = f"the model {self.name(asked)!r} {WORK[found]}, expected one that {WORK[wanted]}"
+            said = f"the model {name!r} {WORK[found]}, expected one that {WORK[wanted]}"
             raise ApiError(400, f"{said}; GET /v1/models lists what there is", param="model")
 
     def model(self, asked: str | None) -> AbstractAsyncContextManager[Model]:
         """The model, loaded, and kept while the block runs."""
         return self.pool.lease(self.name(asked))
-
-    async def tokenize_in_thread(self, work: Callable[[], T], cost: Callable[[T], int]) -> T:
-        """The result of ``work`` on a prompt, in one of few threads; the client is charged as for the prompt."""
-        found = await to_thread.run_sync(work, limiter=self.tokenizing)
-        spend(tokens=cost(found))
-        return found
 
     def echo_name(self, asked: str | None) -> str:
         """The name that an answer tells: the one asked for, whose adapter may have been unloaded by now."""
@@ -140,6 +130,17 @@ class Service:
         """:meth:`model` for routes that generate. Raises ApiError: 400, the model does something else."""
         self.check_work(asked, None)
         return self.model(asked)
+
+    async def count_tokens(
+        self, asked: str | None, names: Mapping[str, str], tokenize: Callable[[Model], list[int]]
+    ) -> int:
+        """The tokens of a prompt, which are made in one of few threads, and charged as a prompt's are.
+        ``names``: as of :meth:`submit`."""
+        async with self.generator(asked) as model:
+            with name_parameters(names):
+                count = await to_thread.run_sync(lambda: len(tokenize(model)), limiter=self.tokenizing)
+        spend(tokens=count)
+        return count
 
     def bound_sampling(self, sampling: dict[str, Any], prompts: int = 1) -> dict[str, Any]:
         """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes.
@@ -168,7 +169,7 @@ class Service:
             sampling = {**sampling, "deadline_s": min(sampling.get("deadline_s", longest), longest)}
         if prompts > 1:
             spend(requests=prompts - 1)
-        return {**sampling, "prefix_scope": prefix_scope()}
+        return {**sampling, "prefix_scope": None if self.config.prefix_cache_scope == "shared" else key_name()}
 
     async def submit(
         self, held: AsyncExitStack, asked: str | None, names: Mapping[str, str], make: Callable[[Model], partial[H]]
@@ -237,14 +238,10 @@ def _hold_image(messages: object) -> bool:
     )
 
 
-def service_at(connection: HTTPConnection) -> Service:
-    service: Service = connection.app.state.service
+async def service_of(request: Request) -> Service:
+    """The service that answers a request; FastAPI would call a dependency that is not async in a thread."""
+    service: Service = request.app.state.service
     return service
-
-
-async def service_of(connection: HTTPConnection) -> Service:
-    """:func:`service_at` as the routes' dependency; FastAPI would call one that is not async in a thread."""
-    return service_at(connection)
 
 
 Served = Annotated[Service, Depends(service_of)]

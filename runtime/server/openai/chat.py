@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Request, Response, WebSocket
+from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, Field
 
 from llmc.errors import format_value
@@ -21,8 +21,6 @@ from llmc.runtime.server.http.bodies import (
     StreamOptions,
     ToolFormat,
     Verbosity,
-    make_extra_member,
-    make_last_members,
     make_unknown_usage,
     usage_of,
 )
@@ -30,10 +28,9 @@ from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Served, Service, plain_id, service_at
+from llmc.runtime.server.models.service import Served, Service, plain_id
 from llmc.runtime.server.openai.logprobs import chat_logprobs
 
 router = APIRouter(tags=["OpenAI"])
@@ -454,12 +451,9 @@ def _one(name: str, value: Any, other: str, another: Any) -> Any:
 
 
 def message_of(message: Message) -> dict[str, Any]:
-    content = None if message.tool_calls and not message.content else message.content
-    found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
-    if message.reasoning is not None:
-        found["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = [{**call.to_dict(), "id": CALL_ID + call.id} for call in message.tool_calls]
+    found = {**message.to_dict(), "refusal": None, "annotations": []}
+    for call in found.get("tool_calls", ()):
+        call["id"] = CALL_ID + call["id"]
     return found
 
 
@@ -483,7 +477,7 @@ def completion(body: ChatRequest, service: Service, model: Model, result: ChatRe
         for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
     ]
     head = head_of("chat.completion", body, service, model)
-    return {**head, "choices": choices, "usage": usage_of([result]), **make_extra_member(body.x_llmc, model, result)}
+    return {**head, "choices": choices, "usage": usage_of([result])}
 
 
 def piece_of(delta: MessageDelta) -> dict[str, Any]:
@@ -521,8 +515,8 @@ async def chunks(body: ChatRequest, service: Service, model: Model, handle: Chat
     result = await handle
     for index, message in enumerate(result.messages):
         yield chunk(index, {}, finish_reason=message.finish_reason)
-    if asked := make_last_members(body, model, [result]):
-        yield encode_json({**head, "choices": [], **asked})
+    if usage:
+        yield encode_json({**head, "choices": [], "usage": usage_of([result])})
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -540,25 +534,15 @@ async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -
     return await service.submit(held, body.model, body.names, make)
 
 
-async def _open_chunks(service: Service, body: ChatRequest, held: AsyncExitStack) -> AsyncIterator[str]:
-    return chunks(body, service, *await open_chat(body, held, service))
-
-
 @router.post("/v1/chat/completions")
 async def chat_completions(
     body: Annotated[ChatRequest, take_body(ChatRequest)], request: Request, service: Served
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
-        if body.stream:
-            events = guard_chunks(await _open_chunks(service, body, held))
-            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handle = await open_chat(body, held, service)
-        result = await unless_gone(request, handle)
+        if body.stream:
+            events = guard_chunks(chunks(body, service, model, handle))
+            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
+        result = await unless_gone(request.receive, handle)
         return await make_answer(partial(completion, body, service, model, result), large=body.logprobs is True)
-
-
-@router.websocket("/v1/chat/completions")
-async def chat_socket(socket: WebSocket) -> None:
-    """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, ChatRequest, partial(_open_chunks, service_at(socket)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response, WebSocket
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from llmc.runtime import GenerationResult, Handle, Model
@@ -20,18 +20,15 @@ from llmc.runtime.server.http.bodies import (
     Sampled,
     StreamOptions,
     list_texts,
-    make_extra_member,
-    make_last_members,
     make_unknown_usage,
     usage_of,
 )
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.sockets import converse
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Served, Service, service_at, submit_promptly
+from llmc.runtime.server.models.service import Served, Service, submit_promptly
 from llmc.runtime.server.openai.logprobs import completion_logprobs, text_offsets
 
 router = APIRouter(tags=["OpenAI"])
@@ -166,8 +163,8 @@ async def chunks(body: CompletionRequest, service: Service, model: Model, handle
     for number, result in enumerate(results):
         for place, output in enumerate(result.outputs):
             yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)
-    if asked := make_last_members(body, model, results):
-        yield encode_json({**head, "choices": [], **asked})
+    if usage:
+        yield encode_json({**head, "choices": [], "usage": usage_of(results)})
 
 
 async def _submit_prompts(
@@ -194,10 +191,6 @@ async def _submit_prompts(
     return model, handles
 
 
-async def _open_chunks(service: Service, body: CompletionRequest, held: AsyncExitStack) -> AsyncIterator[str]:
-    return chunks(body, service, *await _submit_prompts(body, held, service))
-
-
 async def _results(body: CompletionRequest, handles: list[Handle]) -> list[GenerationResult]:
     """The results; where the prompt alone was asked for, without the token that the engine cannot do without."""
     found = [await handle for handle in handles]
@@ -212,22 +205,15 @@ async def completions(
 ) -> Response:
     """Complete prompts. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
     async with AsyncExitStack() as held:
-        if body.stream:
-            events = guard_chunks(await _open_chunks(service, body, held))
-            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         model, handles = await _submit_prompts(body, held, service)
-        results = await unless_gone(request, _results(body, handles))
+        if body.stream:
+            events = guard_chunks(chunks(body, service, model, handles))
+            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
+        results = await unless_gone(request.receive, _results(body, handles))
         head = service.head("cmpl", "text_completion", model, body.model)
 
         def made() -> dict[str, Any]:
             choices = choices_of(model, body, results)
-            told = make_extra_member(body.x_llmc, model, results[0])
-            return {**head, "choices": choices, "usage": usage_of(results), **told}
+            return {**head, "choices": choices, "usage": usage_of(results)}
 
         return await make_answer(made, large=bool(body.echo) or body.logprobs is not None)
-
-
-@router.websocket("/v1/completions")
-async def completion_socket(socket: WebSocket) -> None:
-    """The same over a WebSocket: a body as text in, the stream's chunks as texts out."""
-    await converse(socket, CompletionRequest, partial(_open_chunks, service_at(socket)))

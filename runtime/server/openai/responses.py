@@ -6,17 +6,17 @@ from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import Discriminator, Field, JsonValue, Tag
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import HTTPConnection
 
 from llmc.errors import LlmcError
 from llmc.runtime import Model, SamplingParams
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
+from llmc.runtime.server.http.accounts import key_name
 from llmc.runtime.server.http.aside import apart, aside
-from llmc.runtime.server.http.bodies import Body, Verbosity, make_extra_member
-from llmc.runtime.server.http.errors import ApiError, from_llmc, name_parameters
+from llmc.runtime.server.http.bodies import Body, Verbosity
+from llmc.runtime.server.http.errors import ApiError, from_llmc
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.streams import EventStream, event, make_answer, unless_gone, unless_long
@@ -189,9 +189,9 @@ class Prompted(Body):
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
-    def conversation(self, service: Service, owner: str | None) -> tuple[list[Item], list[dict[str, Any]]]:
-        """The new items of the conversation, as they are kept, and all messages as chat templates read them. ``owner``:
-        the name of the key that asks. Raises ApiError: there are no items, or what they go on from is not stored."""
+    def conversation(self, service: Service) -> tuple[list[Item], list[dict[str, Any]]]:
+        """The new items of the conversation, as they are kept, and all messages as chat templates read them.
+        Raises ApiError: there are no items, or what they go on from is not stored."""
         if isinstance(self.input, str):
             items = [_name_item(MessageItem(role="user", content=self.input))]
         else:
@@ -199,7 +199,7 @@ class Prompted(Body):
         if not items and self.previous_response_id is None:
             raise ApiError(400, "input holds no items, expected one at least", param="input")
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        before = service.responses.conversation(owner, self.previous_response_id)
+        before = service.responses.conversation(key_name(), self.previous_response_id)
         return items, [*system, *plain([*before, *items])]
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
@@ -374,14 +374,14 @@ def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, 
 
 
 class Turn:
-    """A request of one client, and the conversation that it goes on with. ``owner``: the name of the key that asks.
+    """A request of one client, and the conversation that it goes on with.
     Raises ApiError: the conversation is not stored, or nothing is, or parameters contradict each other."""
 
-    def __init__(self, body: ResponseRequest, service: Service, owner: str | None) -> None:
+    def __init__(self, body: ResponseRequest, service: Service) -> None:
         if body.store and not service.responses.keeps:
             raise ApiError(400, "store is true, but this server keeps no responses; set it to false", param="store")
-        self._body, self._service, self._owner = body, service, owner
-        self._items, self._messages = body.conversation(service, owner)
+        self._body, self._service = body, service
+        self._items, self._messages = body.conversation(service)
         body.admit(service)
         self._arguments = service.bound_sampling(body.arguments())
 
@@ -434,11 +434,10 @@ class Turn:
                 "output_tokens_details": {"reasoning_tokens": count_thoughts(model, result.message)},
                 "total_tokens": usage.total_tokens,
             },
-            **make_extra_member(self._body.x_llmc, model, result),
         }
         if response["store"]:
             stored = make_stored(self._body.previous_response_id, self._items, response)
-            self._service.responses.put(self._owner, response["id"], stored)
+            self._service.responses.put(key_name(), response["id"], stored)
         return response
 
     async def whole(self, model: Model, handle: ChatHandle) -> dict[str, Any]:
@@ -470,59 +469,47 @@ async def aside_of_stored(body: Prompted, work: Callable[[], T]) -> T:
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-async def owner_of(request: HTTPConnection) -> str | None:
-    """The name of the key that asks, None where none is asked for."""
-    found: str | None = request.scope.get("state", {}).get("key_name")
-    return found
-
-
-Owner = Annotated[str | None, Depends(owner_of)]
-
-
 @router.post("/v1/responses")
 async def responses(
-    body: Annotated[ResponseRequest, take_body(ResponseRequest)], request: Request, owner: Owner, service: Served
+    body: Annotated[ResponseRequest, take_body(ResponseRequest)], request: Request, service: Served
 ) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events."""
-    turn = await aside_of_stored(body, lambda: Turn(body, service, owner))
+    turn = await aside_of_stored(body, lambda: Turn(body, service))
     async with AsyncExitStack() as held:
         model, handle = await turn.submit(held)
         if body.stream:
             events = encode_events(turn.events(model, handle))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
-        whole = await unless_gone(request, turn.whole(model, handle))
+        whole = await unless_gone(request.receive, turn.whole(model, handle))
         return await make_answer(lambda: whole, large=body.wants_logprobs)
 
 
 @router.post("/v1/responses/input_tokens")
-async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], owner: Owner, service: Served) -> dict[str, Any]:
+async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
-    _, messages = await aside_of_stored(body, partial(body.conversation, service, owner))
-    async with service.generator(body.model) as model:
-        with name_parameters(NAMES):
-            tokens = await service.tokenize_in_thread(
-                lambda: model.chat_tokens(messages, **body.make_arguments(model)), len
-            )
-    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+    _, messages = await aside_of_stored(body, partial(body.conversation, service))
+    count = await service.count_tokens(
+        body.model, NAMES, lambda model: model.chat_tokens(messages, **body.make_arguments(model))
+    )
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 @router.get("/v1/responses/{response_id}")
-async def stored_response(response_id: str, owner: Owner, service: Served) -> Response:
+async def stored_response(response_id: str, service: Served) -> Response:
     """A stored response, as it was sent."""
-    return Response(service.responses.get(owner, response_id).response, media_type="application/json")
+    return Response(service.responses.get(key_name(), response_id).response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, owner: Owner, service: Served) -> dict[str, Any]:
+async def delete_response(response_id: str, service: Served) -> dict[str, Any]:
     """Forget a response. Conversations cannot go on from it, nor from those after it."""
-    service.responses.delete(owner, response_id)
+    service.responses.delete(key_name(), response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.get("/v1/responses/{response_id}/input_items")
 async def input_items(
     response_id: str,
-    owner: Owner,
     service: Served,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -531,8 +518,8 @@ async def input_items(
     """The items that a stored response answered, the conversation before it included."""
 
     def page() -> dict[str, Any]:
-        stored = service.responses.get(owner, response_id)
-        items = [*service.responses.conversation(owner, stored.previous), *read(stored.items)]
+        stored = service.responses.get(key_name(), response_id)
+        items = [*service.responses.conversation(key_name(), stored.previous), *read(stored.items)]
         return page_of(items if order == "asc" else items[::-1], after, limit)
 
     return await make_answer(page, large=True)

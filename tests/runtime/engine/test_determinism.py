@@ -226,7 +226,8 @@ def test_the_small_model_gives_each_request_what_it_gives_it_alone(
         snapshot = model.engine.metrics.snapshot()
     assert snapshot.prefix_hit_tokens > 0
     assert ("draft" in options) == (0 < snapshot.draft_accepted < snapshot.draft_proposed)
-    assert level["determinism"] == "strict" or snapshot.batch_size.quantile(0.9) > 2
+    rows = snapshot.batch_size
+    assert level["determinism"] == "strict" or sum(rows.counts[2:]) > rows.count / 10  # steps of more than two rows
 
 
 def test_drafts_that_are_committed_unread_are_noticed(make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch):

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmc.errors import MissingExtraError
-from llmc.runtime.observe.histogram import Histogram
-from llmc.runtime.observe.metrics import EngineMetrics, EngineSnapshot, Gauges
+from llmc.runtime.observe.metrics import EngineMetrics, EngineSnapshot, Gauges, Histogram
 from llmc.runtime.observe.prometheus import EngineCollector
 
 UNITS = ("_seconds", "_bytes", "_tokens")

@@ -1,5 +1,7 @@
 """What tests of the service share: one that runs, with the small model, and OpenAI's own client for it."""
 
+import asyncio
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,18 @@ from doubles.serving import retold, serving
 from llmc.runtime import Model, load
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded
+
+WAIT_S = 60.0  # for what happens at once, on a machine that does much else
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine on a loop of its own, and fail where it waits for ever."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), WAIT_S))
+    return True
 
 
 @pytest.fixture(scope="session")

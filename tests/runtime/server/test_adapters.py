@@ -130,8 +130,9 @@ class TestClients:
         assert ask("admin", "/api/show", model="sql").json()["details"]["parent_model"] == "tiny"
 
     def test_count_tokens_with_either_name(self, client: openai.OpenAI, ask: Any):
-        assert ask("own", "/tokenize", model="sql", prompt=PROMPT).json() == (
-            ask("base", "/tokenize", model="tiny", prompt=PROMPT).json()
+        path = "/v1/responses/input_tokens"
+        assert (
+            ask("own", path, model="sql", input=PROMPT).json() == ask("base", path, model="tiny", input=PROMPT).json()
         )
 
 

@@ -1,11 +1,14 @@
 """Anthropic's messages through the official client: texts, thoughts, tools, streams and errors."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx2 as httpx
 import pytest
+
+from llmc.runtime import load
 
 USER: dict[str, Any] = {"role": "user", "content": "Write a function."}
 # The package has no sampling parameters any more, the API does.
@@ -138,14 +141,15 @@ def test_an_answer_may_fill_the_context_and_no_more(able_anthropic: anthropic.An
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) + usage.output_tokens == room
 
 
-def test_an_answer_that_has_begun_is_gone_on_with(able_anthropic: anthropic.Anthropic, able_http: httpx.Client):
+def test_an_answer_that_has_begun_is_gone_on_with(
+    able_anthropic: anthropic.Anthropic, able_http: httpx.Client, able_bundle: Path
+):
     begun = {"role": "assistant", "content": [{"type": "text", "text": "def "}, {"type": "text", "text": "add("}]}
     answer = able_anthropic.messages.create(**{**GREEDY, "messages": [USER, begun]})
     turns = [USER, {"role": "assistant", "content": "def add("}]
-    asked = {"model": "able", "messages": turns, "continue_final_message": True}
-    tokens = able_http.post("/tokenize", json=asked).json()["tokens"]
-    prompt = able_http.post("/detokenize", json={"model": "able", "tokens": tokens}).json()["prompt"]
-    assert prompt.endswith("<|im_start|>assistant\ndef add(")
+    with load(able_bundle, threads=1, self_test=False) as model:
+        tokens = model.chat_tokens(turns, continue_final_message=True)
+        assert model.tokenizer.decode(tokens, False).endswith("<|im_start|>assistant\ndef add(")
     raw = {"model": "able", "prompt": tokens, "max_tokens": 12, "temperature": 0}
     wanted = able_http.post("/v1/completions", json=raw).json()["choices"][0]["text"]
     assert [block.text for block in answer.content] == [wanted]

@@ -21,12 +21,6 @@ def client(service_url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{service_url}/v1", api_key="none", max_retries=0)
 
 
-def test_the_loop_over_a_stream_of_its_documentation_ends(client: openai.OpenAI):
-    stream = client.chat.completions.create(model="able", messages=ASK, stream=True, max_tokens=4)
-    assert [chunk.choices[0].delta.content for chunk in stream]
-    assert [chunk.choices[0].text for chunk in client.completions.create(model="able", prompt="a", stream=True)]
-
-
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 def test_a_message_goes_back_as_it_came(client: openai.OpenAI, streams: bool):
     tools = [openai.pydantic_function_tool(Add)]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message
-from starlette.websockets import WebSocketDisconnect
 
 from llmc.runtime.server.anthropic.messages import PING
 from llmc.runtime.server.fleet.answers import LOST
@@ -186,8 +185,3 @@ def test_a_client_that_is_gone_cancels_its_request() -> None:
 
     sent = run(make_front(replicas), receive)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
-
-
-def test_a_websocket_is_refused() -> None:
-    with TestClient(make_front(Scripted())) as client, pytest.raises(WebSocketDisconnect):
-        client.websocket_connect(CHAT).__enter__()

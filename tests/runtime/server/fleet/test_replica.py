@@ -1,9 +1,9 @@
 """A replica without a cluster: its methods are called as Ray would call them."""
 
-import asyncio
 import json
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,26 @@ from llmc.runtime.server.fleet import replica as module
 from llmc.runtime.server.fleet.calls import BILL, make_call
 from llmc.runtime.server.fleet.replica import Replica
 
-Work = Callable[[Replica, Path], Coroutine[Any, Any, None]]
+Serving = Callable[[], AbstractAsyncContextManager[Replica]]
 HEADERS = [(b"content-type", b"application/json")]
 CALL: dict[str, Any] = {"type": "http", "path": "/v1/completions", "query_string": b"", "headers": HEADERS}
 
 
 @pytest.fixture
-def run(tiny_bundle: Path, tmp_path: Path) -> Callable[[Work], None]:
-    """Run a function on a replica of a copy of the small model."""
+def serving(tiny_bundle: Path, tmp_path: Path) -> Serving:
+    """A replica of a copy of the small model."""
 
-    async def work(function: Work) -> None:
+    @asynccontextmanager
+    async def serving() -> AsyncIterator[Replica]:
         folder = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
         found = Replica(ServerConfig(threads=1))
         await found.reconfigure({"models": {"m": str(folder)}, "revision": ""})
         try:
-            await function(found, folder)
+            yield found
         finally:
             await found.close()
 
-    return lambda function: asyncio.run(work(function))
+    return serving
 
 
 def ask(replica: Replica, **body: Any) -> Any:
@@ -49,27 +50,24 @@ async def whole(replica: Replica, **body: Any) -> dict[str, Any]:
     return json.loads(messages[1]["body"])
 
 
-def test_the_answer_is_the_applications(run: Callable[[Work], None]) -> None:
-    async def work(replica: Replica, folder: Path) -> None:
+async def test_the_answer_is_the_applications(serving: Serving) -> None:
+    async with serving() as replica:
         answer = await whole(replica, max_tokens=4)
         assert (answer["model"], answer["usage"]["completion_tokens"]) == ("m", 4)
         assert "no_such" in (await whole(replica, no_such=1))["error"]["message"]
 
-    run(work)
 
-
-def test_who_stops_reading_cancels_the_request(run: Callable[[Work], None]) -> None:
-    async def work(replica: Replica, folder: Path) -> None:
+async def test_who_stops_reading_cancels_the_request(serving: Serving) -> None:
+    async with serving() as replica:
         messages = ask(replica, max_tokens=1000, ignore_eos=True, stream=True)
         await anext(messages)
         await messages.aclose()
         assert replica._ready_pool.states()["m"].users == 0
 
-    run(work)
 
+async def test_other_bundles_take_over(serving: Serving, tiny_bundle: Path, tmp_path: Path) -> None:
+    async with serving() as replica:
 
-def test_other_bundles_take_over(run: Callable[[Work], None], tiny_bundle: Path, tmp_path: Path) -> None:
-    async def work(replica: Replica, folder: Path) -> None:
         def loads() -> int:
             return replica._ready_pool.states()["m"].loads
 
@@ -85,11 +83,9 @@ def test_other_bundles_take_over(run: Callable[[Work], None], tiny_bundle: Path,
         with pytest.raises(UsageError, match="serves m and cannot serve n"):
             await replica.reconfigure({"models": {"n": other}, "revision": ""})
 
-    run(work)
 
-
-def test_its_health_is_that_of_engine_and_gpu(run: Callable[[Work], None]) -> None:
-    async def work(replica: Replica, folder: Path) -> None:
+async def test_its_health_is_that_of_engine_and_gpu(serving: Serving) -> None:
+    async with serving() as replica:
         await replica.check_health()
         pool = replica._ready_pool
         pool.lost = GpuError("the GPU fell off the bus", lost=True)
@@ -100,20 +96,16 @@ def test_its_health_is_that_of_engine_and_gpu(run: Callable[[Work], None]) -> No
         with pytest.raises(EngineClosedError):
             await replica.check_health()
 
-    run(work)
 
-
-def test_without_its_gpu_it_ends_before_it_answers_badly(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_without_its_gpu_it_ends_before_it_answers_badly(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ended(status: int) -> None:
         raise SystemExit(status)
 
     monkeypatch.setattr(module.os, "_exit", ended)
 
-    async def work(replica: Replica, folder: Path) -> None:
+    async with serving() as replica:
         replica._ready_pool.lost = GpuError("the GPU was lost", lost=True)
         with pytest.raises(SystemExit):
             await whole(replica, max_tokens=1)
-
-    run(work)

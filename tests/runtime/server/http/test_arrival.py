@@ -5,7 +5,7 @@ import threading
 import tracemalloc
 
 import pytest
-from doubles.asgi import Echo, ask, converse
+from doubles.asgi import Echo, ask
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,9 +52,9 @@ class TestTime:
         assert answer.json["error"]["message"] == "the body was not there after 0.1 s; send it faster, or less"
 
 
-def refused(content: bytes, deepest: int = 64) -> bool:
+def refused(content: bytes) -> bool:
     try:
-        check_json(content, deepest)
+        check_json(content)
     except ApiError as error:
         assert error.status == 400
         return True
@@ -78,7 +78,8 @@ class TestNesting:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bodies, "PIECE", piece)
-            assert refused(json.dumps(value).encode(), deepest) == (depth(value) > deepest)
+            patch.setattr(bodies, "DEEPEST", deepest)
+            assert refused(json.dumps(value).encode()) == (depth(value) > deepest)
 
     @pytest.mark.parametrize("content", [b"[" * 65 + b"]" * 65, b"[" * 100_000, b'{"a":' * 65 + b"1" + b"}" * 65])
     def test_beyond_the_limit_is_refused(self, echo: Echo, content: bytes):
@@ -131,26 +132,18 @@ class TestNesting:
 def test_large_ones_are_read_in_another_thread(echo: Echo, monkeypatch: pytest.MonkeyPatch, size: int):
     threads = set()
 
-    def check(content: bytes, deepest: int) -> None:
+    def check(content: bytes) -> None:
         threads.add(threading.get_ident())
 
     monkeypatch.setattr(bodies, "check_json", check)
     app = Guarded(echo, ServerConfig())
     assert ask(app, method="POST", headers=CHUNKED, body=[b"a" * size]).status == 200
-    converse(app, ["a" * size])
     assert (threads == {threading.get_ident()}) == (size < LARGE)
-
-
-class TestSockets:
-    def test_hold_messages_to_the_same_nesting_and_stay_open(self, echo: Echo):
-        answer = converse(Guarded(echo, ServerConfig()), ["[" * 65 + "]" * 65, "{}"])
-        texts = [message["text"] for message in answer.messages if message["type"] == "websocket.send"]
-        assert "64 levels" in json.loads(texts[0])["error"]["message"] and texts[1] == "{}"
 
 
 def test_half_of_a_character_is_refused_and_whole_ones_pass():
     for whole in (b'{"a": "\\ud83d\\ude00"}', b'{"a": "\\\\ud800"}', b'"\\ud800'):  # escaped in two, text, and no JSON
-        check_json(whole, 4)
+        check_json(whole)
     for half in (b'{"a": "\\ud800"}', b'{"\\uDFFF": 1}', b'["\\ude00\\ud83d"]'):
         with pytest.raises(ApiError, match="half of a character"):
-            check_json(half, 4)
+            check_json(half)

@@ -1,7 +1,6 @@
 """What a key may do, in one process and in a fleet: the same guards hold in both."""
 
 import asyncio
-import json
 import pickle
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,6 @@ import httpx2 as httpx
 import pytest
 from doubles.serving import serving
 from starlette.types import Message
-from websockets.sync.client import connect
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import Call
@@ -215,29 +213,3 @@ def test_prefixes_are_cached_for_each_key_alone(served: Served) -> None:
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     assert [cached(name) > 0 for name in ("ann", "ben", "ann", "ben")] == [False, False, True, True]
-
-
-def test_a_key_that_was_changed_or_withdrawn_is_so_for_open_sockets(served: Served) -> None:
-    if served.kind == "fleet":
-        pytest.skip("a fleet takes no WebSockets")
-
-    def told(model: str) -> dict[str, Any]:
-        socket.send(json.dumps({**BODIES[ROUTE], "model": model}))
-        first: dict[str, Any] = json.loads(socket.recv())
-        while "error" not in first and socket.recv() != "[DONE]":
-            pass
-        return first
-
-    address = f"{served.http.base_url}{ROUTE}".replace("http", "ws", 1)
-    try:
-        with connect(address, additional_headers=headers("changed")) as socket:
-            assert "choices" in told("secret")
-            write(served.keys, {**KEYS, "changed": 'models = ["small"]'})
-            served.app.reload()
-            assert told("secret")["error"]["code"] == "model_not_allowed" and "choices" in told("small")
-            write(served.keys, {name: rest for name, rest in KEYS.items() if name != "changed"})
-            served.app.reload()
-            assert told("small")["error"]["code"] == "invalid_api_key"
-    finally:
-        write(served.keys, KEYS)
-        served.app.reload()

@@ -61,22 +61,28 @@ def get(address: Address, path: str = "/0") -> int:
 
 
 class TestHeaders:
-    @pytest.mark.parametrize("sent", [b"GET /" + b"a" * 2000, b"GET / HTTP/1.1\r\nX: " + b"a" * 2000])
+    @pytest.mark.parametrize("sent", [b"GET /" + b"a" * 40_000, b"GET / HTTP/1.1\r\nX: " + b"a" * 40_000])
     def test_that_go_on_beyond_the_limit_are_refused(self, sent: bytes):
-        with served(max_header_bytes=1024) as address, connected(address, sent) as client:
+        with served() as address, connected(address, sent) as client:
             assert everything(client).startswith(b"HTTP/1.1 400")
 
     def test_after_a_body_may_not_go_on_either(self):
         begun = b"POST /0 HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
-        with served(max_header_bytes=1024) as address, connected(address, begun) as client:
+        with served() as address, connected(address, begun) as client:
             time.sleep(0.1)  # so that the trailers are not in one read with the body
-            client.sendall(b"X: " + b"a" * 2000)
+            client.sendall(b"X: " + b"a" * 40_000)
             assert b"HTTP/1.1 400" in everything(client)
 
     @pytest.mark.parametrize("sent", [b"\x16\x03\x01", b"HELO localhost\r\n\r\n"])
     def test_that_are_no_http_are_refused(self, sent: bytes):
         with served() as address, connected(address, sent) as client:
             assert everything(client).startswith(b"HTTP/1.1 400")
+
+    def test_that_offer_a_websocket_are_answered_as_if_they_did_not(self, caplog: pytest.LogCaptureFixture):
+        offer = b"GET /0 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        with served() as address, connected(address, offer) as client:
+            assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        assert not [record for record in caplog.records if "ocket" in record.getMessage()]
 
 
 class TestBodies:

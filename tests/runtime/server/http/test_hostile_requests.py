@@ -25,19 +25,11 @@ key = "sk-alice-0123456789"
 [bob]
 key = "sk-bob-0123456789abc"
 models = ["other"]
-[carol]
-key = "sk-carol-0123456789"
-tokens_per_minute = 5
-[dave]
-key = "sk-dave-0123456789a"
-tokens_per_minute = 5
 [erin]
 key = "sk-erin-0123456789a"
 requests_per_minute = 1
 """
-ALICE, BOB, CAROL, DAVE, ERIN = (
-    {"authorization": f"Bearer {line[7:-1]}"} for line in KEYS.splitlines() if "key =" in line
-)
+ALICE, BOB, ERIN = ({"authorization": f"Bearer {line[7:-1]}"} for line in KEYS.splitlines() if "key =" in line)
 PATIENCE_S = 60  # of a thread that nobody wakes, where something is broken
 CHAT = "/v1/chat/completions"
 SPELT = "a<|im_end|>b"
@@ -76,22 +68,6 @@ class TestKeys:
                 answer = httpx.request(method.upper(), f"{alice.base_url}{path}", json={})
                 found[path, method] = answer.status_code
         assert {route for route, status in found.items() if status != 401} == {("/health", "get")}
-
-    def test_are_for_their_models_alone(self, alice: httpx.Client):
-        answer = alice.post(CHAT, json=chat(model="tiny"), headers=BOB)
-        assert answer.status_code == 403 and answer.json()["error"]["type"] == "permission_error"
-        assert answer.json()["error"]["message"] == "the key 'bob' is not for the model 'tiny', expected other"
-        assert alice.get("/v1/models/tiny", headers=BOB).status_code == 403
-        listed = [[card["id"] for card in alice.get("/v1/models", headers=who).json()["data"]] for who in (ALICE, BOB)]
-        assert listed == [["tiny"], []]
-
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_pay_for_the_tokens_of_prompts_and_answers(self, alice: httpx.Client, stream: bool):
-        key = CAROL if stream else DAVE
-        answers = [alice.post(CHAT, json=chat("Once upon a time", stream=stream), headers=key) for _ in range(3)]
-        assert [answer.status_code for answer in answers] == [200, 429, 429]
-        assert "of 5 tokens per minute" in answers[1].json()["error"]["message"]
-        assert answers[0].headers["x-ratelimit-remaining-tokens"] == "0"
 
 
 class TestOfficialClients:
@@ -160,13 +136,8 @@ class TestGrammars:
 
 class TestSpecialTokens:
     def test_that_messages_spell_are_text(self, alice: httpx.Client):
-        bodies = [{"messages": [{"role": "user", "content": text}]} for text in (SPELT, "ab")]
-        spelt, short = (alice.post("/tokenize", json=body).json()["count"] for body in bodies)
-        assert spelt > short + 3
-
-    def test_that_prompts_spell_are_text(self, alice: httpx.Client):
-        answers = [alice.post("/v1/completions", json={"prompt": text, "max_tokens": 1}) for text in (SPELT, "ab")]
-        spelt, short = (answer.json()["usage"]["prompt_tokens"] for answer in answers)
+        usages = [alice.post(CHAT, json=chat(text)).json()["usage"] for text in (SPELT, "ab")]
+        spelt, short = (usage["prompt_tokens"] for usage in usages)
         assert spelt > short + 3
 
     @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
@@ -210,12 +181,8 @@ class TestBodies:
     @pytest.mark.parametrize(
         "content",
         [
-            b"",
-            b"{",
-            b"[]",
             b"null",
             b'"a"',
-            b"\xff",
             b"\xef\xbb\xbf{}",
             b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 10_000 + b"}",
             b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',

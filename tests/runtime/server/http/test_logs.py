@@ -19,7 +19,8 @@ from llmc.runtime.api.handle import Handle, OutputCollector
 from llmc.runtime.observe.tracing import current_context, event
 from llmc.runtime.server import page
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.logs import Costs, RequestLog, TextFormatter, log_to_stderr, note, route_noted
+from llmc.runtime.server.http.keys import Key
+from llmc.runtime.server.http.logs import RequestLog, TextFormatter, costs_of, log_to_stderr, note
 
 SECRET = "a secret"
 HEADERS = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
@@ -34,7 +35,7 @@ def answered(app: Any, *, bodies: bool = False, body: bytes = b"") -> None:
     async def send(message: Any) -> None:
         pass
 
-    scope = {"type": "http", "method": "POST", "headers": HEADERS, "state": {"request_id": "r", "key_name": "ann"}}
+    scope = {"type": "http", "method": "POST", "headers": HEADERS, "state": {"request_id": "r", "key": Key("ann", b"")}}
     asyncio.run(RequestLog(app, bodies=bodies)(scope, receive, send))
 
 
@@ -59,7 +60,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_a_request_leaves_a_line_with_the_name_of_its_key(lines: Any):
     with log_to_stderr("json"):
-        answered(route_noted(fine), body=b"a secret")
+        answered(fine, body=b"a secret")
     (line,) = lines()
     said = {name: line[name] for name in ("request_id", "key", "method", "status", "model")}
     assert said == {"request_id": "r", "key": "ann", "method": "POST", "status": 200, "model": "m"}
@@ -97,7 +98,7 @@ def test_the_page_leaves_its_route(lines: Any):
     app = Starlette()
     page.mount(app)  # type: ignore[arg-type]
     with log_to_stderr("json"):
-        ask(RequestLog(route_noted(app)), "/")
+        ask(RequestLog(app), "/")
     assert [line["route"] for line in lines()] == ["/"]
 
 
@@ -145,9 +146,8 @@ def test_of_a_request_that_was_left_the_prompt_counts():
     handle = Handle(OutputCollector(), lambda: None, 1, False)
     handle.prompt_tokens = 7
     handle.token_ids.extend([1, 2])
-    costs = Costs()
-    costs.add(handle)
-    assert (costs.prompt_tokens, costs.output_tokens) == (7, 2)
+    costs = costs_of([handle])
+    assert (costs["prompt_tokens"], costs["output_tokens"]) == (7, 2)
 
 
 def test_what_was_logged_before_is_so_again(lines: Any):

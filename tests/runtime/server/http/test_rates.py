@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from doubles.asgi import Echo, ask, converse
+from doubles.asgi import Echo, ask
 
 from llmc.errors import CancelledError
 from llmc.runtime.api.results import Usage
@@ -147,7 +147,7 @@ class TestTokens:
 
         async def noting(scope: Any, receive: Any, send: Any) -> None:
             async def note(message: Any) -> None:
-                left.append(echo.client.account.tokens.level)
+                left.append(app.app.account(None).tokens.level)
                 running.done = True
                 await send(message)
 
@@ -171,7 +171,7 @@ class TestTokens:
         app, echo = limited(clock, tokens_per_minute=600)
         echo.handles = [Asked(10, 500, 5, done=done, failed=True)]
         ask(app, method="POST")
-        assert echo.client.account.tokens.level == 585
+        assert app.app.account(None).tokens.level == 585
 
     def test_refusals_for_them_count_no_request(self, clock: Clock):
         account = Account(Bucket(5, clock), Bucket(5, clock))
@@ -193,25 +193,11 @@ class TestTokens:
         assert account.tokens is not None and account.tokens.level == 20
 
     def test_that_are_too_many_cancel_the_request(self, clock: Clock):
-        client = Client(None, None, account := Account(None, Bucket(100, clock)), Tab(account).take)
+        client = Client(None, Tab(Account(None, Bucket(100, clock))).take)
         client.charge(one := Asked(10, 70, 0, done=False))
         with pytest.raises(ApiError, match="has no room"):
             client.charge(other := Asked(10, 70, 0, done=False))
         assert (one.cancelled, other.cancelled, client.bill) == (False, True, Bill(0, 80, 10))
-
-
-def test_each_message_of_a_socket_is_a_request(clock: Clock):
-    app, _ = limited(clock, requests_per_minute=2)
-    answer = converse(app, ["a", "b", "c"])
-    texts = [message["text"] for message in answer.messages if message["type"] == "websocket.send"]
-    assert texts[:2] == ["a", "b"] and "2 requests per minute" in texts[2]
-
-
-def test_a_message_amid_an_answer_spares_none_of_its_tokens(clock: Clock):
-    app, echo = limited(clock, tokens_per_minute=600)
-    echo.handles = [Asked(100, 400, 300, done=False)]
-    converse(app, ["a"])
-    assert echo.client.account.tokens.level == 200
 
 
 def test_requests_that_come_as_one_are_counted_once_however_often_they_are_told_of(clock: Clock):
@@ -224,7 +210,8 @@ def test_requests_that_come_as_one_are_counted_once_however_often_they_are_told_
 
 
 def test_a_refused_spending_keeps_the_tokens_of_requests_that_ended(clock: Clock):
-    client = Client(None, None, account := Account(Bucket(2, clock), Bucket(1000, clock)), Tab(account).take)
+    account = Account(Bucket(2, clock), Bucket(1000, clock))
+    client = Client(None, Tab(account).take)
     client.charge(handle := Asked(10, 70, 5, done=False))
     handle.done = True
     account.count(2)
@@ -241,7 +228,7 @@ def test_a_request_that_ends_while_it_is_refused_stays_on_the_bill(clock: Clock)
         assert client.bill.used == 15  # as another task of this client's may ask meanwhile
         raise ApiError(429, "no room")
 
-    client = Client(None, None, Account(None, None), refuse)
+    client = Client(None, refuse)
     with pytest.raises(ApiError, match="no room"):
         client.charge(handle)
     assert client.bill == Bill(0, 15, 15)

@@ -50,4 +50,4 @@ def test_errors_of_routes_are_in_the_common_format(http: httpx.Client):
 
 def test_the_document_lists_the_routes(http: httpx.Client):
     paths = http.get("/openapi.json").json()["paths"]
-    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/health", "/metrics"} <= paths.keys()
+    assert {"/v1/chat/completions", "/v1/completions", "/health", "/metrics"} <= paths.keys()

@@ -4,7 +4,7 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,6 @@ def make(folders: dict[str, Path], loader: Loader) -> Make:
     return made
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, WAIT_S))
-
-
 async def use(pool: ModelPool, *names: str) -> None:
     for name in names:
         async with pool.lease(name):
@@ -150,75 +146,61 @@ class Held:
 
 
 class TestUnloading:
-    def test_lets_requests_finish_and_the_next_one_loads_anew(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool = make()
-            held = Held(pool, "a")
-            first = await held.model
+    async def test_lets_requests_finish_and_the_next_one_loads_anew(self, make: Make, loader: Loader):
+        pool = make()
+        held = Held(pool, "a")
+        first = await held.model
+        await pool.unload("a")
+        assert (pool.states()["a"].phase, pool.states()["a"].draining) == ("unloaded", 1)
+        assert not first.closed.is_set() and pool.memory_taken == SIZE
+        await use(pool, "a")
+        assert loader.names == ["a", "a"] and not first.closed.is_set()
+        await held.end()
+        await until(lambda: first.closed.is_set() and pool.memory_taken == SIZE)
+
+    async def test_of_what_is_not_loaded_does_nothing_and_of_what_is_not_there_is_refused(
+        self, make: Make, loader: Loader
+    ):
+        pool = make()
+        await pool.unload("a")
+        assert loader.names == [] and pool.states()["a"].phase == "unloaded"
+        with pytest.raises(UsageError, match="there is no model 'x'"):
+            await pool.unload("x")
+        await pool.close()
+        with pytest.raises(EngineClosedError):
             await pool.unload("a")
-            assert (pool.states()["a"].phase, pool.states()["a"].draining) == ("unloaded", 1)
-            assert not first.closed.is_set() and pool.memory_taken == SIZE
-            await use(pool, "a")
-            assert loader.names == ["a", "a"] and not first.closed.is_set()
-            await held.end()
-            await until(lambda: first.closed.is_set() and pool.memory_taken == SIZE)
-
-        run(work())
-
-    def test_of_what_is_not_loaded_does_nothing_and_of_what_is_not_there_is_refused(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool = make()
-            await pool.unload("a")
-            assert loader.names == [] and pool.states()["a"].phase == "unloaded"
-            with pytest.raises(UsageError, match="there is no model 'x'"):
-                await pool.unload("x")
-            await pool.close()
-            with pytest.raises(EngineClosedError):
-                await pool.unload("a")
-
-        run(work())
 
 
 class TestLoading:
-    def test_is_done_once_for_all_who_ask_meanwhile(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool = make()
-            await asyncio.gather(*(use(pool, "a") for _ in range(5)))
-            assert loader.names == ["a"] and pool.states()["a"].loads == 1
-            assert [pool.states()[name].phase for name in "abc"] == ["ready", "unloaded", "unloaded"]
+    async def test_is_done_once_for_all_who_ask_meanwhile(self, make: Make, loader: Loader):
+        pool = make()
+        await asyncio.gather(*(use(pool, "a") for _ in range(5)))
+        assert loader.names == ["a"] and pool.states()["a"].loads == 1
+        assert [pool.states()[name].phase for name in "abc"] == ["ready", "unloaded", "unloaded"]
 
-        run(work())
+    async def test_a_client_that_leaves_while_its_model_is_loaded_takes_it_from_nobody(
+        self, make: Make, loader: Loader
+    ):
+        pool, go = make(), threading.Event()
+        loader.before = lambda folder: go.wait(WAIT_S)
+        first, second = (asyncio.create_task(use(pool, "a")) for _ in range(2))
+        await until(lambda: pool.states()["a"].phase == "loading")
+        first.cancel()
+        go.set()
+        await second
+        assert first.cancelled() and loader.names == ["a"]
 
-    def test_a_client_that_leaves_while_its_model_is_loaded_takes_it_from_nobody(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool, go = make(), threading.Event()
-            loader.before = lambda folder: go.wait(WAIT_S)
-            first, second = (asyncio.create_task(use(pool, "a")) for _ in range(2))
-            await until(lambda: pool.states()["a"].phase == "loading")
-            first.cancel()
-            go.set()
-            await second
-            assert first.cancelled() and loader.names == ["a"]
+    async def test_warms_the_first_one_unless_told_which(self, make: Make, loader: Loader):
+        await make().warm()
+        await make().warm("c", "b")
+        assert loader.names == ["a", "c", "b"]
 
-        run(work())
+    async def test_warms_several_only_where_they_fit_together(self, make: Make, loader: Loader):
+        pool = make(patience_s=0.01)
+        with pytest.raises(ResourceError, match=r"c: .* others are in use;"):
+            await pool.warm("a", "b", "c")
 
-    def test_warms_the_first_one_unless_told_which(self, make: Make, loader: Loader):
-        async def work() -> None:
-            await make().warm()
-            await make().warm("c", "b")
-            assert loader.names == ["a", "c", "b"]
-
-        run(work())
-
-    def test_warms_several_only_where_they_fit_together(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool = make(patience_s=0.01)
-            with pytest.raises(ResourceError, match=r"c: .* others are in use;"):
-                await pool.warm("a", "b", "c")
-
-        run(work())
-
-    def test_of_a_broken_bundle_fails_for_all_and_is_not_tried_again_until_another_one_is_published(
+    async def test_of_a_broken_bundle_fails_for_all_and_is_not_tried_again_until_another_one_is_published(
         self, make: Make, loader: Loader, folders: dict[str, Path], manifest: Manifest
     ):
         tried = []
@@ -227,51 +209,42 @@ class TestLoading:
             tried.append(folder)
             raise BundleError("the self-test failed")
 
-        async def work() -> None:
-            pool = make("a")
-            loader.before = broken
-            results = await asyncio.gather(use(pool, "a"), use(pool, "a"), return_exceptions=True)
-            assert all(isinstance(error, BundleError) for error in results)
-            with pytest.raises(BundleError, match=r"a could not be loaded a moment ago: the self-test failed"):
-                await use(pool, "a")
-            assert (len(tried), pool.states()["a"].phase, pool.states()["a"].reason) == (
-                1,
-                "failed",
-                "the self-test failed",
-            )
-            loader.before = lambda folder: None
-            publish(folders["a"], pool.manifest("a"))
+        pool = make("a")
+        loader.before = broken
+        results = await asyncio.gather(use(pool, "a"), use(pool, "a"), return_exceptions=True)
+        assert all(isinstance(error, BundleError) for error in results)
+        with pytest.raises(BundleError, match=r"a could not be loaded a moment ago: the self-test failed"):
             await use(pool, "a")
-            assert pool.states()["a"].reason is None and pool.memory_taken == SIZE
+        assert (len(tried), pool.states()["a"].phase, pool.states()["a"].reason) == (
+            1,
+            "failed",
+            "the self-test failed",
+        )
+        loader.before = lambda folder: None
+        publish(folders["a"], pool.manifest("a"))
+        await use(pool, "a")
+        assert pool.states()["a"].reason is None and pool.memory_taken == SIZE
 
-        run(work())
-
-    def test_options_that_do_not_suit_a_bundle_are_not_its_clients_fault(self, make: Make, loader: Loader):
+    async def test_options_that_do_not_suit_a_bundle_are_not_its_clients_fault(self, make: Make, loader: Loader):
         def refuse(folder: Path) -> None:
             raise UsageError("max_context is 9, expected 1 ... 8")
 
-        async def work() -> None:
-            loader.before = refuse
-            with pytest.raises(BundleError, match=r"a cannot be loaded with the options of this service: max_context"):
-                await use(make("a"), "a")
+        loader.before = refuse
+        with pytest.raises(BundleError, match=r"a cannot be loaded with the options of this service: max_context"):
+            await use(make("a"), "a")
 
-        run(work())
-
-    def test_bundles_that_do_not_generate_get_no_options_of_an_engine(
+    async def test_bundles_that_do_not_generate_get_no_options_of_an_engine(
         self, make: Make, loader: Loader, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     ):
         class Vectors:
             encoder = True
 
-        async def work() -> None:
-            pool = make("a", threads=3, max_queue=5, memory=None)
-            manifest = pool.manifest("a")
-            assert pool._loader.options_of(manifest) == {"threads": 3, "max_queue": 5, **OPTIONS}
-            object.__setattr__(manifest, "geometry", Vectors())
-            await use(pool, "a")
-            assert loader.loaded[0].options == {"threads": 3, "adapters": {}}
-
-        run(work())
+        pool = make("a", threads=3, max_queue=5, memory=None)
+        manifest = pool.manifest("a")
+        assert pool._loader.options_of(manifest) == {"threads": 3, "max_queue": 5, **OPTIONS}
+        object.__setattr__(manifest, "geometry", Vectors())
+        await use(pool, "a")
+        assert loader.loaded[0].options == {"threads": 3, "adapters": {}}
 
 
 class TestMemory:
@@ -279,69 +252,54 @@ class TestMemory:
         with pytest.raises(ResourceError, match=r"a: 1 MB are needed, 0 MB may be taken by all models"):
             make(memory=SIZE - 1)
 
-    def test_is_divided_where_all_fit_and_nobody_gets_more_than_it_can_use(self, make: Make, loader: Loader):
-        async def work() -> None:
-            more = {"max_batch": 1, "prefix_cache_bytes": None}  # so that a model has use for more than SIZE
-            pool = make("ab", memory=10 * SIZE, **more)
-            await use(pool, "a", "b")
-            assert [model.memory for model in loader.loaded] == [5 * SIZE, 5 * SIZE]
-            state = pool.states()["a"]
-            assert (state.memory, state.promised) == (SIZE, 5 * SIZE)
-            await use(make("ab", memory=10 * SIZE), "a")
-            assert loader.loaded[-1].memory == SIZE
+    async def test_is_divided_where_all_fit_and_nobody_gets_more_than_it_can_use(self, make: Make, loader: Loader):
+        more = {"max_batch": 1, "prefix_cache_bytes": None}  # so that a model has use for more than SIZE
+        pool = make("ab", memory=10 * SIZE, **more)
+        await use(pool, "a", "b")
+        assert [model.memory for model in loader.loaded] == [5 * SIZE, 5 * SIZE]
+        state = pool.states()["a"]
+        assert (state.memory, state.promised) == (SIZE, 5 * SIZE)
+        await use(make("ab", memory=10 * SIZE), "a")
+        assert loader.loaded[-1].memory == SIZE
 
-        run(work())
+    async def test_the_one_used_longest_ago_makes_room(self, make: Make, loader: Loader):
+        pool = make()
+        await use(pool, "a", "b", "a", "c")
+        assert [model.closed.is_set() for model in loader.loaded] == [False, True, False]
+        assert [pool.states()[name].phase for name in "abc"] == ["ready", "unloaded", "ready"]
+        await use(pool, "b")
+        assert loader.names == ["a", "b", "c", "b"] and pool.memory_taken == 2 * SIZE
 
-    def test_the_one_used_longest_ago_makes_room(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool = make()
-            await use(pool, "a", "b", "a", "c")
-            assert [model.closed.is_set() for model in loader.loaded] == [False, True, False]
-            assert [pool.states()[name].phase for name in "abc"] == ["ready", "unloaded", "ready"]
+    async def test_one_in_use_stays_and_who_needs_its_room_waits_for_it(self, make: Make, loader: Loader):
+        pool = make(memory=SIZE)
+        held = Held(pool, "a")
+        model = await held.model
+        waiting = asyncio.create_task(use(pool, "b"))
+        await until(lambda: pool.states()["b"].phase == "loading")
+        await asyncio.sleep(0.01)
+        assert not model.closed.is_set() and not waiting.done()
+        await held.end()
+        await waiting
+        assert model.closed.is_set() and loader.names == ["a", "b"]
+
+    async def test_who_waits_too_long_is_refused(self, make: Make):
+        pool = make(memory=SIZE, patience_s=0.01)
+        held = Held(pool, "a")
+        await held.model
+        with pytest.raises(ResourceError, match=r"b: 1 MB are missing .* others are in use;|try again"):
             await use(pool, "b")
-            assert loader.names == ["a", "b", "c", "b"] and pool.memory_taken == 2 * SIZE
+        await held.end()
+        await use(pool, "b")  # lack of memory is no reason to wait before the next attempt
 
-        run(work())
-
-    def test_one_in_use_stays_and_who_needs_its_room_waits_for_it(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool = make(memory=SIZE)
-            held = Held(pool, "a")
-            model = await held.model
-            waiting = asyncio.create_task(use(pool, "b"))
-            await until(lambda: pool.states()["b"].phase == "loading")
-            await asyncio.sleep(0.01)
-            assert not model.closed.is_set() and not waiting.done()
-            await held.end()
-            await waiting
-            assert model.closed.is_set() and loader.names == ["a", "b"]
-
-        run(work())
-
-    def test_who_waits_too_long_is_refused(self, make: Make):
-        async def work() -> None:
-            pool = make(memory=SIZE, patience_s=0.01)
-            held = Held(pool, "a")
-            await held.model
-            with pytest.raises(ResourceError, match=r"b: 1 MB are missing .* others are in use;|try again"):
-                await use(pool, "b")
-            await held.end()
-            await use(pool, "b")  # lack of memory is no reason to wait before the next attempt
-
-        run(work())
-
-    def test_that_the_machine_lacks_is_made_by_idle_models_too(self, make: Make, loader: Loader):
+    async def test_that_the_machine_lacks_is_made_by_idle_models_too(self, make: Make, loader: Loader):
         def lack(folder: Path) -> None:
             if folder.name == "b" and not loader.loaded[0].closed.is_set():
                 raise ResourceError("the GPU has 3 MB left")
 
-        async def work() -> None:
-            pool = make()
-            loader.before = lack
-            await use(pool, "a", "b")
-            assert pool.states()["a"].phase == "unloaded"
-
-        run(work())
+        pool = make()
+        loader.before = lack
+        await use(pool, "a", "b")
+        assert pool.states()["a"].phase == "unloaded"
 
     @pytest.mark.parametrize("options", [{}, {"max_context": 100}, {"prefix_cache_bytes": 1_000_000}])
     def test_the_least_is_what_load_demands(self, tiny_bundle: Path, options: dict[str, Any]):
@@ -357,96 +315,78 @@ class TestMemory:
 
 
 class TestSwap:
-    def test_the_old_one_finishes_its_requests_beside_the_new_one_and_is_closed(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool = make("ab")
-            held = Held(pool, "a")
-            old = await held.model
-            await pool.swap("a")
-            state = pool.states()["a"]
-            assert (state.phase, state.users, state.draining, state.memory) == ("ready", 1, 1, 2 * SIZE)
-            async with pool.lease("a") as new:
-                assert new is loader.loaded[1] is not old and not old.closed.is_set()
-            await held.end()
-            await until(old.closed.is_set)
-            await until(lambda: pool.memory_taken == SIZE)
-            assert not new.closed.is_set()
+    async def test_the_old_one_finishes_its_requests_beside_the_new_one_and_is_closed(self, make: Make, loader: Loader):
+        pool = make("ab")
+        held = Held(pool, "a")
+        old = await held.model
+        await pool.swap("a")
+        state = pool.states()["a"]
+        assert (state.phase, state.users, state.draining, state.memory) == ("ready", 1, 1, 2 * SIZE)
+        async with pool.lease("a") as new:
+            assert new is loader.loaded[1] is not old and not old.closed.is_set()
+        await held.end()
+        await until(old.closed.is_set)
+        await until(lambda: pool.memory_taken == SIZE)
+        assert not new.closed.is_set()
 
-        run(work())
+    async def test_to_another_folder_holds_for_later_loads(self, make: Make, loader: Loader, folders: dict[str, Path]):
+        pool = make("a", memory=SIZE)
+        await pool.swap("a", folders["c"])
+        await use(pool, "a")
+        assert loader.names == ["c"] and pool.manifest("a").source.name == "c"
 
-    def test_to_another_folder_holds_for_later_loads(self, make: Make, loader: Loader, folders: dict[str, Path]):
-        async def work() -> None:
-            pool = make("a", memory=SIZE)
-            await pool.swap("a", folders["c"])
-            await use(pool, "a")
-            assert loader.names == ["c"] and pool.manifest("a").source.name == "c"
-
-        run(work())
-
-    def test_to_a_bundle_that_fails_leaves_the_old_one_serving(self, make: Make, loader: Loader):
+    async def test_to_a_bundle_that_fails_leaves_the_old_one_serving(self, make: Make, loader: Loader):
         def fail(folder: Path) -> None:
             raise BundleError("the self-test failed")
 
-        async def work() -> None:
-            pool = make("a")
-            await use(pool, "a")
-            loader.before = fail
-            with pytest.raises(BundleError, match="self-test failed"):
-                await pool.swap("a")
-            await use(pool, "a")
-            state = pool.states()["a"]
-            assert (state.phase, state.reason, state.memory) == ("ready", "the self-test failed", SIZE)
-            assert not loader.loaded[0].closed.is_set()
-
-        run(work())
-
-    def test_without_memory_for_both_is_refused_and_the_old_one_goes_on(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool = make("a", memory=SIZE)
-            await use(pool, "a")
-            with pytest.raises(ResourceError, match=r"a goes on with the bundle that it has. Unload that first"):
-                await pool.swap("a")
-            await use(pool, "a")
-            assert loader.names == ["a"] and not loader.loaded[0].closed.is_set()
-            await pool.unload("a")
+        pool = make("a")
+        await use(pool, "a")
+        loader.before = fail
+        with pytest.raises(BundleError, match="self-test failed"):
             await pool.swap("a")
-            assert loader.loaded[0].closed.is_set() and loader.names == ["a", "a"] and pool.memory_taken == SIZE
+        await use(pool, "a")
+        state = pool.states()["a"]
+        assert (state.phase, state.reason, state.memory) == ("ready", "the self-test failed", SIZE)
+        assert not loader.loaded[0].closed.is_set()
 
-        run(work())
-
-    def test_idle_models_make_room_for_it(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool = make("ab")
-            await use(pool, "b", "a")
+    async def test_without_memory_for_both_is_refused_and_the_old_one_goes_on(self, make: Make, loader: Loader):
+        pool = make("a", memory=SIZE)
+        await use(pool, "a")
+        with pytest.raises(ResourceError, match=r"a goes on with the bundle that it has. Unload that first"):
             await pool.swap("a")
-            assert pool.states()["b"].phase == "unloaded"
+        await use(pool, "a")
+        assert loader.names == ["a"] and not loader.loaded[0].closed.is_set()
+        await pool.unload("a")
+        await pool.swap("a")
+        assert loader.loaded[0].closed.is_set() and loader.names == ["a", "a"] and pool.memory_taken == SIZE
 
-        run(work())
+    async def test_idle_models_make_room_for_it(self, make: Make, loader: Loader):
+        pool = make("ab")
+        await use(pool, "b", "a")
+        await pool.swap("a")
+        assert pool.states()["b"].phase == "unloaded"
 
-    def test_refresh_takes_what_was_published_anew_and_nothing_else(
+    async def test_refresh_takes_what_was_published_anew_and_nothing_else(
         self, make: Make, loader: Loader, folders: dict[str, Path]
     ):
-        async def work() -> None:
-            pool = make()
-            await use(pool, "a", "b")
-            assert await pool.refresh() == {}
-            publish(folders["a"], pool.manifest("a"))
-            publish(folders["c"], pool.manifest("c"))  # not loaded
-            loader.loaded.clear()
-            results = await pool.refresh()
-            assert results == {"a": None} and loader.names == ["a"]
+        pool = make()
+        await use(pool, "a", "b")
+        assert await pool.refresh() == {}
+        publish(folders["a"], pool.manifest("a"))
+        publish(folders["c"], pool.manifest("c"))  # not loaded
+        loader.loaded.clear()
+        results = await pool.refresh()
+        assert results == {"a": None} and loader.names == ["a"]
 
-            def fail(folder: Path) -> None:
-                raise BundleError("spoilt")
+        def fail(folder: Path) -> None:
+            raise BundleError("spoilt")
 
-            loader.before = fail
-            publish(folders["a"], pool.manifest("a"))
-            assert isinstance((await pool.refresh())["a"], BundleError)
-            await use(pool, "a")
+        loader.before = fail
+        publish(folders["a"], pool.manifest("a"))
+        assert isinstance((await pool.refresh())["a"], BundleError)
+        await use(pool, "a")
 
-        run(work())
-
-    def test_of_a_real_model_under_its_requests_changes_no_answer(
+    async def test_of_a_real_model_under_its_requests_changes_no_answer(
         self, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         """The folder is replaced first, as a build does: nothing of the new one reaches those who have the old one."""
@@ -457,21 +397,18 @@ class TestSwap:
             async with pool.lease("m") as model:
                 return (await model.stream_chat(messages, max_tokens=12, temperature=0)).text
 
-        async def work() -> None:
-            pool = ModelPool({"m": folder}, memory=None, load_options={"threads": 1})
-            expected = await ask(pool)
-            shutil.copytree(tiny_bundle, tmp_path / "next")
-            folder.rename(tmp_path / "former")
-            (tmp_path / "next").rename(folder)
-            asked = [asyncio.create_task(ask(pool)) for _ in range(4)]
-            await asyncio.sleep(0)
-            assert await pool.refresh() == {"m": None}
-            asked += [asyncio.create_task(ask(pool)) for _ in range(4)]
-            assert set(await asyncio.gather(*asked)) == {expected}
-            await pool.close()
-            assert pool.states()["m"].draining == 0
-
-        run(work())
+        pool = ModelPool({"m": folder}, memory=None, load_options={"threads": 1})
+        expected = await ask(pool)
+        shutil.copytree(tiny_bundle, tmp_path / "next")
+        folder.rename(tmp_path / "former")
+        (tmp_path / "next").rename(folder)
+        asked = [asyncio.create_task(ask(pool)) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert await pool.refresh() == {"m": None}
+        asked += [asyncio.create_task(ask(pool)) for _ in range(4)]
+        assert set(await asyncio.gather(*asked)) == {expected}
+        await pool.close()
+        assert pool.states()["m"].draining == 0
 
 
 def add(folder: Path, *names: str) -> None:
@@ -486,176 +423,140 @@ def remove(folder: Path, name: str) -> None:
 
 
 class TestAdapters:
-    def test_of_a_bundle_are_names_of_its_model_before_it_is_loaded(self, make: Make, loader: Loader, folders):
+    async def test_of_a_bundle_are_names_of_its_model_before_it_is_loaded(self, make: Make, loader: Loader, folders):
         add(folders["b"], "law", "sql")
 
-        async def work() -> None:
-            pool = make("ab")
-            assert pool.adapters == {"law": "b", "sql": "b"} and pool.names == ("a", "b")
-            assert [pool.base(name) for name in ("sql", "a")] == ["b", "a"]
-            assert pool.manifest("sql") is pool.manifest("b")
-            await use(pool, "sql")
-            assert loader.names == ["b"] and loader.loaded[0].adapters == {"law", "sql"}
+        pool = make("ab")
+        assert pool.adapters == {"law": "b", "sql": "b"} and pool.names == ("a", "b")
+        assert [pool.base(name) for name in ("sql", "a")] == ["b", "a"]
+        assert pool.manifest("sql") is pool.manifest("b")
+        await use(pool, "sql")
+        assert loader.names == ["b"] and loader.loaded[0].adapters == {"law", "sql"}
 
-        run(work())
-
-    def test_are_what_the_log_says_of_a_request(self, make: Make, folders, monkeypatch: pytest.MonkeyPatch):
+    async def test_are_what_the_log_says_of_a_request(self, make: Make, folders, monkeypatch: pytest.MonkeyPatch):
         add(folders["a"], "sql")
         noted: list[dict[str, Any]] = []
         monkeypatch.setattr(pool_module, "note", lambda **fields: noted.append(fields))
 
-        async def work() -> None:
-            await use(make("a"), "sql", "a")
-            assert noted == [{"model": "sql"}, {"model": "a"}]
+        await use(make("a"), "sql", "a")
+        assert noted == [{"model": "sql"}, {"model": "a"}]
 
-        run(work())
-
-    def test_come_and_go_while_their_model_serves(self, make: Make, loader: Loader, folders):
-        async def work() -> None:
-            pool = make("a")
-            held = Held(pool, "a")
-            model: Any = await held.model
-            add(folders["a"], "sql")
-            await pool.load_adapter("a", "sql")
-            assert model.adapters == {"sql"} and pool.adapters == {"sql": "a"}
+    async def test_come_and_go_while_their_model_serves(self, make: Make, loader: Loader, folders):
+        pool = make("a")
+        held = Held(pool, "a")
+        model: Any = await held.model
+        add(folders["a"], "sql")
+        await pool.load_adapter("a", "sql")
+        assert model.adapters == {"sql"} and pool.adapters == {"sql": "a"}
+        await pool.unload_adapter("a", "sql")
+        assert model.adapters == set() and pool.adapters == {}
+        with pytest.raises(RequestError, match="there is no adapter 'sql'"):
             await pool.unload_adapter("a", "sql")
-            assert model.adapters == set() and pool.adapters == {}
-            with pytest.raises(RequestError, match="there is no adapter 'sql'"):
-                await pool.unload_adapter("a", "sql")
-            await held.end()
-            assert loader.names == ["a"]
+        await held.end()
+        assert loader.names == ["a"]
 
-        run(work())
-
-    def test_that_are_asked_for_load_a_model_that_is_not(self, make: Make, loader: Loader, folders):
-        async def work() -> None:
-            pool = make("a")
-            add(folders["a"], "sql")
-            await pool.load_adapter("a", "sql")
-            assert loader.loaded[0].adapters == {"sql"} and pool.adapters == {"sql": "a"}
-
-        run(work())
+    async def test_that_are_asked_for_load_a_model_that_is_not(self, make: Make, loader: Loader, folders):
+        pool = make("a")
+        add(folders["a"], "sql")
+        await pool.load_adapter("a", "sql")
+        assert loader.loaded[0].adapters == {"sql"} and pool.adapters == {"sql": "a"}
 
     @pytest.mark.parametrize("name", ["../b", "..", "/etc", "none", ""])
-    def test_that_no_bundle_has_are_refused(self, make: Make, loader: Loader, folders, name: str):
+    async def test_that_no_bundle_has_are_refused(self, make: Make, loader: Loader, folders, name: str):
         add(folders["a"], "law")
 
-        async def work() -> None:
-            pool = make("ab")
-            with pytest.raises(UsageError, match="in the bundle of a, which has law; add it with llmc adapter add"):
-                await pool.load_adapter("a", name)
-            assert not loader.loaded
+        pool = make("ab")
+        with pytest.raises(UsageError, match="in the bundle of a, which has law; add it with llmc adapter add"):
+            await pool.load_adapter("a", name)
+        assert not loader.loaded
 
-        run(work())
-
-    def test_that_are_damaged_change_nothing_and_name_no_folder(self, make: Make, loader: Loader, folders):
-        async def work() -> None:
-            pool = make("a")
-            await use(pool, "a")
-            (folders["a"] / ADAPTERS_FOLDER / "sql").mkdir(parents=True)
-            with pytest.raises(BundleError, match=r"^sql is damaged$"):
-                await pool.load_adapter("a", "sql")
-            assert pool.adapters == {}
-            await use(pool, "a")
-
-        run(work())
+    async def test_that_are_damaged_change_nothing_and_name_no_folder(self, make: Make, loader: Loader, folders):
+        pool = make("a")
+        await use(pool, "a")
+        (folders["a"] / ADAPTERS_FOLDER / "sql").mkdir(parents=True)
+        with pytest.raises(BundleError, match=r"^sql is damaged$"):
+            await pool.load_adapter("a", "sql")
+        assert pool.adapters == {}
+        await use(pool, "a")
 
     @pytest.mark.parametrize("name", ["b", "sql"])
-    def test_with_the_name_of_something_else_are_refused(self, make: Make, folders, name: str):
+    async def test_with_the_name_of_something_else_are_refused(self, make: Make, folders, name: str):
         add(folders["b"], "sql")
 
-        async def work() -> None:
-            pool = make("ab")
-            await use(pool, "a")
-            add(folders["a"], name)
-            for refused in (pool.load_adapter("a", name), pool.swap("a")):
-                with pytest.raises(BundleError, match=f"a has an adapter '{name}', the name of another model"):
-                    await refused
-            assert isinstance((await pool.refresh())["a"], BundleError)
-            assert pool.adapters == {"sql": "b"}
-            await use(pool, "a")
-
-        run(work())
+        pool = make("ab")
+        await use(pool, "a")
+        add(folders["a"], name)
+        for refused in (pool.load_adapter("a", name), pool.swap("a")):
+            with pytest.raises(BundleError, match=f"a has an adapter '{name}', the name of another model"):
+                await refused
+        assert isinstance((await pool.refresh())["a"], BundleError)
+        assert pool.adapters == {"sql": "b"}
+        await use(pool, "a")
         with pytest.raises(BundleError, match="has an adapter"):
             make("ab")
 
-    def test_are_after_a_refresh_what_the_bundles_have(self, make: Make, loader: Loader, folders):
+    async def test_are_after_a_refresh_what_the_bundles_have(self, make: Make, loader: Loader, folders):
         add(folders["a"], "law", "sql")
         add(folders["b"], "old")
 
-        async def work() -> None:
-            pool = make("ab")
-            await use(pool, "a")
-            assert await pool.refresh() == {}
-            remove(folders["a"], "law")
-            add(folders["a"], "new")
-            remove(folders["b"], "old")
-            assert await pool.refresh() == {"a": None, "b": None}
-            assert pool.adapters == {"sql": "a", "new": "a"}
-            assert loader.names == ["a"] and loader.loaded[0].adapters == {"sql", "new"}
-            folders["a"].rename(folders["a"].with_name("gone"))
-            assert await pool.refresh() == {} and pool.adapters == {"sql": "a", "new": "a"}
+        pool = make("ab")
+        await use(pool, "a")
+        assert await pool.refresh() == {}
+        remove(folders["a"], "law")
+        add(folders["a"], "new")
+        remove(folders["b"], "old")
+        assert await pool.refresh() == {"a": None, "b": None}
+        assert pool.adapters == {"sql": "a", "new": "a"}
+        assert loader.names == ["a"] and loader.loaded[0].adapters == {"sql", "new"}
+        folders["a"].rename(folders["a"].with_name("gone"))
+        assert await pool.refresh() == {} and pool.adapters == {"sql": "a", "new": "a"}
 
-        run(work())
-
-    def test_of_another_bundle_come_with_it(self, make: Make, loader: Loader, folders):
+    async def test_of_another_bundle_come_with_it(self, make: Make, loader: Loader, folders):
         add(folders["a"], "law")
         add(folders["b"], "sql")
 
-        async def work() -> None:
-            pool = make("a")
-            await use(pool, "a")
-            await pool.swap("a", folders["b"])
-            assert pool.adapters == {"sql": "a"} and loader.loaded[1].adapters == {"sql"}
-
-        run(work())
+        pool = make("a")
+        await use(pool, "a")
+        await pool.swap("a", folders["b"])
+        assert pool.adapters == {"sql": "a"} and loader.loaded[1].adapters == {"sql"}
 
 
 class TestEnd:
-    def test_waits_for_requests_and_refuses_new_ones(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool = make("a")
-            held = Held(pool, "a")
-            model = await held.model
-            closing = asyncio.create_task(pool.close())
-            await asyncio.sleep(0.01)
-            with pytest.raises(EngineClosedError, match="the service is stopping"):
-                await use(pool, "a")
-            assert not closing.done() and not model.closed.is_set()
-            await held.end()
-            await closing
-            assert model.closed.is_set()
+    async def test_waits_for_requests_and_refuses_new_ones(self, make: Make, loader: Loader):
+        pool = make("a")
+        held = Held(pool, "a")
+        model = await held.model
+        closing = asyncio.create_task(pool.close())
+        await asyncio.sleep(0.01)
+        with pytest.raises(EngineClosedError, match="the service is stopping"):
+            await use(pool, "a")
+        assert not closing.done() and not model.closed.is_set()
+        await held.end()
+        await closing
+        assert model.closed.is_set()
 
-        run(work())
+    async def test_without_drain_waits_for_nobody(self, make: Make, loader: Loader):
+        pool, go = make("ab"), threading.Event()
+        held = Held(pool, "a")
+        model = await held.model
+        loader.before = lambda folder: go.wait(WAIT_S)
+        late = asyncio.create_task(use(pool, "b"))
+        await until(lambda: pool.states()["b"].phase == "loading")
+        closing = asyncio.create_task(pool.close(drain=False))
+        await until(model.closed.is_set)
+        go.set()
+        await closing
+        with pytest.raises(EngineClosedError):
+            await late
+        assert all(model.closed.is_set() for model in loader.loaded) and pool.memory_taken == 0
+        await held.end()
 
-    def test_without_drain_waits_for_nobody(self, make: Make, loader: Loader):
-        async def work() -> None:
-            pool, go = make("ab"), threading.Event()
-            held = Held(pool, "a")
-            model = await held.model
-            loader.before = lambda folder: go.wait(WAIT_S)
-            late = asyncio.create_task(use(pool, "b"))
-            await until(lambda: pool.states()["b"].phase == "loading")
-            closing = asyncio.create_task(pool.close(drain=False))
-            await until(model.closed.is_set)
-            go.set()
-            await closing
-            with pytest.raises(EngineClosedError):
-                await late
-            assert all(model.closed.is_set() for model in loader.loaded) and pool.memory_taken == 0
-            await held.end()
-
-        run(work())
-
-    def test_a_lost_gpu_is_remembered(self, make: Make):
-        async def work() -> None:
-            pool = make("a")
-            with pytest.raises(GpuError):
-                async with pool.lease("a"):
-                    raise GpuError("gone", lost=True)
-            assert pool.lost is not None
-
-        run(work())
+    async def test_a_lost_gpu_is_remembered(self, make: Make):
+        pool = make("a")
+        with pytest.raises(GpuError):
+            async with pool.lease("a"):
+                raise GpuError("gone", lost=True)
+        assert pool.lost is not None
 
 
 @pytest.mark.parametrize(
@@ -666,14 +567,11 @@ class TestEnd:
         (lambda pool: pool.swap("a", Path("/nowhere")), BundleError),
     ],
 )
-def test_what_is_not_there_is_refused(call: Callable[[ModelPool], Any], error: type[LlmcError], make: Make):
-    async def work() -> None:
-        pool = make()
-        with pytest.raises(error):
-            await call(pool)
-        await use(pool, "a")
-
-    run(work())
+async def test_what_is_not_there_is_refused(call: Callable[[ModelPool], Any], error: type[LlmcError], make: Make):
+    pool = make()
+    with pytest.raises(error):
+        await call(pool)
+    await use(pool, "a")
 
 
 def test_no_bundle_at_all_is_refused():

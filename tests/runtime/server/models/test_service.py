@@ -11,8 +11,10 @@ from anyio import CapacityLimiter
 
 from llmc.errors import QueueFullError
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.accounts import CLIENT, Client
 from llmc.runtime.server.http.aside import SHORT, room_beside
 from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.keys import Key
 from llmc.runtime.server.models import service
 from llmc.runtime.server.models.service import Service, submit_promptly
 
@@ -37,6 +39,12 @@ def test_more_is_refused_by_the_name_of_what_is_too_much(asked: dict[str, Any], 
 def test_a_deadline_may_be_shorter_and_not_longer():
     assert BOUNDED.bound_sampling({"deadline_s": 1.0})["deadline_s"] == 1.0
     assert BOUNDED.bound_sampling({"deadline_s": 9.0})["deadline_s"] == 5.0
+
+
+@pytest.mark.parametrize(("scope", "expected"), [("key", "ann"), ("shared", None)])
+async def test_prefixes_are_shared_where_a_setting_says_so(scope: Any, expected: str | None):
+    CLIENT.set(Client(Key("ann", b""), lambda bill: None))
+    assert Service(ServerConfig(prefix_cache_scope=scope), POOL).bound_sampling({})["prefix_scope"] == expected
 
 
 def took(*given: Any, **named: Any) -> bool:
@@ -80,7 +88,7 @@ def test_what_may_take_long_to_submit_is_submitted_in_a_thread(given: tuple[Any,
     assert not took(*given, **named)
 
 
-def test_more_than_may_wait_for_these_threads_are_refused(monkeypatch: pytest.MonkeyPatch):
+async def test_more_than_may_wait_for_these_threads_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(service, "MOST_WAITING", 2)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -89,21 +97,19 @@ def test_more_than_may_wait_for_these_threads_are_refused(monkeypatch: pytest.Mo
         assert go_on.wait(60)
         return SimpleNamespace(done=True)
 
-    async def main() -> None:
-        threads = CapacityLimiter(1)
-        asked = [asyncio.create_task(submit_promptly(partial(submit, SEEN), threads)) for _ in range(3)]
-        while not begun.is_set() or threads.statistics().tasks_waiting < 2:
-            await asyncio.sleep(0.001)
-        with pytest.raises(QueueFullError, match="2 requests with grammars or images wait already"):
-            await submit_promptly(partial(submit, SEEN), threads)
-        assert (await submit_promptly(partial(took_at_once, HELLO), threads)).done  # others go on
-        go_on.set()
-        assert len(await asyncio.gather(*asked)) == 3
+    threads = CapacityLimiter(1)
+    asked = [asyncio.create_task(submit_promptly(partial(submit, SEEN), threads)) for _ in range(3)]
+    while not begun.is_set() or threads.statistics().tasks_waiting < 2:
+        await asyncio.sleep(0.001)
+    with pytest.raises(QueueFullError, match="2 requests with grammars or images wait already"):
+        await submit_promptly(partial(submit, SEEN), threads)
+    assert (await submit_promptly(partial(took_at_once, HELLO), threads)).done  # others go on
+    go_on.set()
+    assert len(await asyncio.gather(*asked)) == 3
 
-    def took_at_once(_: Any) -> Any:
-        return SimpleNamespace(done=True)
 
-    asyncio.run(main())
+def took_at_once(_: Any) -> Any:
+    return SimpleNamespace(done=True)
 
 
 def test_values_take_room_by_their_characters_and_items():

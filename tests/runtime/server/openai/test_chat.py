@@ -1,4 +1,4 @@
-"""OpenAI's chat completions through the official client: texts, tools, reasoning, streams and sockets."""
+"""OpenAI's chat completions through the official client: texts, tools, reasoning and streams."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ import openai
 import pytest
 from doubles.serving import retold, serving
 from doubles.speaking import speak
-from websockets.sync.client import connect
 
 from llmc.runtime import Model
 from llmc.runtime.server.config import ServerConfig
@@ -131,14 +130,6 @@ def test_a_call_is_streamed_as_deltas(client: openai.OpenAI):
                     name += call.function.name or ""
                     arguments += call.function.arguments or ""
     assert whole and (name, arguments) == ("add", whole[0].function.arguments)
-
-
-def test_a_conversation_goes_on_after_a_call(able_openai: openai.OpenAI):
-    asked = able_openai.chat.completions.create(**{**CALLED, "model": "able"}).choices[0].message
-    assert asked.tool_calls
-    result = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "3"}
-    messages = [*MESSAGES, asked.model_dump(exclude_none=True), result]
-    assert able_openai.chat.completions.create(**{**GREEDY, "model": "able", "messages": messages}).choices
 
 
 def test_calls_and_results_that_the_template_does_not_show_are_refused(client: openai.OpenAI):
@@ -299,29 +290,6 @@ def test_effort_is_told_to_models_whose_template_shows_it():
     assert add_variables(model, {}, "low", None, False) == {"reasoning_effort": "low"}
     with pytest.raises(ApiError, match="contradicts reasoning_effort"):
         add_variables(model, {"reasoning_effort": "high"}, "low", None, False)
-
-
-def test_a_socket_answers_one_request_after_another(address: str, client: openai.OpenAI):
-    wanted = client.chat.completions.create(**GREEDY).choices[0].message.content
-    with connect(f"{address.replace('http', 'ws')}/v1/chat/completions") as socket:
-        socket.send("no JSON")
-        assert "JSON" in json.loads(socket.recv())["error"]["message"]
-        for _ in range(2):
-            socket.send(json.dumps(GREEDY))
-            content = ""
-            while (message := socket.recv()) != "[DONE]":
-                content += "".join(choice["delta"].get("content", "") for choice in json.loads(message)["choices"])
-            assert content == wanted
-
-
-def test_a_message_cancels_the_request_of_a_socket(address: str):
-    with connect(f"{address.replace('http', 'ws')}/v1/chat/completions") as socket:
-        socket.send(json.dumps({**GREEDY, "max_tokens": 400, "ignore_eos": True}))
-        socket.recv()
-        socket.send("stop")
-        while "error" not in (found := json.loads(socket.recv())):
-            pass
-        assert "cancelled" in found["error"]["message"]
 
 
 HARMONY_MARKS = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "call", "constrain")]

@@ -46,9 +46,6 @@ def test_a_stream_tells_at_its_end_what_was_asked_for_alone(http: httpx.Client, 
     lines = [line for line in http.post(f"/v1/{path}", json=body).text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]" and not any('"usage"' in line for line in lines)
     assert all(json.loads(line.removeprefix("data: "))["choices"] for line in lines[:-1])
-    told = http.post(f"/v1/{path}", json={**body, "x_llmc": {"timings": True}}).text.split("\n\n")[-3]
-    last = json.loads(told.removeprefix("data: "))
-    assert last["choices"] == [] and last["x_llmc"].keys() == {"timings"} and "usage" not in last
 
 
 def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(client: openai.OpenAI, model: Model):
@@ -109,30 +106,14 @@ def test_tokens_that_are_not_in_the_text_take_no_room_there(model: Model):
     assert text_offsets(model, model.tokenizer.encode(" a"), "a", 5)[0] == 5
 
 
-def test_other_servers_spellings_are_read(http: httpx.Client):
-    def resolved(**given: Any) -> dict[str, Any]:
-        body = {"prompt": "x", "max_tokens": 1, "x_llmc": {"resolved": True}, **given}
-        answer = http.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json()["x_llmc"]["resolved"])
+def test_other_servers_spellings_are_read():
+    def read(**given: Any) -> dict[str, Any]:
+        return completions.CompletionRequest.model_validate({"prompt": "x", **given}).arguments()
 
-    assert resolved(top_p=0)["temperature"] == 0 and resolved(top_k=-1)["top_k"] == 0
-    assert resolved(max_tokens=-1, choice=["a"])["max_tokens"] > 16 and resolved(seed=-1, temperature=1)["seed"] >= 0
-    assert (
-        resolved(guided_regex="[0-9]")["regex"] == resolved(structured_outputs={"regex": "[0-9]"})["regex"] == "[0-9]"
-    )
-    assert resolved(guided_choice=["a"])["choice"] == ["a"] and resolved(guided_json={"const": 1})["json_schema"]
-    assert resolved(structured_outputs={"json_object": True})["json_schema"] == {"type": "object"}
-    assert resolved(guided_grammar='start: "a"')["grammar"] and resolved(logit_bias={}, stop=[], n=1)
-
-
-def test_the_resolved_request_has_every_default_filled_in(client: openai.OpenAI):
-    answer = client.completions.create(
-        prompt="x", model="tiny", max_tokens=1, extra_body={"x_llmc": {"resolved": True}, "min_p": 0.25}
-    )
-    resolved = answer.model_extra["x_llmc"]["resolved"]  # type: ignore[index]
-    assert resolved["min_p"] == 0.25 and resolved["max_tokens"] == 1 and resolved["seed"] is not None
-    assert {"determinism", "repetition_penalty", "num_beams"} <= resolved.keys()
+    assert read(top_p=0)["temperature"] == 0 and read(top_k=-1)["top_k"] == 0
+    assert read(max_tokens=-1).keys() == read(max_tokens=-1, seed=-1).keys() == set()
+    assert read(structured_outputs={"regex": "[0-9]"})["regex"] == "[0-9]"
+    assert read(structured_outputs={"json_object": True})["json_schema"] == {"type": "object"}
 
 
 @pytest.mark.parametrize(
@@ -142,11 +123,10 @@ def test_the_resolved_request_has_every_default_filled_in(client: openai.OpenAI)
         ({"max_tokens": "12"}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias.a"),
-        ({"x_llmc": {"resolved": 1}}, "x_llmc.resolved"),
         ({"parse_special": True}, "parse_special"),
         ({"prompt": []}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"guided_regex": "a", "regex": "b"}, "guided_regex"),
+        ({"guided_regex": "a"}, "guided_regex"),
         ({"structured_outputs": {"regex": "a"}, "regex": "b"}, "structured_outputs"),
     ],
 )
