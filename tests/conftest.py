@@ -1,10 +1,11 @@
 """What holds for every test: no telemetry, no network, no chance. And what many of them need: a manifest, a model."""
 
+import gc
 import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests and what they import are a million objects, which live to the end: nobody looks for garbage
+    among them, neither while they come, which took five seconds, nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """No test reads or writes the cache of whoever runs it, and neither does a process that a test starts."""
@@ -40,6 +53,19 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
         patch.setenv("LLMC_CACHE", str(folder))
         patch.setenv("XDG_STATE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def replayed_here() -> Iterator[None]:
+    """Finished bundles are replayed in this process: it has the doubles of devices, and need not start."""
+    try:
+        from doubles.replays import in_this_process
+    except ImportError:  # where nothing is built: on a device
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmc.optimize.judge.replay._answer", in_this_process)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -149,6 +175,20 @@ def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         build(tiny_export, folder / "bundle", precision="fp32")
 
     return shared(tmp_path_factory, "fp32", make) / "bundle"
+
+
+@pytest.fixture(scope="session")
+def tiny_in(tiny_export: Path, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The small model's bundle in a precision, for 8 rows, built when first asked for. Nobody changes it."""
+    from llmc.optimize.build import build
+
+    def bundle_in(precision: str) -> Path:
+        def make(folder: Path) -> None:
+            build(tiny_export, folder / "bundle", precision=precision, max_batch=8)
+
+        return tiny_bundle if precision == "int8" else shared(tmp_path_factory, f"{precision} 8", make) / "bundle"
+
+    return bundle_in
 
 
 @pytest.fixture(scope="session")

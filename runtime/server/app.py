@@ -19,7 +19,7 @@ from llmc.runtime.server.http.validation import api_error, document_bodies, no_q
 from llmc.runtime.server.models import admin, health
 from llmc.runtime.server.models.metrics import HttpMetrics
 from llmc.runtime.server.models.service import Service
-from llmc.runtime.server.openai import chat, completions, embeddings, responses, tokens
+from llmc.runtime.server.openai import chat, completions, embeddings, models, responses
 from llmc.runtime.server.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ ROUTERS = (
     messages.router,
     ollama.router,
     embeddings.router,
-    tokens.router,
+    models.router,
     health.router,
 )
 

@@ -86,11 +86,12 @@ def vocabularies() -> dict[str, dict[str, Any]]:
     runs = ["\n" * count for count in range(1, 6)]
     lines = [*(piece for piece in pieces if "\n" not in piece), *runs]
     cuts = ((piece[:cut], piece[cut:]) for piece in lines for cut in range(1, len(piece)))
+    known = {*lines}
     merged = {
         "model": "gemma4",
         "tokens": [*sentences["tokens"][:259], *lines],
         "token_type": [*sentences["token_type"][:259], *[1] * len(lines)],
-        "merges": [f"{left} {right}" for left, right in cuts if {left, right} <= {*lines}],
+        "merges": [f"{left} {right}" for left, right in cuts if {left, right} <= known],
         "unknown_token_id": 0,
         "add_space_prefix": False,
         "add_bos_token": True,

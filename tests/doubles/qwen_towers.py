@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
+from doubles.shared import shared
 from doubles.towers import TINY, write_json
 
 MARKERS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -95,3 +97,13 @@ def write_qwen(folder: Path, kind: str) -> Path:
     write_json(folder / "tokenizer_config.json", settings)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+def share_qwen(factory: pytest.TempPathFactory, kind: str) -> Path:
+    """A folder with what :func:`write_qwen` writes, ``checkpoint``, and its ``export``, which nobody may change."""
+    from llmc.export import export
+
+    def make(folder: Path) -> None:
+        export(write_qwen(folder / "checkpoint", kind), folder / "export")
+
+    return shared(factory, kind, make)

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
+from doubles.seeing import TEMPLATE
+from doubles.shared import shared
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"
 TILE, TOKENS, SIDE = 32, 4, 4  # pixels, rows of a tile, and most tiles of each side of an image
@@ -155,9 +158,20 @@ def write_seeing(folder: Path, kind: str = "smolvlm") -> Path:
     tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
     tokenizer.add_special_tokens(list(family.tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(TINY / name, folder / name)
+    shutil.copyfile(TINY / "tokenizer_config.json", folder / "tokenizer_config.json")
+    placeholder = "<start_of_image>" if kind == "gemma3" else "<image>"
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", placeholder))
     return folder
+
+
+def share_seeing(factory: pytest.TempPathFactory, kind: str = "smolvlm") -> Path:
+    """A folder with what :func:`write_seeing` writes, ``checkpoint``, and its ``export``, which nobody may change."""
+    from llmc.export import export
+
+    def make(folder: Path) -> None:
+        export(write_seeing(folder / "checkpoint", kind), folder / "export")
+
+    return shared(factory, kind, make)
 
 
 def read_processor(folder: Path, kind: str) -> Any:

@@ -28,12 +28,12 @@ Run = Callable[[str, dict[str, np.ndarray]], np.ndarray]
 
 @pytest.fixture(scope="module", params=qwen_towers.CONFIGS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen_towers.write_qwen(tmp_path_factory.mktemp("checkpoint"), request.param)
+    return qwen_towers.share_qwen(tmp_path_factory, request.param) / "checkpoint"
 
 
 @pytest.fixture(scope="module")
-def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export(checkpoint, tmp_path_factory.mktemp("export") / "export").output
+def exported(checkpoint: Path) -> Path:
+    return checkpoint.parent / "export"
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,10 @@ def test_the_text_part_computes_what_the_whole_computes_of_text(
     import torch
     from transformers import AutoModelForImageTextToText
 
-    output = export(checkpoint, tmp_path / "export", text_only=True).output
+    report = export(checkpoint, tmp_path / "export", text_only=True)
+    output = report.output
+    assert report.notes[-1] == "config.json: only the text part was exported, which sees no images"
+    assert read_export(output).geometry.vision is None and not (output / "vision.onnx").exists()
     ids = np.random.default_rng(1).integers(0, 90, (2, 20))
     caches = {
         name: np.zeros((2, cache.shape[0], 24, cache.shape[1]), np.float32)
@@ -122,4 +125,3 @@ def test_tensors_are_known_by_both_prefixes_and_the_rest_is_left_out(checkpoint:
     assert {name: item.shape for name, item in first.tensors.items()} == {
         name: item.shape for name, item in second.tensors.items()
     }
-    assert first.notes[-1] == "config.json: only the text part was exported, which sees no images"

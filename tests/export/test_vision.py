@@ -14,7 +14,6 @@ from doubles.naflex import patch
 
 from llmc.bundle import read_export
 from llmc.errors import CheckpointError
-from llmc.export import export
 from llmc.export.families.smolvlm import SIDES
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.inventory import Tiling
@@ -34,12 +33,12 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoint(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return towers.write_seeing(tmp_path_factory.mktemp(kind), kind)
+    return towers.share_seeing(tmp_path_factory, kind) / "checkpoint"
 
 
 @pytest.fixture(scope="module")
-def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export(checkpoint, tmp_path_factory.mktemp("export") / "export").output
+def exported(checkpoint: Path) -> Path:
+    return checkpoint.parent / "export"
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +183,6 @@ def test_the_manifest_tells_how_images_become_rows(kind: str, exported: Path):
     )
     assert (vision.most_tiles, vision.both_ways) == ((1, True) if at_once else (17, False))
     assert len(vision.linears) == 2 + 6 * vision.layers
-
-
-def test_the_text_part_alone_takes_no_rows_and_says_what_it_lacks(checkpoint: Path, tmp_path: Path):
-    report = export(checkpoint, tmp_path / "export", text_only=True)
-    assert report.notes[-1] == "config.json: only the text part was exported, which sees no images"
-    assert read_export(report.output).geometry.vision is None
-    assert not (report.output / "vision.onnx").exists()
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -10,7 +10,7 @@ from doubles.ggufs import write_gguf
 from doubles.images import write_images
 from doubles.towers import write_seeing
 
-SECONDS = {"bundle": 3, "checkpoint": 2, "gguf": 2, "processor": 2, "images": 2}
+SECONDS = dict.fromkeys(("bundle", "checkpoint", "gguf", "processor", "images"), 1)
 # A case that hangs ends the test after this much more: the corpus, the start, and the longest case that is allowed.
 PATIENCE = 120
 HOSTILE = Path(__file__).with_name("hostile.py")

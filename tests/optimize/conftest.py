@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.lowerings import Lowering, open_session
-from doubles.replays import in_this_process
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
-from llmc.optimize.judge import replay
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.context import Float32, LoweringContext, PerToken, QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.passes import PASSES
@@ -26,7 +24,6 @@ from llmc.optimize.weights.store import Calibrated
 CAPACITY = 24
 TOKENS = 20
 Cache = dict[str, np.ndarray]
-ANSWER = replay._answer
 
 
 def import_file(name: str, path: Path) -> ModuleType:
@@ -40,30 +37,9 @@ def import_file(name: str, path: Path) -> ModuleType:
 
 random_checkpoints = import_file("llmc_random_checkpoints", Path(__file__).parents[1] / "export" / "conftest.py")
 Case = random_checkpoints.Case
+one_thread, one_registry = random_checkpoints.one_thread, random_checkpoints.one_registry
 # Gemma 4 is lowered for CPUs alone: see tests/optimize/test_shared_caches.py.
 CASES: tuple[str, ...] = tuple(name for name in random_checkpoints.CASES if not name.startswith("gemma4"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """The machine may be shared, and the models are tiny."""
-    import torch
-
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def replayed_here() -> Iterator[None]:
-    """Finished bundles are replayed in this process: it has the doubles of devices, and need not start."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "_answer", in_this_process)
-        yield
-
-
-@pytest.fixture
-def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are replayed as users have it."""
-    monkeypatch.setattr(replay, "_answer", ANSWER)
 
 
 @pytest.fixture(scope="session")

@@ -34,9 +34,7 @@ def case(request: pytest.FixtureRequest, exported: Callable[[str], Any]) -> Any:
     return exported(request.param)
 
 
-@pytest.fixture(params=HYBRIDS)
-def hybrid(request: pytest.FixtureRequest, exported: Callable[[str], Any]) -> Any:
-    return exported(request.param)
+hybrids_alone = pytest.mark.parametrize("case", HYBRIDS, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +44,19 @@ def bundle(case: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def answers(case: Any) -> list[tuple[int, ...]]:
-    """What transformers answers greedily."""
-    found = []
-    for prompt in PROMPTS:
-        ids = list(prompt)
-        for _ in range(NEW):
-            ids.append(int(case.reference(np.array([ids]))[0, -1].argmax()))
-        found.append(tuple(ids[len(prompt) :]))
-    return found
-
-
 def generate(model: Model, prompt: list[int]) -> tuple[int, ...]:
     return model.generate(prompt, **GREEDY).token_ids
+
+
+@pytest.fixture(scope="module")
+def answers(case: Any, bundle: Path) -> list[tuple[int, ...]]:
+    """What transformers answers greedily: each token is the likeliest after those before it."""
+    with load(bundle) as model:
+        found = [generate(model, prompt) for prompt in PROMPTS]
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        logits = case.reference(np.array([[*prompt, *answer]]))[0, len(prompt) - 1 : -1]
+        assert tuple(logits.argmax(-1)) == answer
+    return found
 
 
 def test_answers_in_chunks_and_beside_others_are_those_of_transformers(bundle: Path, answers: list[tuple[int, ...]]):
@@ -100,8 +97,9 @@ def test_samples_and_beams_are_those_of_requests_alone(bundle: Path):
         assert [o.token_ids for o in handles[0].result().outputs] == [o.token_ids for o in found.outputs]
 
 
-def test_a_state_is_planned_once_for_each_row(hybrid: Any, tmp_path: Path):
-    manifest = build(hybrid.export, tmp_path / "bundle", max_context=128, max_batch=4).manifest
+@hybrids_alone
+def test_a_state_is_planned_once_for_each_row(bundle: Path):
+    manifest = read_bundle(bundle)
     states = [cache for cache in manifest.geometry.caches if cache.kind == "state"]
     assert states and manifest.memory.state == sum(4 * int(np.prod(cache.shape)) for cache in states)
     short, long = (manifest.memory.parts(length, 2) for length in (1, 101))
@@ -128,9 +126,9 @@ class Foresight:
     def close(self) -> None: ...
 
 
-def test_accepted_tokens_leave_states_as_if_they_alone_had_counted(hybrid: Any, tmp_path: Path):
-    build(hybrid.export, tmp_path / "bundle", precision="fp32", max_context=128, max_batch=2)
-    with load(tmp_path / "bundle") as model:
+@hybrids_alone
+def test_accepted_tokens_leave_states_as_if_they_alone_had_counted(bundle: Path):
+    with load(bundle) as model:
         session, past = model.runner.session, 7
         session.cache.grow(2, 32, 128)
 
@@ -166,13 +164,11 @@ def test_rejected_drafts_leave_no_trace(bundle: Path, monkeypatch: pytest.Monkey
         assert [handle.result().token_ids for handle in handles] == wanted
 
 
-def test_a_stop_among_drafts_keeps_no_states_of_what_stood_behind_it(
-    hybrid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@hybrids_alone
+def test_a_stop_among_drafts_keeps_no_states_of_what_stood_behind_it(bundle: Path, monkeypatch: pytest.MonkeyPatch):
     """Of 64 tokens that are fed, the last two stand behind the stop."""
-    build(hybrid.export, tmp_path / "bundle", precision="fp32", max_context=128, max_batch=1)
     prompt, drawn = PROMPTS[2][:28], 34
-    with load(tmp_path / "bundle", prefix_cache_bytes=0) as model:
+    with load(bundle, prefix_cache_bytes=0) as model:
         for seed in range(50):
             given: dict[str, Any] = {"max_tokens": 40, "temperature": 1, "ignore_eos": True, "seed": seed}
             answer = model.generate(prompt, **given).token_ids
@@ -183,7 +179,7 @@ def test_a_stop_among_drafts_keeps_no_states_of_what_stood_behind_it(
     monkeypatch.setattr("llmc.runtime.model.make_drafter", lambda *_: Foresight([[*prompt, *answer]]))
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     monkeypatch.setattr(Foresight, "wrong", 1000)
-    with load(tmp_path / "bundle", draft="lookup") as model:
+    with load(bundle, draft="lookup") as model:
         stopped = model.generate(prompt, stop_token_ids=[answer[drawn - 1]], **given)
         assert (len(stopped.token_ids) - drawn) in (-1, 0) and stopped.metrics.accepted
         assert generate(model, turn) == wanted
@@ -205,16 +201,18 @@ def test_a_model_with_states_drafts_and_takes_back_what_was_rejected(bundle: Pat
         assert any(result.metrics.accepted for result in results)
 
 
-def test_other_targets_are_refused_by_name(hybrid: Any, tmp_path: Path):
+@hybrids_alone
+def test_other_targets_are_refused_by_name(case: Any, tmp_path: Path):
     with pytest.raises(UsageError, match=r"has recurrent layers, .* the target is cuda, whose session keeps"):
-        build(hybrid.export, tmp_path / "bundle", target="cuda")
+        build(case.export, tmp_path / "bundle", target="cuda")
 
 
-def test_int8_and_int4_stay_near_the_unquantized_model(hybrid: Any, tmp_path: Path):
+@hybrids_alone
+def test_int8_and_int4_stay_near_the_unquantized_model(case: Any, tmp_path: Path):
     """Random weights, which are others on other CPUs: a layer that reads another one's integers or states makes a KL
     above one in 8 bits. In 4 bits Qwen3.5's steep logits have had one of 5.9, rounded to nearest."""
     for precision, bound in (("int8", 0.1), ("int4", 8.0)):
-        report = build(hybrid.export, tmp_path / precision, precision=precision, max_context=64)
+        report = build(case.export, tmp_path / precision, precision=precision, max_context=64)
         assert report.manifest.quality is not None
         for phase in report.manifest.quality.phases.values():
             assert phase.mean_kl < bound

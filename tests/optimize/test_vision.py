@@ -14,7 +14,6 @@ from doubles.geometries import VISION
 
 from llmc import bundle
 from llmc.errors import BuildError, BundleError, UsageError
-from llmc.export import export
 from llmc.inventory import Linear, Patching, Vision
 from llmc.optimize.build import build
 from llmc.optimize.plan.memory import memory_plan
@@ -32,22 +31,23 @@ LEAST_COSINE = 0.998
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return towers.write_seeing(tmp_path_factory.mktemp("seeing") / "checkpoint")
+    return towers.share_seeing(tmp_path_factory) / "checkpoint"
 
 
 @pytest.fixture(scope="session")
 def exported(checkpoint: Path) -> Path:
-    return export(checkpoint, checkpoint.parent / "export").output
+    return checkpoint.parent / "export"
 
 
 @pytest.fixture(scope="session")
-def built(exported: Path) -> Callable[[str], Path]:
+def built(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A bundle of a precision, made once; nobody changes it."""
     made: dict[str, Path] = {}
+    folder = tmp_path_factory.mktemp("seeing")
 
     def make(precision: str) -> Path:
         if precision not in made:
-            made[precision] = build(exported, exported.parent / precision, precision=precision, max_context=256).output
+            made[precision] = build(exported, folder / precision, precision=precision, max_context=256).output
         return made[precision]
 
     return make

@@ -87,24 +87,6 @@ def save(folder: Path, tokenizer: Tokenizer, config: dict[str, object]) -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------------------------- the small model
-
-
-@pytest.fixture(scope="session")
-def tiny_in(tiny_export: Path, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The small model's bundle in a precision, for 8 rows, built when first asked for."""
-    from llmc.optimize.build import build
-
-    folder, built = tmp_path_factory.mktemp("precisions"), {"int8": tiny_bundle}
-
-    def bundle_in(precision: str) -> Path:
-        if precision not in built:
-            built[precision] = build(tiny_export, folder / precision, precision=precision, max_batch=8).output
-        return built[precision]
-
-    return bundle_in
-
-
 # ------------------------------------------------------------------------------------------- a session without a model
 
 VOCAB = 4096

@@ -127,12 +127,9 @@ def test_the_tolerance_notices_a_position_too_few(session: OnnxRuntimeSession, p
 
 
 @pytest.fixture(scope="module")
-def wanted(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, ...]]:
+def wanted(fp32_bundle: Path) -> list[tuple[int, ...]]:
     """Greedy tokens of the CPU's own bundle in float32."""
-    from llmc.optimize.build import build
-
-    output = build(tiny_export, tmp_path_factory.mktemp("cpu") / "bundle", precision="fp32", max_context=CONTEXT).output
-    with load(output, self_test=False) as model:
+    with load(fp32_bundle, self_test=False) as model:
         return [model.generate(prompt, max_tokens=NEW_TOKENS, temperature=0).token_ids for prompt in PROMPTS]
 
 

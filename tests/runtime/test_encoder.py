@@ -109,13 +109,13 @@ QUERY, DOCUMENTS = "How do I list files?", ["import os\nos.listdir('.')", "a", "
 
 
 @pytest.fixture(scope="module")
-def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return encoders.write_reranker(tmp_path_factory.mktemp("reranker") / "checkpoint")
+def reranker(encoder_bundles: dict[str, Path]) -> Path:
+    return encoder_bundles["rank"].with_name("rank-checkpoint")
 
 
 @pytest.fixture(scope="module")
-def ranks(reranker: Path, built: Built) -> Iterator[Model]:
-    with load(built(reranker, precision="fp32"), threads=1) as model:
+def ranks(encoder_bundles: dict[str, Path]) -> Iterator[Model]:
+    with load(encoder_bundles["rank"], threads=1) as model:
         yield model
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from llmc.bundle import Quality, read_bundle
 from llmc.errors import BundleError, UsageError
-from llmc.optimize.build import build
 from llmc.optimize.calibrate.text import CalibrationSamples
 from llmc.optimize.judge.evaluate import evaluate, read_windows
 from llmc.runtime import Model, load
@@ -33,12 +32,9 @@ def text_file(tiny_checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundles(
-    tiny_export: Path, tiny_bundle: Path, fp32_bundle: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def bundles(tiny_in: Callable[[str], Path], fp32_bundle: Path) -> dict[str, Path]:
     """A bundle of each precision."""
-    int4 = build(tiny_export, tmp_path_factory.mktemp("evaluate") / "int4", precision="int4").output
-    return {"int8": tiny_bundle, "int4": int4, "fp32": fp32_bundle}
+    return {"int8": tiny_in("int8"), "int4": tiny_in("int4"), "fp32": fp32_bundle}
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,14 @@ def test_the_tolerance_is_twice_the_spread_within_its_bounds(spread: float, want
 # ------------------------------------------------------------------------------------------- in a process of its own
 
 
+ANSWER = apart._answer  # which the tests have in their own process otherwise
+
+
+@pytest.fixture
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "_answer", ANSWER)
+
+
 @pytest.mark.usefixtures("own_process")
 def test_a_finished_bundle_is_replayed_by_another_process_which_finds_a_planted_error(
     tiny_bundle: Path, tmp_path: Path

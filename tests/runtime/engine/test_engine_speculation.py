@@ -1,6 +1,6 @@
 """Speculation, prefixes and saved conversations through a real engine: the same tokens, with less work."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,8 @@ PROMPTS = ("import os\n" * 6, "def area(width, height):\n    return ", "class St
 
 
 @pytest.fixture(scope="module")
-def int4_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tiny_export, tmp_path_factory.mktemp("draft") / "int4", precision="int4").output
+def int4_bundle(tiny_in: Callable[[str], Path]) -> Path:
+    return tiny_in("int4")
 
 
 @pytest.fixture(scope="module")

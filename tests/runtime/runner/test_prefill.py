@@ -17,13 +17,6 @@ FP32_TOLERANCE = 1e-4
 LONG = np.random.default_rng(0).integers(3, 4096, 300).tolist()
 
 
-@pytest.fixture(scope="session")
-def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from llmc.optimize.build import build
-
-    return build(tiny_export, tmp_path_factory.mktemp("engine") / "fp32", precision="fp32").output
-
-
 @pytest.fixture(scope="module", params=["tiny_bundle", "tiny_bundle without its prefill graph", "fp32_bundle"])
 def opened(request: pytest.FixtureRequest) -> Iterator[tuple[str, Session, Manifest]]:
     """Both precisions, and weight-only prefill, on their real engine: precision, session, manifest."""

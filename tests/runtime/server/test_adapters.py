@@ -11,13 +11,9 @@ import anthropic
 import httpx2 as httpx
 import openai
 import pytest
-from doubles.adapters import draw_factors, write_adapter
 from doubles.serving import serving
-from doubles.shared import shared
 
-from llmc.bundle import ADAPTERS_FOLDER, read_bundle
-from llmc.export.adapters import add_adapter
-from llmc.optimize.build import build
+from llmc.bundle import ADAPTERS_FOLDER
 from llmc.runtime import load
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded
@@ -29,16 +25,10 @@ PROMPT = "def f("
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(adapter_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model in float32 with room for two adapters, of which it has ``sql``; tests change their copy."""
-
-    def make(folder: Path) -> None:
-        build(tiny_export, folder / "bundle", precision="fp32", adapters=2, rank=8)
-        write_adapter(folder / "sql", draw_factors(read_bundle(folder / "bundle").geometry))
-        add_adapter(folder / "bundle", folder / "sql", "sql")
-
-    made = shared(tmp_path_factory, "served_adapter", make) / "bundle"
-    return Path(shutil.copytree(made, tmp_path_factory.mktemp("adapters") / "bundle"))
+    copy = tmp_path_factory.mktemp("adapters") / "bundle"
+    return Path(shutil.copytree(adapter_bundles / "fp32", copy, ignore=lambda *_: ["law"]))
 
 
 @pytest.fixture(scope="module")

@@ -63,14 +63,14 @@ def byte_ids(tokenizer: Tokenizer, content: bytes) -> list[int]:
 
 
 class TestStream:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(data=st.data())
     def test_of_any_tokens_equals_decoding_at_once(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         token = st.integers(0, tokenizer.vocab_size + 2)  # padded vocabularies have ids without a token
         ids = data.draw(st.lists(token, max_size=60))
         assert_equals_decoding_at_once(tokenizer, ids)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(data=st.data())
     def test_of_broken_utf8_equals_decoding_at_once(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         piece = st.one_of(
@@ -82,7 +82,7 @@ class TestStream:
         content = b"".join(data.draw(st.lists(piece, max_size=25)))
         assert_equals_decoding_at_once(tokenizer, byte_ids(tokenizer, content))
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(data=st.data())
     def test_with_stop_strings_ends_where_the_first_is_complete(
         self, tokenizer: Tokenizer, data: st.DataObject

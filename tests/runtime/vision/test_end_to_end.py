@@ -10,12 +10,11 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import pytest
-from doubles import seeing, towers
+from doubles import towers
 from doubles.images import draw, encode
 from doubles.serving import serving
 from PIL import Image, ImageOps
 
-from llmc.export import export
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
 from llmc.runtime.server.config import ServerConfig
@@ -51,26 +50,23 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = towers.write_seeing(tmp_path_factory.mktemp(family), family)
-    placeholder = "<start_of_image>" if family == "gemma3" else "<image>"
-    (folder / "chat_template.jinja").write_text(seeing.TEMPLATE.replace("<image>", placeholder))
-    return folder
+def shared(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return towers.share_seeing(tmp_path_factory, family)
 
 
 @pytest.fixture(scope="module")
-def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bundle")
-    exported = export(checkpoint, folder / "export").output
-    return build(exported, folder / "fp32", precision="fp32", max_batch=4).output
+def bundle(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle") / "fp32"
+    return build(shared / "export", folder, precision="fp32", max_batch=4).output
 
 
 @pytest.fixture(scope="module")
-def expected(family: str, checkpoint: Path) -> dict[str, list[int]]:
+def expected(family: str, shared: Path) -> dict[str, list[int]]:
     """Tokens that transformers generates, prompts and pixels from its own processor."""
     import torch
     from transformers import AutoModelForImageTextToText
 
+    checkpoint = shared / "checkpoint"
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     processor = towers.read_processor(checkpoint, family)
 

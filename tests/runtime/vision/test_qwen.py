@@ -13,7 +13,6 @@ from doubles.images import draw, encode
 from doubles.serving import serving
 from PIL import Image
 
-from llmc.export import export
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
 from llmc.runtime.model import verify
@@ -55,7 +54,6 @@ class Reference:
         from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-        self.folder = folder
         self.model = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
@@ -89,8 +87,13 @@ class Reference:
 
 
 @pytest.fixture(scope="module", params=qwen_towers.CONFIGS)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(qwen_towers.write_qwen(tmp_path_factory.mktemp("checkpoint"), request.param))
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen_towers.share_qwen(tmp_path_factory, request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(shared: Path) -> Reference:
+    return Reference(shared / "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +102,9 @@ def expected(reference: Reference) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def exported(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export(reference.folder, tmp_path_factory.mktemp("export") / "export").output
-
-
-@pytest.fixture(scope="module")
-def bundle(exported: Path) -> Path:
-    return build(exported, exported.parent / "fp32", precision="fp32", max_batch=4).output
+def bundle(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle") / "fp32"
+    return build(shared / "export", folder, precision="fp32", max_batch=4).output
 
 
 @pytest.fixture(scope="module")
@@ -200,9 +199,9 @@ def exchange_positions(model: Model) -> float:
     return float(((rows * turned).sum(1) / lengths).min())
 
 
-def test_in_8_bits_the_tower_is_judged_and_the_bundle_verified(exported: Path):
+def test_in_8_bits_the_tower_is_judged_and_the_bundle_verified(shared: Path, tmp_path: Path):
     """Both graphs rotate the residual stream here, and what is added to it behind layers."""
-    report = build(exported, exported.parent / "int8", precision="int8", max_batch=4)
+    report = build(shared / "export", tmp_path / "int8", precision="int8", max_batch=4)
     assert report.manifest.recipe.rotated
     assert report.manifest.similarity is not None and report.manifest.similarity.texts >= 12
     assert LEAST_COSINE < report.manifest.similarity.smallest < 1 - 1e-6
@@ -217,13 +216,13 @@ def test_in_8_bits_the_tower_is_judged_and_the_bundle_verified(exported: Path):
 
 
 def test_a_rotated_stream_computes_the_same_with_images(
-    exported: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    shared: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ):
     """In floats, so that nothing but the basis is another."""
     from llmc.bundle import Recipe
 
     monkeypatch.setattr(Recipe, "rotates", lambda recipe, phase: True)
-    folder = build(exported, tmp_path / "rotated", precision="fp32", max_batch=4).output
+    folder = build(shared / "export", tmp_path / "rotated", precision="fp32", max_batch=4).output
     monkeypatch.undo()
     with load(folder, threads=1) as rotated:
         for name, messages in TALKS.items():

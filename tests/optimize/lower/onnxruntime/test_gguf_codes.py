@@ -60,11 +60,21 @@ def one_layer(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q3_K", "Q6_K", "Q2_K", "Q5_K"])
-def test_matrices_are_the_files_to_the_last_bit(kind, one_layer, lowering, tmp_path):
+def kinds_of(q_k_v: str, gate_and_up: str, down: str, others: str) -> dict[str, str]:
+    parts = {f"attn_{part}": q_k_v for part in "qkv"} | {"ffn_gate": gate_and_up, "ffn_up": gate_and_up}
+    named = {f"blk.0.{part}.weight": kind for part, kind in (parts | {"ffn_down": down}).items()}
+    return defaultdict(lambda: others, named)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "has_minima"),
+    [(kinds_of("Q4_0", "Q3_K", "Q6_K", "Q8_0"), False), (kinds_of("Q2_K", "Q5_K", "Q2_K", "Q5_K"), True)],
+    ids=["scales", "minima"],
+)
+def test_matrices_are_the_files_to_the_last_bit(kinds, has_minima, one_layer, lowering, tmp_path):
     """All linears and the tied head, which share names with none but themselves; minima are rounded to 8 bits,
     and so is a tied table that has them."""
-    path = write_gguf(one_layer, tmp_path / "tiny.gguf", kind)
+    path = write_gguf(one_layer, tmp_path / "tiny.gguf", kinds)
     lowered = as_source(lowering(export(path, tmp_path / "export").output))
     stored = {parameter(it.name, "x"): gguf.dequantize(it.data, it.tensor_type) for it in gguf.GGUFReader(path).tensors}
     products = {node.inputs[1].name: node for node in lowered.nodes("MatMulNBits")}
@@ -77,7 +87,7 @@ def test_matrices_are_the_files_to_the_last_bit(kind, one_layer, lowering, tmp_p
             block, step = node.attributes["block_size"].as_int(), np.abs(read(minima[name].inputs[2], np.float32)).max()
             found = weights(node) + np.repeat(weights(minima[name]), block, axis=1)
             assert np.abs(found - expected).max() <= step * OFFSET_STEPS
-    assert len(minima) == (len(products) - 1 if kind in ("Q2_K", "Q5_K") else 0)
+    assert len(minima) == (len(products) - 1 if has_minima else 0)
 
 
 def test_one_sum_of_blocks_serves_all_that_read_the_same(one_layer, lowering, decoder, ids, tmp_path):
@@ -96,12 +106,12 @@ def test_one_sum_of_blocks_serves_all_that_read_the_same(one_layer, lowering, de
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
-def test_experts_are_the_files_to_the_last_bit_but_for_minima(kind, make_case, lowering, tmp_path):
+def test_experts_are_the_files_to_the_last_bit_but_for_minima(kind, write_random, lowering, tmp_path):
     """Rows of gate and up in turn. Minima have no place: such experts are rounded anew, with zero points."""
     changes = {"dtype": "float32", "mlp_only_layers": [], "hidden_size": 256, "moe_intermediate_size": 256}
-    case = make_case("qwen3_moe-first-layer-dense-bf16", tmp_path, **changes, num_hidden_layers=1)
+    checkpoint = write_random("qwen3_moe-first-layer-dense-bf16", **changes, num_hidden_layers=1)
     kinds = defaultdict(lambda: "Q8_0", {f"blk.0.ffn_{part}_exps.weight": kind for part in ("gate", "up", "down")})
-    path = write_gguf(case.checkpoint, tmp_path / "model.gguf", kinds)
+    path = write_gguf(checkpoint, tmp_path / "model.gguf", kinds)
     stored = {it.name: gguf.dequantize(it.data, it.tensor_type) for it in gguf.GGUFReader(path).tensors}
     [node] = as_source(lowering(export(path, tmp_path / "gguf").output)).nodes("QMoE")
     gate, up, down = (stored[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))

@@ -11,7 +11,6 @@ from doubles import towers
 from doubles.lowerings import difference, open_session, relative_difference
 
 from llmc.bundle import DECODER_FILE, Limits, read_export
-from llmc.export import export
 from llmc.optimize.weights.store import Calibrated, Store
 
 # As in test_lowering.py: logits up to about 20, in float32.
@@ -29,8 +28,7 @@ PIECES = [26, 2, 28]  # an image, none, an image
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("seeing")
-    return export(towers.write_seeing(folder, "gemma3"), folder / "export").output
+    return towers.share_seeing(tmp_path_factory, "gemma3") / "export"
 
 
 @pytest.fixture
