@@ -21,8 +21,8 @@ from llmc.optimize.weights.store import Calibrated, Store
 # Biases, norms' weights that are one larger, packed linears, and linears that are scaled.
 CASES = ("llama-biases", "gemma-bf16", "phi3-packed-window-fp16", "granite-multipliers")
 # Root mean square of the difference of logits over that of the logits: activations and weights of 8 bits, measured
-# 0.035 to 0.107, the most of gemma. A basis that is left out costs 1.4.
-ROUNDING_TOLERANCE = 0.12
+# 0.035 to 0.131, the most of gemma. A basis that is left out costs 1.4.
+ROUNDING_TOLERANCE = 0.15
 # Output error over that of the nearest integers, on random tokens; measured 0.24 to 0.60.
 GAIN_TOLERANCE = 0.7
 # Largest difference of moments over the largest: products in float32 in another order.
