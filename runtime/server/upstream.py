@@ -53,7 +53,7 @@ ROUTES = {
 REASONS = ((ContextError, "context"), (QueueFullError, "busy"), (ResourceError, "busy"))
 # Members that go on from what is kept where it was answered, or are answered later: what is kept here does not leave,
 # and what is kept there belongs to everybody who comes with its one key.
-KEPT = ("previous_response_id", "conversation", "background")
+KEPT = ("previous_response_id", "conversation", "prompt", "background")
 LOCAL_ONLY = "x-llmc-local-only"
 SENT = (b"accept", b"anthropic-version", b"anthropic-beta", b"openai-beta")  # of the client's headers; no other goes
 JSON, EVENTS = "application/json", "text/event-stream"
@@ -130,7 +130,7 @@ class Upstream:
             return "loop"
         if reason == "model" and not (MODEL_NAME.fullmatch(body["model"]) and allows_model(body["model"])):
             return "model"
-        if path == "/v1/responses" and (kept := next(filter(body.get, KEPT), None)):
+        if path == "/v1/responses" and (kept := _find_kept(body)):
             refusal.param = kept
             refusal.message += f"; the upstream cannot answer either, which knows nothing of {kept}: leave it out"
             return "stored"
@@ -296,6 +296,15 @@ def _is_local_only(request: Request) -> bool:
     client = CLIENT.get()
     said = any(value.strip().lower() != "false" for value in request.headers.getlist(LOCAL_ONLY))
     return said or (client is not None and client.key is not None and client.key.local_only)
+
+
+def _find_kept(body: dict[str, Any]) -> str | None:
+    """What of a request of the Responses goes on from what is kept, or is kept for it."""
+    items = body.get("input")
+    found = (it for it in items if isinstance(it, dict)) if isinstance(items, list) else ()
+    if any(it.get("type") == "item_reference" or it.keys() <= {"id", "type"} for it in found):
+        return "item_reference"
+    return next(filter(body.get, KEPT), None)
 
 
 def _is_within(most: int, body: dict[str, Any], limits: Sequence[str]) -> bool:

@@ -459,6 +459,12 @@ class TestPrivacy:
         assert f"knows nothing of {name}" in answer.json()["error"]["message"]
         assert box.server.connections == 0
 
+    @pytest.mark.parametrize("item", [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}])
+    def test_what_an_item_refers_to_is_kept_too(self, box: Box, item: dict[str, str]):
+        answer = box.ask("/v1/responses", {"model": "smart", **BODIES["/v1/responses"], "input": [item]})
+        assert answer.status_code == 404 and "knows nothing of item_reference" in answer.json()["error"]["message"]
+        assert box.server.connections == 0
+
     def test_a_stored_conversation_beyond_the_context_stays_here(self, box: Box):
         first = box.ask("/v1/responses", {"model": "tiny", "input": "Once", "max_output_tokens": 1})
         more = {"previous_response_id": first.json()["id"], **requests("context")["/v1/responses"]}
