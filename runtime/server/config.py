@@ -466,7 +466,7 @@ def read_upstream_url(text: str) -> SplitResult:
         _ = url.port
     except ValueError:
         url = urlsplit("")
-    if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or url.query or url.fragment:
+    if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or set("?#") & set(text):
         raise UsageError(
             "upstream is no address of a service, expected one as https://api.example.com/v1, without a name, a "
             "password (see upstream_key_file) or a query"

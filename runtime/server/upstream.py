@@ -53,7 +53,7 @@ ROUTES = {
 REASONS = ((ContextError, "context"), (QueueFullError, "busy"), (ResourceError, "busy"))
 # Members that go on from what is kept where it was answered, or are answered later: what is kept here does not leave,
 # and what is kept there belongs to everybody who comes with its one key.
-KEPT = ("previous_response_id", "conversation", "background")
+KEPT = ("previous_response_id", "conversation", "prompt", "background")
 LOCAL_ONLY = "x-llmc-local-only"
 SENT = (b"accept", b"anthropic-version", b"anthropic-beta", b"openai-beta")  # of the client's headers; no other goes
 JSON, EVENTS = "application/json", "text/event-stream"
@@ -62,6 +62,8 @@ BYTES_PER_TOKEN = 4  # of a prompt, as English has, and of answers that are no s
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _USAGE = re.compile(rb'"((?:prompt|input|completion|output)_tokens)"\s{0,9}:\s{0,9}(\d{1,9})')
 _LONGEST_USAGE = 64  # bytes that it matches at most
+_PROMPT = (b"prompt_tokens", b"input_tokens")  # one number's names; some services tell both
+_PASSED = re.compile("1[.]1 llmc-[0-9a-f]{16}")
 
 
 class UpstreamError(ApiError):
@@ -124,11 +126,11 @@ class Upstream:
         path, most = request.scope["path"], self._config.max_request_tokens
         if _is_local_only(request):
             return "local_only"
-        if self._via in request.headers.getlist("via"):  # the upstream is this service
+        if self._via in _list_passed(request):  # the upstream is this service, or has it as its own
             return "loop"
         if reason == "model" and not (MODEL_NAME.fullmatch(body["model"]) and allows_model(body["model"])):
             return "model"
-        if path == "/v1/responses" and (kept := next(filter(body.get, KEPT), None)):
+        if path == "/v1/responses" and (kept := _find_kept(body)):
             refusal.param = kept
             refusal.message += f"; the upstream cannot answer either, which knows nothing of {kept}: leave it out"
             return "stored"
@@ -148,25 +150,31 @@ class Upstream:
         note(model=asked, upstream_model=name, upstream_reason=reason)
         forget_ignored()
         until = time.monotonic() + (self._config.request_deadline_s or math.inf)
-        async with AsyncExitStack() as held:
-            answer = await unless_gone(request.receive, self._open(request, content, until, held))
-            headers = {ANSWERED_BY: "upstream", "x-llmc-upstream-model": name}
-            if re.fullmatch("[0-9]{1,9}", wait := answer.headers.get("retry-after", "")):
-                headers["retry-after"] = wait
-            pieces, meter = self._pieces(answer, until), Meter(len(content))
-            if _media(answer) == EVENTS:
-                events = self._events(request.scope, pieces, meter, reason)
-                found: Response = EventStream(events, held.pop_all(), heartbeat_s=0)
-                found.status_code = answer.status_code
-                found.headers.update(headers)
-            else:
-                whole = await unless_gone(request.receive, _read_whole(pieces, meter))
-                found = Response(whole, answer.status_code, headers, media_type=JSON)
-                if answer.is_success:
-                    owe(meter.tokens)
-            self._answers.labels(reason, str(answer.status_code)).inc()
-            note(answered_by="upstream")
-            return found
+        meter = Meter(len(content))
+        try:
+            async with AsyncExitStack() as held:
+                answer = await unless_gone(request.receive, self._open(request, content, until, held))
+                headers = {ANSWERED_BY: "upstream", "x-llmc-upstream-model": name}
+                if re.fullmatch("[0-9]{1,9}", wait := answer.headers.get("retry-after", "")):
+                    headers["retry-after"] = wait
+                pieces = self._pieces(answer, until)
+                if _media(answer) == EVENTS:
+                    events = self._events(request.scope, pieces, meter, reason)
+                    found: Response = EventStream(events, held.pop_all(), heartbeat_s=0)
+                    found.status_code = answer.status_code
+                    found.headers.update(headers)
+                else:
+                    whole = await unless_gone(request.receive, _read_whole(pieces, meter))
+                    found = Response(whole, answer.status_code, headers, media_type=JSON)
+                    if answer.is_success:
+                        owe(meter.tokens)
+        except ApiError as failure:
+            if not isinstance(failure, UpstreamError):  # the client left, and what it asked for is computed
+                owe(meter.tokens)
+            raise
+        self._answers.labels(reason, str(answer.status_code)).inc()
+        note(answered_by="upstream")
+        return found
 
     async def _open(self, request: Request, content: bytes, until: float, held: AsyncExitStack) -> httpx.Response:
         """The answer once it has begun. Raises UpstreamError: there is none, or none that may be passed on."""
@@ -177,7 +185,7 @@ class Upstream:
                 (b"content-type", JSON.encode()),
                 (b"accept-encoding", b"identity"),
                 (b"user-agent", f"llmc/{__version__}".encode()),
-                (b"via", self._via.encode()),
+                (b"via", ", ".join([*_list_passed(request), self._via]).encode()),
                 *self._key_headers(path),
             ]
             # Neither proxies and names of the environment, nor cookies of other requests, nor redirects.
@@ -221,6 +229,7 @@ class Upstream:
                     if end := max(ends, default=0):
                         yield waiting[:end]
                         waiting = waiting[end:]
+            meter.ended = True
             yield waiting
         except UpstreamError as failure:
             self._count_failure(reason, failure)
@@ -239,24 +248,31 @@ class Upstream:
 
 class Meter:
     """The tokens of an answer that passes: what it tells of its usage, else a guess from the request's ``sent`` bytes
-    and the answer's events."""
+    and the answer's events. ``ended``: it is whole; what one that is broken off told of its output is of its beginning.
+    """
 
     def __init__(self, sent: int) -> None:
         self._sent, self._bytes, self._events, self._last = sent, 0, 0, b""
-        self._told: dict[bytes, int] = {}
+        self._prompt = self._output = 0
+        self.ended = False
 
     def take(self, piece: bytes) -> None:
         seen = self._last + piece
         for name, count in _USAGE.findall(seen):
-            self._told[name] = max(int(count), self._told.get(name, 0))
+            if name in _PROMPT:
+                self._prompt = max(self._prompt, int(count))
+            else:
+                self._output = max(self._output, int(count))
         self._last = seen[-_LONGEST_USAGE:]
         self._bytes += len(piece)
         self._events += piece.count(b"data:")
 
     @property
     def tokens(self) -> int:
-        guess = self._sent // BYTES_PER_TOKEN + (self._events or self._bytes // BYTES_PER_TOKEN)
-        return sum(self._told.values()) or guess
+        output = self._events or self._bytes // BYTES_PER_TOKEN
+        if not (self._prompt or self._output):
+            return self._sent // BYTES_PER_TOKEN + output
+        return self._prompt + (self._output if self.ended else max(self._output, output))
 
 
 # ---------------------------------------------------------------------------------------------------------- requests
@@ -270,11 +286,25 @@ def _reason_of(error: ApiError | LlmcError) -> str | None:
     return next((reason for kind, reason in REASONS if isinstance(cause, kind)), None)
 
 
+def _list_passed(request: Request) -> list[str]:
+    """The names of the services of this kind that a request came through."""
+    return _PASSED.findall(", ".join(request.headers.getlist("via")))
+
+
 def _is_local_only(request: Request) -> bool:
     """True if the client's key or a header says that nothing may leave; any value but ``false`` says so."""
     client = CLIENT.get()
     said = any(value.strip().lower() != "false" for value in request.headers.getlist(LOCAL_ONLY))
     return said or (client is not None and client.key is not None and client.key.local_only)
+
+
+def _find_kept(body: dict[str, Any]) -> str | None:
+    """What of a request of the Responses goes on from what is kept, or is kept for it."""
+    items = body.get("input")
+    found = (it for it in items if isinstance(it, dict)) if isinstance(items, list) else ()
+    if any(it.get("type") == "item_reference" or it.keys() <= {"id", "type"} for it in found):
+        return "item_reference"
+    return next(filter(body.get, KEPT), None)
 
 
 def _is_within(most: int, body: dict[str, Any], limits: Sequence[str]) -> bool:
@@ -332,6 +362,7 @@ async def _read_whole(pieces: AsyncGenerator[bytes, None], meter: Meter) -> byte
             meter.take(piece)
             whole += piece
             _check_size(len(whole))
+    meter.ended = True
     return bytes(whole)
 
 

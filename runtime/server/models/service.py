@@ -188,18 +188,19 @@ class Service:
         await self.wait_turn(handle)
         return model, handle
 
-    async def wait_turn(self, handle: Handle) -> None:
-        """Wait for a request's turn where the settings bound that wait.
-        Raises QueueFullError: it did not come in time; the request is cancelled, and costs nothing."""
+    async def wait_turn(self, *handles: Handle) -> None:
+        """Wait for the turn of the first part of a request where the settings bound that wait.
+        Raises QueueFullError: it did not come in time; all are cancelled, and cost nothing."""
         most = self.config.max_queue_s
         if most is None:
             return
         with move_on_after(most):
-            while handle.is_waiting() and not handle.done:
+            while handles[0].is_waiting() and not handles[0].done:
                 await sleep(TURN_POLL_S)
             return
-        handle.cancel()
-        spend(tokens=-handle.prompt_tokens)
+        for handle in handles:
+            handle.cancel()
+            spend(tokens=-handle.prompt_tokens)
         raise QueueFullError(f"the request waited {most:g} s for its turn, as long as it may; try again later")
 
 

@@ -187,7 +187,7 @@ async def _submit_prompts(
                 said = f"prompt holds {tokens} tokens, of which each would be told with {body.logprobs} others"
                 said = f"{said}, {MOST_ENTRIES} at most altogether; send fewer prompts, or ask for fewer logprobs"
                 raise ApiError(400, said, param="prompt")
-    await service.wait_turn(handles[0])
+    await service.wait_turn(*handles)
     return model, handles
 
 

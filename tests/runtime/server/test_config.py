@@ -104,7 +104,15 @@ class TestTogether:
 
     @pytest.mark.parametrize(
         "address",
-        ["api.example", "ftp://a/v1", "https://", "https://u:secret@a/v1", "https://a/v1?k=secret", "https://a:x/v1"],
+        [
+            "api.example",
+            "ftp://a/v1",
+            "https://",
+            "https://u:secret@a/v1",
+            "https://a/v1?k=secret",
+            "https://a:x/v1",
+            "https://a/v1?",
+        ],
     )
     def test_an_upstream_is_an_address_and_no_message_shows_what_may_be_secret(self, address: str):
         with pytest.raises(UsageError, match="upstream is no address of a service") as refusal:

@@ -48,6 +48,7 @@ KEYS = {
     "few": "requests_per_minute = 4",
     "poor": "tokens_per_minute = 1000",
     "rich": f"tokens_per_minute = {RICH}",
+    "gone": "tokens_per_minute = 100",
 }
 LONG = "word " * 5000  # beyond any context here
 BODIES: dict[str, dict[str, Any]] = {
@@ -256,7 +257,8 @@ class TestAnswers:
         with httpx.stream(
             "POST", f"{box.url}/v1/completions", json=streamed("/v1/completions"), headers=of("ann")
         ) as got:
-            assert next(got.iter_raw()) == PIECES[0]
+            pieces = got.iter_raw()  # whose end would close the connection
+            assert next(pieces) == PIECES[0]
             assert not box.server.left.is_set()
 
     def test_are_refused_with_the_upstreams_own_status(self, box: Box):
@@ -381,7 +383,28 @@ class TestRequests:
         meter = Meter(sent=4000)
         for at in range(0, len(answer), size):
             meter.take(answer[at : at + size])
+        meter.ended = True
         assert meter.tokens == 335
+
+    def test_pay_once_for_what_is_told_by_two_names(self):
+        meter = Meter(sent=400)
+        meter.take(b'{"prompt_tokens": 25, "completion_tokens": 8, "input_tokens": 25, "output_tokens": 8}')
+        meter.ended = True
+        assert meter.tokens == 33
+
+    def test_pay_for_the_events_of_an_answer_that_they_leave_before_it_tells_its_tokens(self):
+        meter = Meter(sent=4000)
+        meter.take(b'event: message_start\ndata: {"usage": {"input_tokens": 25, "output_tokens": 1}}\n\n')
+        meter.take(PIECES[0] * 500)
+        assert meter.tokens == 25 + 501
+
+    def test_pay_for_their_prompt_if_they_leave_before_the_answer(self, box: Box):
+        body = {"model": "smart", **BODIES["/v1/completions"], "prompt": "a" * 4000}
+        box.server.answer = lambda asked: [STALL]
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{box.url}/v1/completions", json=body, headers=of("gone"), timeout=0.5)
+        assert box.server.left.wait(PATIENCE_S)
+        assert box.ask("/v1/completions", body, key="gone").status_code == 429
 
     def test_pay_by_bytes_and_events_where_nobody_tells(self):
         meter = Meter(sent=400)
@@ -434,6 +457,12 @@ class TestPrivacy:
         answer = box.ask("/v1/responses", {"model": "smart", **BODIES["/v1/responses"], name: "resp_1"})
         assert answer.status_code == 404 and answer.json()["error"]["param"] == name
         assert f"knows nothing of {name}" in answer.json()["error"]["message"]
+        assert box.server.connections == 0
+
+    @pytest.mark.parametrize("item", [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}])
+    def test_what_an_item_refers_to_is_kept_too(self, box: Box, item: dict[str, str]):
+        answer = box.ask("/v1/responses", {"model": "smart", **BODIES["/v1/responses"], "input": [item]})
+        assert answer.status_code == 404 and "knows nothing of item_reference" in answer.json()["error"]["message"]
         assert box.server.connections == 0
 
     def test_a_stored_conversation_beyond_the_context_stays_here(self, box: Box):
@@ -550,7 +579,7 @@ class TestFailures:
 
     def test_of_a_service_that_is_its_own_upstream_end_at_once(self, box: Box, monkeypatch: pytest.MonkeyPatch):
         def come_back(asked: Asked) -> Sequence[bytes]:
-            again = {"via": asked.headers["via"], **of("ann")}
+            again = {"via": f"{asked.headers['via']}, 1.1 proxy", **of("ann")}
             answers.append(httpx.post(f"{box.url}/v1/completions", json=asked.body, headers=again).status_code)
             return told(asked)
 
@@ -558,6 +587,12 @@ class TestFailures:
         box.server.answer = come_back
         assert box.ask("/v1/completions", {"model": "smart", **BODIES["/v1/completions"]}).status_code == 200
         assert answers == [404] and len(box.server.asked) == 1
+
+    def test_of_services_that_are_each_others_upstream_end_too(self, box: Box):
+        other = f"1.1 llmc-{'0' * 16}"
+        body = {"model": "smart", **BODIES["/v1/completions"]}
+        assert box.ask("/v1/completions", body, via=f"1.1 somebodys-proxy, {other}").status_code == 200
+        assert box.server.asked[0].headers["via"] == f"{other}, {box.upstream._via}"
 
     def test_of_its_certificate_are_refused_before_anything_is_sent(
         self, box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

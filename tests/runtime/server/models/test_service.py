@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from anyio import CapacityLimiter
 
-from llmc.errors import QueueFullError
+from llmc.errors import CancelledError, QueueFullError
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.accounts import CLIENT, Client
+from llmc.runtime.server.http.accounts import CLIENT, Bill, Client
 from llmc.runtime.server.http.aside import SHORT, room_beside
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.keys import Key
@@ -45,6 +45,24 @@ def test_a_deadline_may_be_shorter_and_not_longer():
 async def test_prefixes_are_shared_where_a_setting_says_so(scope: Any, expected: str | None):
     CLIENT.set(Client(Key("ann", b""), lambda bill: None))
     assert Service(ServerConfig(prefix_cache_scope=scope), POOL).bound_sampling({})["prefix_scope"] == expected
+
+
+async def test_prompts_whose_turn_does_not_come_in_time_all_cost_nothing():
+    CLIENT.set(client := Client(None, lambda bill: None))
+    waiting: list[Any] = [
+        SimpleNamespace(done=False, prompt_tokens=7, most_tokens=9, generated=int, is_waiting=lambda: True)
+        for _ in range(2)
+    ]
+    for handle in waiting:
+        handle.result, handle.cancel = _raise_cancelled, lambda it=handle: setattr(it, "done", True)
+        client.charge(handle)
+    with pytest.raises(QueueFullError, match=r"waited 0[.]1 s for its turn"):
+        await Service(ServerConfig(max_queue_s=0.1), POOL).wait_turn(*waiting)
+    assert all(handle.done for handle in waiting) and client.bill == Bill()
+
+
+def _raise_cancelled(timeout: float) -> Any:
+    raise CancelledError("it was cancelled")
 
 
 def took(*given: Any, **named: Any) -> bool:
