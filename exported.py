@@ -113,7 +113,7 @@ PARTS = ("scales", "zero_points", "offsets", "order")
 
 def read_weights(folder: Path) -> dict[str, Weight | Mxfp4Stack]:
     """Every weight of an export's decoder, by its name in the checkpoint.
-    Raises CheckpointError: the graph is missing or corrupt, or a weight lies elsewhere or beyond its file's end."""
+    Raises CheckpointError: the graph is missing or corrupt, or a weight lies elsewhere, or is not of its shape."""
     try:
         values = ir.load(folder / DECODER_FILE).graph.initializers.values()
     except (OSError, DecodeError) as error:
@@ -138,6 +138,12 @@ def _check_place(folder: Path, name: str, tensor: ir.ExternalTensor) -> None:
     if end > (size := place.stat().st_size):
         raise CheckpointError(
             f"{folder / file} is truncated: it has {size} bytes, and {name} ends at {end}; export the checkpoint again"
+        )
+    shape, bits = sizes(tensor), int(tensor.dtype.itemsize * 8)
+    if tensor.length != (wanted := -(-int(np.prod(shape, dtype=np.int64)) * bits // 8)):
+        raise CheckpointError(
+            f"{folder / DECODER_FILE} gives {name} {tensor.length} bytes, expected {wanted} for its shape "
+            f"{list(shape)}; export the checkpoint again"
         )
 
 

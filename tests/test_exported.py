@@ -4,11 +4,12 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
 from llmc.errors import CheckpointError
-from llmc.exported import PIECE, pieces, rows_of
+from llmc.exported import PIECE, pieces, read_weights, rows_of
 
 DTYPES = {
     "float32": (ir.DataType.FLOAT, np.float32),
@@ -68,6 +69,18 @@ def test_a_file_that_ends_early_is_refused_by_name(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------- pieces
+
+
+def test_a_length_that_is_not_the_shapes_is_refused_by_name(tiny_export: Path, tmp_path: Path):
+    graph = onnx.load(tiny_export / "decoder.onnx", load_external_data=False)
+    weight = next(it for it in graph.graph.initializer if it.external_data)
+    length = next(entry for entry in weight.external_data if entry.key == "length")
+    length.value = str(int(length.value) - 4)
+    onnx.save(graph, tmp_path / "decoder.onnx")
+    for file in tiny_export.glob("*.safetensors"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(CheckpointError, match=rf"gives {weight.name} {length.value} bytes, expected .* for its shape"):
+        read_weights(tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1000, 1000), (3, 1 << 20), (70_001, 16), (5,), (1 << 19,)], ids=str)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 DEFAULT_SAMPLES = 16
 DEFAULT_LENGTH = 512
 SHORTER = "fewer and shorter windows (--samples, --length), or round without one (--no-calibration)"
+# Raised when calibration comes to other results than before: what is kept of it is made anew.
+METHOD = 2
 # Bytes of cached calibrations: finished ones, and those of interrupted builds.
 KEPT_BYTES = 8_000_000_000
 
@@ -136,6 +138,6 @@ def _key(source: Path, export: ExportManifest, recipe: Recipe, samples: "Calibra
         settled |= {"activations": "", "rotated": ()}
     decided = {**asdict(recipe), **settled}
     weights = [export.source.fingerprint, weights_identity(source)]
-    digest = hashlib.sha256(json.dumps([__version__, weights, decided]).encode())
+    digest = hashlib.sha256(json.dumps([__version__, METHOD, weights, decided]).encode())
     digest.update(np.ascontiguousarray(samples.ids).tobytes())
     return digest.hexdigest()[:32]
