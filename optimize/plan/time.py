@@ -1,7 +1,7 @@
 """Rough time of a build, from the geometry and the recipe alone.
 
-With ``--int8`` Qwen2.5-0.5B's geometry took 412 core-seconds on two cores with AVX-512, and this says 368; SmolLM2-135M
-took 120, and this says 123.
+With ``--int8`` Qwen2.5-0.5B's geometry took 288 core-seconds on two cores with AVX-512, and this says 284; with
+``--int4`` 403 and 425. SmolLM2-135M took 82 and 121, and this says 98 and 140.
 
 Most of it is calibration: each layer multiplies every token, again with the weights that it chose, if it chose any, and
 second moments take the square of what its linears read.
