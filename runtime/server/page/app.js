@@ -28,6 +28,7 @@ let running = null; // { conversation, message, controller }
 let views = new Map(); // of the messages of the current conversation, by id
 let models = []; // { name, chats, sees }
 const shelf = []; // images of the message that is being written
+let reading = Promise.resolve(); // ends when all that were chosen stand there
 const tabs = new BroadcastChannel("llmc"); // the page's other tabs: the id of a conversation that changed, null for all
 
 async function start() {
@@ -236,8 +237,9 @@ function exportAll() {
 
 // Messages -------------------------------------------------------------------------------------------------------------
 
-function send(event) {
+async function send(event) {
   event?.preventDefault();
+  await reading;
   const text = prompt.value.trim();
   if (running || !(text || shelf.length)) return;
   if (ask(text, [...shelf], current.leaf)) {
@@ -250,7 +252,11 @@ function send(event) {
 
 const showShelf = () => showImages(get("shelf"), shelf, () => prompt.focus());
 
-async function addImages(files) {
+function addImages(files) {
+  reading = reading.then(() => readImages(files));
+}
+
+async function readImages(files) {
   const problems = [];
   for (const file of files) {
     try {

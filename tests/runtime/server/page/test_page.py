@@ -427,6 +427,17 @@ class TestImages:
         done(page)
         assert server.requests[-1]["messages"][0] == turn and len(server.requests[-1]["messages"]) == 3
 
+    def test_that_are_still_read_go_with_the_message_that_is_sent(self, page, server: ChatServer, ask, pick):
+        page.evaluate(
+            "() => { const decode = createImageBitmap; const wait = () => new Promise((go) => setTimeout(go, 500));"
+            " window.createImageBitmap = async (file) => { await wait(); return decode(file); }; }"
+        )
+        pick(file_of("cat.png", self.SMALL))
+        ask("Which?")
+        expect(page.locator(".message.user")).to_have_count(1)
+        done(page)
+        assert [part["type"] for part in server.requests[-1]["messages"][0]["content"]] == ["image_url", "text"]
+
     def test_are_not_offered_where_the_model_sees_none(self, page, server: ChatServer, pick, hand):
         picture = file_of("cat.png", self.SMALL)
         page.get_by_role("combobox", name="Model").select_option("small")
