@@ -299,7 +299,7 @@ def _is_local_only(request: Request) -> bool:
 
 
 def _find_kept(body: dict[str, Any]) -> str | None:
-    """What of a request of the Responses goes on from what is kept, or is kept for it."""
+    """The member of a request of the Responses that goes on from what is kept, or is kept for it."""
     items = body.get("input")
     found = (it for it in items if isinstance(it, dict)) if isinstance(items, list) else ()
     if any(it.get("type") == "item_reference" or it.keys() <= {"id", "type"} for it in found):
