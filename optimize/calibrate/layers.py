@@ -345,10 +345,9 @@ def _list_mixtures(geometry: Geometry, layer: int, recipe: Recipe, configs: Quan
     found = []
     for item in geometry.mixtures:
         config = configs.stored(item.name)
-        if item.layer == layer and recipe.scheme != "rtn" and isinstance(config, WeightOnly):
+        if item.layer == layer and recipe.scheme != "rtn" and _is_chosen(config):
             grid = fit_block(config.grid, item)
-            kept = item.codes is not None and all(grid.holds(item.codes, part.inputs) for part in item.parts)
-            if grid.bits == 4 and not kept:
+            if item.codes is None or not all(grid.holds(item.codes, part.inputs) for part in item.parts):
                 found.append((item, grid))
     return found
 
@@ -401,7 +400,7 @@ def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, config: Qu
         accumulator.update(norm(batch.to(source.device)))
     statistics = accumulator.finish()
     arrays: dict[str, NDArray[Any]] = {f"input:{HEAD}": statistics.absmax.cpu().numpy()}
-    if recipe.scheme == "rtn" or not isinstance(config, WeightOnly) or config.grid.bits == 8:
+    if recipe.scheme == "rtn" or not _is_chosen(config):
         return arrays
     rows = max(1, HEAD_PIECE // hidden.shape[-1])
     found = [

@@ -25,15 +25,16 @@ def estimate_build(geometry: Geometry, recipe: Recipe, tokens: int, cores: int) 
     linears, experts = (sum(linear.size for group in layers for linear in group), geometry.mixtures)
     weights = linears + sum(item.size for item in experts)
     seconds = ANY_MODEL + ROUNDING * (weights + geometry.table.size)
+    chosen = "int4" in recipe.precisions()
     speed = FLOPS_PER_CORE if "avx512f" in cpu_flags() else FLOPS_PER_CORE / 2
     if needs_calibration(recipe):
         used = linears + sum(item.size * item.chosen / item.count for item in experts)
-        passes = 2 if recipe.smoothing or "int4" in recipe.precisions() else 1
+        passes = 2 if recipe.smoothing or chosen else 1
         seconds += passes * tokens * 2 * used / speed
     if recipe.scheme == "gptq":
         read = sum(group[0].inputs ** 2 for group in layers)
         read += sum(item.chosen * part.inputs**2 for item in experts for part in item.parts)
         factors = sum(item.count * part.inputs**3 / 3 for item in experts for part in item.parts)
-        times = ("int4" in recipe.precisions()) + recipe.rotates("prefill")  # decode's integers, and prompts'
+        times = chosen + recipe.rotates("prefill")  # decode's integers, and prompts'
         seconds += (tokens * read + factors) / speed + GPTQ * weights * times
     return seconds / cores

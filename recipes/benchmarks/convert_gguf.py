@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 # llama_ftype, and whether all matrices get that type: llama.cpp keeps some, the tied head above all, in more bits.
 SCHEMES = {
@@ -26,13 +27,20 @@ TOWER = "mmproj"
 PATTERN = "qwen2"  # of the small model's tokenizer: llama.cpp knows patterns by a hash of what real ones give
 
 
+def find_converter(checkpoint: Path, tower: bool) -> Any:
+    """llama.cpp's class for a checkpoint's text part, or for its tower."""
+    from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
+
+    kind = ModelType.MMPROJ if tower else ModelType.TEXT
+    architecture = get_model_architecture(ModelBase.load_hparams(checkpoint, False), kind)
+    return get_model_class(architecture, mmproj=tower)
+
+
 def write_f16(checkpoint: Path, path: Path) -> None:
     """Write matrices as float16, experts in MXFP4 as they are, and the vocabulary as one of byte pairs."""
     import gguf
-    from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
-    architecture = get_model_architecture(ModelBase.load_hparams(checkpoint, False), ModelType.TEXT)
-    converter = get_model_class(architecture)
+    converter = find_converter(checkpoint, tower=False)
     converter.no_mtp, converter.set_vocab = True, converter._set_vocab_gpt2
     converter.get_vocab_base_pre = lambda self, tokenizer: PATTERN
     converter(checkpoint, gguf.LlamaFileType.MOSTLY_F16, path).write()
@@ -41,10 +49,8 @@ def write_f16(checkpoint: Path, path: Path) -> None:
 def write_tower(checkpoint: Path, path: Path) -> None:
     """Write the tower of a checkpoint that sees; its scheme is the converter's, for llama-quantize takes none."""
     import gguf
-    from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
-    architecture = get_model_architecture(ModelBase.load_hparams(checkpoint, False), ModelType.MMPROJ)
-    get_model_class(architecture, mmproj=True)(checkpoint, gguf.LlamaFileType.MOSTLY_Q8_0, path).write()
+    find_converter(checkpoint, tower=True)(checkpoint, gguf.LlamaFileType.MOSTLY_Q8_0, path).write()
 
 
 def quantize(source: Path, target: Path, scheme: str) -> None:

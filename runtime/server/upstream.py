@@ -60,6 +60,7 @@ JSON, EVENTS = "application/json", "text/event-stream"
 MOST_BYTES = 16 << 20  # of an answer that is no stream, and of an event
 BYTES_PER_TOKEN = 4  # of a prompt, as English has, and of answers that are no streams, where nobody tells the tokens
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+LONGEST_END = max(map(len, EVENT_ENDS))
 _USAGE = re.compile(rb'"((?:prompt|input|completion|output)_tokens)"\s{0,9}:\s{0,9}(\d{1,9})')
 _LONGEST_USAGE = 64  # bytes that it matches at most
 _PROMPT = (b"prompt_tokens", b"input_tokens")  # one number's names; some services tell both
@@ -218,19 +219,20 @@ class Upstream:
         self, scope: Scope, pieces: AsyncGenerator[bytes, None], meter: "Meter", reason: str
     ) -> AsyncGenerator[bytes, None]:
         """Events as they come, each whole, so that a failure in the middle can be told as another one."""
-        waiting = b""
+        waiting = bytearray()
         try:
             async with aclosing(pieces):
                 async for piece in pieces:
                     meter.take(piece)
+                    start = max(0, len(waiting) - LONGEST_END)  # no event ends before: it would have been sent
                     waiting += piece
                     _check_size(len(waiting))
-                    ends = [waiting.rfind(mark) + len(mark) for mark in EVENT_ENDS if mark in waiting]
-                    if end := max(ends, default=0):
-                        yield waiting[:end]
-                        waiting = waiting[end:]
+                    found = ((waiting.rfind(mark, start), len(mark)) for mark in EVENT_ENDS)
+                    if end := max((place + length for place, length in found if place >= 0), default=0):
+                        yield bytes(waiting[:end])
+                        del waiting[:end]
             meter.ended = True
-            yield waiting
+            yield bytes(waiting)
         except UpstreamError as failure:
             self._count_failure(reason, failure)
             yield _last_event(scope, failure)

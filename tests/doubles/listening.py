@@ -1,11 +1,15 @@
-"""uvicorn with any application, in a thread of the tests' own process."""
+"""uvicorn with any application, in a thread of the tests' own process, and certificates for it."""
 
 import asyncio
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 
 
@@ -36,3 +40,15 @@ def listening(app: Any, **options: Any) -> Iterator[tuple[str, int]]:
         server.should_exit = True
         server.force_exit = True
         thread.join(30)
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for this machine, signed by itself, and its key. Skips the test where there is no openssl."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    folder.mkdir(exist_ok=True)
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+    subprocess.run([*made.split(), *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key

@@ -8,7 +8,6 @@ import signal
 import socket
 import ssl
 import stat
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import uvicorn
+from doubles.listening import make_certificate
 from doubles.services import START_S, Process, service_process
 
 from llmc.errors import UsageError
@@ -309,17 +309,6 @@ class TestStop:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_certificate(tmp_path_factory.mktemp("tls"))
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate for localhost, signed by itself, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    folder.mkdir(exist_ok=True)
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    subprocess.run([*made.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
-    return cert, key
 
 
 class TestListening:

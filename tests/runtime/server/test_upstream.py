@@ -3,7 +3,6 @@
 import json
 import logging
 import ssl
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import openai
 import pytest
 from doubles.asgi import ask
 from doubles.brakes import Brake
+from doubles.listening import make_certificate
 from doubles.planted_server import (
     END,
     RESET,
@@ -597,13 +597,7 @@ class TestFailures:
     def test_of_its_certificate_are_refused_before_anything_is_sent(
         self, box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ):
-        cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-        make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        make += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=localhost"]
-        try:
-            subprocess.run([*make, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
-        except FileNotFoundError:
-            pytest.skip("no openssl to make a certificate with")
+        cert, key = make_certificate(tmp_path)
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(cert, key)
         with planted_server(told, tls) as server:

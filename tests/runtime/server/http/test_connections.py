@@ -4,7 +4,6 @@ import http.client
 import json
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.listening import listening
+from doubles.listening import listening, make_certificate
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded, uvicorn_options
@@ -131,13 +130,7 @@ class TestCrowds:
 
 
 def test_tls_takes_a_certificate_from_files(tmp_path: Path):
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    make += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=localhost"]
-    try:
-        subprocess.run([*make, "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"], check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("no openssl to make a certificate with")
+    cert, key = make_certificate(tmp_path)
     with served(tls_cert=cert, tls_key=key) as address:
         trusting = ssl.create_default_context(cafile=str(cert))
         client = http.client.HTTPSConnection(*address, context=trusting, timeout=PATIENCE_S)
