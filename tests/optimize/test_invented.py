@@ -1,6 +1,7 @@
-"""A family that does not exist goes the whole way: its layers differ in heads, widths, windows, ropes and linears."""
+"""Families that do not exist go the whole way: layers differ in heads, widths, windows, ropes, linears, and mixers."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights.store import Calibrated
-from llmc.runtime import load
+from llmc.runtime import Request as Asked
+from llmc.runtime import SamplingParams, load
 
 CAPACITY, TOKENS = 24, 20
 IDS = np.random.default_rng(1).integers(1, invented.VOCAB, TOKENS)
@@ -110,6 +112,7 @@ def logits(folder: Path, geometry: Geometry, pieces: tuple[int, ...] = (7, 1, 12
             "past_lengths": np.array([start]),
             "logit_indices": np.arange(size)[None],
             "cache_slots": np.arange(CAPACITY),
+            "new_lengths": np.array([size]),
         }
         results = dict(
             zip(outputs, session.run(None, {n: v for n, v in (feeds | held).items() if n in inputs}), strict=True)
@@ -247,3 +250,65 @@ def test_bundles_are_built_and_run(family, tmp_path, options: dict[str, Any]):
         if options == {"precision": "fp32"}:
             for count in range(6):
                 assert answer[count] == reference(np.array([prompt + answer[:count]]))[0, -1].argmax()
+
+
+# -------------------------------------------------------------------------------------------------------------- hybrid
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the hybrid's checkpoint and its export; the family is known meanwhile."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    with pytest.MonkeyPatch.context() as patch:
+        invented.register(patch)
+        invented.write_checkpoint(folder / "checkpoint", layers=invented.HYBRID)
+        export(folder / "checkpoint", folder / "export")
+        yield folder
+
+
+@pytest.mark.parametrize("missing", [None, "recurrents", "mixtures", "attentions"])
+def test_a_hybrid_is_lowered_if_all_its_parts_are_listed(hybrid, tmp_path, missing):
+    expected = invented.Reference(hybrid / "checkpoint")(IDS[None])[0]
+    geometry = read_export(hybrid / "export").geometry
+    listed = replace(geometry, **{missing: getattr(geometry, missing)[1:]}) if missing else geometry
+    started = Lowering(hybrid / "export", tmp_path, PASSES["cpu"], {"": 21, "com.microsoft": 1}, 10)
+    configs = QuantConfigs(Float32(), Float32())
+    with closing(started.weights):
+        started.context = LoweringContext("x", listed, LIMITS, configs, started.weights, Calibrated())
+        if missing:
+            with pytest.raises(BuildError, match="export the checkpoint again"):
+                lower(started.model, "cpu", started.context)
+            return
+        got = logits(lowered(started, "cpu"), geometry)
+    assert difference(got, expected) <= FLOAT_TOLERANCE
+
+
+def test_a_hybrid_runs_with_prefixes_drafts_and_neighbours(hybrid, tmp_path):
+    size = {"max_context": 256, "max_batch": 3}
+    build(hybrid / "export", tmp_path / "draft", recipe=Request(precision="int8", **size))
+    build(hybrid / "export", tmp_path / "bundle", recipe=Request(precision="fp32", **size))
+    reference, greedy = invented.Reference(hybrid / "checkpoint"), {"max_tokens": 40, "ignore_eos": True}
+    prompt = np.random.default_rng(3).integers(1, invented.VOCAB, 80).tolist()
+
+    def continues(text: list[int], tokens: tuple[int, ...]) -> bool:
+        return list(tokens) == reference(np.array([[*text, *tokens]]))[0, len(text) - 1 : -1].argmax(-1).tolist()
+
+    with load(tmp_path / "bundle", determinism="fast", draft=tmp_path / "draft") as model:
+        first = model.generate(prompt, temperature=0.0, **greedy)
+        texts = [[*prompt, *first.token_ids, *prompt[:9]], prompt[:51], prompt[7:60]]
+        handles = [model.submit(Asked(text, SamplingParams(temperature=0.0, **greedy))) for text in texts]
+        found = [first, *(handle.result() for handle in handles)]
+        assert all(continues(text, one.token_ids) for text, one in zip([prompt, *texts], found, strict=True))
+        assert found[1].usage.cached_tokens > 0
+        metrics = model.engine.metrics.snapshot()
+        assert 0 < metrics.draft_accepted < metrics.draft_proposed
+
+
+def test_a_hybrid_is_calibrated(hybrid, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A lamp in the window, a boat on the river, and somebody who counts them both.\n" * 40)
+    request = Request(precision="int4", max_context=64, max_batch=2)
+    calibration = CalibrationRequest(StreamedDecoder, text, samples=4, length=32)
+    report = build(hybrid / "export", tmp_path / "bundle", recipe=request, calibration=calibration)
+    with load(report.output) as model:
+        assert len(model.generate(IDS.tolist(), max_tokens=6, ignore_eos=True).token_ids) == 6

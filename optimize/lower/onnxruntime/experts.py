@@ -59,7 +59,9 @@ def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
     listed = {item.name: item for item in context.geometry.mixtures}
     inline_vectors(graph, [f"{name}.{it}" for name in listed for it in ("correction", "per_expert_scale")], context)
     for node in nodes:
-        item = listed[node.name or ""]
+        item = listed.get(node.name or "")
+        if item is None:
+            raise BuildError(f"{node.name} is not in the manifest's list of mixtures; export the checkpoint again")
         if item.activation == "gelu_tanh":
             replace(node, _emit_products(node, item, context))
             continue
