@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 from doubles import invented
 from doubles.lowerings import Lowering, difference, open_session, portable
+from doubles.speculators import Always
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
 from llmc.errors import BuildError
@@ -22,6 +23,7 @@ from llmc.optimize.calibrate.layers import calibrate
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.judge.reference import Reference, empty_caches
 from llmc.optimize.lower.context import Computed, Float32, LoweringContext, QuantConfig, QuantConfigs, WeightOnly
+from llmc.optimize.lower.onnxruntime import cpu_linears
 from llmc.optimize.lower.rotary import rotary_tables
 from llmc.optimize.passes import PASSES, lower
 from llmc.optimize.plan.device import device_plan
@@ -138,6 +140,15 @@ def test_quantized_lowerings_compute_what_their_weights_stand_for(lowering, tmp_
     wanted = logits(portable(started := lowering(name), tmp_path / "portable"), geometry)
     got = logits(lowered(started, name), geometry)
     assert difference(got, wanted) <= FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["cpu int8", "cpu int4"])
+def test_a_large_head_in_parts_computes_the_same_bits(lowering, geometry, monkeypatch, name):
+    whole = logits(lowered(lowering(name), name), geometry)
+    monkeypatch.setattr(cpu_linears, "LARGE_BITS", 0)
+    parts = lowering(name)
+    assert np.array_equal(logits(lowered(parts, name), geometry), whole)
+    assert len([node for node in parts.nodes("MatMulNBits") if node.name.startswith("lm_head")]) == 4
 
 
 def test_the_reference_layer_by_layer_computes_it_too(family, expected):
@@ -283,7 +294,8 @@ def test_a_hybrid_is_lowered_if_all_its_parts_are_listed(hybrid, tmp_path, missi
     assert difference(got, expected) <= FLOAT_TOLERANCE
 
 
-def test_a_hybrid_runs_with_prefixes_drafts_and_neighbours(hybrid, tmp_path):
+def test_a_hybrid_runs_with_prefixes_drafts_and_neighbours(hybrid, tmp_path, monkeypatch):
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     size = {"max_context": 256, "max_batch": 3}
     build(hybrid / "export", tmp_path / "draft", recipe=Request(precision="int8", **size))
     build(hybrid / "export", tmp_path / "bundle", recipe=Request(precision="fp32", **size))

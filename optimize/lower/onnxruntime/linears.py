@@ -7,7 +7,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
-from llmc.exported import Weight
+from llmc.exported import Weight, sizes
 from llmc.inventory import HEAD
 from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
@@ -72,9 +72,15 @@ def bias_of(
 
 
 def emit_blocked_linear(
-    linear: Linear, grid: Grid, context: LoweringContext, bias: ir.Value | None = None, **attributes: int
+    linear: Linear,
+    grid: Grid,
+    context: LoweringContext,
+    bias: ir.Value | None = None,
+    parts: int = 1,
+    **attributes: int,
 ) -> ir.Value:
-    """MatMulNBits with scales in the type of the activations; ``bias`` is added inside of it."""
+    """MatMulNBits with scales in the type of the activations; ``bias`` is added inside of it. Of ``parts`` each has
+    some of the outputs."""
     emit, x = Emitter(linear.node, main="MatMulNBits"), linear.node.inputs[0]
     assert x is not None
     block = count_mixed(linear.module, linear.inputs) if context.rotated else 0
@@ -85,21 +91,29 @@ def emit_blocked_linear(
         if _is_turned(linear, context)
         else pack_linear(linear.weights, grid, context)
     )
-    weight, scales, *terms = [initializer(emit.graph, tensor) for tensor in stored]
-    optional: list[ir.Value | None] = [None if grid.symmetric else terms[0], None, bias]
-    while optional and optional[-1] is None:
-        optional.pop()
-    product = emit(
-        "MatMulNBits",
-        *(x, weight, scales, *optional),
-        domain=MICROSOFT,
-        K=linear.inputs,
-        N=linear.outputs,
-        bits=grid.bits,
-        block_size=grid.block,
-        **attributes,
-    )
-    return add_offsets(product, linear, grid, terms, **attributes) if grid.shifted else product
+    assert parts == 1 or bias is None
+    weights, terms = (stored[:2], stored[2:]) if grid.shifted else (stored, [])
+    products = []
+    for part in range(parts):
+        views = [context.weights.view(it, (linear.outputs // parts, *sizes(it)[1:]), part) for it in weights]
+        weight, scales, *zeros = [initializer(emit.graph, it) for it in (views if parts > 1 else weights)]
+        optional: list[ir.Value | None] = [zeros[0] if zeros else None, None, bias]
+        while optional and optional[-1] is None:
+            optional.pop()
+        made = emit(
+            "MatMulNBits",
+            *(x, weight, scales, *optional),
+            domain=MICROSOFT,
+            K=linear.inputs,
+            N=linear.outputs // parts,
+            bits=grid.bits,
+            block_size=grid.block,
+            **attributes,
+        )
+        products.append(made)
+    product = emit("Concat", *products, axis=-1) if parts > 1 else products[0]
+    offsets = [initializer(emit.graph, it) for it in terms]
+    return add_offsets(product, linear, grid, offsets, **attributes) if grid.shifted else product
 
 
 def _is_turned(linear: Linear, context: LoweringContext) -> bool:
