@@ -72,7 +72,7 @@ class Row:
         for column in columns:
             own = [figures[column] for figures in self.rounds]
             theirs = [figures[column] for figures in reference.rounds] if reference else []
-            compared = f" ({ratio(theirs, own)})" if own and theirs else ""
+            compared = f" ({ratio(theirs, own)})" if theirs and own and all(own) else ""
             yield f"{statistics.median(own):.4g}{compared}" if own else ""
         yield self.trouble or (reference.entry.name if reference else "")
 
