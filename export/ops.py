@@ -526,4 +526,4 @@ def _rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, knobs: Knobs) -> Ten
 
 def _scatter(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
     index = positions[:, None, :, None].expand_as(new)  # (B, KV, S, D)
-    return cache.scatter(2, index, new)
+    return cache.scatter(2, index, new.to(cache.dtype))  # autocast computes some in another
