@@ -1,75 +1,50 @@
 """``llmc distill``: export -> checkpoint of a draft model."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
-from llmc.bundle import EXPORT_MANIFEST, refuse_bundle
+from llmc.bundle import refuse_bundle
 from llmc.cli import output as show
-from llmc.cli.options import EXISTING_FILE, debug_option, json_option, output_option, source_path
+from llmc.cli.options import EXISTING_FILE, EXISTING_FOLDER, debug_option, json_option, output_option
 from llmc.cli.stopping import cleanly_stopped
 from llmc.errors import require
 
-if TYPE_CHECKING:
-    from llmc.optimize.distill import DistillReport
-
 
 @click.command("distill")
-@click.argument("export", type=source_path)
+@click.argument("export", type=EXISTING_FOLDER)
 @click.option("--student", type=int, required=True, metavar="N", help="Layers of the draft model.")
-@click.option(
-    "--text", type=EXISTING_FILE, required=True, help="Text, or JSONL of chats: its parts are prompts for the model."
-)
+@click.option("--text", type=EXISTING_FILE, required=True, help="Text, or JSONL of chats, to take prompts out of.")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=30, help="Time to train.")
-@click.option("--steps", type=click.IntRange(min=0), help="Train up to this step instead, for the same result again.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of all that is drawn.")
+@click.option(
+    "--steps", type=click.IntRange(1), help="Train up to this step instead, which gives the same result again."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of all that is drawn.")
 @output_option
 @json_option
 @debug_option
-def distill_command(
-    export: Path, output: Path, student: int, text: Path, minutes: float, steps: int | None, seed: int, as_json: bool
-) -> None:
-    """Train a draft model for EXPORT, a folder written by llmc export, and write its checkpoint.
+def distill_command(export: Path, output: Path, as_json: bool, **options: Any) -> None:
+    """Train a draft model for EXPORT, and write its checkpoint.
 
-    The draft model begins with N of the model's layers, and learns from what the model says after prompts out of the
-    text. If the same command is run again, after Ctrl-C too, it goes on. Then: llmc build OUTPUT -o DRAFT --int8, and
-    llmc run BUNDLE --draft DRAFT.
+    It begins with N of the layers, and learns from what the model says after parts of the text. The same command goes
+    on with it, after Ctrl-C too. To use it: llmc build OUTPUT -o DRAFT, and llmc run BUNDLE --draft DRAFT.
     """
-    if not (export / EXPORT_MANIFEST).exists():
-        refuse_bundle(export, "an export")
+    refuse_bundle(export, "an export")
     require("torch", "export")
     from llmc.export.student import Student
     from llmc.optimize.distill import distill
 
     with cleanly_stopped(), show.progress() as progress:
-        report = distill(
-            export,
-            output,
-            student=student,
-            text=text,
-            open_pair=Student,
-            minutes=minutes,
-            steps=steps,
-            seed=seed,
-            progress=progress,
-        )
+        report = distill(export, output, open_pair=Student, progress=progress, **options)
     if as_json:
         show.print_json(report)
-    else:
-        print_report(report)
-
-
-def print_report(report: DistillReport) -> None:
-    """The student, what it learned from, and how often it is right about the next token."""
-    show.print_rows(
-        [
-            ("layers", ", ".join(map(str, report.layers))),
-            ("training", f"{report.steps} steps on {show.amount(report.tokens)} tokens that the model wrote"),
-            ("acceptance", f"{report.before:.1%} before, {report.after:.1%} now, of greedy drafts one token ahead"),
-            ("time", f"{report.seconds:.1f} s"),
-        ]
-    )
-    click.echo(f"wrote {report.output}")
+        return
+    shown = [
+        ("layers", ", ".join(map(str, report.layers))),
+        ("training", f"{report.steps} steps on {show.amount(report.tokens)} tokens that the model wrote"),
+        ("agreement", f"{report.before:.1%} of the model's greedy tokens before, {report.after:.1%} after"),
+        ("time", f"{report.seconds:.1f} s"),
+    ]
+    show.print_rows(shown)
+    click.echo(f"wrote {output}")
