@@ -44,7 +44,6 @@ def distill_command(export: Path, output: Path, as_json: bool, **options: Any) -
         ("layers", ", ".join(map(str, report.layers))),
         ("training", f"{report.steps} steps on {show.amount(report.tokens)} tokens that the model wrote"),
         ("agreement", f"{report.before:.1%} of the model's greedy tokens before, {report.after:.1%} after"),
-        ("time", f"{report.seconds:.1f} s"),
     ]
     show.print_rows(shown)
     click.echo(f"wrote {output}")

@@ -1,7 +1,7 @@
 """A student: some layers of a decoder as a decoder of its own, which is written as a checkpoint of the same family."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from llmc.export.config import DecoderConfig
 from llmc.export.decoder import Decoder
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
-from llmc.export.sources.checkpoint import GENERATION_FILE, read_checkpoint, read_json
+from llmc.export.sources.checkpoint import read_checkpoint, read_json
 from llmc.export.sources.parameters import list_offset_norms
 from llmc.export.sources.safetensors import SINGLE_FILE
 from llmc.export.streaming import StreamedDecoder
@@ -88,10 +88,6 @@ class Student:
             file.write(len(text).to_bytes(8, "little") + text)
             for value in weights.values():
                 file.write(value.to(of_torch).cpu().contiguous().view(torch.uint8).numpy().data)
-        defaults = asdict(self._manifest.generation)
-        stops = {"eos_token_id": list(defaults.pop("eos_token_ids"))}
-        kept = {name: value for name, value in (stops | defaults).items() if value not in (None, [])}
-        (folder / GENERATION_FILE).write_text(json.dumps(kept))
         (folder / bundle.CONFIG_FILE).write_text(json.dumps(self._values, indent=2))
         read_checkpoint(folder)
 

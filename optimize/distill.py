@@ -23,7 +23,7 @@ from llmc.bundle import read_export
 from llmc.errors import UsageError
 from llmc.optimize.calibrate.text import Ids, read_samples
 from llmc.optimize.progress import Progress, silent
-from llmc.publish import refuse_bytes, replace_file
+from llmc.publish import replace_file
 from llmc.runtime.host.machine import usable_threads
 
 RUN, STATE = "distill", "state.pt"  # the folder of a run in that of its output, and what it goes on from
@@ -34,7 +34,6 @@ ROWS, STEPS = 64, 40  # texts of a round, each at another temperature from 0 to 
 BATCH, AT_ONCE = 8, 2  # texts of a step, and of a call: logits of a large vocabulary take the most memory
 RATE, BETAS, WARM_UP = 2e-3, (0.9, 0.99), 30  # Adam's, and the steps until the rate is reached
 AVERAGED = 8  # the result is an average over about that part of the steps, the last ones
-LONGEST_GRADIENT = 1.0
 LEAST = 1e-6  # of a probability whose logarithm is taken
 
 Texts = tuple[Tensor, Tensor, Tensor, Tensor]  # see :func:`write_texts`
@@ -43,9 +42,8 @@ Texts = tuple[Tensor, Tensor, Tensor, Tensor]  # see :func:`write_texts`
 @dataclass(frozen=True)
 class DistillReport:
     """The student's checkpoint ``output``, the teacher's ``layers`` that it began with, ``steps`` of the training in
-    all runs, ``tokens`` that the teacher wrote for it, ``seconds`` of this run; and, ``before`` and
-    ``after`` the training, the share of the teacher's greedy tokens after prompts that were left out that the student
-    finds most probable, too."""
+    all runs, ``tokens`` that the teacher wrote for it, and ``before`` and ``after`` it the share of the teacher's
+    greedy tokens that the student finds most probable, too, after prompts that were left out."""
 
     output: Path
     layers: tuple[int, ...]
@@ -53,7 +51,6 @@ class DistillReport:
     tokens: int
     before: float
     after: float
-    seconds: float
 
 
 def distill(
@@ -84,14 +81,14 @@ def distill(
     prompts = read_samples(text, source, samples=1 << 30, length=PROMPT, vocab_size=export.geometry.vocab_size)
     if len(prompts.ids) < 2:
         raise UsageError(f"{text} is too short: {prompts.tokens} tokens, expected {2 * PROMPT}; give a longer text")
-    refuse_bytes(output)
     folder = output / RUN
     if output.exists() and not (folder / STATE).exists() and not set(os.listdir(output)) <= {RUN}:
         raise UsageError(f"{output} exists, and no distillation made it; choose another output folder")
     pair = open_pair(source, student, "cuda" if torch.cuda.is_available() else "cpu")
-    folder.mkdir(parents=True, exist_ok=True)
-    pair.write(folder)  # what cannot be written is refused now
     identity = {"teacher": export.source.fingerprint, "student": student, "text": prompts.sha256, "seed": seed}
+    if not (folder / STATE).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        pair.write(folder)  # what cannot be written is refused now
     state = _keep(folder / STATE, lambda: {"identity": identity, "steps": 0})
     if state["identity"] != identity:
         raise UsageError(
@@ -106,7 +103,7 @@ def distill(
     run.save()
     after, tokens = run.finish(), len(run.texts) * ROWS * (LENGTH - PROMPT)
     pair.write(output)
-    return DistillReport(output, pair.layers, run.steps, tokens, state["before"], after, time.monotonic() - began)
+    return DistillReport(output, pair.layers, run.steps, tokens, state["before"], after)
 
 
 class _Run:
@@ -147,7 +144,7 @@ class _Run:
             loss = divergence(self._logits(ids), tokens.long(), logs.float(), counted) / count
             loss.backward()  # type: ignore[no-untyped-call]
             lost += loss.item()
-        nn.utils.clip_grad_norm_(self._trained.parameters(), LONGEST_GRADIENT)
+        nn.utils.clip_grad_norm_(self._trained.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._average.update_parameters(self._trained)
@@ -171,7 +168,7 @@ class _Run:
     def _logits(self, ids: Tensor) -> Tensor:
         """Texts (B, L) -> the student's logits (B, L - 1, V) after each token but the last."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bfloat16):
-            return feed(self._student, ids[:, :-1], 0, empty_caches(self._student, len(ids), LENGTH - 1))[0].float()
+            return feed(self._student, ids[:, :-1], 0, self._student.empty_caches(len(ids), LENGTH - 1))[0].float()
 
     def _write_round(self, number: int) -> Texts:
         """Texts after the next prompts, in an order of chance that begins anew after the last one."""
@@ -190,12 +187,12 @@ class _Run:
 
 @torch.inference_mode()
 def write_texts(
-    teacher: nn.Module, prompts: Tensor, heat: NDArray[np.float64], stops: Tensor, noise: np.random.Generator
+    teacher: Any, prompts: Tensor, heat: NDArray[np.float64], stops: Tensor, noise: np.random.Generator
 ) -> Texts:
     """What a decoder says after prompts (R, P) at temperatures (R): ids (R, L), prompts and all; after each but the
     last the most probable tokens (R, L - 1, T), the logarithms of their probabilities, and whether they count
     (R, L - 1), for none does after the first of ``stops``."""
-    ids, caches, found, fed = prompts, empty_caches(teacher, len(prompts), 0), list[tuple[Tensor, Tensor]](), 0
+    ids, caches, found, fed = prompts, teacher.empty_caches(len(prompts), 0), list[tuple[Tensor, Tensor]](), 0
     while fed < LENGTH - 1:
         new = ids[:, fed : fed + PIECE]
         if fed % GROWTH == 0:
@@ -227,14 +224,6 @@ def feed(model: Any, ids: Tensor, start: int, caches: list[tuple[Tensor, ...]]) 
     """Tokens (B, S) at positions from ``start`` -> logits (B, S, V), caches and what else a decoder gives."""
     indices = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
     return model(ids, torch.full((len(ids),), start, device=ids.device), indices, caches)
-
-
-def empty_caches(model: Any, rows: int, capacity: int) -> list[tuple[Tensor, ...]]:
-    """Caches of all layers of a decoder."""
-    geometry, device = model.config.geometry, model.model.norm.weight.device
-    held = [geometry.caches_of(index) for index in range(geometry.layers)]
-    shapes = [[cache.shape_of(rows, capacity) for cache in caches for _ in cache.inputs] for caches in held]
-    return [tuple(torch.zeros(shape, device=device) for shape in layer) for layer in shapes]
 
 
 def _average(average: Tensor, weight: Tensor, steps: Tensor | int) -> Tensor:
