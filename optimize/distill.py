@@ -114,7 +114,9 @@ class _Run:
         self._stops, self._device = torch.tensor(stops), pair.model.model.norm.weight.device
         self._bfloat16 = self._device.type == "cuda" or bool(torch.cpu.get_capabilities().get("avx512_bf16"))
         self._trained = nn.ModuleList((pair.model.model.layers, pair.model.model.norm))
-        self._average = AveragedModel(self._trained, avg_fn=_average)
+        self._average = AveragedModel(
+            self._trained, avg_fn=lambda mean, new, steps: mean.lerp(new, 1 - (1 - 1 / (int(steps) + 1)) ** AVERAGED)
+        )
         self._optimizer = torch.optim.Adam(self._trained.parameters(), RATE, betas=BETAS)
         self._parts = {"trained": self._trained, "average": self._average, "optimizer": self._optimizer}
         left_out = max(1, len(prompts) // 10)
@@ -224,10 +226,6 @@ def feed(model: Any, ids: Tensor, start: int, caches: list[tuple[Tensor, ...]]) 
     """Tokens (B, S) at positions from ``start`` -> logits (B, S, V), caches and what else a decoder gives."""
     indices = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
     return model(ids, torch.full((len(ids),), start, device=ids.device), indices, caches)
-
-
-def _average(average: Tensor, weight: Tensor, steps: Tensor | int) -> Tensor:
-    return average.lerp(weight, 1 - (1 - 1 / (int(steps) + 1)) ** AVERAGED)
 
 
 def _save(path: Path, value: Any) -> None:

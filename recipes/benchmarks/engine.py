@@ -3,7 +3,7 @@
 python engine.py concurrency BUNDLE  # 8 requests together, and gaps of streams beside a long prompt
 python engine.py overhead BUNDLE     # time between two runs of ONNX Runtime, beside that inside one
 python engine.py prefixes BUNDLE     # time to first token with a prefix in memory, and on disk after a restart
-python engine.py speculation BUNDLE  # tokens per second with drafts, beside none; --draft DRAFT --text FILE: with its
+python engine.py speculation BUNDLE  # tokens per second with drafts, beside none
 """
 
 import argparse
@@ -223,11 +223,6 @@ def speculation(args: argparse.Namespace) -> Rows:
     drafts that are always wrong."""
     oracle = Oracle(RIGHT)
     lines: Rows = [("tokens per second", "without drafts", "with", "accepted", "ratio")]
-    if args.draft:
-        with open_model(args, draft=str(args.draft)) as model:
-            tokens = model.tokenizer.encode(args.text.read_text())
-            parts = [tokens[start:][: args.prompt] for start in range(0, len(tokens) - args.prompt, args.prompt)]
-            return [*lines, ("draft model, parts of a text", *compare_speeds(model, args, None, 1, {}, parts))]
     for name, drafter, repeats, sampling in (
         (f"oracle, {RIGHT:.0%} right", oracle, 1, {}),
         ("prompt lookup, repetitive text", PromptLookup(), 4, {}),
@@ -240,12 +235,7 @@ def speculation(args: argparse.Namespace) -> Rows:
 
 
 def compare_speeds(
-    model: Model,
-    args: argparse.Namespace,
-    drafter: object,
-    repeats: int,
-    sampling: dict[str, float],
-    prompts: Sequence[list[int]] = (),
+    model: Model, args: argparse.Namespace, drafter: object, repeats: int, sampling: dict[str, float]
 ) -> Iterator[str]:
     """Cells of the table: speeds without and with drafts, the share that was accepted, the ratio."""
     drafted = accepted = 0
@@ -253,7 +243,6 @@ def compare_speeds(
     def speed(speculates: bool, number: int) -> float:
         nonlocal drafted, accepted
         prompt = draw_prompt(model.manifest.geometry.vocab_size, args.prompt // repeats, number, 0) * repeats
-        prompt = prompts[number % len(prompts)] if prompts else prompt
         request = greedy(prompt, args.new_tokens, speculate=False, seed=number, **sampling)
         if isinstance(drafter, Oracle):  # which has to know the text, and random weights leave ties
             drafter.whole = [*prompt, *model.engine.submit(request).result(PATIENCE_S).token_ids]
@@ -292,8 +281,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=positive, default=128, help="tokens of answers")
     parser.add_argument("--long-prompt", type=positive, default=2000, help="tokens that are fed beside streams")
     parser.add_argument("--prefix", type=positive, default=1000, help="tokens that requests have in common")
-    parser.add_argument("--draft", type=Path, help="bundle whose drafts are measured, of greedy answers")
-    parser.add_argument("--text", type=Path, help="file whose parts are the prompts then")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
     meanwhile = Disturbance()
