@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ class _Run:
             self._trained, avg_fn=lambda mean, new, steps: mean.lerp(new, 1 - (1 - 1 / (int(steps) + 1)) ** AVERAGED)
         )
         self._optimizer = torch.optim.Adam(self._trained.parameters(), RATE, betas=BETAS)
-        self._parts = {"trained": self._trained, "average": self._average, "optimizer": self._optimizer}
+        self._parts: dict[str, Any] = {"trained": self._trained, "average": self._average, "optimizer": self._optimizer}
         left_out = max(1, len(prompts) // 10)
         self._prompts, greedy = prompts[:-left_out], prompts[-left_out:][:ROWS]
         self._judged = self._write("judged", greedy, np.zeros(len(greedy)))
@@ -165,12 +166,13 @@ class _Run:
 
     def _cut(self, texts: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Texts on the device, as many as are computed at once."""
-        return zip(*(each.to(self._device).split(AT_ONCE) for each in texts), strict=True)
+        return zip(*(torch.split(each.to(self._device), AT_ONCE) for each in texts), strict=True)
 
     def _logits(self, ids: Tensor) -> Tensor:
         """Texts (B, L) -> the student's logits (B, L - 1, V) after each token but the last."""
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bfloat16):
-            return feed(self._student, ids[:, :-1], 0, self._student.empty_caches(len(ids), LENGTH - 1))[0].float()
+            logits: Tensor = feed(self._student, ids[:, :-1], 0, self._student.empty_caches(len(ids), LENGTH - 1))[0]
+        return logits.float()
 
     def _write_round(self, number: int) -> Texts:
         """Texts after the next prompts, in an order of chance that begins anew after the last one."""
@@ -180,8 +182,9 @@ class _Run:
 
     def _write(self, name: str, prompts: Ids, heat: NDArray[np.float64]) -> Texts:
         given, noise = torch.from_numpy(prompts).to(self._device), self._rng(name, 0)
-        path = self._folder / f"{name}.pt"
-        return _keep(path, lambda: write_texts(self._teacher, given, heat, self._stops, noise))
+        make = partial(write_texts, self._teacher, given, heat, self._stops, noise)
+        found: Texts = _keep(self._folder / f"{name}.pt", make)
+        return found
 
     def _rng(self, use: str, number: int) -> np.random.Generator:
         return np.random.default_rng([self._state["identity"]["seed"], number, *use.encode()])
