@@ -253,6 +253,12 @@ class Decoder(nn.Module):
         logits = self.logit_softcap(self.logit_scale(self.lm_head(x, *tied_weight)))
         return logits, presents, borders, inputs
 
+    def empty_caches(self, rows: int, capacity: int) -> list[Tensors]:
+        """Zeros for the caches of each layer."""
+        device, geometry = self.model.norm.weight.device, self.config.geometry
+        held = [[cache for cache in geometry.caches_of(i) for _ in cache.inputs] for i in range(geometry.layers)]
+        return [tuple(torch.zeros(it.shape_of(rows, capacity), device=device) for it in caches) for caches in held]
+
     def embed(self, input_ids: Tensor, past_lengths: Tensor) -> Tensor:
         """ids (B, S), lengths (B) -> input of the first layer (B, S, N)."""
         x: Tensor = self.embedding_scale(self.model.embed_tokens(input_ids))

@@ -497,6 +497,9 @@ def _attend(
 ) -> Tensor:
     """Attention (B, S, H*D) of queries (B, H, S, D) over keys and values (B, KV, C, D)."""
     group, scale, softcap = knobs.num_heads // knobs.kv_heads, knobs.scale, knobs.softcap
+    if not softcap and sinks is None:
+        attention = scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=group > 1)
+        return attention.transpose(1, 2).flatten(2)
     keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))  # (B, H, C, D)
     if softcap:
         capped = softcap * torch.tanh(queries @ keys.mT * (scale / softcap))
@@ -526,4 +529,4 @@ def _rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, knobs: Knobs) -> Ten
 
 def _scatter(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
     index = positions[:, None, :, None].expand_as(new)  # (B, KV, S, D)
-    return cache.scatter(2, index, new)
+    return cache.scatter(2, index, new.to(cache.dtype))  # autocast computes some in another

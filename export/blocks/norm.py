@@ -25,7 +25,7 @@ class Norm(nn.Module):
         return normed if runs is x else normed.flatten(-2)
 
     def _normalize(self, x: Tensor, shape: tuple[int]) -> Tensor:
-        weight, eps = as_float(self.weight), self.config.eps
+        x, weight, eps = as_float(x), as_float(self.weight), self.config.eps
         if self.config.kind == "rms":
             return functional.rms_norm(x, shape, weight, eps)
         return functional.layer_norm(x, shape, weight, None if self.bias is None else as_float(self.bias), eps)

@@ -61,7 +61,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
             continue
         shape = found[name].shape
         parameters[name] = _make_view(folder, found[name], _turn_each, (*shape[:1], *shape[:0:-1]))
-    for name in _list_offset_norms(config) & found.keys():
+    for name in list_offset_norms(config) & found.keys():
         parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
     for item in recurrents(config):
         parameters |= _convert_recurrent(folder, config, item, found)
@@ -118,7 +118,7 @@ def _ones(shape: tuple[int, ...]) -> Iterator[Array]:
     yield np.ones(shape, np.float32)
 
 
-def _list_offset_norms(config: DecoderConfig) -> set[str]:
+def list_offset_norms(config: DecoderConfig) -> set[str]:
     plain = {f"{item.name}.norm" for item in recurrents(config)}  # behind a recurrence weights are stored as they are
     listed = {norm.name for norm in norms(config)} - plain
     return {f"{name}.weight" for name in listed} if config.norm.offset else set()

@@ -18,6 +18,7 @@ VERBS = (
     "export",
     "plan",
     "build",
+    "distill",
     "adapter",
     "run",
     "chat",
