@@ -5,7 +5,7 @@ Export derives the lists from a checkpoint's layers and writes them into ``expor
 know no model family. Names are module paths of the checkpoint, ``model.layers.0.self_attn.q_proj``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt, prod
 from typing import Annotated, Literal
@@ -638,6 +638,20 @@ class Geometry:
         names = {attention.cache for attention in self.writing if attention.layer == layer}
         names |= {name for item in self.recurrents if item.layer == layer for name in item.caches}
         return [cache for cache in self.caches if cache.name in names]
+
+    def of_layers(self, layers: range) -> "Geometry":
+        """Only what consecutive layers hold, and behind the last one the norm and the head."""
+        held = {*layers, *([None] if layers.stop == self.layers else [])}
+        return replace(
+            self,
+            linears=tuple(it for it in self.linears if it.layer in held),
+            norms=tuple(it for it in self.norms if it.layer in held),
+            attentions=tuple(it for it in self.attentions if it.layer in held),
+            mlps=tuple(it for it in self.mlps if it.layer in held),
+            caches=tuple(cache for layer in layers for cache in self.caches_of(layer)),
+            recurrents=tuple(it for it in self.recurrents if it.layer in held),
+            mixtures=tuple(it for it in self.mixtures if it.layer in held),
+        )
 
     @property
     def shares(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
-from llmc.inventory import Geometry, Positions
+from llmc.inventory import Cache, Geometry, Index, Positions
 
 SCHEMA_VERSION = 14
 GRAPH_CONTRACT_VERSION = 6
@@ -31,6 +31,8 @@ TOKENIZER_FILES = (
 REPLAY = "replay"  # the graph that computes states from what calls of up to so many tokens gave beside their logits
 MOST_REPLAYED = 32
 ADAPTERS_FOLDER = "adapters"  # that llmc adapter add writes into, after the bundle was built
+STAGE_FOLDER = "stage-{}"  # in the last stage's folder, of each stage before it
+MOST_STAGES = 64
 CHUNKS_FILE = "chunks.json"  # hashes of pieces of large files
 
 # Largest tolerance of logits in a self-test; a larger one would test nothing. In SmolLM2-135M with 4-bit weights, calls
@@ -417,6 +419,33 @@ class Similarity:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Consecutive layers of a model that is run in stages. The last stage is the bundle that answers; those before it
+    hand hidden states on, and are bundles in its folders ``stage-0`` and on, wherever these lie.
+
+    Attributes:
+        number: of the stage, from 0.
+        borders: the first layer of every stage, the first being 0.
+        before: of the last stage, SHA-256 of the manifest of each stage before it.
+    """
+
+    number: Index
+    borders: Annotated[tuple[Index, ...], range(2, MOST_STAGES + 1)]
+    before: tuple[str, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == len(self.borders) - 1
+
+    def is_sound(self, layers: int) -> bool:
+        """True if it can be of a model with so many layers."""
+        ends, count = (*self.borders[1:], layers), len(self.borders)
+        increasing = all(first < end for first, end in zip(self.borders, ends, strict=True))
+        hashes = count - 1 if self.is_last else 0
+        return self.borders[0] == 0 and increasing and self.number < count and len(self.before) == hashes
+
+
+@dataclass(frozen=True)
 class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
@@ -427,7 +456,8 @@ class Manifest:
     target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
     ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``; of a model that sees they are the
     tower's, whose graph is ``vision``. Of a model with states ``replay`` computes these. ``adapter_graph`` runs calls
-    in which some row has an adapter, of either phase.
+    in which some row has an adapter, of either phase. Of a model in stages ``stage`` says which this one is; its
+    graphs, caches and memory are those of its layers, and one before the last has ``vectors`` of its hidden states.
     """
 
     schema_version: Version
@@ -453,6 +483,26 @@ class Manifest:
     vectors: Annotated[tuple[GoldenVector, ...], range(17)] = ()
     similarity: Similarity | None = None
     adapter_graph: Graph | None = None
+    stage: Stage | None = None
+
+    @property
+    def layers(self) -> range:
+        """The layers that its graphs compute."""
+        if self.stage is None:
+            return range(self.geometry.layers)
+        ends = (*self.stage.borders[1:], self.geometry.layers)
+        return range(self.stage.borders[self.stage.number], ends[self.stage.number])
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        """The caches of these layers."""
+        return self.geometry.caches if self.stage is None else self.geometry.of_layers(self.layers).caches
+
+    @property
+    def result(self) -> str:
+        """The output of its graphs: logits, or the hidden states that go into the next stage."""
+        end = self.layers.stop
+        return "logits" if end == self.geometry.layers else f"hidden.{end}"
 
     @property
     def overwritten(self) -> int:

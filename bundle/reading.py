@@ -204,6 +204,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "device": (manifest.device is None) == (manifest.target.engine == "onnxruntime"),
         "engine": manifest.engine is None
         or manifest.engine.is_sound(limits.max_context, limits.max_batch, limits.prefill_chunk),
+        "stage": manifest.stage is None or manifest.stage.is_sound(g.layers),
         "target": re.fullmatch(r"\d{1,9}(\.\d{1,9})*", manifest.target.engine_minimum, re.ASCII) is not None,
     }
     for part, holds in sound.items():

@@ -8,7 +8,7 @@ from llmc.bundle import Manifest, Target
 from llmc.errors import BundleError, UsageError
 from llmc.runtime.sessions.base import Batch, Phase, Session
 
-__all__ = ["Batch", "Phase", "Session", "emulate_target", "open_session"]
+__all__ = ["Batch", "Phase", "Session", "emulate_target", "open_engine", "open_session"]
 
 ENGINES = {
     "onnxruntime": "llmc.runtime.sessions.onnxruntime.cpu:OnnxRuntimeSession",
@@ -23,6 +23,23 @@ EMULATED_BYTES = 7
 
 
 def open_session(folder: Path, manifest: Manifest, threads: int, device: int = 0) -> Session:
+    """Open a bundle as :func:`open_engine` does; the last stage of a model with the stages before it, in this process.
+
+    Raises:
+        BundleError: a stage is missing, of another build or not the last one.
+        LlmcError: what :func:`open_engine` raises.
+    """
+    if manifest.stage is None:
+        return open_engine(folder, manifest, threads, device)
+    if not manifest.stage.is_last:
+        stages = len(manifest.stage.borders)
+        raise BundleError(f"{folder} is stage {manifest.stage.number} of {stages}, of which the last one answers; load it")
+    from llmc.runtime.sessions.staged import StagedSession, StagesHere
+
+    return StagedSession(folder, manifest, threads, StagesHere(folder, manifest, threads))
+
+
+def open_engine(folder: Path, manifest: Manifest, threads: int, device: int = 0) -> Session:
     """Open the bundle's graphs with the engine that they were built for; ``device`` is the number of a visible GPU.
 
     Raises:
