@@ -3,10 +3,14 @@
 import importlib
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmc.bundle import Manifest, Target
 from llmc.errors import BundleError, UsageError
 from llmc.runtime.sessions.base import Batch, Phase, Session
+
+if TYPE_CHECKING:
+    from llmc.runtime.sessions.staged import OpenStages
 
 __all__ = ["Batch", "Phase", "Session", "emulate_target", "open_engine", "open_session"]
 
@@ -22,8 +26,11 @@ EMULATOR = "1.28"
 EMULATED_BYTES = 7
 
 
-def open_session(folder: Path, manifest: Manifest, threads: int, device: int = 0) -> Session:
-    """Open a bundle as :func:`open_engine` does; the last stage of a model with the stages before it, in this process.
+def open_session(
+    folder: Path, manifest: Manifest, threads: int, device: int = 0, stages: "OpenStages | None" = None
+) -> Session:
+    """Open a bundle as :func:`open_engine` does; the last stage of a model with the stages before it, by default in
+    this process.
 
     Raises:
         BundleError: a stage is missing, of another build or not the last one.
@@ -36,7 +43,7 @@ def open_session(folder: Path, manifest: Manifest, threads: int, device: int = 0
         raise BundleError(f"{folder} is stage {manifest.stage.number} of {stages}, of which the last one answers; load it")
     from llmc.runtime.sessions.staged import StagedSession, StagesHere
 
-    return StagedSession(folder, manifest, threads, StagesHere(folder, manifest, threads))
+    return StagedSession(folder, manifest, threads, (stages or StagesHere)(folder, manifest, threads))
 
 
 def open_engine(folder: Path, manifest: Manifest, threads: int, device: int = 0) -> Session:

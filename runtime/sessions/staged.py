@@ -4,7 +4,7 @@ The last stage, whose logits are many, runs in the engine's own process; the way
 :class:`Stages`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +40,10 @@ class Stages(Protocol):
 
     def close(self) -> None:
         """Free them."""
+
+
+# What opens them for the last stage in a folder, its manifest and a number of threads.
+OpenStages = Callable[[Path, Manifest, int], Stages]
 
 
 class StagesHere:
@@ -175,12 +179,13 @@ class StagedSession(Session):
         if batch.embedded is not None or batch.adapters:
             raise UsageError("a model in stages takes text alone, without adapters; leave images and adapters out")
         pieces = [(piece, self._stages.submit(piece)) for piece in divide(batch)]
-        found = [self._own.run(replace(piece, hidden=self._stages.fetch(hidden))) for piece, hidden in pieces[:-1]]
-        piece, hidden = pieces[-1]
-        logits = self._own.run(replace(piece, hidden=self._stages.fetch(hidden)))
+        found = []
+        for piece, promise in pieces:
+            logits = self._own.run(replace(piece, hidden=self._stages.fetch(promise)))
+            found.append(logits if len(pieces) == 1 else logits.copy())
         if not batch.provisional:
             self.cache.note_computed(batch.first_row, ends)
-        return logits
+        return found[0] if len(found) == 1 else np.concatenate(found, 1)
 
     def accept(self, row: int, past: int, tokens: int) -> None:
         """See :class:`llmc.runtime.sessions.base.Session`."""
@@ -193,5 +198,15 @@ class StagedSession(Session):
 
 
 def divide(batch: Batch) -> list[Batch]:
-    """A call, in pieces."""
-    return [batch]
+    """A long call of one row in pieces of :data:`PIECE` tokens, so that no stage waits for the whole of it."""
+    sequence = batch.input_ids.shape[1]
+    starts = range(0, max(1, sequence - PIECE + 1), PIECE)
+    if len(batch.input_ids) > 1 or batch.provisional or batch.new_lengths is not None or len(starts) == 1:
+        return [batch]
+    found = []
+    for start in starts:
+        end = sequence if start == starts[-1] else start + PIECE
+        wanted = batch.logit_indices[(batch.logit_indices >= start) & (batch.logit_indices < end)][None]
+        ids, past = batch.input_ids[:, start:end], batch.past_lengths + start
+        found.append(replace(batch, input_ids=ids, past_lengths=past, logit_indices=wanted - start))
+    return found
