@@ -522,5 +522,8 @@ class Manifest:
 def write_manifest(manifest: ExportManifest | Manifest, folder: Path) -> None:
     """Write the manifest into ``folder`` as indented JSON."""
     name = BUNDLE_MANIFEST if isinstance(manifest, Manifest) else EXPORT_MANIFEST
-    text = json.dumps(asdict(manifest), indent=1, ensure_ascii=False, allow_nan=False)
+    fields = asdict(manifest)
+    if fields.get("stage", manifest) is None:
+        del fields["stage"]
+    text = json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / name).write_text(text + "\n", encoding="utf-8")

@@ -266,6 +266,8 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     if type(contract) is int and contract != GRAPH_CONTRACT_VERSION:  # first: its manifest may have other fields, too
         found = f"graph contract {contract}, not {GRAPH_CONTRACT_VERSION}"
         raise BundleError(f"{path} follows {found}; make it again with: {remedy}")
+    if kind is Manifest:
+        data = {"stage": None, **data}  # of a model in one piece it is left out
     try:
         manifest: T = decode(kind, data)
     except LlmcError as error:

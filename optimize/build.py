@@ -25,13 +25,13 @@ from llmc.optimize.judge.finished import judge_decoder, judge_encoder, least_tol
 from llmc.optimize.lower.context import check_patterns
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.order import Order, check_places, take_order
-from llmc.optimize.plan.borders import Cut, choose_borders
+from llmc.optimize.plan.borders import Cut, check_splittable, choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request
 from llmc.optimize.recipe.engine import EngineRequest
-from llmc.optimize.split import check_splittable, split
+from llmc.optimize.split import split
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, stage_folder
 from llmc.runtime.kv.budget import usable_memory
@@ -62,7 +62,7 @@ def build(
     max_batch: int | None = None,
     adapters: int | None = None,
     rank: int | None = None,
-    stages: Sequence[int] = (),
+    stages: Sequence[int] | None = None,
     budget: Budget | None = None,
     recipe: Path | Request | None = None,
     calibration: CalibrationRequest | None = None,

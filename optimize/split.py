@@ -16,17 +16,15 @@ from llmc.bundle import (
     REPLAY,
     STAGE_FOLDER,
     WEIGHTS_FILE,
-    Geometry,
     GoldenVector,
     Graph,
-    Limits,
     Manifest,
     Stage,
     sha256_file,
     write_chunks,
     write_manifest,
 )
-from llmc.errors import BuildError, UsageError
+from llmc.errors import BuildError
 from llmc.optimize.graphs import cut_replay, describe_graph
 from llmc.optimize.judge.replay import replay_apart
 from llmc.optimize.lower.rewrite import read_graph
@@ -39,20 +37,6 @@ from llmc.runtime.sessions import open_engine
 
 # In the bundle's folder while it is cut.
 WHOLE = "whole"
-
-
-def check_splittable(geometry: Geometry, limits: Limits, target: str) -> None:
-    """Refuse what is not run in stages. Raises UsageError: with the part's name."""
-    parts = {
-        f"the target {target}": target != "cpu",
-        "a model that embeds or ranks": geometry.encoder,
-        "a model that sees": geometry.vision,
-        "layers that read the caches of others": geometry.shares,
-        "layers with an input of their own": geometry.per_layer,
-        "adapters": limits.adapters,
-    }
-    if found := [name for name, there in parts.items() if there]:
-        raise UsageError(f"{found[0]} cannot be cut into stages; leave --stages out")
 
 
 def split(folder: Path, manifest: Manifest, cuts: tuple[Cut, ...], progress: Progress) -> Manifest:

@@ -29,6 +29,20 @@ def stage_memory(
     return plan
 
 
+def check_splittable(geometry: Geometry, limits: Limits, target: str) -> None:
+    """Refuse what is not run in stages. Raises UsageError: with the part's name."""
+    parts = {
+        f"a model for {target}": target != "cpu",
+        "a model that embeds or ranks": geometry.encoder,
+        "a model that sees": geometry.vision,
+        "a model with layers that read the caches of others": geometry.shares,
+        "a model with inputs of each layer's own": geometry.per_layer,
+        "a model with adapters beside it": limits.adapters,
+    }
+    if found := [name for name, there in parts.items() if there]:
+        raise UsageError(f"{found[0]} cannot be cut into stages; leave stages out")
+
+
 def choose_borders(
     geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int, boxes: Sequence[int]
 ) -> tuple[Cut, ...]:
@@ -43,7 +57,7 @@ def choose_borders(
     """
     if not 2 <= len(boxes) <= min(geometry.layers, MOST_STAGES):
         most = min(geometry.layers, MOST_STAGES)
-        raise UsageError(f"{len(boxes)} stages are asked for, expected 2 to {most}: each has a layer or more")
+        raise UsageError(f"stages are {len(boxes)}, expected 2 to {most}: each has a layer or more")
 
     @cache
     def memory(first: int, end: int) -> MemoryPlan:
