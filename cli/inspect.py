@@ -122,7 +122,7 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("recipe", show.recipe(manifest.recipe)),
         *prompt_rows(manifest),
         *show.calibration_rows(manifest.recipe),
-        *([("stage", stage_of(manifest))] if manifest.stage else []),
+        *([("stage", f"{it.number}, layers {manifest.layers}, of {it.borders}")] if (it := manifest.stage) else []),
         ("limits", limits_of(manifest)),
         *show.quality_rows(manifest.quality),
         *_image_rows(manifest),
@@ -146,14 +146,6 @@ def prompt_rows(manifest: Manifest) -> list[tuple[str, str]]:
         return []
     found = f"smoothed by {recipe.smoothing:g}" if recipe.smoothing else "neither rotated nor smoothed"
     return [("prompts", f"8-bit activations, {'rotated' if 'prefill' in recipe.rotated else found}")]
-
-
-def stage_of(manifest: Manifest) -> str:
-    """The layers that a stage of a model has, and whether it is the one that answers."""
-    assert manifest.stage is not None
-    end = "the last, which answers" if manifest.stage.is_last else "which answers nothing by itself"
-    layers, count = manifest.layers, len(manifest.stage.borders)
-    return f"{manifest.stage.number} of {count}, {end}: layers {layers.start} to {layers.stop - 1}"
 
 
 def limits_of(manifest: Manifest) -> str:

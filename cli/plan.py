@@ -102,13 +102,14 @@ def _ahead(
         on_gpu = capabilities(target).has_gpu
         found = find_memories(on_gpu, memory, gpu_memory, unified)
         build = {"context": max_context, "batch": max_batch, "target": target, "unified": found.unified}
-        build["boxes"] = stages
-        return hold(plan_stages(path, geometry, **build, **how), found, on_gpu)  # type: ignore[arg-type]
+        return hold(plan_stages(path, geometry, boxes=stages, **build, **how), found, on_gpu)  # type: ignore[arg-type]
     manifest = read_bundle(path)
     on_gpu = manifest.device is not None
     found = find_memories(on_gpu, memory, gpu_memory, unified)
     if any(how.values()) or target != "cpu" or stages:
-        raise UsageError(f"{path} is built already; precision, recipe, target and stages are for an export or a checkpoint")
+        raise UsageError(
+            f"{path} is built already; precision, recipe, target and stages are for an export or a checkpoint"
+        )
     plans = plan_bundle(manifest, max_context, max_batch)
     return hold([*_estimate_rebuilding(manifest, found.unified), *plans], found, on_gpu)
 

@@ -25,7 +25,7 @@ from llmc.optimize.judge.finished import judge_decoder, judge_encoder, least_tol
 from llmc.optimize.lower.context import check_patterns
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.order import Order, check_places, take_order
-from llmc.optimize.plan.borders import Cut, check_splittable, choose_borders
+from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, silent
@@ -115,17 +115,12 @@ def build(
     try_tokenizer(source)
     order = order.with_engine(wishes)
     _check_support(order)
-    cuts = _cut(order, stages) if stages else ()
+    tokenizer, geometry = (source / TOKENIZER_FILE).stat().st_size, order.export.geometry
+    cuts = choose_borders(geometry, order.limits, order.recipe, tokenizer, stages, target) if stages else []
     with stage_folder(output, force=force) as folder:
         manifest = _fill(order, folder)
         manifest = split(folder, manifest, cuts, progress) if cuts else manifest
     return BuildReport(output, manifest, time.perf_counter() - start)
-
-
-def _cut(order: Order, boxes: Sequence[int]) -> tuple[Cut, ...]:
-    check_splittable(order.export.geometry, order.limits, order.target.name)
-    tokenizer = (order.source / TOKENIZER_FILE).stat().st_size
-    return choose_borders(order.export.geometry, order.limits, order.recipe, tokenizer, boxes)
 
 
 def _check_memory(order: Order, memory: int | None) -> None:

@@ -4,6 +4,7 @@ The graphs are those that were judged, cut, so a chain of stages computes the sa
 """
 
 import shutil
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,9 @@ import onnx_ir as ir
 
 from llmc.bundle import (
     BUNDLE_MANIFEST,
-    CHUNKS_FILE,
     REPLAY,
     STAGE_FOLDER,
-    WEIGHTS_FILE,
+    TOKENIZER_FILES,
     GoldenVector,
     Graph,
     Manifest,
@@ -35,34 +35,28 @@ from llmc.publish import file_entries
 from llmc.runtime.selftest import run_stage
 from llmc.runtime.sessions import open_engine
 
-# In the bundle's folder while it is cut.
-WHOLE = "whole"
+WHOLE = "whole"  # in the bundle's folder while it is cut
 
 
-def split(folder: Path, manifest: Manifest, cuts: tuple[Cut, ...], progress: Progress) -> Manifest:
-    """Cut the finished bundle in ``folder`` in its place, and replay its golden prompts through the stages.
-
-    Returns:
-        The manifest of the last stage, which has the tokenizer and answers.
-
-    Raises:
-        BuildError: more than hidden states cross a border, or the stages compute something else than the whole.
-    """
-    whole, borders = folder / WHOLE, tuple(cut.layers.start for cut in cuts)
+def split(folder: Path, manifest: Manifest, cuts: Sequence[Cut], progress: Progress) -> Manifest:
+    """Cut the finished bundle in ``folder`` in its place, and replay its golden prompts through the stages; the
+    manifest of the last one, which has the tokenizer and answers.
+    Raises BuildError: more than hidden states cross a border, or the stages compute something else than the whole."""
+    whole, borders, hashes = folder / WHOLE, tuple(cut.layers.start for cut in cuts), list[str]()
+    files = [path for path in folder.iterdir() if path.name not in TOKENIZER_FILES]
     whole.mkdir()
-    for name in {WEIGHTS_FILE, *(graph.file for graph in manifest.graphs.values())}:
-        (folder / name).rename(whole / name)
-    hashes: list[str] = []
-    for number, cut in enumerate(cuts):
+    for path in files:
+        path.rename(whole / path.name)
+    for number, cut in enumerate(cuts[:-1]):
         progress(f"cutting stage {number} of {len(cuts)}: layers {cut.layers.start} to {cut.layers.stop - 1}")
-        stage = Stage(number, borders, ())
-        if stage.number < len(cuts) - 1:
-            place = folder / STAGE_FOLDER.format(number)
-            place.mkdir()
-            part = replace(manifest, stage=stage, memory=cut.memory, quality=None, golden=())
-            _write_inner(whole, place, part)
-            hashes.append(sha256_file(place / BUNDLE_MANIFEST))
-    stage = replace(stage, before=tuple(hashes))
+        (place := folder / STAGE_FOLDER.format(number)).mkdir()
+        inner = replace(manifest, stage=Stage(number, borders), memory=cut.memory, quality=None, golden=())
+        inner = _write_stage(whole, place, inner)
+        with closing(open_engine(place, inner, 1)) as session:
+            case = GoldenVector((), tuple(run_stage(session, inner).tolist()))
+        write_manifest(replace(inner, vectors=(case,)), place)
+        hashes.append(sha256_file(place / BUNDLE_MANIFEST))
+    stage = Stage(len(hashes), borders, tuple(hashes))
     last = _write_stage(whole, folder, replace(manifest, stage=stage, memory=cuts[-1].memory))
     shutil.rmtree(whole)
     progress("replaying the golden prompts through the stages")
@@ -70,29 +64,15 @@ def split(folder: Path, manifest: Manifest, cuts: tuple[Cut, ...], progress: Pro
     return last
 
 
-def _write_inner(whole: Path, folder: Path, part: Manifest) -> None:
-    """A stage before the last, with some of the hidden states that it makes, by which it is verified alone."""
-    written = _write_stage(whole, folder, part)
-    with closing(open_engine(folder, written, 1)) as session:
-        case = GoldenVector((), tuple(run_stage(session, written).tolist()))
-    write_manifest(replace(written, vectors=(case,)), folder)
-
-
 def _write_stage(whole: Path, folder: Path, part: Manifest) -> Manifest:
     with closing(WeightFile(folder)) as weights:
-        graphs = {
-            graph.file: _cut(whole, folder, graph, part, weights)
-            for name, graph in part.graphs.items()
-            if name != REPLAY
-        }
-    if part.geometry.has_states:
-        replayed = cut_replay(folder, part.graphs["decode"].file)
-        graphs[replayed.file] = replayed
-    files = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != BUNDLE_MANIFEST)
-    write_chunks(folder, [name for name in files if name != CHUNKS_FILE])
-    files = [name for name in (*files, CHUNKS_FILE) if (folder / name).exists()]
-    named = {name: graphs[graph.file] for name, graph in part.graphs.items()}
-    part = replace(part, graphs=named, files=file_entries(folder, sorted(set(files))))
+        cut = {graph: _cut(whole, folder, graph, part, weights) for graph in {*part.graphs.values()}}
+    graphs = {name: cut[graph] for name, graph in part.graphs.items()}
+    if REPLAY in graphs:
+        graphs[REPLAY] = cut_replay(folder, graphs["decode"].file)
+    write_chunks(folder, sorted(path.name for path in folder.iterdir() if path.is_file()))
+    files = file_entries(folder, sorted(path.name for path in folder.iterdir() if path.is_file()))
+    part = replace(part, graphs=graphs, files=files)
     write_manifest(part, folder)
     return part
 
@@ -100,28 +80,22 @@ def _write_stage(whole: Path, folder: Path, part: Manifest) -> Manifest:
 def _cut(whole: Path, folder: Path, graph: Graph, part: Manifest, weights: WeightFile) -> Graph:
     """The nodes of a graph between two hidden states, with all that they read of it."""
     model = read_graph(whole, graph.file)
-    names = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
-    names |= {value.name: value for node in model.graph for value in node.outputs}
-    own = {name for cache in part.caches for name in (*cache.inputs, *cache.outputs)}
-    others = {name for cache in part.geometry.caches for name in (*cache.inputs, *cache.outputs)} - own
-    inputs = [value for value in model.graph.inputs if value.name not in others]
-    outputs = [
-        value
-        for value in model.graph.outputs
-        if value.name not in others | {"logits"} and _name_state(str(value.name)) not in others
-    ]
-    result, packed = names[part.result], any(str(name).startswith("packed.") for name in names)
-    taken = [names[f"hidden.{part.layers.start}"]] if part.layers.start else []
-    for value in (*taken, *([result] if part.result != "logits" else [])):
-        value.type = ir.TensorType(ir.DataType.FLOAT)
-        width = part.geometry.hidden_size
-        value.shape = ir.Shape([1, "tokens", width] if packed else ["batch", "sequence", width])
+    values, hidden = ir.convenience.create_value_mapping(model.graph), f"hidden.{part.layers.start}"
+    caches = set(part.geometry.caches) - set(part.caches)
+    others = {name for cache in caches for name in (*cache.inputs, *cache.outputs)} | {"logits"}
+    inputs = [str(value.name) for value in model.graph.inputs if value.name not in others]
+    # An output that states are computed from bears the name of one.
+    kept = {str(value.name): str(value.name).removeprefix(f"{REPLAY}.") for value in model.graph.outputs}
+    outputs = [name for name, of in kept.items() if not {name, of.rpartition(".")[0]} & others]
+    for name in {hidden, part.result} & values.keys() - {"hidden.0", "logits"}:
+        values[name].type = ir.TensorType(ir.DataType.FLOAT)
+        values[name].shape = ir.Shape([None, None, part.geometry.hidden_size])  # [1, T, H] where rows are packed
     try:
-        cut = ir.convenience.extract(model.graph, [*inputs, *taken], [result, *outputs])
+        taken = [hidden] if part.layers.start else []
+        cut = ir.convenience.extract(model.graph, [*inputs, *taken], [part.result, *outputs])
     except ValueError as error:
         raise BuildError(
-            f"{part.geometry.model_type}: more than hidden states crosses the border before layer {part.layers.start} "
-            f"or {part.layers.stop} ({error}); build it without --stages"
+            f"more than hidden states cross a border of {part.layers} ({error}); leave stages out"
         ) from error
     for value in cut.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
@@ -130,8 +104,3 @@ def _cut(whole: Path, folder: Path, graph: Graph, part: Manifest, weights: Weigh
     made.graph.opset_imports.update(model.graph.opset_imports)
     ir.save(made, folder / graph.file)
     return replace(describe_graph(cut, graph.file, graph.overwritten), invariance=graph.invariance)
-
-
-def _name_state(output: str) -> str:
-    """The state that an output belongs to which it is computed from; any other name stays."""
-    return output.removeprefix(f"{REPLAY}.").rpartition(".")[0] if output.startswith(f"{REPLAY}.") else output

@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from llmc.runtime.sessions.staged import OpenStages
     from llmc.runtime.text.chat_template import ChatTemplate
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ def load(
     emulate: bool = False,
     device: int = 0,
     adapters: Mapping[str, str | Path] | None = None,
-    stages: "OpenStages | None" = None,
+    stages: Any = None,
     **options: Any,
 ) -> "Model":
     """Load a bundle; if a build replaces it meanwhile, the new one, and never a mixture.
@@ -105,7 +104,8 @@ def load(
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
         device: the number of the GPU, of those that are visible, that a bundle for GPUs runs on.
         adapters: folders that ``llmc adapter add`` wrote, by the names that requests give; default: the bundle's own.
-        stages: opens the stages before the last of a model that is in stages; default: in this process.
+        stages: opens the stages before the last of a model in stages, a :class:`llmc.runtime.sessions.staged.Stages`
+            by default, for which all of them are in this process.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
@@ -765,7 +765,12 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
 def prefix_key(manifest: Manifest) -> str:
     """Everything that cached keys and values depend on: the weights, the graphs, the cache's type."""
     before = manifest.stage.before if manifest.stage else ()
-    parts = [manifest.source.fingerprint, manifest.cache, *before, *(file.sha256 for _, file in sorted(manifest.files.items()))]
+    parts = [
+        manifest.source.fingerprint,
+        manifest.cache,
+        *before,
+        *(file.sha256 for _, file in sorted(manifest.files.items())),
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -3,14 +3,11 @@
 import importlib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from llmc.bundle import Manifest, Target
 from llmc.errors import BundleError, UsageError
 from llmc.runtime.sessions.base import Batch, Phase, Session
-
-if TYPE_CHECKING:
-    from llmc.runtime.sessions.staged import OpenStages
 
 __all__ = ["Batch", "Phase", "Session", "emulate_target", "open_engine", "open_session"]
 
@@ -26,24 +23,19 @@ EMULATOR = "1.28"
 EMULATED_BYTES = 7
 
 
-def open_session(
-    folder: Path, manifest: Manifest, threads: int, device: int = 0, stages: "OpenStages | None" = None
-) -> Session:
-    """Open a bundle as :func:`open_engine` does; the last stage of a model with the stages before it, by default in
-    this process.
-
-    Raises:
-        BundleError: a stage is missing, of another build or not the last one.
-        LlmcError: what :func:`open_engine` raises.
-    """
+def open_session(folder: Path, manifest: Manifest, threads: int, device: int = 0, stages: Any = None) -> Session:
+    """Open a bundle as :func:`open_engine` does; where it is the last stage of a model, with those before it, which
+    ``stages`` opens instead of :class:`llmc.runtime.sessions.staged.Stages`."""
     if manifest.stage is None:
         return open_engine(folder, manifest, threads, device)
     if not manifest.stage.is_last:
-        stages = len(manifest.stage.borders)
-        raise BundleError(f"{folder} is stage {manifest.stage.number} of {stages}, of which the last one answers; load it")
-    from llmc.runtime.sessions.staged import StagedSession, StagesHere
+        number, count = manifest.stage.number, len(manifest.stage.borders)
+        raise BundleError(f"{folder} is stage {number} of {count}, of which the last one answers; load that")
+    from llmc.runtime.sessions.staged import StagedSession, Stages
 
-    return StagedSession(folder, manifest, threads, (stages or StagesHere)(folder, manifest, threads))
+    return StagedSession(
+        manifest, open_engine(folder, manifest, threads), (stages or Stages)(folder, manifest, threads)
+    )
 
 
 def open_engine(folder: Path, manifest: Manifest, threads: int, device: int = 0) -> Session:

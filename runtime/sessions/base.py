@@ -79,8 +79,8 @@ class Session(ABC):
 
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits float32 [B, O, vocab], of a stage before the last its hidden states; the next call may reuse the array,
-        so copy what must outlive it."""
+        """Logits float32 [B, O, vocab], of a stage before the last hidden states; the next call may reuse the array, so
+        copy what must outlive it."""
 
     def accept(self, row: int, past: int, tokens: int) -> None:
         """Let the states of a row, after ``past`` tokens, be those after the first ``tokens`` of the last call, which

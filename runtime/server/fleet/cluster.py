@@ -1,6 +1,6 @@
 """The fleet on Ray: its deployments, and what Ray is told of them."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message
 
-from llmc.bundle import Manifest, read_bundle
+from llmc.bundle import read_bundle
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.server.config import ServerConfig, read_config
@@ -79,6 +79,7 @@ def replicas_of(config: ServerConfig) -> serve.Application:
     least = config.ray_min_replicas
     most = max(least, config.ray_max_replicas or least)
     cpus = config.ray_cpus or config.threads or max(1, usable_threads() // most)
+    places = dict(place for one in manifests if one.stage for place in find_place(one.stage.number).items())
     deployment = serve.deployment(
         name="replicas",
         user_config={
@@ -88,7 +89,7 @@ def replicas_of(config: ServerConfig) -> serve.Application:
         max_ongoing_requests=rows + waiting,
         max_queued_requests=waiting,
         autoscaling_config=AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=rows),
-        ray_actor_options={"num_cpus": cpus, "num_gpus": config.ray_gpus, "resources": _find_places(manifests)},
+        ray_actor_options={"num_cpus": cpus, "num_gpus": config.ray_gpus, "resources": places},
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.drain_s,
@@ -100,16 +101,6 @@ def replicas_of(config: ServerConfig) -> serve.Application:
     # Stored responses would have to be found again at the replica that has them.
     own = replace(_absolute(config), models={}, threads=config.threads or max(1, int(cpus)), response_store_bytes=0)
     return deployment(_Deployed).bind(own)
-
-
-def _find_places(manifests: Sequence[Manifest]) -> dict[str, float]:
-    """The box of the last stage, for replicas of a model in stages."""
-    return {
-        name: share
-        for one in manifests
-        if one.stage is not None
-        for name, share in find_place(one, one.stage.number).items()
-    }
 
 
 def _absolute(config: ServerConfig) -> ServerConfig:

@@ -68,7 +68,7 @@ class OnnxRuntimeSession(Session):
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits float32 [B, O, vocab] of one call, or hidden states; see :class:`llmc.runtime.sessions.base.Session`."""
+        """Logits float32 [B, O, vocab] or hidden states of one call; see :class:`llmc.runtime.sessions.base.Session`."""
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if batch.new_lengths is not None:
@@ -81,18 +81,7 @@ class OnnxRuntimeSession(Session):
                 self._bound.clear()
             self._factors.fill(batch.first_row, batch.adapters)
         binding = self._bind_buffers(batch)
-        binding.input_ids[:] = batch.input_ids
-        binding.past_lengths[:] = batch.past_lengths
-        binding.logit_indices[:] = batch.logit_indices
-        if binding.new_lengths is not None:
-            binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
-        if batch.embedded is not None:
-            binding.embedding_indices[:], binding.embeddings[:] = batch.embedded.indices, batch.embedded.rows
-        if binding.hidden is not None:
-            binding.hidden[:] = batch.hidden
-        if binding.positions is not None:
-            plain = batch.past_lengths[:, None] + np.arange(sequence)
-            binding.positions[:] = plain if batch.positions is None else batch.positions
+        binding.fill(batch)
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
         except Exception:
@@ -230,6 +219,21 @@ class _Binding:
         for tensor, array in caches:
             bind(self.io.bind_input, tensor.past, array)
             bind(self.io.bind_output, tensor.present, array)
+
+    def fill(self, batch: Batch) -> None:
+        """Write what a call feeds."""
+        self.input_ids[:] = batch.input_ids
+        self.past_lengths[:] = batch.past_lengths
+        self.logit_indices[:] = batch.logit_indices
+        if self.new_lengths is not None:
+            self.new_lengths[:] = self.input_ids.shape[1] if batch.new_lengths is None else batch.new_lengths
+        if batch.embedded is not None:
+            self.embedding_indices[:], self.embeddings[:] = batch.embedded.indices, batch.embedded.rows
+        if self.hidden is not None:
+            self.hidden[:] = batch.hidden
+        if self.positions is not None:
+            plain = batch.past_lengths[:, None] + np.arange(self.input_ids.shape[1])
+            self.positions[:] = plain if batch.positions is None else batch.positions
 
     def bind_lengths(self) -> None:
         """A graph that packs rows asks how many of each row's new tokens count."""
