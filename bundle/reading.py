@@ -186,13 +186,16 @@ def build_command(source: str | Path) -> str:
 def _check_values(folder: Path, manifest: Manifest) -> None:
     """Refuse numbers that no build writes, before anything is computed from them."""
     g, limits, generation = manifest.geometry, manifest.limits, manifest.generation
+    staged = manifest.stage is None or manifest.stage.is_sound(g.layers)
+    kinds = {cache.kind for cache in manifest.caches} if staged else set()
     sound = {
+        "stage": staged,
         "geometry": g.is_sound,
         "limits": limits.prefill_chunk <= limits.max_context <= g.max_positions,
         "graphs": manifest.graphs.keys() == {"encode"}
         if g.encoder
         else manifest.graphs.keys()
-        == {"prefill", "decode"} | ({"vision"} if g.vision else set()) | ({REPLAY} if g.has_states else set()),
+        == {"prefill", "decode"} | ({"vision"} if g.vision else set()) | ({REPLAY} if "state" in kinds else set()),
         "generation": max((*generation.eos_token_ids, generation.bos_token_id or 0)) < g.vocab_size
         and (generation.temperature or 0) >= 0
         and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p)),
@@ -204,7 +207,6 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "device": (manifest.device is None) == (manifest.target.engine == "onnxruntime"),
         "engine": manifest.engine is None
         or manifest.engine.is_sound(limits.max_context, limits.max_batch, limits.prefill_chunk),
-        "stage": manifest.stage is None or manifest.stage.is_sound(g.layers),
         "target": re.fullmatch(r"\d{1,9}(\.\d{1,9})*", manifest.target.engine_minimum, re.ASCII) is not None,
     }
     for part, holds in sound.items():

@@ -66,9 +66,10 @@ def split(folder: Path, manifest: Manifest, cuts: Sequence[Cut], progress: Progr
 
 def _write_stage(whole: Path, folder: Path, part: Manifest) -> Manifest:
     with closing(WeightFile(folder)) as weights:
-        cut = {graph: _cut(whole, folder, graph, part, weights) for graph in {*part.graphs.values()}}
-    graphs = {name: cut[graph] for name, graph in part.graphs.items()}
-    if REPLAY in graphs:
+        both = dict.fromkeys(part.graphs[phase] for phase in ("prefill", "decode"))  # one, where a graph serves both
+        cut = {graph.file: _cut(whole, folder, graph, part, weights) for graph in both}
+    graphs = {phase: cut[part.graphs[phase].file] for phase in ("prefill", "decode")}
+    if any(cache.kind == "state" for cache in part.caches):
         graphs[REPLAY] = cut_replay(folder, graphs["decode"].file)
     write_chunks(folder, sorted(path.name for path in folder.iterdir() if path.is_file()))
     files = file_entries(folder, sorted(path.name for path in folder.iterdir() if path.is_file()))

@@ -50,7 +50,7 @@ class OnnxRuntimeSession(Session):
         if manifest.cache == "bfloat16":
             raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
         names = {phase: manifest.graphs[phase.value].file for phase in Phase}
-        own = {manifest.graphs[REPLAY].file} if manifest.geometry.has_states else set()
+        own = {manifest.graphs[REPLAY].file} if REPLAY in manifest.graphs else set()
         files = open_graphs(runtime, folder, manifest, sorted({*names.values(), *own}), threads)
         self._graphs: dict[str, Any] = {phase: files[name] for phase, name in names.items()}
         self._takes_lengths: set[str] = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
@@ -68,7 +68,7 @@ class OnnxRuntimeSession(Session):
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits float32 [B, O, vocab] or hidden states of one call; see :class:`llmc.runtime.sessions.base.Session`."""
+        """Logits float32 [B, O, vocab], or hidden states; see :class:`llmc.runtime.sessions.base.Session`."""
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if batch.new_lengths is not None:
@@ -96,10 +96,10 @@ class OnnxRuntimeSession(Session):
 
     def accept(self, row: int, past: int, tokens: int) -> None:
         """See :class:`llmc.runtime.sessions.base.Session`."""
-        assert self._replay is not None
-        states = [(tensor, array) for tensor, array in self._list_caches(row, 1) if tensor.kind == "state"]
-        with translate_errors("going back over drafts"):
-            self._replay.accept(tokens, self._fed, states, self._options)
+        if self._replay is not None:
+            states = [(tensor, array) for tensor, array in self._list_caches(row, 1) if tensor.kind == "state"]
+            with translate_errors("going back over drafts"):
+                self._replay.accept(tokens, self._fed, states, self._options)
         self.cache.note_computed(row, [past + tokens])
 
     def open_adapters(self) -> None:
@@ -222,17 +222,18 @@ class _Binding:
 
     def fill(self, batch: Batch) -> None:
         """Write what a call feeds."""
+        sequence = batch.input_ids.shape[1]
         self.input_ids[:] = batch.input_ids
         self.past_lengths[:] = batch.past_lengths
         self.logit_indices[:] = batch.logit_indices
         if self.new_lengths is not None:
-            self.new_lengths[:] = self.input_ids.shape[1] if batch.new_lengths is None else batch.new_lengths
+            self.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
         if batch.embedded is not None:
             self.embedding_indices[:], self.embeddings[:] = batch.embedded.indices, batch.embedded.rows
         if self.hidden is not None:
             self.hidden[:] = batch.hidden
         if self.positions is not None:
-            plain = batch.past_lengths[:, None] + np.arange(self.input_ids.shape[1])
+            plain = batch.past_lengths[:, None] + np.arange(sequence)
             self.positions[:] = plain if batch.positions is None else batch.positions
 
     def bind_lengths(self) -> None:
