@@ -8,7 +8,7 @@ know no model family. Names are module paths of the checkpoint, ``model.layers.0
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt, prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 # Modules that every decoder has, by llmc's own names.
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -642,16 +642,9 @@ class Geometry:
     def of_layers(self, layers: range) -> "Geometry":
         """Only what consecutive layers hold, and behind the last one the norm and the head."""
         held = {*layers, *([None] if layers.stop == self.layers else [])}
-        return replace(
-            self,
-            linears=tuple(it for it in self.linears if it.layer in held),
-            norms=tuple(it for it in self.norms if it.layer in held),
-            attentions=tuple(it for it in self.attentions if it.layer in held),
-            mlps=tuple(it for it in self.mlps if it.layer in held),
-            caches=tuple(cache for layer in layers for cache in self.caches_of(layer)),
-            recurrents=tuple(it for it in self.recurrents if it.layer in held),
-            mixtures=tuple(it for it in self.mixtures if it.layer in held),
-        )
+        kinds = ("linears", "norms", "attentions", "mlps", "recurrents", "mixtures")
+        parts: dict[str, Any] = {kind: tuple(it for it in getattr(self, kind) if it.layer in held) for kind in kinds}
+        return replace(self, caches=tuple(cache for layer in layers for cache in self.caches_of(layer)), **parts)
 
     @property
     def shares(self) -> bool:

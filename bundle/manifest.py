@@ -420,17 +420,14 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers of a model that is run in stages. The last stage is the bundle that answers; those before it
-    hand hidden states on, and are bundles in its folders ``stage-0`` and on, wherever these lie.
+    """Consecutive layers of a model, all of them unless it runs in stages. The last stage is the bundle that answers;
+    those before it hand hidden states on, and are bundles in its folders ``stage-0`` and on.
 
-    Attributes:
-        number: of the stage, from 0.
-        borders: the first layer of every stage, the first being 0.
-        before: of the last stage, SHA-256 of the manifest of each stage before it.
+    ``borders`` are the first layers of all stages, ``before`` the SHA-256 of the manifests of those before the last.
     """
 
-    number: Index
-    borders: Annotated[tuple[Index, ...], range(2, MOST_STAGES + 1)]
+    number: Index = 0
+    borders: Annotated[tuple[Index, ...], range(1, MOST_STAGES + 1)] = (0,)
     before: tuple[str, ...] = ()
 
     @property
@@ -439,10 +436,9 @@ class Stage:
 
     def is_sound(self, layers: int) -> bool:
         """True if it can be of a model with so many layers."""
-        ends, count = (*self.borders[1:], layers), len(self.borders)
-        increasing = all(first < end for first, end in zip(self.borders, ends, strict=True))
-        hashes = count - 1 if self.is_last else 0
-        return self.borders[0] == 0 and increasing and self.number < count and len(self.before) == hashes
+        increasing = [*self.borders] == sorted({0, *self.borders}) and self.borders[-1] < layers
+        hashes = len(self.borders) - 1 if self.is_last else 0
+        return increasing and self.number < len(self.borders) and len(self.before) == hashes
 
 
 @dataclass(frozen=True)
@@ -483,26 +479,18 @@ class Manifest:
     vectors: Annotated[tuple[GoldenVector, ...], range(17)] = ()
     similarity: Similarity | None = None
     adapter_graph: Graph | None = None
-    stage: Stage | None = None
+    stage: Stage = Stage()
 
     @property
     def layers(self) -> range:
         """The layers that its graphs compute."""
-        if self.stage is None:
-            return range(self.geometry.layers)
         ends = (*self.stage.borders[1:], self.geometry.layers)
         return range(self.stage.borders[self.stage.number], ends[self.stage.number])
 
     @property
     def caches(self) -> tuple[Cache, ...]:
         """The caches of these layers."""
-        return self.geometry.caches if self.stage is None else self.geometry.of_layers(self.layers).caches
-
-    @property
-    def result(self) -> str:
-        """The output of its graphs: logits, or the hidden states that go into the next stage."""
-        end = self.layers.stop
-        return "logits" if end == self.geometry.layers else f"hidden.{end}"
+        return tuple(cache for layer in self.layers for cache in self.geometry.caches_of(layer))
 
     @property
     def overwritten(self) -> int:
@@ -523,7 +511,7 @@ def write_manifest(manifest: ExportManifest | Manifest, folder: Path) -> None:
     """Write the manifest into ``folder`` as indented JSON."""
     name = BUNDLE_MANIFEST if isinstance(manifest, Manifest) else EXPORT_MANIFEST
     fields = asdict(manifest)
-    if fields.get("stage", manifest) is None:
+    if isinstance(manifest, Manifest) and not manifest.stage.borders[1:]:
         del fields["stage"]
     text = json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / name).write_text(text + "\n", encoding="utf-8")

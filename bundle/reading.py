@@ -7,6 +7,7 @@ import shlex
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from llmc.bundle.manifest import (
     VISION_FILE,
     ExportManifest,
     Manifest,
+    Stage,
 )
 from llmc.errors import BundleError, LlmcError
 from llmc.strict import decode, read_json
@@ -186,7 +188,7 @@ def build_command(source: str | Path) -> str:
 def _check_values(folder: Path, manifest: Manifest) -> None:
     """Refuse numbers that no build writes, before anything is computed from them."""
     g, limits, generation = manifest.geometry, manifest.limits, manifest.generation
-    staged = manifest.stage is None or manifest.stage.is_sound(g.layers)
+    staged = manifest.stage.is_sound(g.layers)
     kinds = {cache.kind for cache in manifest.caches} if staged else set()
     sound = {
         "stage": staged,
@@ -269,7 +271,7 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
         found = f"graph contract {contract}, not {GRAPH_CONTRACT_VERSION}"
         raise BundleError(f"{path} follows {found}; make it again with: {remedy}")
     if kind is Manifest:
-        data = {"stage": None, **data}  # of a model in one piece it is left out
+        data = {"stage": asdict(Stage()), **data}  # left out of a model in one piece
     try:
         manifest: T = decode(kind, data)
     except LlmcError as error:

@@ -81,23 +81,22 @@ def _write_stage(whole: Path, folder: Path, part: Manifest) -> Manifest:
 def _cut(whole: Path, folder: Path, graph: Graph, part: Manifest, weights: WeightFile) -> Graph:
     """The nodes of a graph between two hidden states, with all that they read of it."""
     model = read_graph(whole, graph.file)
-    values, hidden = ir.convenience.create_value_mapping(model.graph), f"hidden.{part.layers.start}"
+    values = ir.convenience.create_value_mapping(model.graph)
+    hidden, result = f"hidden.{part.layers.start}", "logits" if part.stage.is_last else f"hidden.{part.layers.stop}"
     caches = set(part.geometry.caches) - set(part.caches)
     others = {name for cache in caches for name in (*cache.inputs, *cache.outputs)} | {"logits"}
     inputs = [str(value.name) for value in model.graph.inputs if value.name not in others]
     # An output that states are computed from bears the name of one.
     kept = {str(value.name): str(value.name).removeprefix(f"{REPLAY}.") for value in model.graph.outputs}
     outputs = [name for name, of in kept.items() if not {name, of.rpartition(".")[0]} & others]
-    for name in {hidden, part.result} & values.keys() - {"hidden.0", "logits"}:
+    for name in {hidden, result} & values.keys() - {"hidden.0", "logits"}:
         values[name].type = ir.TensorType(ir.DataType.FLOAT)
         values[name].shape = ir.Shape([None, None, part.geometry.hidden_size])  # [1, T, H] where rows are packed
     try:
         taken = [hidden] if part.layers.start else []
         cut = ir.convenience.extract(model.graph, [*inputs, *taken], [part.result, *outputs])
-    except ValueError as error:
-        raise BuildError(
-            f"more than hidden states cross a border of {part.layers} ({error}); leave stages out"
-        ) from error
+    except (ValueError, RuntimeError) as error:  # the latter when what another stage has is to be copied
+        raise BuildError(f"more than hidden states cross a border of {part.layers}; leave stages out") from error
     for value in cut.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
             value.const_value = weights.copy(value.const_value)

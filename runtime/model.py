@@ -104,8 +104,7 @@ def load(
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
         device: the number of the GPU, of those that are visible, that a bundle for GPUs runs on.
         adapters: folders that ``llmc adapter add`` wrote, by the names that requests give; default: the bundle's own.
-        stages: opens the stages before the last of a model in stages, a :class:`llmc.runtime.sessions.staged.Stages`
-            by default, for which all of them are in this process.
+        stages: opens the stages before the last of a model in stages; default: in this process.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
@@ -181,8 +180,8 @@ def verify(
     emulate: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> VerifyReport:
-    """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU. Of a
-    model in stages each is verified alone, and then all together.
+    """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU. Stages
+    are verified alone, and then all together.
 
     Raises:
         BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
@@ -193,10 +192,10 @@ def verify(
         manifest = read_bundle(place)
         for name in verify_files(place, manifest):
             progress(f"hashed {name}")
-        if manifest.stage is not None and not manifest.stage.is_last:
+        if not manifest.stage.is_last:
             with closing(open_engine(place, manifest, _default_threads(threads))) as session:
                 return replay_stage(place, manifest, session)
-        for number in range(len(manifest.stage.before) if manifest.stage else 0):
+        for number in range(len(manifest.stage.before)):
             verify(place / STAGE_FOLDER.format(number), threads=threads, progress=progress)
         with load(place, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
             return replace(replay(model, progress), unlisted=list_unlisted_files(place, manifest))
@@ -734,7 +733,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         options = replace(options, draft="lookup" if keeps else None)
     limit = default_memory() if memory is None else memory  # what the process holds already counts in the plan
     size = options.prefix_cache_bytes
-    if size is None and manifest.stage is not None:
+    if size is None and manifest.stage.before:
         size = 0  # what stages hold would come here over the network
     if size is None:
         spare = available_memory() if memory is None else memory - manifest.memory.total(runner.max_context)
@@ -764,13 +763,8 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
 
 def prefix_key(manifest: Manifest) -> str:
     """Everything that cached keys and values depend on: the weights, the graphs, the cache's type."""
-    before = manifest.stage.before if manifest.stage else ()
-    parts = [
-        manifest.source.fingerprint,
-        manifest.cache,
-        *before,
-        *(file.sha256 for _, file in sorted(manifest.files.items())),
-    ]
+    hashes = [*manifest.stage.before, *(file.sha256 for _, file in sorted(manifest.files.items()))]
+    parts = [manifest.source.fingerprint, manifest.cache, *hashes]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

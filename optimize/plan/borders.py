@@ -39,7 +39,8 @@ def choose_borders(
     }
     for models in (models for models, found in refused.items() if found):
         raise UsageError(f"stages cannot be made of models {models}; leave them out")
-    if not 2 <= len(boxes) <= (most := min(geometry.layers, MOST_STAGES)):
+    most = min(geometry.layers, MOST_STAGES)
+    if not 2 <= len(boxes) <= most:
         raise UsageError(f"stages are {len(boxes)}, expected 2 to {most}: each has a layer or more")
 
     @cache

@@ -24,18 +24,16 @@ EMULATED_BYTES = 7
 
 
 def open_session(folder: Path, manifest: Manifest, threads: int, device: int = 0, stages: Any = None) -> Session:
-    """Open a bundle as :func:`open_engine` does; where it is the last stage of a model, with those before it, which
-    ``stages`` opens instead of :class:`llmc.runtime.sessions.staged.Stages`."""
-    if manifest.stage is None:
-        return open_engine(folder, manifest, threads, device)
-    if not manifest.stage.is_last:
-        number, count = manifest.stage.number, len(manifest.stage.borders)
-        raise BundleError(f"{folder} is stage {number} of {count}, of which the last one answers; load that")
+    """Open a bundle as :func:`open_engine` does; a model's last stage with those before it, which ``stages`` opens."""
+    stage = manifest.stage
+    if not stage.is_last:
+        raise BundleError(f"{folder} is stage {stage.number} of {len(stage.borders)}, and only the last one answers; load that")
+    session = open_engine(folder, manifest, threads, device)
+    if not stage.before:
+        return session
     from llmc.runtime.sessions.staged import StagedSession, Stages
 
-    return StagedSession(
-        manifest, open_engine(folder, manifest, threads), (stages or Stages)(folder, manifest, threads)
-    )
+    return StagedSession(manifest, session, (stages or Stages)(folder, manifest, threads))
 
 
 def open_engine(folder: Path, manifest: Manifest, threads: int, device: int = 0) -> Session:

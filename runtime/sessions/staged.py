@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import BUNDLE_MANIFEST, STAGE_FOLDER, Manifest, read_bundle, sha256_file
+from llmc.bundle import BUNDLE_MANIFEST, STAGE_FOLDER, Manifest, Stage, read_bundle, sha256_file
 from llmc.errors import BundleError
 from llmc.inventory import CacheKind
 from llmc.runtime.host.integrity import check_files
@@ -47,19 +47,17 @@ class Stages:
     """The stages before the last, in this process: to check them, and where memory has room for all."""
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
-        before = manifest.stage.before if manifest.stage else ()
-        self._sessions = [open_stage(folder, number, wanted, threads) for number, wanted in enumerate(before)]
+        self._sessions = [open_stage(folder, *stage, threads) for stage in enumerate(manifest.stage.before)]
 
     def submit(self, batch: Batch) -> Any:
         """Start a call through all of them, while others are under way; a promise for :meth:`fetch`."""
         for session in self._sessions:
-            batch = replace(batch, hidden=session.run(batch).copy())
+            batch = replace(batch, hidden=session.run(batch))
         return batch.hidden
 
-    def fetch(self, promise: Any) -> NDArray[np.float32]:
+    def fetch(self, promise: Any) -> Any:
         """The hidden states that a call came to."""
-        found: NDArray[np.float32] = promise
-        return found
+        return promise
 
     def ask(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """:func:`ask` each of them with arguments of its own; what they return, in their order."""
@@ -74,21 +72,22 @@ class StagedCache(KVCache):
     """The caches of all stages as one; what is read of them is in the layout of the whole model's."""
 
     def __init__(self, manifest: Manifest, own: Session, stages: Stages) -> None:
-        super().__init__(replace(manifest, stage=None))
-        assert manifest.stage is not None
+        super().__init__(replace(manifest, stage=Stage()))
         self._own, self._stages = own, stages
         self._lets_go = LETS_GO and self._narrowest > 0 and self.can_rewind
-        each = [replace(manifest, stage=replace(manifest.stage, number=n)) for n in range(len(manifest.stage.borders))]
+        each = (replace(manifest, stage=Stage(n, manifest.stage.borders)) for n in range(len(manifest.stage.borders)))
         self._parts = [tensors_of(one.caches) for one in each]
 
-    def ask(self, name: str, *arguments: Any, each: Sequence[Values] | None = None) -> list[Any]:
-        """:func:`ask` every stage, with an argument more of ``each``."""
-        given = [(*arguments, *([] if each is None else [each[n]])) for n in range(len(self._parts))]
-        return [*self._stages.ask(name, given[:-1]), ask(self._own, name, given[-1])]
+    def ask(self, name: str, *arguments: Any) -> list[Any]:
+        """:func:`ask` every stage."""
+        return [*self._stages.ask(name, [arguments] * (len(self._parts) - 1)), ask(self._own, name, arguments)]
 
-    def _divide(self, values: Values, count: int, kind: CacheKind = "kv") -> list[Values]:
-        """What of the values of ``count`` positions, or of states, each stage has."""
-        return np.split(values, np.cumsum([Layout(tensors, kind).size(count) for tensors in self._parts])[:-1])
+    def _hand_out(self, name: str, values: Values, *arguments: int, count: int, kind: CacheKind = "kv") -> None:
+        """:func:`ask` every stage to take what it has of the values of ``count`` positions, or of states."""
+        sizes = [Layout(tensors, kind).size(count) for tensors in self._parts]
+        given = [(*arguments, part) for part in np.split(values, np.cumsum(sizes)[:-1])]
+        self._stages.ask(name, given[:-1])
+        ask(self._own, name, given[-1])
 
     def _grow(self, rows: int, capacity: int) -> None:
         self.ask("reserve", rows, capacity)
@@ -105,7 +104,7 @@ class StagedCache(KVCache):
 
     def write_states(self, row: int, end: int, values: Values) -> None:
         """See :class:`KVCache`."""
-        self.ask("write_states", row, end, each=self._divide(values, 0, "state"))
+        self._hand_out("write_states", values, row, end, count=0, kind="state")
         self._note_written(row, end)
 
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
@@ -118,7 +117,7 @@ class StagedCache(KVCache):
         np.concatenate(self.ask("read", row, start, end), out=values)
 
     def _write(self, row: int, start: int, end: int, values: Values) -> None:
-        self.ask("write", row, start, end, each=self._divide(values, end - start))
+        self._hand_out("write", values, row, start, end, count=end - start)
 
 
 class StagedSession(Session):

@@ -1,7 +1,7 @@
 """Bundles cut into stages: the same bits as the whole, borders by memory, and all that is refused by its name."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from doubles.stages import TOKENIZER, borders, cut
 
-from llmc.bundle import STAGE_FOLDER, WEIGHTS_FILE, Manifest, list_unlisted_files, read_bundle, write_manifest
+from llmc.bundle import STAGE_FOLDER, WEIGHTS_FILE, list_unlisted_files, read_bundle, write_manifest
 from llmc.errors import BuildError, BundleError, ResourceError, UsageError
 from llmc.optimize.build import build
-from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.memory import memory_plan
 from llmc.optimize.split import split
 from llmc.runtime import load
@@ -22,21 +22,7 @@ from llmc.runtime.model import verify
 from llmc.runtime.selftest import VECTOR_TOLERANCE, replay_stage
 from llmc.runtime.sessions import Batch, Phase, open_engine, open_session
 
-TOKENIZER = 1_000_000  # bytes
 GB = 10**9
-
-
-def cut(bundle: Path, folder: Path, boxes: Sequence[int]) -> Path:
-    """A copy of a bundle, in stages."""
-    shutil.copytree(bundle, folder)
-    manifest = read_bundle(folder)
-    split(folder, manifest, borders(manifest, boxes), lambda step, done=None: None)
-    return folder
-
-
-def borders(manifest: Manifest, boxes: Sequence[int], target: str = "cpu", **changes: Any) -> Any:
-    geometry, limits = replace(manifest.geometry, **changes), manifest.limits
-    return choose_borders(geometry, limits, manifest.recipe, TOKENIZER, boxes, target)
 
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
@@ -47,7 +33,7 @@ def whole(request: pytest.FixtureRequest, tiny_in: Callable[[str], Path]) -> Pat
 @pytest.fixture(scope="module")
 def chain(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three stages: the first, one behind and before others, and the last."""
-    return cut(whole, tmp_path_factory.mktemp("cut") / "chain", (0, 0, 0))
+    return cut(whole, tmp_path_factory.mktemp("cut") / "chain")
 
 
 def run_all(folder: Path) -> list[np.ndarray]:
@@ -114,8 +100,8 @@ def test_stages_keep_the_states_of_their_layers(exported: Callable[[str], Any], 
 
 def test_each_stage_is_a_bundle_that_is_verified_alone_and_the_chain_whole(chain: Path):
     manifest, inner = read_bundle(chain), read_bundle(chain / STAGE_FOLDER.format(1))
-    assert manifest.stage is not None and manifest.stage.is_last and manifest.golden and manifest.quality
-    assert inner.stage is not None and not inner.stage.is_last and inner.vectors and not inner.golden
+    assert manifest.stage.is_last and manifest.golden and manifest.quality
+    assert not inner.stage.is_last and inner.vectors and not inner.golden
     assert [*read_bundle(chain / "stage-0").layers, *inner.layers, *manifest.layers] == [*range(6)]
     assert verify(chain).equal_tokens > 0 and verify(chain).unlisted == ()
     assert verify(chain / "stage-1").largest_difference == 0
@@ -150,7 +136,6 @@ def test_a_stage_answers_nothing_by_itself_and_none_of_another_build_is_taken(ch
 def test_a_manifest_that_no_cut_writes_is_refused(chain: Path, tmp_path: Path):
     folder = Path(shutil.copytree(chain, tmp_path / "chain"))
     manifest = read_bundle(folder)
-    assert manifest.stage is not None
     for wrong in ({"borders": (0, 3, 3)}, {"borders": (1, 2, 5)}, {"number": 1}, {"before": ()}, {"number": 3}):
         write_manifest(replace(manifest, stage=replace(manifest.stage, **wrong)), folder)
         with pytest.raises(BundleError, match=r"the stage in llmc.json cannot be right"):
@@ -211,6 +196,6 @@ def test_what_is_not_run_in_stages_is_refused_by_its_name(tiny_bundle: Path, exp
     with pytest.raises(UsageError, match="models with adapters beside them"):
         borders(replace(manifest, limits=replace(manifest.limits, adapters=1, rank=8)), (0, 0))
     with pytest.raises(UsageError, match="models with inputs of each layer's own"):
-        borders(manifest, (0, 0), per_layer=8)
+        borders(replace(manifest, geometry=replace(manifest.geometry, per_layer=8)), (0, 0))
     with pytest.raises(UsageError, match="models with layers that read the caches of others"):
         build(exported("gemma4-shared-caches-per-layer-inputs").export, Path("never"), precision="fp32", stages=(0, 0))

@@ -79,7 +79,7 @@ def replicas_of(config: ServerConfig) -> serve.Application:
     least = config.ray_min_replicas
     most = max(least, config.ray_max_replicas or least)
     cpus = config.ray_cpus or config.threads or max(1, usable_threads() // most)
-    places = dict(place for one in manifests if one.stage for place in find_place(one.stage.number).items())
+    places = dict(place for one in manifests if one.stage.before for place in find_place(one.stage.number).items())
     deployment = serve.deployment(
         name="replicas",
         user_config={

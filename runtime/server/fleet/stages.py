@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from llmc.bundle import STAGE_FOLDER, Manifest
 from llmc.errors import LlmcError, ResourceError
@@ -27,26 +25,21 @@ SHARE = 0.001  # of a box's resource: a place, and no amount
 
 
 class StageActor:
-    """A stage in a process of its own, on whatever box Ray placed it."""
+    """A stage in a process of its own, with no more threads than its box has."""
 
     def open(self, folder: Path, number: int, wanted: str, threads: int) -> None:
-        """:func:`open_stage`, with no more ``threads`` than this box has."""
         self._session = open_stage(folder, number, wanted, min(threads, usable_threads()))
 
-    def run(self, batch: Batch, hidden: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    def run(self, batch: Batch, hidden: Any) -> Any:
         return self._session.run(replace(batch, hidden=hidden))
 
     def ask(self, name: str, arguments: Sequence[Any]) -> Any:
         return ask(self._session, name, arguments)
 
-    def is_alive(self) -> bool:
-        return True
-
 
 def find_place(number: int) -> dict[str, float]:
     """What to ask Ray for, so that a stage runs on the box that has its name for a resource, if some box has."""
-    name = STAGE_FOLDER.format(number)
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    name, resources = STAGE_FOLDER.format(number), ray.cluster_resources()  # type: ignore[no-untyped-call]
     return {name: SHARE} if name in resources else {}
 
 
@@ -55,10 +48,10 @@ class StagesOnRay(Stages):
     Raises BundleError, ResourceError: a stage cannot be opened on its box."""
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
-        self._folder, self._threads, self._reserved = folder, threads, list[Any]()
-        self._hashes = manifest.stage.before if manifest.stage else ()
+        self._folder, self._threads, self._hashes = folder, threads, manifest.stage.before
         self._places = [find_place(number) for number in range(len(self._hashes))]
         self._actors, self._opening = dict[int, Any](), dict[int, Any]()
+        self._reserved: Sequence[Any] = ()
         for number in range(len(self._hashes)):
             self._start(number)
         self._wait()
@@ -76,9 +69,10 @@ class StagesOnRay(Stages):
         Raises TornError: a stage was lost, and with it what all rows of the cache held."""
         try:
             return ray.get(promise, timeout=REPLY_S)
-        except RayTaskError as error:  # as if it had been raised here
-            raise error.cause from None
-        except (RayError, GetTimeoutError) as error:
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if not isinstance(cause, RayError):  # what the stage itself raised
+                raise cause from None
             log.warning("a stage does not answer: %s", str(error).partition("\n")[0])
             lost = [number for number, actor in self._actors.items() if not _is_alive(actor)]
             for number in lost:
@@ -90,7 +84,7 @@ class StagesOnRay(Stages):
         """See :class:`Stages`."""
         self._wait()
         if name == "reserve":
-            self._reserved = list(arguments)
+            self._reserved = arguments
         asked = [self._actors[number].ask.remote(name, given) for number, given in enumerate(arguments)]
         found: list[Any] = self.fetch(asked)
         return found
@@ -123,6 +117,6 @@ class StagesOnRay(Stages):
 
 def _is_alive(actor: Any) -> bool:
     try:
-        return bool(ray.get(actor.is_alive.remote(), timeout=ALIVE_S))
+        return ray.get(actor.__ray_ready__.remote(), timeout=ALIVE_S) is not None
     except RayError:
         return False

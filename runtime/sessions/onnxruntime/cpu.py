@@ -81,7 +81,21 @@ class OnnxRuntimeSession(Session):
                 self._bound.clear()
             self._factors.fill(batch.first_row, batch.adapters)
         binding = self._bind_buffers(batch)
-        binding.fill(batch)
+        binding.input_ids[:] = batch.input_ids
+        binding.past_lengths[:] = batch.past_lengths
+        binding.logit_indices[:] = batch.logit_indices
+        if binding.new_lengths is not None:
+            binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
+        if batch.embedded is not None:
+            binding.embedding_indices[:], binding.embeddings[:] = batch.embedded.indices, batch.embedded.rows
+        if binding.positions is not None:
+            plain = batch.past_lengths[:, None] + np.arange(sequence)
+            binding.positions[:] = plain if batch.positions is None else batch.positions
+        stage, layers = self._manifest.stage, self._manifest.layers
+        if stage.number:
+            bind(binding.io.bind_input, f"hidden.{layers.start}", batch.hidden)
+        if not stage.is_last:
+            binding.io.bind_output(f"hidden.{layers.stop}", "cpu")
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
         except Exception:
@@ -91,7 +105,7 @@ class OnnxRuntimeSession(Session):
             self._fed = ends[0] - int(batch.past_lengths[0])
         else:
             self.cache.note_computed(batch.first_row, ends)
-        self._logits = binding.logits
+        self._logits = binding.logits if stage.is_last else binding.io.get_outputs()[-1].numpy()
         return self._logits
 
     def accept(self, row: int, past: int, tokens: int) -> None:
@@ -123,9 +137,7 @@ class OnnxRuntimeSession(Session):
         kind = ADAPTERS_FOLDER if batch.adapters else batch.phase
         embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
         rows, sequence = batch.input_ids.shape
-        handed = None if batch.hidden is None else batch.hidden.shape
-        outputs = batch.logit_indices.shape[1], self._shape_result(batch)
-        shape = (kind, rows, sequence, outputs, handed, batch.first_row, embeddings, batch.provisional)
+        shape = (kind, rows, sequence, batch.logit_indices.shape[1], batch.first_row, embeddings, batch.provisional)
         bound = self._bound
         if shape in bound.kept:
             bound.kept.move_to_end(shape)
@@ -147,9 +159,7 @@ class OnnxRuntimeSession(Session):
     def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> "_Binding":
         rows, sequence = batch.input_ids.shape
         caches = self._list_caches(batch.first_row, rows)
-        binding = _Binding(self._graphs[kind], batch, caches, (self._manifest.result, room))
-        if batch.hidden is not None:
-            binding.bind_hidden(f"hidden.{self._manifest.layers.start}", batch.hidden.shape)
+        binding = _Binding(self._graphs[kind], batch, caches, room, self._manifest.stage.is_last)
         if kind in self._takes_lengths:
             binding.bind_lengths()
         if self._takes_embeddings:
@@ -169,22 +179,12 @@ class OnnxRuntimeSession(Session):
         return [(tensor, array[rows]) for tensor, array in zip(self.cache.tensors, self.cache.arrays, strict=True)]
 
     def _room_for(self, batch: Batch, *, shared: bool) -> NDArray[np.float32]:
-        *shape, width = self._shape_result(batch)
+        shape, vocab = batch.logit_indices.shape, self._manifest.geometry.vocab_size
         if not shared:
-            return np.empty((*shape, width), np.float32)
+            return np.empty((*shape, vocab), np.float32)
         if self._bound.logits is None:
-            self._bound.logits = np.empty((max(SHARED_OUTPUTS, self.cache.rows), width), np.float32)
-        return self._bound.logits[: shape[0] * shape[1]].reshape(*shape, width)
-
-    def _shape_result(self, batch: Batch) -> tuple[int, int, int]:
-        """The shape of logits, or of the hidden states of a stage before the last."""
-        geometry, (rows, sequence) = self._manifest.geometry, batch.input_ids.shape
-        if self._manifest.stage is None or self._manifest.stage.is_last:
-            return rows, batch.logit_indices.shape[1], geometry.vocab_size
-        if self.packs_rows and batch.phase is Phase.PREFILL:
-            counted = rows * sequence if batch.new_lengths is None else int(batch.new_lengths.sum())
-            return 1, counted, geometry.hidden_size
-        return rows, sequence, geometry.hidden_size
+            self._bound.logits = np.empty((max(SHARED_OUTPUTS, self.cache.rows), vocab), np.float32)
+        return self._bound.logits[: shape[0] * shape[1]].reshape(*shape, vocab)
 
 
 class _Bound:
@@ -202,49 +202,28 @@ class _Bound:
 class _Binding:
     """Arrays for one shape of call, bound to a graph by address; ``caches`` are its rows of the cache's tensors."""
 
-    def __init__(self, session: Any, batch: Batch, caches: States, result: Named) -> None:
+    def __init__(self, session: Any, batch: Batch, caches: States, logits: NDArray[np.float32], is_last: bool) -> None:
         self.session = session
         self.io = session.io_binding()
         self.input_ids = np.empty(batch.input_ids.shape, np.int64)
         self.past_lengths = np.empty(batch.past_lengths.shape, np.int64)
         self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
-        self.logits: NDArray[np.float32] = result[1]
-        self.hidden: NDArray[np.float32] | None = None
+        self.logits = logits
         self.new_lengths: NDArray[np.int64] | None = None
         self.positions: NDArray[np.int64] | None = None
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             bind(self.io.bind_input, name, getattr(self, name))
-        bind(self.io.bind_output, *result)
+        if is_last:
+            bind(self.io.bind_output, "logits", self.logits)
         for tensor, array in caches:
             bind(self.io.bind_input, tensor.past, array)
             bind(self.io.bind_output, tensor.present, array)
-
-    def fill(self, batch: Batch) -> None:
-        """Write what a call feeds."""
-        sequence = batch.input_ids.shape[1]
-        self.input_ids[:] = batch.input_ids
-        self.past_lengths[:] = batch.past_lengths
-        self.logit_indices[:] = batch.logit_indices
-        if self.new_lengths is not None:
-            self.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
-        if batch.embedded is not None:
-            self.embedding_indices[:], self.embeddings[:] = batch.embedded.indices, batch.embedded.rows
-        if self.hidden is not None:
-            self.hidden[:] = batch.hidden
-        if self.positions is not None:
-            plain = batch.past_lengths[:, None] + np.arange(sequence)
-            self.positions[:] = plain if batch.positions is None else batch.positions
 
     def bind_lengths(self) -> None:
         """A graph that packs rows asks how many of each row's new tokens count."""
         self.new_lengths = np.empty(self.past_lengths.shape, np.int64)
         bind(self.io.bind_input, "new_lengths", self.new_lengths)
-
-    def bind_hidden(self, name: str, shape: tuple[int, ...]) -> None:
-        """A stage behind another one takes its hidden states."""
-        self.hidden = np.empty(shape, np.float32)
-        bind(self.io.bind_input, name, self.hidden)
 
     def bind_inputs(self, arrays: Iterable[Named]) -> None:
         """The graph for adapters takes those of each row."""
