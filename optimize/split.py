@@ -94,7 +94,7 @@ def _cut(whole: Path, folder: Path, graph: Graph, part: Manifest, weights: Weigh
         values[name].shape = ir.Shape([None, None, part.geometry.hidden_size])  # [1, T, H] where rows are packed
     try:
         taken = [hidden] if part.layers.start else []
-        cut = ir.convenience.extract(model.graph, [*inputs, *taken], [part.result, *outputs])
+        cut = ir.convenience.extract(model.graph, [*inputs, *taken], [result, *outputs])
     except (ValueError, RuntimeError) as error:  # the latter when what another stage has is to be copied
         raise BuildError(f"more than hidden states cross a border of {part.layers}; leave stages out") from error
     for value in cut.initializers.values():

@@ -27,7 +27,7 @@ def open_session(folder: Path, manifest: Manifest, threads: int, device: int = 0
     """Open a bundle as :func:`open_engine` does; a model's last stage with those before it, which ``stages`` opens."""
     stage = manifest.stage
     if not stage.is_last:
-        raise BundleError(f"{folder} is stage {stage.number} of {len(stage.borders)}, and only the last one answers; load that")
+        raise BundleError(f"{folder} is stage {stage.number} of {len(stage.borders)}; load the last, which answers")
     session = open_engine(folder, manifest, threads, device)
     if not stage.before:
         return session

@@ -91,11 +91,7 @@ class OnnxRuntimeSession(Session):
         if binding.positions is not None:
             plain = batch.past_lengths[:, None] + np.arange(sequence)
             binding.positions[:] = plain if batch.positions is None else batch.positions
-        stage, layers = self._manifest.stage, self._manifest.layers
-        if stage.number:
-            bind(binding.io.bind_input, f"hidden.{layers.start}", batch.hidden)
-        if not stage.is_last:
-            binding.io.bind_output(f"hidden.{layers.stop}", "cpu")
+        self._bind_hidden(binding, batch)
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
         except Exception:
@@ -105,7 +101,7 @@ class OnnxRuntimeSession(Session):
             self._fed = ends[0] - int(batch.past_lengths[0])
         else:
             self.cache.note_computed(batch.first_row, ends)
-        self._logits = binding.logits if stage.is_last else binding.io.get_outputs()[-1].numpy()
+        self._logits = binding.logits if self._manifest.stage.is_last else binding.io.get_outputs()[-1].numpy()
         return self._logits
 
     def accept(self, row: int, past: int, tokens: int) -> None:
@@ -131,6 +127,14 @@ class OnnxRuntimeSession(Session):
         self.cache.close()
         self._graphs.clear()
         self._replay = None
+
+    def _bind_hidden(self, binding: "_Binding", batch: Batch) -> None:
+        """Bind what a stage behind another one takes, and what one before another hands on."""
+        stage, layers = self._manifest.stage, self._manifest.layers
+        if stage.number and batch.hidden is not None:
+            bind(binding.io.bind_input, f"hidden.{layers.start}", batch.hidden)
+        if not stage.is_last:
+            binding.io.bind_output(f"hidden.{layers.stop}", "cpu")
 
     def _bind_buffers(self, batch: Batch) -> "_Binding":
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
