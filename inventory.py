@@ -5,10 +5,10 @@ Export derives the lists from a checkpoint's layers and writes them into ``expor
 know no model family. Names are module paths of the checkpoint, ``model.layers.0.self_attn.q_proj``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt, prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 # Modules that every decoder has, by llmc's own names.
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -638,6 +638,13 @@ class Geometry:
         names = {attention.cache for attention in self.writing if attention.layer == layer}
         names |= {name for item in self.recurrents if item.layer == layer for name in item.caches}
         return [cache for cache in self.caches if cache.name in names]
+
+    def of_layers(self, layers: range) -> "Geometry":
+        """Only what consecutive layers hold, and behind the last one the norm and the head."""
+        held = {*layers, *([None] if layers.stop == self.layers else [])}
+        kinds = ("linears", "norms", "attentions", "mlps", "recurrents", "mixtures")
+        parts: dict[str, Any] = {kind: tuple(it for it in getattr(self, kind) if it.layer in held) for kind in kinds}
+        return replace(self, caches=tuple(cache for layer in layers for cache in self.caches_of(layer)), **parts)
 
     @property
     def shares(self) -> bool:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, FileEntry, sha256_file
+from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, STAGE_FOLDER, FileEntry, sha256_file
 from llmc.errors import ResourceError, UsageError
 
 # What a folder of llmc's may hold; anything else in it is somebody's own.
@@ -137,10 +137,11 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
         if not ours and not (target.is_dir() and not any(target.iterdir())):
             raise UsageError(f"{target} is not llmc's, so --force does not replace it; choose another output folder")
         # A checkpoint or notes that somebody keeps in there would go with the old folder.
-        others = sorted(path.name for path in target.iterdir() if path.is_dir() or path.suffix not in OUR_SUFFIXES)
+        stages = {path.parent.name for path in target.glob(f"{STAGE_FOLDER.format('*')}/{BUNDLE_MANIFEST}")}
+        others = {path.name for path in target.iterdir() if path.is_dir() or path.suffix not in OUR_SUFFIXES} - stages
         if others:
             raise UsageError(
-                f"{target} also holds {others[0]!r}, which would be lost, so --force does not replace it; "
+                f"{target} also holds {min(others)!r}, which would be lost, so --force does not replace it; "
                 "move that away or choose another output folder"
             )
 

@@ -37,9 +37,11 @@ from llmc.bundle.manifest import MADE_FILE as MADE_FILE
 from llmc.bundle.manifest import MOST_ADAPTERS as MOST_ADAPTERS
 from llmc.bundle.manifest import MOST_RANK as MOST_RANK
 from llmc.bundle.manifest import MOST_REPLAYED as MOST_REPLAYED
+from llmc.bundle.manifest import MOST_STAGES as MOST_STAGES
 from llmc.bundle.manifest import PROMPTS_FILE as PROMPTS_FILE
 from llmc.bundle.manifest import REPLAY as REPLAY
 from llmc.bundle.manifest import SCHEMA_VERSION as SCHEMA_VERSION
+from llmc.bundle.manifest import STAGE_FOLDER as STAGE_FOLDER
 from llmc.bundle.manifest import TOKENIZER_FILE as TOKENIZER_FILE
 from llmc.bundle.manifest import TOKENIZER_FILES as TOKENIZER_FILES
 from llmc.bundle.manifest import VISION_FILE as VISION_FILE
@@ -62,6 +64,7 @@ from llmc.bundle.manifest import Quality as Quality
 from llmc.bundle.manifest import Recipe as Recipe
 from llmc.bundle.manifest import Similarity as Similarity
 from llmc.bundle.manifest import Source as Source
+from llmc.bundle.manifest import Stage as Stage
 from llmc.bundle.manifest import Target as Target
 from llmc.bundle.manifest import write_manifest as write_manifest
 from llmc.bundle.reading import build_command as build_command

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from llmc.bundle.manifest import ADAPTERS_FOLDER, BUNDLE_MANIFEST, CHUNKS_FILE, Manifest
+from llmc.bundle.manifest import ADAPTERS_FOLDER, BUNDLE_MANIFEST, CHUNKS_FILE, STAGE_FOLDER, Manifest
 from llmc.errors import BundleError
 from llmc.strict import decode, open_regular, read_json
 
@@ -36,7 +36,8 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
 def list_unlisted_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     """Sorted names of files in the folder that neither the manifest lists nor adapters are in; 16 at most."""
     found = (entry.name for entry in os.scandir(folder))
-    listed = {ADAPTERS_FOLDER, *(name.partition("/")[0] for name in manifest.files)}
+    listed = {STAGE_FOLDER.format(number) for number in range(len(manifest.stage.before))}
+    listed |= {ADAPTERS_FOLDER, *(name.partition("/")[0] for name in manifest.files)}
     return tuple(heapq.nsmallest(16, (name for name in found if name not in listed and name != BUNDLE_MANIFEST)))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
-from llmc.inventory import Geometry, Positions
+from llmc.inventory import Cache, Geometry, Index, Positions
 
 SCHEMA_VERSION = 14
 GRAPH_CONTRACT_VERSION = 6
@@ -31,6 +31,8 @@ TOKENIZER_FILES = (
 REPLAY = "replay"  # the graph that computes states from what calls of up to so many tokens gave beside their logits
 MOST_REPLAYED = 32
 ADAPTERS_FOLDER = "adapters"  # that llmc adapter add writes into, after the bundle was built
+STAGE_FOLDER = "stage-{}"  # in the last stage's folder, of each stage before it
+MOST_STAGES = 64
 CHUNKS_FILE = "chunks.json"  # hashes of pieces of large files
 
 # Largest tolerance of logits in a self-test; a larger one would test nothing. In SmolLM2-135M with 4-bit weights, calls
@@ -417,6 +419,29 @@ class Similarity:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Consecutive layers of a model, all of them unless it runs in stages. The last stage is the bundle that answers;
+    those before it hand hidden states on, and are bundles in its folders ``stage-0`` and on.
+
+    ``borders`` are the first layers of all stages, ``before`` the SHA-256 of the manifests of those before the last.
+    """
+
+    number: Index = 0
+    borders: Annotated[tuple[Index, ...], range(1, MOST_STAGES + 1)] = (0,)
+    before: tuple[str, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == len(self.borders) - 1
+
+    def is_sound(self, layers: int) -> bool:
+        """True if it can be of a model with so many layers."""
+        increasing = [*self.borders] == sorted({0, *self.borders}) and self.borders[-1] < layers
+        hashes = len(self.borders) - 1 if self.is_last else 0
+        return increasing and self.number < len(self.borders) and len(self.before) == hashes
+
+
+@dataclass(frozen=True)
 class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
@@ -427,7 +452,8 @@ class Manifest:
     target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
     ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``; of a model that sees they are the
     tower's, whose graph is ``vision``. Of a model with states ``replay`` computes these. ``adapter_graph`` runs calls
-    in which some row has an adapter, of either phase.
+    in which some row has an adapter, of either phase. Of a model in stages ``stage`` says which this one is; its
+    graphs, caches and memory are those of its layers, and one before the last has ``vectors`` of its hidden states.
     """
 
     schema_version: Version
@@ -453,6 +479,18 @@ class Manifest:
     vectors: Annotated[tuple[GoldenVector, ...], range(17)] = ()
     similarity: Similarity | None = None
     adapter_graph: Graph | None = None
+    stage: Stage = Stage()
+
+    @property
+    def layers(self) -> range:
+        """The layers that its graphs compute."""
+        ends = (*self.stage.borders[1:], self.geometry.layers)
+        return range(self.stage.borders[self.stage.number], ends[self.stage.number])
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        """The caches of these layers."""
+        return tuple(cache for layer in self.layers for cache in self.geometry.caches_of(layer))
 
     @property
     def overwritten(self) -> int:
@@ -472,5 +510,8 @@ class Manifest:
 def write_manifest(manifest: ExportManifest | Manifest, folder: Path) -> None:
     """Write the manifest into ``folder`` as indented JSON."""
     name = BUNDLE_MANIFEST if isinstance(manifest, Manifest) else EXPORT_MANIFEST
-    text = json.dumps(asdict(manifest), indent=1, ensure_ascii=False, allow_nan=False)
+    fields = asdict(manifest)
+    if isinstance(manifest, Manifest) and not manifest.stage.borders[1:]:
+        del fields["stage"]
+    text = json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / name).write_text(text + "\n", encoding="utf-8")

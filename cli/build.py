@@ -23,6 +23,7 @@ from llmc.cli.options import (
     recipe_option,
     size,
     source_path,
+    stages_option,
     take_precision,
 )
 from llmc.cli.stopping import cleanly_stopped
@@ -68,6 +69,7 @@ CALIBRATION = ("calibration", "samples", "length", "no_calibration")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--deferred", is_flag=True, default=None, help="TensorRT: no engine yet; --rebuild makes it there.")
+@stages_option
 @memory_option
 @force_option
 @json_option
@@ -102,6 +104,8 @@ def build_command(
         raise click.UsageError("Missing option '-o' / '--output'.")
     if max_size is not None and not search:
         raise click.UsageError("--max-size is what --auto looks for; give both, or leave it out")
+    if search and choices.pop("stages"):
+        raise click.UsageError("--auto measures on this machine alone; leave it out, or --stages")
     from llmc.bundle import Budget
     from llmc.optimize.auto.search import AutoReport, automatic
     from llmc.optimize.build import build

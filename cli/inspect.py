@@ -122,6 +122,7 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("recipe", show.recipe(manifest.recipe)),
         *prompt_rows(manifest),
         *show.calibration_rows(manifest.recipe),
+        ("layers", f"{manifest.layers[0]} to {manifest.layers[-1]}, stage {manifest.stage.number}"),
         ("limits", limits_of(manifest)),
         *show.quality_rows(manifest.quality),
         *_image_rows(manifest),

@@ -55,6 +55,13 @@ def size(text: str) -> int:
     return int(count)
 
 
+def boxes(text: str) -> tuple[int, ...]:
+    """A number of stages, as a zero for each, or the memory of each one's box: 2, or 8GB,16GB."""
+    if text.isascii() and text.isdigit() and len(text) < 4:
+        return (0,) * int(text)
+    return tuple(map(size, text.split(",")))
+
+
 # Whether it was given is for main to see, before options are parsed.
 debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -68,6 +75,12 @@ recipe_option = click.option(
     "--recipe",
     help="TOML file that says how weights are compiled, or a name: int8-exact (prompts as exact as decode), "
     "int4-quality (4 bits, closer), int8-small, int4-small (least memory), int8, int4 or w8a8-static.",
+)
+stages_option = click.option(
+    "--stages",
+    type=boxes,
+    metavar="N|SIZES",
+    help="Cut it between layers to run on several boxes: how many, or the memory of each, as 8GB,16GB.",
 )
 emulate_option = click.option(
     "--emulate", is_flag=True, help="Run the graph of a GPU's bundle on the CPU: slow, to check it without the GPU."

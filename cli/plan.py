@@ -21,6 +21,7 @@ from llmc.cli.options import (
     recipe_option,
     size,
     source_path,
+    stages_option,
     take_precision,
 )
 from llmc.errors import LlmcError, MissingExtraError, ResourceError, UsageError
@@ -42,6 +43,7 @@ UNKNOWN = "not known whether it fits"
 @click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
 @precision_options
 @recipe_option
+@stages_option
 @memory_option
 @click.option("--gpu-memory", type=size, help="Memory that the GPU has, as 8GB.  [default: what it says]")
 @click.option(
@@ -88,6 +90,7 @@ def _ahead(
     memory: int | None,
     gpu_memory: int | None,
     unified: bool | None,
+    stages: tuple[int, ...] | None,
     **how: str | None,
 ) -> Ahead:
     from llmc.runtime.bench.stages import find_memories, hold, plan_bundle
@@ -99,12 +102,14 @@ def _ahead(
         on_gpu = capabilities(target).has_gpu
         found = find_memories(on_gpu, memory, gpu_memory, unified)
         build = {"context": max_context, "batch": max_batch, "target": target, "unified": found.unified}
-        return hold(plan_stages(path, geometry, **build, **how), found, on_gpu)  # type: ignore[arg-type]
+        return hold(plan_stages(path, geometry, boxes=stages, **build, **how), found, on_gpu)  # type: ignore[arg-type]
     manifest = read_bundle(path)
     on_gpu = manifest.device is not None
     found = find_memories(on_gpu, memory, gpu_memory, unified)
-    if any(how.values()) or target != "cpu":
-        raise UsageError(f"{path} is built already; precision, recipe and target are for an export or a checkpoint")
+    if any(how.values()) or target != "cpu" or stages:
+        raise UsageError(
+            f"{path} is built already; precision, recipe, target and stages are for an export or a checkpoint"
+        )
     plans = plan_bundle(manifest, max_context, max_batch)
     return hold([*_estimate_rebuilding(manifest, found.unified), *plans], found, on_gpu)
 

@@ -53,6 +53,8 @@ def list_golden_rows(report: VerifyReport, embeds: bool) -> list[tuple[str, str]
     difference = f"{report.largest_difference:.2g}"
     if embeds:
         return [("golden texts", f"{report.prompts} replayed"), ("largest difference", difference)]
+    if not report.prompts:
+        return [("largest difference", f"{difference} in hidden states")]
     return [
         ("golden prompts", f"{report.prompts} replayed"),
         ("equal tokens", _tokens(report)),

@@ -1,6 +1,7 @@
 """Export -> bundle: calibrate, lower, quantize, write, run, judge, publish."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,11 +25,13 @@ from llmc.optimize.judge.finished import judge_decoder, judge_encoder, least_tol
 from llmc.optimize.lower.context import check_patterns
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.order import Order, check_places, take_order
+from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request
 from llmc.optimize.recipe.engine import EngineRequest
+from llmc.optimize.split import split
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, stage_folder
 from llmc.runtime.kv.budget import usable_memory
@@ -59,6 +62,7 @@ def build(
     max_batch: int | None = None,
     adapters: int | None = None,
     rank: int | None = None,
+    stages: Sequence[int] | None = None,
     budget: Budget | None = None,
     recipe: Path | Request | None = None,
     calibration: CalibrationRequest | None = None,
@@ -80,6 +84,7 @@ def build(
         max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768, for TensorRT 4,096.
         max_batch: requests that may run at once; default 8.
         adapters: how many may be loaded beside the model at a time, each of up to ``rank``; default none.
+        stages: memory of the box of each stage that the model is cut into, or a zero for each; default: one bundle.
         budget: quality that the bundle must keep; its limits override the recipe's.
         recipe: TOML file or its contents, see :class:`llmc.optimize.recipe.Request`.
         calibration: text and decoder for recipes that look at activations.
@@ -97,7 +102,7 @@ def build(
         BuildError: the graph cannot be lowered, or the result is beyond the budget.
         MissingExtraError: the recipe needs calibration, and torch is not installed; or the target's library is not.
         GpuError: the target's library is too old or broken, or needs a GPU to build.
-        ResourceError: the build takes more memory, by its plan.
+        ResourceError: the build takes more memory, by its plan, or a stage more than its box has.
     """
     start, source, output = time.perf_counter(), Path(source), Path(output)
     asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine)
@@ -110,8 +115,11 @@ def build(
     try_tokenizer(source)
     order = order.with_engine(wishes)
     _check_support(order)
+    tokenizer, geometry = (source / TOKENIZER_FILE).stat().st_size, order.export.geometry
+    cuts = choose_borders(geometry, order.limits, order.recipe, tokenizer, stages, target) if stages else []
     with stage_folder(output, force=force) as folder:
         manifest = _fill(order, folder)
+        manifest = split(folder, manifest, cuts, progress) if cuts else manifest
     return BuildReport(output, manifest, time.perf_counter() - start)
 
 

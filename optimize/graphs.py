@@ -60,7 +60,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
         if len(graphs) == 1:
             graphs = dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
         if geometry.has_states:
-            graphs[REPLAY] = _cut_replay(folder, graphs["decode"].file)
+            graphs[REPLAY] = cut_replay(folder, graphs["decode"].file)
         if order.limits.adapters:
             *_, (phase, stored) = quant_configs(without_rotation(order.recipe), geometry).items()
             own = replace(context, phase=phase, quant=stored, adapters=True)
@@ -82,10 +82,10 @@ def _compile(order: Order, folder: Path, context: LoweringContext, name: str, sh
     lower(model, f"{order.target.name}-vision" if tower else order.passes, replace(context, linear_done=count))
     _declare_opsets(model, order)
     ir.save(model, folder / name)
-    return _describe_graph(model.graph, name, order.overwritten if context.phase == "decode" else 0)
+    return describe_graph(model.graph, name, order.overwritten if context.phase == "decode" else 0)
 
 
-def _cut_replay(folder: Path, decoder: str) -> Graph:
+def cut_replay(folder: Path, decoder: str) -> Graph:
     model, name = read_graph(folder, decoder), f"{REPLAY}.onnx"
     part = ir.Model(extract_replay(model.graph), ir_version=model.ir_version)
     part.graph.opset_imports.update(model.graph.opset_imports)
@@ -102,7 +102,7 @@ def _declare_opsets(model: ir.Model, order: Order) -> None:
         model.opset_imports["com.microsoft"] = 1
 
 
-def _describe_graph(graph: ir.Graph, name: str, overwritten: int) -> Graph:
+def describe_graph(graph: ir.Graph, name: str, overwritten: int) -> Graph:
     """Bytes of weights in memory and per token; embedding rows stay on disk until read."""
     sizes = {
         name: value.const_value.nbytes

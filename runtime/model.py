@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from llmc.bundle import (
+    STAGE_FOLDER,
     Manifest,
     list_adapters,
     list_unlisted_files,
@@ -45,8 +46,8 @@ from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.ranges import integer
-from llmc.runtime.selftest import VerifyReport, check_once, replay
-from llmc.runtime.sessions import emulate_target, open_session
+from llmc.runtime.selftest import VerifyReport, check_once, replay, replay_stage
+from llmc.runtime.sessions import emulate_target, open_engine, open_session
 from llmc.runtime.sessions.adapters import AdapterInfo
 from llmc.runtime.sessions.onnxruntime.stateless import StatelessSession
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
@@ -83,6 +84,7 @@ def load(
     emulate: bool = False,
     device: int = 0,
     adapters: Mapping[str, str | Path] | None = None,
+    stages: Any = None,
     **options: Any,
 ) -> "Model":
     """Load a bundle; if a build replaces it meanwhile, the new one, and never a mixture.
@@ -102,6 +104,7 @@ def load(
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
         device: the number of the GPU, of those that are visible, that a bundle for GPUs runs on.
         adapters: folders that ``llmc adapter add`` wrote, by the names that requests give; default: the bundle's own.
+        stages: opens the stages before the last of a model in stages; default: in this process.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
@@ -134,7 +137,8 @@ def load(
                 runner = TextEncoder(folder, manifest, session, tokenizer.result(), context)
             else:
                 tower = open_tower(folder, manifest, workers)
-                runner = SingleRunner(open_session(folder, manifest, workers, device), context, chunk)
+                placed = {} if stages is None else {"stages": stages}
+                runner = SingleRunner(open_session(folder, manifest, workers, device, **placed), context, chunk)
             model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory, tower)
         try:
             check_once(model, self_test)
@@ -176,7 +180,8 @@ def verify(
     emulate: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> VerifyReport:
-    """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU.
+    """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU. Stages
+    are verified alone, and then all together.
 
     Raises:
         BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
@@ -187,6 +192,11 @@ def verify(
         manifest = read_bundle(place)
         for name in verify_files(place, manifest):
             progress(f"hashed {name}")
+        if not manifest.stage.is_last:
+            with closing(open_engine(place, manifest, _default_threads(threads))) as session:
+                return replay_stage(place, manifest, session)
+        for number in range(len(manifest.stage.before)):
+            verify(place / STAGE_FOLDER.format(number), threads=threads, progress=progress)
         with load(place, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
             return replace(replay(model, progress), unlisted=list_unlisted_files(place, manifest))
 
@@ -723,6 +733,8 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         options = replace(options, draft="lookup" if keeps else None)
     limit = default_memory() if memory is None else memory  # what the process holds already counts in the plan
     size = options.prefix_cache_bytes
+    if size is None and manifest.stage.before:
+        size = 0  # what stages hold would come here over the network
     if size is None:
         spare = available_memory() if memory is None else memory - manifest.memory.total(runner.max_context)
         size = max(0, min(PREFIX_BYTES, spare // (PREFIX_SHARE if memory is None else 1)))
@@ -751,7 +763,8 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
 
 def prefix_key(manifest: Manifest) -> str:
     """Everything that cached keys and values depend on: the weights, the graphs, the cache's type."""
-    parts = [manifest.source.fingerprint, manifest.cache, *(file.sha256 for _, file in sorted(manifest.files.items()))]
+    hashes = [*manifest.stage.before, *(file.sha256 for _, file in sorted(manifest.files.items()))]
+    parts = [manifest.source.fingerprint, manifest.cache, *hashes]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -8,17 +8,19 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import llmc
-from llmc.bundle import GoldenPrompt, GoldenVector
+from llmc.bundle import GoldenPrompt, GoldenVector, Manifest
 from llmc.errors import BundleError
 from llmc.inventory import Vision
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import cpu_flags
+from llmc.runtime.sessions import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime.library import SESSION_CONFIG
 from llmc.runtime.vision.patches import make_feeds
 
@@ -41,6 +43,7 @@ QUICK_TOKENS = 4
 # Golden prompts at a load that nobody asked to test, the shortest: each one runs every node of both graphs.
 QUICK_PROMPTS = 1
 KIND = "selftest"
+STAGE_TOKENS = 8  # of the made-up prompt of a stage
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,28 @@ def make_image(vision: Vision) -> dict[str, NDArray[Any]]:
 def sample_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """The values [n] of an image's rows that are recorded, some of each row."""
     return rows.ravel()[:: max(1, rows.size // KEPT_VALUES)][:KEPT_VALUES]
+
+
+def run_stage(session: Session, manifest: Manifest) -> NDArray[np.float32]:
+    """Values [n] of the hidden states that a stage before the last makes of made-up ones, in a prompt and a step."""
+    hidden = np.random.default_rng(0).standard_normal((1, STAGE_TOKENS, manifest.geometry.hidden_size), np.float32)
+    ids, past, nothing = np.arange(STAGE_TOKENS)[None], np.zeros(1, np.int64), np.zeros((1, 0), np.int64)
+    session.cache.reserve(1, STAGE_TOKENS + 1)
+    prompt = session.run(Batch(Phase.PREFILL, ids, past, nothing, hidden=hidden))
+    step = session.run(Batch(Phase.DECODE, ids[:, -1:], past + STAGE_TOKENS, nothing, hidden=hidden[:, -1:].copy()))
+    return sample_rows(np.concatenate([prompt[0], step[0]]))
+
+
+def replay_stage(folder: Path, manifest: Manifest, session: Session) -> VerifyReport:
+    """Compare a stage before the last, which answers nothing, with what it computed where it was built."""
+    recorded, found = np.array(manifest.vectors[0].values, np.float32), run_stage(session, manifest)
+    apart = difference(found, recorded) if found.shape == recorded.shape else math.inf
+    if not apart <= VECTOR_TOLERANCE:
+        raise BundleError(
+            f"{folder}: hidden states differ by {apart:.3g} from those recorded when it was built, at most "
+            f"{VECTOR_TOLERANCE} is expected; this machine computes something else: build the bundle on it"
+        )
+    return VerifyReport(len(manifest.files), 0, 0, 0, apart)
 
 
 def _replay_image(model: Any) -> None:

@@ -1,5 +1,6 @@
 """Memory of building a bundle from an export or a checkpoint, and of running what that gives."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -7,6 +8,7 @@ from typing import cast
 from llmc.bundle import EXPORT_MANIFEST, TOKENIZER_FILE, Geometry
 from llmc.errors import BundleError
 from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES, can_calibrate
+from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.plan.time import estimate_build
@@ -30,22 +32,27 @@ def plan_stages(
     recipe: str | None = None,
     target: str = "cpu",
     unified: bool = False,
+    boxes: Sequence[int] | None = None,
 ) -> list[MemoryEstimate]:
-    """Plan the stages ahead of an export or a checkpoint; ``unified`` counts what building takes on a GPU in."""
+    """Plan the stages ahead of an export or a checkpoint; ``unified`` counts what building takes on a GPU in, and
+    ``boxes`` are those that run a part of the model each."""
     asked = Request(precision=precision, max_context=context, max_batch=batch)
     file = find_recipe(recipe)
     asked = asked.over(read_recipe(file)) if file else asked
     if context is not None:
         check_context(context, geometry.max_positions)
     exporting = [] if (path / EXPORT_MANIFEST).exists() else [export_plan(geometry)]
-    return [*exporting, *_of_build(path, geometry, asked, target, unified)]
+    return [*exporting, *_of_build(path, geometry, asked, target, unified, boxes or ())]
 
 
-def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unified: bool) -> list[MemoryEstimate]:
+def _of_build(
+    path: Path, geometry: Geometry, asked: Request, target: str, unified: bool, boxes: Sequence[int]
+) -> list[MemoryEstimate]:
     abilities = capabilities(target)
     chosen, limits = settle(asked, geometry, abilities, "plan", can_calibrate())
     tokenizer, windows, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
+    cuts = choose_borders(geometry, limits, chosen, tokenizer, boxes, target) if boxes else []
     if not abilities.has_gpu:
         judged = bool(chosen.budget)
         build = plan_build(geometry, chosen, limits, tokenizer, *windows, judged=judged)
@@ -56,7 +63,11 @@ def _of_build(path: Path, geometry: Geometry, asked: Request, target: str, unifi
             once, _ = settle(small, geometry, abilities, name, can_calibrate())
             parts = memory_plan(geometry, limits, once, tokenizer).parts(limits.max_context, batch)
             run = replace(run, smaller=(name, sum(parts.values())))
-        return [replace(build, seconds=seconds), run]
+        runs = [
+            replace(plan_run(cut.memory, wider, limits.max_context, batch), box=box, stage=f"run stage {number}")
+            for number, (cut, box) in enumerate(zip(cuts, boxes, strict=True))
+        ]
+        return [replace(build, seconds=seconds), *(runs or [run])]
     device = device_plan(geometry, limits, chosen)
     one_memory = unified and abilities.makes_engine  # the engine's builder runs kernels on the GPU
     return [

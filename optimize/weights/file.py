@@ -71,6 +71,13 @@ class WeightFile:
         name += f".{part}" if length < (tensor.length or 0) else ""
         return self._reference(name, (tensor.offset or 0) + part * length, length, tensor.dtype, shape)
 
+    def copy(self, tensor: ir.ExternalTensor) -> ir.ExternalTensor:
+        """A tensor of another file, whose bytes are appended once, in whatever shapes graphs read them."""
+        name, length = f"{tensor.offset}.{tensor.length}", tensor.length or 0
+        [whole] = self.add([name], lambda: [np.memmap(tensor.path, np.uint8, "r", tensor.offset or 0, (length,))])
+        shape = [size for size in tensor.shape if isinstance(size, int)]
+        return self._reference(tensor.name or name, whole.offset or 0, length, tensor.dtype, shape)
+
     def close(self) -> None:
         self._file.close()
 

@@ -147,6 +147,8 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+WIDER = {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "intermediate_size": 11_008}
+GEOMETRIES["qwen2.5-3b"] = GEOMETRIES["qwen2.5-0.5b"] | WIDER
 # What makes a checkpoint one that sees: SmolVLM's special tokens, which are the last ones, and files of its processor.
 SEEING = ("<image>", "<fake_token_around_image>", "<global-img>")
 SEEING += tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))

@@ -47,7 +47,7 @@ class Memories:
     def stage(self, plan: MemoryEstimate) -> Stage:
         """Compare a plan with the memory that it is for; without a verdict for a GPU that cannot be asked."""
         memory = self.gpu if plan.stage == GPU else self.machine
-        return Stage(plan, None if memory is None else plan.verdict(memory.bytes))
+        return Stage(plan, None if memory is None else plan.verdict(plan.box or memory.bytes))
 
 
 @dataclass(frozen=True)

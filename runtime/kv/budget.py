@@ -110,6 +110,7 @@ class MemoryEstimate:
         seconds: that it takes, roughly; 0 where nobody asks.
         per_layer_table: bytes of a table beside, of whose file rows are read; the system takes their pages back.
         smaller: the recipe that holds weights once, where this one holds them twice, and the bytes taken with it.
+        box: bytes of the box that it is for, 0 where that is this machine.
     """
 
     stage: str
@@ -121,6 +122,7 @@ class MemoryEstimate:
     seconds: float = 0.0
     per_layer_table: int = 0
     smaller: tuple[str, int] | None = None
+    box: int = 0
 
     @property
     def total(self) -> int:

@@ -148,5 +148,7 @@ def moving() -> Iterator[None]:
     """Turn any error into a TornError: one sequence's positions may lie in another one's row."""
     try:
         yield
+    except TornError:
+        raise
     except Exception as error:
         raise TornError(f"positions could not be moved between rows: {error}") from error

@@ -3,12 +3,13 @@
 import importlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llmc.bundle import Manifest, Target
 from llmc.errors import BundleError, UsageError
 from llmc.runtime.sessions.base import Batch, Phase, Session
 
-__all__ = ["Batch", "Phase", "Session", "emulate_target", "open_session"]
+__all__ = ["Batch", "Phase", "Session", "emulate_target", "open_engine", "open_session"]
 
 ENGINES = {
     "onnxruntime": "llmc.runtime.sessions.onnxruntime.cpu:OnnxRuntimeSession",
@@ -22,7 +23,20 @@ EMULATOR = "1.28"
 EMULATED_BYTES = 7
 
 
-def open_session(folder: Path, manifest: Manifest, threads: int, device: int = 0) -> Session:
+def open_session(folder: Path, manifest: Manifest, threads: int, device: int = 0, stages: Any = None) -> Session:
+    """Open a bundle as :func:`open_engine` does; a model's last stage with those before it, which ``stages`` opens."""
+    stage = manifest.stage
+    if not stage.is_last:
+        raise BundleError(f"{folder} is stage {stage.number} of {len(stage.borders)}; load the last, which answers")
+    session = open_engine(folder, manifest, threads, device)
+    if not stage.before:
+        return session
+    from llmc.runtime.sessions.staged import StagedSession, Stages
+
+    return StagedSession(manifest, session, (stages or Stages)(folder, manifest, threads))
+
+
+def open_engine(folder: Path, manifest: Manifest, threads: int, device: int = 0) -> Session:
     """Open the bundle's graphs with the engine that they were built for; ``device`` is the number of a visible GPU.
 
     Raises:

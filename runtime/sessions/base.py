@@ -40,6 +40,8 @@ class Batch:
             token's is its place in the row.
         adapters: one for each row, None for a row without; empty where no row has one.
         provisional: of a call of one row, whether its states stay as they are until :meth:`Session.accept`.
+        hidden: float32 [B, S, H], for a stage behind another one, what that handed on; [1, T, H], of the T tokens that
+            count, where the session packs rows and the call is of prefill.
     """
 
     phase: Phase
@@ -52,6 +54,7 @@ class Batch:
     positions: NDArray[np.int64] | None = None
     adapters: tuple[Adapter | None, ...] = ()
     provisional: bool = False
+    hidden: NDArray[np.float32] | None = None
 
 
 class Session(ABC):
@@ -76,7 +79,8 @@ class Session(ABC):
 
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits float32 [B, O, vocab]; the next call may reuse the array, so copy what must outlive it."""
+        """Logits float32 [B, O, vocab], of a stage before the last hidden states; the next call may reuse the array, so
+        copy what must outlive it."""
 
     def accept(self, row: int, past: int, tokens: int) -> None:
         """Let the states of a row, after ``past`` tokens, be those after the first ``tokens`` of the last call, which
@@ -94,7 +98,7 @@ class Session(ABC):
         """Free the engine and the cache."""
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        names = ("input_ids", "past_lengths", "logit_indices", "new_lengths")
+        names = ("input_ids", "past_lengths", "logit_indices", "new_lengths", "hidden")
         found = []
         for r in range(len(batch.input_ids)):
             arrays = {name: getattr(batch, name)[r : r + 1] for name in names if getattr(batch, name) is not None}

@@ -80,6 +80,7 @@ DEFAULTS = {
     "max_batch": None,
     "adapters": None,
     "rank": None,
+    "stages": None,
     "budget": bundle.Budget(),
     "recipe": None,
     "text": None,
@@ -185,6 +186,16 @@ def test_auto_searches_and_prints_every_trial_the_fastest_first(
     for text in ("1000 tok/s", "tok/s", "400.0 MB", "0.0123", "96.1%", "+1.20%", "kept"):
         assert text in rows[1]
     assert lines[-1] == f"wrote {tmp_path / 'out'}"
+
+
+def test_stages_are_a_number_of_them_or_the_memory_of_their_boxes(llmc, library: FakeLibrary, export_folder: Path):
+    for given, wanted in (("3", (0, 0, 0)), ("8GB,1.5GiB", (8 * 10**9, 3 << 29))):
+        assert llmc("build", export_folder, "-o", f"out{given}", "--stages", given).code == 0
+        assert library.built[-1]["stages"] == wanted
+    for given in ("", "two", "8GB,", "-1", "8GB;8GB"):
+        assert llmc("build", export_folder, "-o", "out", "--stages", given).code == 2
+    refused = llmc("build", export_folder, "-o", "out", "--auto", "--max-kl", "1", "--stages", "2")
+    assert (refused.code, "--auto measures on this machine alone" in refused.err) == (2, True)
 
 
 def test_a_size_without_a_search_is_refused(llmc, library: FakeLibrary, export_folder: Path):

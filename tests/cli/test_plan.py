@@ -50,6 +50,21 @@ def test_the_table_shows_parts_peak_and_where_the_limit_comes_from(llmc, tiny_bu
     assert llmc("plan", tiny_bundle, "--memory", "2GB").out.endswith("available: 2.00 GB (--memory)\n")
 
 
+@pytest.mark.usefixtures("roomy")
+def test_stages_are_planned_for_a_box_each(llmc, tiny_export: Path, tiny_bundle: Path):
+    found = stages(llmc("plan", tiny_export, "--json", "--stages", "2").out)
+    assert list(found) == ["build", "run stage 0", "run stage 1"]
+    whole = stages(llmc("plan", tiny_export, "--json").out)["run"]
+    weights = [found[f"run stage {number}"]["parts"]["weights"] for number in range(2)]
+    assert max(weights) < whole["parts"]["weights"] <= sum(weights)
+    tight = found["run stage 0"]["total"]
+    assert llmc("plan", tiny_export, "--stages", f"{tight},2GB").code == 0
+    for boxes, code, said in ((f"{tight},1MB", 1, "one is larger than its box"), ("1GB", 2, "expected 2 to 6")):
+        refused = llmc("plan", tiny_export, "--stages", boxes)
+        assert refused.code == code and said in refused.err
+    assert "is built already; precision, recipe, target and stages" in llmc("plan", tiny_bundle, "--stages", "2").err
+
+
 def test_what_does_not_fit_exits_with_1_and_says_what_would(llmc, tiny_bundle: Path):
     needed = stages(llmc("plan", tiny_bundle, "--json", "--memory", "64GB").out)["run"]["total"]
     assert llmc("plan", tiny_bundle, "--memory", needed).code == 0

@@ -20,6 +20,7 @@ from llmc.runtime.server.fleet.calls import Call, ReplicaLostError
 from llmc.runtime.server.fleet.front import ASKED_S, make_front
 from llmc.runtime.server.fleet.replica import Replica
 from llmc.runtime.server.fleet.router import PrefixRouter
+from llmc.runtime.server.fleet.stages import find_place
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.guarded import Guarded
 
@@ -78,6 +79,7 @@ def replicas_of(config: ServerConfig) -> serve.Application:
     least = config.ray_min_replicas
     most = max(least, config.ray_max_replicas or least)
     cpus = config.ray_cpus or config.threads or max(1, usable_threads() // most)
+    places = dict(place for one in manifests if one.stage.before for place in find_place(one.stage.number).items())
     deployment = serve.deployment(
         name="replicas",
         user_config={
@@ -87,7 +89,7 @@ def replicas_of(config: ServerConfig) -> serve.Application:
         max_ongoing_requests=rows + waiting,
         max_queued_requests=waiting,
         autoscaling_config=AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=rows),
-        ray_actor_options={"num_cpus": cpus, "num_gpus": config.ray_gpus},
+        ray_actor_options={"num_cpus": cpus, "num_gpus": config.ray_gpus, "resources": places},
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.drain_s,

@@ -16,6 +16,7 @@ from llmc.errors import EngineClosedError, GpuError, LlmcError, UsageError
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import BILL
+from llmc.runtime.server.fleet.stages import StagesOnRay
 from llmc.runtime.server.http.accounts import CLIENT, Bill, Client
 from llmc.runtime.server.models.pool import ModelPool
 
@@ -45,7 +46,8 @@ class Replica:
         """
         bundles = {name: Path(folder) for name, folder in user_config["models"].items()}
         if self._pool is None:
-            self._pool = ModelPool(bundles, memory=self._config.memory, load_options=self._config.load_options)
+            options = {**self._config.load_options, "stages": StagesOnRay}
+            self._pool = ModelPool(bundles, memory=self._config.memory, load_options=options)
             self._app = make_app(replace(self._config, models=bundles), self._pool)
             await self._pool.warm(*self._config.warm)
         else:

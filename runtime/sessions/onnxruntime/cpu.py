@@ -50,7 +50,7 @@ class OnnxRuntimeSession(Session):
         if manifest.cache == "bfloat16":
             raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
         names = {phase: manifest.graphs[phase.value].file for phase in Phase}
-        own = {manifest.graphs[REPLAY].file} if manifest.geometry.has_states else set()
+        own = {manifest.graphs[REPLAY].file} if REPLAY in manifest.graphs else set()
         files = open_graphs(runtime, folder, manifest, sorted({*names.values(), *own}), threads)
         self._graphs: dict[str, Any] = {phase: files[name] for phase, name in names.items()}
         self._takes_lengths: set[str] = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
@@ -68,7 +68,7 @@ class OnnxRuntimeSession(Session):
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
+        """Logits float32 [B, O, vocab], or hidden states; see :class:`llmc.runtime.sessions.base.Session`."""
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if batch.new_lengths is not None:
@@ -91,6 +91,7 @@ class OnnxRuntimeSession(Session):
         if binding.positions is not None:
             plain = batch.past_lengths[:, None] + np.arange(sequence)
             binding.positions[:] = plain if batch.positions is None else batch.positions
+        self._bind_hidden(binding, batch)
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
         except Exception:
@@ -100,15 +101,15 @@ class OnnxRuntimeSession(Session):
             self._fed = ends[0] - int(batch.past_lengths[0])
         else:
             self.cache.note_computed(batch.first_row, ends)
-        self._logits = binding.logits
+        self._logits = binding.logits if self._manifest.stage.is_last else binding.io.get_outputs()[-1].numpy()
         return self._logits
 
     def accept(self, row: int, past: int, tokens: int) -> None:
         """See :class:`llmc.runtime.sessions.base.Session`."""
-        assert self._replay is not None
-        states = [(tensor, array) for tensor, array in self._list_caches(row, 1) if tensor.kind == "state"]
-        with translate_errors("going back over drafts"):
-            self._replay.accept(tokens, self._fed, states, self._options)
+        if self._replay is not None:
+            states = [(tensor, array) for tensor, array in self._list_caches(row, 1) if tensor.kind == "state"]
+            with translate_errors("going back over drafts"):
+                self._replay.accept(tokens, self._fed, states, self._options)
         self.cache.note_computed(row, [past + tokens])
 
     def open_adapters(self) -> None:
@@ -126,6 +127,14 @@ class OnnxRuntimeSession(Session):
         self.cache.close()
         self._graphs.clear()
         self._replay = None
+
+    def _bind_hidden(self, binding: "_Binding", batch: Batch) -> None:
+        """Bind what a stage behind another one takes, and what one before another hands on."""
+        stage, layers = self._manifest.stage, self._manifest.layers
+        if stage.number and batch.hidden is not None:
+            bind(binding.io.bind_input, f"hidden.{layers.start}", batch.hidden)
+        if not stage.is_last:
+            binding.io.bind_output(f"hidden.{layers.stop}", "cpu")
 
     def _bind_buffers(self, batch: Batch) -> "_Binding":
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
@@ -154,7 +163,7 @@ class OnnxRuntimeSession(Session):
     def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> "_Binding":
         rows, sequence = batch.input_ids.shape
         caches = self._list_caches(batch.first_row, rows)
-        binding = _Binding(self._graphs[kind], batch, caches, room)
+        binding = _Binding(self._graphs[kind], batch, caches, room, self._manifest.stage.is_last)
         if kind in self._takes_lengths:
             binding.bind_lengths()
         if self._takes_embeddings:
@@ -197,7 +206,7 @@ class _Bound:
 class _Binding:
     """Arrays for one shape of call, bound to a graph by address; ``caches`` are its rows of the cache's tensors."""
 
-    def __init__(self, session: Any, batch: Batch, caches: States, logits: NDArray[np.float32]) -> None:
+    def __init__(self, session: Any, batch: Batch, caches: States, logits: NDArray[np.float32], is_last: bool) -> None:
         self.session = session
         self.io = session.io_binding()
         self.input_ids = np.empty(batch.input_ids.shape, np.int64)
@@ -209,7 +218,8 @@ class _Binding:
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             bind(self.io.bind_input, name, getattr(self, name))
-        bind(self.io.bind_output, "logits", self.logits)
+        if is_last:
+            bind(self.io.bind_output, "logits", self.logits)
         for tensor, array in caches:
             bind(self.io.bind_input, tensor.past, array)
             bind(self.io.bind_output, tensor.present, array)

@@ -1,0 +1,168 @@
+"""A model in stages as one session: hidden states go from stage to stage, and each keeps the caches of its layers.
+
+The last stage, whose logits are many, runs in the engine's own process, those before it wherever they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.bundle import BUNDLE_MANIFEST, STAGE_FOLDER, Manifest, Stage, read_bundle, sha256_file
+from llmc.errors import BundleError
+from llmc.inventory import CacheKind
+from llmc.runtime.host.integrity import check_files
+from llmc.runtime.kv.budget import check_load
+from llmc.runtime.kv.cache import KVCache, Layout, Values, tensors_of
+from llmc.runtime.kv.host_cache import LETS_GO
+from llmc.runtime.sessions import open_engine
+from llmc.runtime.sessions.base import Batch, Session
+
+# Tokens of a prompt that a stage computes at a time, while the next one computes those before: a tile of attention, so
+# that each has the bits that it has in the whole call.
+PIECE = 64
+
+
+def open_stage(folder: Path, number: int, wanted: str, threads: int) -> Session:
+    """Open a stage before the last, which is in ``folder``; ``wanted`` is the SHA-256 of its manifest.
+    Raises BundleError: it is missing, damaged or of another build; ResourceError: memory does not suffice."""
+    place = folder / STAGE_FOLDER.format(number)
+    manifest = read_bundle(place)
+    if sha256_file(place / BUNDLE_MANIFEST) != wanted:
+        raise BundleError(f"{place} is of another build than {folder}; copy both from one build")
+    check_load(place, manifest, manifest.limits.max_context)
+    check_files(place, manifest, None)
+    return open_engine(place, manifest, threads)
+
+
+def ask(session: Session, name: str, arguments: Sequence[Any]) -> Any:
+    """Call a method of a stage's cache, or its session's ``accept``."""
+    return getattr(session if name == "accept" else session.cache, name)(*arguments)
+
+
+class Stages:
+    """The stages before the last, in this process: to check them, and where memory has room for all."""
+
+    def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
+        self._sessions = [open_stage(folder, *stage, threads) for stage in enumerate(manifest.stage.before)]
+
+    def submit(self, batch: Batch) -> Any:
+        """Start a call through all of them, while others are under way; a promise for :meth:`fetch`."""
+        for session in self._sessions:
+            batch = replace(batch, hidden=session.run(batch))
+        return batch.hidden
+
+    def fetch(self, promise: Any) -> Any:
+        """The hidden states that a call came to."""
+        return promise
+
+    def ask(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """:func:`ask` each of them with arguments of its own; what they return, in their order."""
+        return [ask(session, name, given) for session, given in zip(self._sessions, arguments, strict=True)]
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
+
+
+class StagedCache(KVCache):
+    """The caches of all stages as one; what is read of them is in the layout of the whole model's."""
+
+    def __init__(self, manifest: Manifest, own: Session, stages: Stages) -> None:
+        super().__init__(replace(manifest, stage=Stage()))
+        self._own, self._stages = own, stages
+        self._lets_go = LETS_GO and self._narrowest > 0 and self.can_rewind
+        each = (replace(manifest, stage=Stage(n, manifest.stage.borders)) for n in range(len(manifest.stage.borders)))
+        self._parts = [tensors_of(one.caches) for one in each]
+
+    def ask(self, name: str, *arguments: Any) -> list[Any]:
+        """:func:`ask` every stage."""
+        return [*self._stages.ask(name, [arguments] * (len(self._parts) - 1)), ask(self._own, name, arguments)]
+
+    def _hand_out(self, name: str, values: Values, *arguments: int, count: int, kind: CacheKind = "kv") -> None:
+        """:func:`ask` every stage to take what it has of the values of ``count`` positions, or of states."""
+        sizes = [Layout(tensors, kind).size(count) for tensors in self._parts]
+        given = [(*arguments, part) for part in np.split(values, np.cumsum(sizes)[:-1])]
+        self._stages.ask(name, given[:-1])
+        ask(self._own, name, given[-1])
+
+    def _grow(self, rows: int, capacity: int) -> None:
+        self.ask("reserve", rows, capacity)
+
+    def let_go(self, row: int, end: int) -> None:
+        """See :class:`KVCache`."""
+        self.ask("let_go", row, end)
+        super().let_go(row, end)
+
+    def read_states(self, row: int, end: int) -> Values:
+        """See :class:`KVCache`."""
+        found: Values = np.concatenate(self.ask("read_states", row, end))
+        return found
+
+    def write_states(self, row: int, end: int, values: Values) -> None:
+        """See :class:`KVCache`."""
+        self._hand_out("write_states", values, row, end, count=0, kind="state")
+        self._note_written(row, end)
+
+    def _copy(self, source: int, target: int, start: int, end: int) -> None:
+        self.ask("copy", source, target, start, end)
+
+    def _swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
+        self.ask("swap", one, its_end, other, others_end)
+
+    def _read(self, row: int, start: int, end: int, values: Values) -> None:
+        np.concatenate(self.ask("read", row, start, end), out=values)
+
+    def _write(self, row: int, start: int, end: int, values: Values) -> None:
+        self._hand_out("write", values, row, start, end, count=end - start)
+
+
+class StagedSession(Session):
+    """The last stage, ``own``, behind those before it."""
+
+    def __init__(self, manifest: Manifest, own: Session, stages: Stages) -> None:
+        super().__init__(manifest.geometry)
+        self._own, self._stages, self.packs_rows = own, stages, own.packs_rows
+        self.cache: StagedCache = StagedCache(manifest, own, stages)
+        self.engine_version, self.processor = own.engine_version, own.processor
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
+        sequence = batch.input_ids.shape[1]
+        self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
+        new = sequence if batch.new_lengths is None else batch.new_lengths
+        under_way = [(piece, self._stages.submit(piece)) for piece in divide(batch)]
+        found = [self._own.run(replace(piece, hidden=self._stages.fetch(it))).copy() for piece, it in under_way]
+        if not batch.provisional:
+            self.cache.note_computed(batch.first_row, (batch.past_lengths + new).tolist())
+        return found[0] if len(found) == 1 else np.concatenate(found, 1)
+
+    def accept(self, row: int, past: int, tokens: int) -> None:
+        """See :class:`llmc.runtime.sessions.base.Session`."""
+        self.cache.ask("accept", row, past, tokens)
+        self.cache.note_computed(row, [past + tokens])
+
+    def close(self) -> None:
+        self._stages.close()
+        self._own.close()
+        self.cache.close()
+
+
+def divide(batch: Batch) -> list[Batch]:
+    """A long call of one row in pieces of :data:`PIECE` tokens or somewhat more, so that no stage waits for all."""
+    (rows, sequence), wanted = batch.input_ids.shape, batch.logit_indices
+    starts = [*range(0, sequence - PIECE + 1, PIECE)]
+    if rows > 1 or batch.provisional or batch.new_lengths is not None or len(starts) < 2:
+        return [batch]
+    return [
+        replace(
+            batch,
+            input_ids=batch.input_ids[:, start:end],
+            past_lengths=batch.past_lengths + start,
+            logit_indices=wanted[(start <= wanted) & (wanted < end)][None] - start,
+        )
+        for start, end in zip(starts, [*starts[1:], sequence], strict=True)
+    ]

@@ -1,0 +1,202 @@
+"""Bundles cut into stages: the same bits as the whole, borders by memory, and all that is refused by its name."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from doubles.stages import TOKENIZER, borders, cut
+
+from llmc.bundle import STAGE_FOLDER, WEIGHTS_FILE, list_unlisted_files, read_bundle, write_manifest
+from llmc.errors import BuildError, BundleError, ResourceError, UsageError
+from llmc.optimize.build import build
+from llmc.optimize.plan.memory import ROTATIONS, memory_plan
+from llmc.optimize.split import split
+from llmc.runtime import load
+from llmc.runtime.model import verify
+from llmc.runtime.selftest import VECTOR_TOLERANCE, replay_stage
+from llmc.runtime.sessions import Batch, Phase, open_engine, open_session
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module", params=["int8", "int4"])
+def whole(request: pytest.FixtureRequest, tiny_in: Callable[[str], Path]) -> Path:
+    return tiny_in(request.param)
+
+
+@pytest.fixture(scope="module")
+def chain(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three stages: the first, one behind and before others, and the last."""
+    return cut(whole, tmp_path_factory.mktemp("cut") / "chain")
+
+
+def run_all(folder: Path) -> list[np.ndarray]:
+    """The results of every kind of call, and of every way to move rows of the cache."""
+    found: list[np.ndarray] = []
+    with closing(open_session(folder, read_bundle(folder), 1)) as session:
+        session.cache.reserve(4, 512)
+        ids = np.random.default_rng(0).integers(3, 4096, (4, 400))
+
+        def run(phase: Phase, tokens: Any, past: Any, wanted: Any, row: int = 0, new: Any = None) -> None:
+            arrays = (np.array(values, np.int64) for values in (past, wanted))
+            lengths = None if new is None else np.array(new, np.int64)
+            found.append(session.run(Batch(phase, tokens, *arrays, row, lengths)).copy())
+
+        run(Phase.PREFILL, ids[:1, :203], [0], [[5, 64, 202]])
+        run(Phase.PREFILL, ids[:1, 203:256], [203], [[52]])
+        run(Phase.DECODE, ids[:1, 256:257], [256], [[0]])
+        run(Phase.PREFILL, ids[1:, :40], [0] * 3, [[39], [29], [9]], 1, [40, 30, 10])
+        run(Phase.DECODE, ids[:, 300:301], [257, 40, 30, 10], [[0]] * 4)
+        run(Phase.DECODE, ids[:1, 300:306], [258], [range(6)])
+        run(Phase.DECODE, ids[:2, 300:303], [259, 41], [range(3)] * 2)
+        session.cache.copy(0, 2, 0, 250)
+        session.cache.swap(1, 43, 3, 11)
+        found += [session.cache.read(2, 10, 42), *session.cache.read_blocks(3, 4, 0, 40)]
+        session.cache.write(1, 0, 32, found[-11])
+        run(Phase.DECODE, ids[1:3, :1], [32, 250], [[0]] * 2, 1)
+    return found
+
+
+def test_stages_compute_the_bits_of_the_whole_in_every_kind_of_call(whole: Path, chain: Path):
+    wanted = run_all(whole)
+    for found, one in zip(run_all(chain), wanted, strict=True):
+        np.testing.assert_array_equal(found, one)
+
+
+def test_requests_get_the_answers_of_the_whole_with_drafts_and_cached_prefixes(whole: Path, chain: Path):
+    prompts = ["def f(x): return x\n" * 9, "def f(x): return x\n" * 9 + "def g", "import os"]
+    answers = []
+    for folder in (whole, chain):
+        options = {"determinism": "strict", "draft": "lookup", "prefix_cache_bytes": 1 << 26}
+        with load(folder, threads=1, **options) as model:
+            answers.append([])
+            for _ in range(2):
+                handles = [model.stream(prompt, max_tokens=24, temperature=0, logprobs=2) for prompt in prompts]
+                answers[-1] += [handle.result() for handle in handles]
+            assert sum(answer.usage.cached_tokens for answer in answers[-1]) > 0
+    assert [it.outputs[0].logprobs for it in answers[0]] == [it.outputs[0].logprobs for it in answers[1]]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5-delta-and-gates", "falcon_h1-both-mixers-multipliers"])
+def test_stages_keep_the_states_of_their_layers(exported: Callable[[str], Any], tmp_path: Path, name: str):
+    export = exported(name).export
+    bundles = [tmp_path / "whole", tmp_path / "chain"]
+    for folder, stages in zip(bundles, (None, (0, 0)), strict=True):
+        build(export, folder, precision="fp32", max_context=128, max_batch=2, stages=stages)
+    found = []
+    for folder in bundles:
+        with load(folder, threads=1, determinism="strict", draft="lookup", prefix_cache_bytes=1 << 24) as model:
+            ids = [5, 9, 11, 5, 9, 11, 5, 9] * 9
+            found.append([model.generate(ids, max_tokens=20, temperature=0, ignore_eos=True) for _ in range(2)])
+            assert found[-1][1].usage.cached_tokens > 0
+    assert [it.token_ids for it in found[0]] == [it.token_ids for it in found[1]]
+
+
+def test_each_stage_is_a_bundle_that_is_verified_alone_and_the_chain_whole(chain: Path):
+    manifest, inner = read_bundle(chain), read_bundle(chain / STAGE_FOLDER.format(1))
+    assert manifest.stage.is_last and manifest.golden and manifest.quality
+    assert not inner.stage.is_last and inner.vectors and not inner.golden
+    assert [*read_bundle(chain / "stage-0").layers, *inner.layers, *manifest.layers] == [*range(6)]
+    assert verify(chain).equal_tokens > 0 and verify(chain).unlisted == ()
+    assert verify(chain / "stage-1").largest_difference == 0
+    assert list_unlisted_files(chain, manifest) == ()
+
+
+def test_a_stage_that_computes_something_else_is_found_alone(chain: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(chain / "stage-1", tmp_path / "stage"))
+    weights, manifest = np.memmap(folder / WEIGHTS_FILE, np.uint8, "r+"), read_bundle(folder)
+    weights[len(weights) // 2 :] = 0
+    weights.flush()
+    with closing(open_engine(folder, manifest, 1)) as session:
+        with pytest.raises(BundleError, match=rf"hidden states differ by .*at most {VECTOR_TOLERANCE} is expected"):
+            replay_stage(folder, manifest, session)
+    with pytest.raises(BundleError, match=r"weights.bin is corrupt"):
+        verify(folder)
+
+
+def test_a_stage_answers_nothing_by_itself_and_none_of_another_build_is_taken(chain: Path, tmp_path: Path):
+    with pytest.raises(BundleError, match="stage 0 of 3; load the last, which answers"):
+        load(chain / "stage-0")
+    other = Path(shutil.copytree(chain, tmp_path / "chain"))
+    inner = read_bundle(other / "stage-0")
+    write_manifest(replace(inner, notes=(*inner.notes, "another")), other / "stage-0")
+    with pytest.raises(BundleError, match="stage-0 is of another build"):
+        load(other)
+    shutil.rmtree(other / "stage-0")
+    with pytest.raises(BundleError, match="there is no such folder"):
+        load(other)
+
+
+def test_a_manifest_that_no_cut_writes_is_refused(chain: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(chain, tmp_path / "chain"))
+    manifest = read_bundle(folder)
+    for wrong in ({"borders": (0, 3, 3)}, {"borders": (1, 2, 5)}, {"number": 1}, {"before": ()}, {"number": 3}):
+        write_manifest(replace(manifest, stage=replace(manifest.stage, **wrong)), folder)
+        with pytest.raises(BundleError, match=r"the stage in llmc.json cannot be right"):
+            read_bundle(folder)
+
+
+def test_what_crosses_a_border_beside_hidden_states_is_refused(tiny_bundle: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    model = ir.load(folder / "decode.onnx")
+    values = ir.convenience.create_value_mapping(model.graph)
+    node = values["hidden.6"].producer()
+    assert node is not None
+    node.replace_input_with(0, values["hidden.1"])
+    ir.save(model, folder / "decode.onnx")
+    manifest = read_bundle(tiny_bundle)  # the file's size is another one now
+    with pytest.raises(BuildError, match="more than hidden states cross a border"):
+        split(folder, manifest, borders(manifest, (0, 0)), lambda step, done=None: None)
+
+
+@pytest.mark.parametrize("boxes", [(0, 0), (GB, 4 * GB), (4 * GB, GB)])
+def test_borders_leave_the_fullest_box_as_empty_as_can_be(tiny_bundle: Path, boxes: tuple[int, int]):
+    manifest = read_bundle(tiny_bundle)
+
+    def fullest(border: int) -> float:
+        shares = []
+        for layers, box in zip((range(border), range(border, 6)), boxes, strict=True):
+            own = manifest.geometry.of_layers(layers)
+            plan = memory_plan(own, manifest.limits, manifest.recipe, TOKENIZER if layers.start else 0)
+            plan = replace(plan, embedding=0) if layers.start else replace(plan, logits=0)
+            shares.append(plan.total(manifest.limits.max_context) / (box or 1))
+        return max(shares)
+
+    first, last = borders(manifest, boxes)
+    assert [*first.layers, *last.layers] == [*range(6)]
+    assert first.layers.stop == min(range(1, 6), key=fullest)
+
+
+def test_the_memory_of_stages_is_that_of_the_whole_but_for_what_each_process_has(tiny_bundle: Path):
+    manifest = read_bundle(tiny_bundle)
+    parts = [cut.memory for cut in borders(manifest, (0, 0, 0))]
+    whole = manifest.memory
+    rotations = len(manifest.recipe.rotated) * ROTATIONS * 4 * manifest.geometry.hidden_size**2
+    assert sum(part.weights - rotations for part in parts) == whole.weights - rotations
+    assert sum(part.cache_per_token for part in parts) == whole.cache_per_token
+    assert [part.embedding for part in parts] == [whole.embedding, 0, 0]
+    assert [part.logits for part in parts] == [0, 0, whole.logits]
+    assert [part.tokenizer > 0 for part in parts] == [False, False, True]
+
+
+def test_what_is_not_run_in_stages_is_refused_by_its_name(tiny_bundle: Path, exported: Callable[[str], Any]):
+    manifest = read_bundle(tiny_bundle)
+    for boxes in ((0,), (0,) * 7):
+        with pytest.raises(UsageError, match=rf"stages are {len(boxes)}, expected 2 to 6"):
+            borders(manifest, boxes)
+    with pytest.raises(ResourceError, match="one is larger than its box"):
+        borders(manifest, (GB, 1000))
+    with pytest.raises(UsageError, match="models for cuda"):
+        borders(manifest, (0, 0), "cuda")
+    with pytest.raises(UsageError, match="models with adapters beside them"):
+        borders(replace(manifest, limits=replace(manifest.limits, adapters=1, rank=8)), (0, 0))
+    with pytest.raises(UsageError, match="models with inputs of each layer's own"):
+        borders(replace(manifest, geometry=replace(manifest.geometry, per_layer=8)), (0, 0))
+    with pytest.raises(UsageError, match="models with layers that read the caches of others"):
+        build(exported("gemma4-shared-caches-per-layer-inputs").export, Path("never"), precision="fp32", stages=(0, 0))
