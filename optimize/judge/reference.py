@@ -60,7 +60,9 @@ class Reference:
 
         One pass over the weights.
         """
-        hidden = self._run_layers(_groups(sequences), progress)
+        sees_padding = self.manifest.geometry.diffusion is not None
+        groups = [_pad([it]) for it in sequences] if sees_padding else _groups(sequences)
+        hidden = self._run_layers(groups, progress)
         rows = [row for group in hidden for row in self.last_norm(group)]
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
 
@@ -186,6 +188,8 @@ class LayerCalls:
         if geometry.per_layer:
             name, known = f"per_layer.{layer}", {"input_ids": self._ids, "hidden.0": self._embedded}
             found[name] = self._reference._run(known, name)
+        if geometry.diffusion:
+            found |= {"input_ids": self._ids, "seen_lengths": np.full(*self._ids.shape)}
         for cache in geometry.source_of(layer):
             found |= {name: self._kept[name] for name in cache.outputs}
             found["logit_indices"] = every_row(self._ids)

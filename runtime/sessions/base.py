@@ -40,6 +40,8 @@ class Batch:
             token's is its place in the row.
         adapters: one for each row, None for a row without; empty where no row has one.
         provisional: of a call of one row, whether its states stay as they are until :meth:`Session.accept`.
+        seen_lengths: int64 [B], of a diffusion model how many positions of each row its tokens see; default: those up
+            to its last new token.
     """
 
     phase: Phase
@@ -52,6 +54,7 @@ class Batch:
     positions: NDArray[np.int64] | None = None
     adapters: tuple[Adapter | None, ...] = ()
     provisional: bool = False
+    seen_lengths: NDArray[np.int64] | None = None
 
 
 class Session(ABC):
@@ -94,7 +97,7 @@ class Session(ABC):
         """Free the engine and the cache."""
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        names = ("input_ids", "past_lengths", "logit_indices", "new_lengths")
+        names = ("input_ids", "past_lengths", "logit_indices", "new_lengths", "seen_lengths")
         found = []
         for r in range(len(batch.input_ids)):
             arrays = {name: getattr(batch, name)[r : r + 1] for name in names if getattr(batch, name) is not None}

@@ -88,6 +88,8 @@ class OnnxRuntimeSession(Session):
             binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
         if batch.embedded is not None:
             binding.embedding_indices[:], binding.embeddings[:] = batch.embedded.indices, batch.embedded.rows
+        if binding.seen_lengths is not None:
+            binding.seen_lengths[:] = ends if batch.seen_lengths is None else batch.seen_lengths
         if binding.positions is not None:
             plain = batch.past_lengths[:, None] + np.arange(sequence)
             binding.positions[:] = plain if batch.positions is None else batch.positions
@@ -160,6 +162,8 @@ class OnnxRuntimeSession(Session):
         if self._takes_embeddings:
             embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
             binding.bind_embeddings(max(1, embeddings), self._manifest.geometry)
+        if self._manifest.geometry.diffusion:
+            binding.bind_seen_lengths()
         if batch.adapters and self._factors is not None:
             binding.bind_inputs(self._factors.views(batch.first_row, rows))
         if self._takes_slots:
@@ -206,6 +210,7 @@ class _Binding:
         self.logits = logits
         self.new_lengths: NDArray[np.int64] | None = None
         self.positions: NDArray[np.int64] | None = None
+        self.seen_lengths: NDArray[np.int64] | None = None
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             bind(self.io.bind_input, name, getattr(self, name))
@@ -218,6 +223,11 @@ class _Binding:
         """A graph that packs rows asks how many of each row's new tokens count."""
         self.new_lengths = np.empty(self.past_lengths.shape, np.int64)
         bind(self.io.bind_input, "new_lengths", self.new_lengths)
+
+    def bind_seen_lengths(self) -> None:
+        """A graph of a diffusion model asks how many positions of each row its tokens see."""
+        self.seen_lengths = np.empty(self.past_lengths.shape, np.int64)
+        bind(self.io.bind_input, "seen_lengths", self.seen_lengths)
 
     def bind_inputs(self, arrays: Iterable[Named]) -> None:
         """The graph for adapters takes those of each row."""
