@@ -718,11 +718,14 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         BundleError, ResourceError: the draft model cannot be loaded.
     """
     manifest, runner = model.manifest, model.runner
+    if manifest.geometry.diffusion and options.draft not in (None, "auto"):
+        raise UsageError("draft is for a model that goes on token by token, and this one fills masks; leave it out")
     if options.draft == "auto":
         keeps = drafts_keep_bits(manifest, options.determinism)
         options = replace(options, draft="lookup" if keeps else None)
     limit = default_memory() if memory is None else memory  # what the process holds already counts in the plan
-    size = options.prefix_cache_bytes
+    # What a diffusion model's tokens come to depends on those behind them, so no prefix can be kept.
+    size = 0 if manifest.geometry.diffusion else options.prefix_cache_bytes
     if size is None:
         spare = available_memory() if memory is None else memory - manifest.memory.total(runner.max_context)
         size = max(0, min(PREFIX_BYTES, spare // (PREFIX_SHARE if memory is None else 1)))
@@ -757,6 +760,8 @@ def prefix_key(manifest: Manifest) -> str:
 
 def drafts_keep_bits(manifest: Manifest, level: Determinism) -> bool:
     """Tell whether verified drafts leave the bits of all logits as they are."""
+    if manifest.geometry.diffusion:
+        return False
     kept = manifest.graphs["decode"].invariance
     alike = kept.single and kept.tokens > 0 and kept.outputs == 1
     one_graph = manifest.graphs["prefill"].file == manifest.graphs["decode"].file

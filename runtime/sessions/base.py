@@ -66,6 +66,7 @@ class Session(ABC):
         processor: name of the CPU or GPU: results hold for it and not for another.
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
+        diffuses: whether the model is one that fills masks: all tokens of a call see one another.
     """
 
     cache: KVCache
@@ -76,6 +77,7 @@ class Session(ABC):
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)
+        self.diffuses = geometry.diffusion is not None
 
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:
