@@ -54,8 +54,10 @@ class Denoiser:
 
     def take(self, logits: Logits) -> list[int]:
         """Fill some masks from the logits [n, V] of those left in the block; its tokens once all are filled."""
+        masked, of_masks = self._masked, logits[:, self._model.mask_token_id].copy()
         logits[:, self._model.mask_token_id] = -np.inf  # a mask that stays one would never end
-        masked, tokens = self._masked, self._choose(logits)
+        tokens = self._choose(logits)
+        logits[:, self._model.mask_token_id] = of_masks
         sure = self._confidence(logits, tokens)
         order = np.argsort(-sure, kind="stable")
         order = order[: self._count(sure[order])]

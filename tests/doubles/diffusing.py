@@ -94,18 +94,125 @@ def write_checkpoint(folder: Path, family: str) -> Path:
     return folder
 
 
-class Reference:
-    """Logits (S, V) of one text (S), each position of which sees all, by transformers in float32."""
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The checkpoint's tensors by transformers' names of Llama and Qwen2."""
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    stored = load_file(folder / "model.safetensors")
+    return {name: stored[_rename(name) if family == "llada" else name] for name in _model(family).state_dict()}
+
+
+class Transformers:
+    """Logits (S, V) of a text (S), each position of which sees all, by transformers in float32."""
 
     def __init__(self, folder: Path) -> None:
-        family = json.loads((folder / "config.json").read_text())["model_type"]
-        stored, self._model = load_file(folder / "model.safetensors"), _model(family)
-        names = self._model.state_dict()
-        self._model.load_state_dict({name: stored[_rename(name) if family == "llada" else name] for name in names})
+        self._model = _model(json.loads((folder / "config.json").read_text())["model_type"])
+        self._model.load_state_dict(read_weights(folder))
 
-    def __call__(self, ids: Any) -> NDArray[np.float32]:
+    def __call__(self, ids: list[int]) -> NDArray[np.float32]:
         every = torch.zeros(1, 1, len(ids), len(ids))
         with torch.inference_mode():
-            logits = self._model(input_ids=torch.tensor([list(map(int, ids))]), attention_mask=every).logits
+            logits = self._model(input_ids=torch.tensor([ids]), attention_mask=every).logits
         found: NDArray[np.float32] = logits[0].numpy()
         return found
+
+
+class Plain:
+    """The same in plain torch, of the tokens from ``start`` on in a row of ``length``, whose keys and values (2, KV,
+    length, D) of each layer lie in ``held``: all of them are seen, whenever they were written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.weights = read_weights(folder)
+        self.held: list[Tensor] = []
+
+    def begin(self, length: int) -> None:
+        self.held = [torch.zeros(2, 2, length, 16) for _ in range(SIZES["num_hidden_layers"])]
+
+    def __call__(self, ids: list[int], start: int = 0) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            x = self.weights["model.embed_tokens.weight"][torch.tensor(ids)]
+            places = torch.arange(start, start + len(ids))
+            for index, held in enumerate(self.held):
+                at = f"model.layers.{index}"
+                x = x + self._attend(self._norm(x, f"{at}.input_layernorm"), f"{at}.self_attn", places, held)
+                y = self._norm(x, f"{at}.post_attention_layernorm")
+                gate, up = (self._linear(y, f"{at}.mlp.{part}_proj") for part in ("gate", "up"))
+                x = x + self._linear(torch.nn.functional.silu(gate) * up, f"{at}.mlp.down_proj")
+            found: NDArray[np.float32] = self._linear(self._norm(x, "model.norm"), "lm_head").numpy()
+            return found
+
+    def _attend(self, x: Tensor, at: str, places: Tensor, held: Tensor) -> Tensor:
+        q, k, v = (self._linear(x, f"{at}.{part}_proj").view(len(x), -1, 16).transpose(0, 1) for part in "qkv")
+        held[0][:, places], held[1][:, places] = self._turn(k, places), v
+        keys, values = held.repeat_interleave(2, dim=1)  # (H, length, D)
+        weights = (self._turn(q, places) @ keys.mT / 4.0).softmax(-1)
+        return self._linear((weights @ values).transpose(0, 1).flatten(1), f"{at}.o_proj")
+
+    def _turn(self, x: Tensor, places: Tensor) -> Tensor:
+        angles = places[:, None] * SIZES["rope_theta"] ** -(torch.arange(0, 16, 2) / 16)
+        first, second = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def _norm(self, x: Tensor, at: str) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + SIZES["rms_norm_eps"]).rsqrt() * self.weights[f"{at}.weight"]
+
+    def _linear(self, x: Tensor, at: str) -> Tensor:
+        y = x @ self.weights[f"{at}.weight"].T
+        return y + self.weights[f"{at}.bias"] if f"{at}.bias" in self.weights else y
+
+
+def sample(
+    model: Plain,
+    shift: int,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    block_length: int = 32,
+    steps: int | None = None,
+    threshold: float | None = None,
+    remasking: str = "low_confidence",
+    cache: str = "off",
+    chance: Callable[[int, int], float] | None = None,
+) -> list[int]:
+    """The greedy tokens after a prompt; ``chance`` gives a number for a position and a step."""
+    tokens = [*prompt, *[MASK] * max_tokens]
+    model.begin(len(tokens))
+    before = None
+    for start in range(len(prompt), len(tokens), block_length):
+        end, step = min(start + block_length, len(tokens)), 0
+        per_step = spread(end - start, max(1, (steps or max_tokens) * (end - start) // max_tokens))
+        while MASK in tokens[start:end]:
+            first, last = start, end
+            if cache == "off" or (step == 0 and (cache == "renewed" or before is None)):
+                first, last = 0, len(tokens)
+            elif step == 0 and before is not None:
+                first = before
+            first = max(0, first - shift)
+            logits = model(tokens[first:last], first).astype(np.float64)
+            sure = []
+            for place in (place for place in range(start, end) if tokens[place] == MASK):
+                row = logits[place - shift - first]
+                likely = np.exp(row - row.max())
+                likely /= likely.sum()
+                ranked = np.sort(likely)[::-1]
+                row[MASK] = -np.inf
+                score = {
+                    "low_confidence": likely[row.argmax()],
+                    "margin": ranked[0] - ranked[1],
+                    "entropy": float(np.sum(likely * np.log(likely + 1e-10))),
+                    "random": chance(place, step) if chance else 0.0,
+                }[remasking]
+                sure.append((score, place, int(row.argmax())))
+            sure.sort(key=lambda item: (-item[0], item[1]))
+            count = per_step[step] if threshold is None else max(1, sum(item[0] >= threshold for item in sure))
+            for _, place, token in sure[:count]:
+                tokens[place] = token
+            step += 1
+        before = start
+    return tokens[len(prompt) :]
+
+
+def spread(masks: int, steps: int) -> list[int]:
+    """How many masks each step fills: as many in each, one more in the first ones."""
+    steps = min(masks, steps)
+    return [masks // steps + (step < masks % steps) for step in range(steps)]
