@@ -4,6 +4,7 @@ The rule is LLaDA's, https://arxiv.org/abs/2502.09992, the other ways to choose 
 the threshold and the renewed cache Fast-dLLM's, https://arxiv.org/abs/2505.22618. Blocks are filled one after the other.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,22 +98,23 @@ class Denoiser:
         return np.array(found, np.int64)
 
     def _confidence(self, logits: Logits, tokens: NDArray[np.int64]) -> Doubles:
-        """How sure each row is, whatever the temperature: its token's probability, how far the likeliest is ahead of
-        the next, minus the entropy in nats, or a number of chance."""
+        """How sure each row is of its token, whatever the temperature."""
         way, seed = self._params.remasking, self._params.seed
-        if way == "random":
-            assert seed is not None
-            return np.array([uniform(seed, place, 2 * self._step + 1) for place in self._masked.tolist()])
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        mass = weights.sum(axis=1, dtype=np.float64)
-        if way == "margin":
-            two = np.partition(weights, -2, axis=1)[:, -2:].astype(np.float64)
-            margin: Doubles = (two[:, 1] - two[:, 0]) / mass
-            return margin
-        if way == "low_confidence":
-            surest: Doubles = np.take_along_axis(weights, tokens[:, None], 1)[:, 0] / mass
-            return surest
-        with np.errstate(divide="ignore", invalid="ignore"):  # what is impossible adds nothing
-            terms = np.where(weights > 0, weights * np.log(weights), 0.0)
-        entropy: Doubles = terms.sum(axis=1, dtype=np.float64) / mass - np.log(mass)
-        return entropy
+        if way != "random":
+            return np.array([measure_confidence(row, token, way) for row, token in zip(logits, tokens, strict=True)])
+        assert seed is not None
+        return np.array([uniform(seed, place, 2 * self._step + 1) for place in self._masked.tolist()])
+
+
+def measure_confidence(row: Logits, token: int, way: str) -> float:
+    """The probability of ``token`` by logits [V]; with ``margin`` how far the likeliest is ahead of the next, with
+    ``entropy`` minus that, in nats."""
+    weights = weigh(row)
+    mass = float(weights.sum())
+    if way == "low_confidence":
+        return float(weights[token]) / mass
+    likeliest = int(weights.argmax())
+    if way == "entropy":
+        return float(weights @ (row - row[likeliest])) / mass - math.log(mass)
+    weights[likeliest] = 0.0
+    return (1.0 - float(weights.max())) / mass
