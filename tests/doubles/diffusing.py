@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"
 VOCAB, MASK, EOS = 4096, 3, 0
+SHIFTS = {"llada": 0, "Dream": 1}  # of each family's logits
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
