@@ -127,6 +127,8 @@ class Reference:
             known["embeddings"] = np.zeros((1, self.manifest.geometry.row_width), "float32")
         if any(cache.kind == "kv" for cache in held) or self.manifest.geometry.source_of(layer):
             known["past_lengths"] = np.zeros(batch, np.int64)
+        if self.manifest.geometry.diffusion:  # of the tokens their number is read
+            known |= {"input_ids": np.zeros((batch, sequence), np.int64), "seen_lengths": np.full(batch, sequence)}
         return self._run_all({**known, **pasts}, [output, *shared])
 
     def _embed(self, ids: Ids) -> Float:
@@ -188,8 +190,6 @@ class LayerCalls:
         if geometry.per_layer:
             name, known = f"per_layer.{layer}", {"input_ids": self._ids, "hidden.0": self._embedded}
             found[name] = self._reference._run(known, name)
-        if geometry.diffusion:
-            found |= {"input_ids": self._ids, "seen_lengths": np.full(*self._ids.shape)}
         for cache in geometry.source_of(layer):
             found |= {name: self._kept[name] for name in cache.outputs}
             found["logit_indices"] = every_row(self._ids)
