@@ -234,10 +234,10 @@ class Decoder(nn.Module):
         seen_lengths: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensors], list[Tensor], list[Tensor]]:
         """ids (B, S), lengths (B), indices (B, O), the tensors of each layer's caches, where one is a state new lengths
-        (B), where the model sees indices (B, S) of rows and these (R, N), where positions have several axes these
-        (3, B, S), and of a diffusion model how many positions a row's tokens see (B) -> logits (B, O, V), caches, and the values (B, S, N) before the first layer and after each, and each
-        layer's own input. They are outputs so that the graph can be cut there. Layers that read caches of others
-        compute only rows whose logits are wanted."""
+        (B), where the model sees indices (B, S) of rows and these (R, N), where positions have several axes these (3,
+        B, S), and of a diffusion model how many positions a row's tokens see (B) -> logits (B, O, V), caches, and the
+        values (B, S, N) before the first layer and after each, and each layer's own input. They are outputs so that the
+        graph can be cut there. Layers that read caches of others compute only rows whose logits are wanted."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         embedded = self.embed(input_ids, past_lengths)
         borders = [embedded if rows is None else self.embedding_rows(embedded, rows[1], rows[0])]

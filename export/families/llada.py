@@ -19,15 +19,19 @@ KEYS = {
     "weight_tying": "tie_word_embeddings",
 }
 # Keys that would change the result, at the values that published checkpoints have.
-PLAIN = {
-    **{"alibi": False, "attention_layer_norm": False, "block_group_size": 1, "block_type": "llama"},
-    **{"include_bias": False, "include_qkv_bias": False, "bias_for_layer_norm": False, "input_emb_norm": False},
-    **{"layer_norm_type": "rms", "layer_norm_with_affine": True, "multi_query_attention": False, "rope": True},
-    **{"rope_full_precision": True, "scale_logits": False},
-}
+OFF = ("alibi", "attention_layer_norm", "bias_for_layer_norm", "include_bias", "include_qkv_bias", "input_emb_norm")
+PLAIN = dict[str, object](dict.fromkeys((*OFF, "multi_query_attention", "scale_logits"), False))
+PLAIN |= dict.fromkeys(("layer_norm_with_affine", "rope", "rope_full_precision"), True)
+PLAIN |= {"block_group_size": 1, "block_type": "llama", "layer_norm_type": "rms"}
 # Of training, and of parts that the keys above turn off.
 SKIPPED = (
-    *("alibi_bias_max", "attention_layer_norm_with_affine", "embedding_dropout", "flash_attention", "init_cutoff_factor"),
+    *(
+        "alibi_bias_max",
+        "attention_layer_norm_with_affine",
+        "embedding_dropout",
+        "flash_attention",
+        "init_cutoff_factor",
+    ),
     *("init_device", "init_fn", "init_std", "mlp_ratio", "precision", "residual_dropout"),
 )
 RENAMED = (

@@ -110,11 +110,9 @@ def list_fed(answered: Sequence[Answered], diffusion: Diffusion | None) -> list[
     return [[*prompt, *([] if diffusion else answer[:-1])] for prompt, answer in answered]
 
 
-def find_targets(
-    ids: Sequence[int] | Ids, fed: Sequence[int] | Ids, diffusion: Diffusion | None
-) -> tuple[Ids, Ids]:
-    """Rows of the logits of ``fed`` that predict tokens of a text ``ids``, and these: each the next one, or those that a
-    diffusion model saw masks for."""
+def find_targets(ids: Sequence[int] | Ids, fed: Sequence[int] | Ids, diffusion: Diffusion | None) -> tuple[Ids, Ids]:
+    """Rows of the logits of ``fed`` that predict tokens of a text ``ids``, and these: each the next one, or those for
+    which a diffusion model saw masks."""
     if diffusion is None:
         return np.arange(len(ids) - 1), np.array(ids[1:], np.int64)
     masked = np.flatnonzero(np.array(fed) == diffusion.mask_token_id)

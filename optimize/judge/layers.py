@@ -109,7 +109,9 @@ class _Graph:
         self._model = ir.load(self._path)
         # Graphs for TensorRT take the cache positions that they may read; graphs that pack rows take the number of
         # valid new tokens.
-        self._asked = {"cache_slots", "new_lengths", "seen_lengths"} & {value.name or "" for value in self._model.graph.inputs}
+        self._asked = {"cache_slots", "new_lengths", "seen_lengths"} & {
+            value.name or "" for value in self._model.graph.inputs
+        }
         self._spare = manifest.overwritten
         rotated = {manifest.graphs[phase].file for phase in manifest.recipe.rotated}
         self._basis = rotation(manifest.geometry.hidden_size) if file in rotated else None

@@ -1,7 +1,7 @@
 """A diffusion model's answer: masks in its place, of which every step makes the surest into tokens.
 
-The rule is LLaDA's, https://arxiv.org/abs/2502.09992, the other ways to choose Dream's, https://arxiv.org/abs/2508.15487,
-the threshold and the renewed cache Fast-dLLM's, https://arxiv.org/abs/2505.22618. Blocks are filled one after the other.
+The rule is LLaDA's (https://arxiv.org/abs/2502.09992), other ways to choose are Dream's
+(https://arxiv.org/abs/2508.15487), the threshold and the renewed cache are Fast-dLLM's (https://arxiv.org/abs/2505.22618).
 """
 
 import math
@@ -32,7 +32,8 @@ class Denoiser:
     def __init__(self, diffusion: Diffusion, params: SamplingParams, prompt: Sequence[int]) -> None:
         self._model, self._params = diffusion, params
         self._tokens = np.array([*prompt, *[diffusion.mask_token_id] * params.max_tokens], np.int64)
-        self._block_length = params.block_length or BLOCK_LENGTH
+        self._masked: NDArray[np.intp] = np.arange(0)
+        self._step = 0
         self._begin_block(len(prompt), None)
 
     @property
@@ -67,14 +68,14 @@ class Denoiser:
         self._masked = np.delete(masked, order)
         if self._masked.size:
             return []
-        found = self._tokens[self._start : self._end].tolist()
+        found: list[int] = self._tokens[self._start : self._end].tolist()
         self._begin_block(self._end, self._start)
         return found
 
     def _begin_block(self, start: int, before: int | None) -> None:
-        self._start, self._end, self._before = start, min(start + self._block_length, self.length), before
-        self._masked: NDArray[np.intp] = np.arange(start, self._end)
-        self._step = 0
+        end = min(start + (self._params.block_length or BLOCK_LENGTH), self.length)
+        self._start, self._end, self._before = start, end, before
+        self._masked, self._step = np.arange(start, end), 0
 
     def _count(self, sure: Doubles) -> int:
         """The number of masks to fill, of those left, the surest first; at least one."""
@@ -92,7 +93,7 @@ class Denoiser:
         for row in logits:
             check_peak(float(row.max()))
         if not heat or seed is None:
-            return logits.argmax(axis=1)
+            return np.array(logits.argmax(axis=1), np.int64)
         draws = [uniform(seed, position, 2 * self._step) for position in self._masked.tolist()]
         found = [pick(weigh(scale(row, heat)), draw) for row, draw in zip(logits, draws, strict=True)]
         return np.array(found, np.int64)

@@ -1,4 +1,4 @@
-"""A diffusion model's answer as one sequence of a request: a call a step, and the tokens of a block when it is whole."""
+"""A diffusion model's answer as one sequence of a request: a call a step, and tokens when a block is whole."""
 
 from llmc.runtime.diffusion.denoiser import Denoiser
 from llmc.runtime.engine.sample_group import Sample, SampleGroup

@@ -135,7 +135,9 @@ class ModelRunner:
         """Sequences that can share a call: in rows side by side, with one token each."""
 
         def kind(sequence: _S) -> tuple[bool, bool]:
-            return bool(sequence.drafts or sequence.window), self._policy.adapters_apart and sequence.adapter is not None
+            return bool(
+                sequence.drafts or sequence.window
+            ), self._policy.adapters_apart and sequence.adapter is not None
 
         for (drafted, _), neighbours in groupby(sequences, kind):
             group = list(neighbours)

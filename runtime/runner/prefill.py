@@ -140,7 +140,7 @@ class SingleRunner:
         """Logits after every token of ``ids`` [n, V], through the path that ``phase`` names."""
         self.reserve(len(ids))
         if self.session.diffuses:
-            return self._see_whole(ids, range(len(ids)), phase)[0].copy()
+            return np.array(self._see_whole(ids, range(len(ids)), phase)[0])
         parts = prefill(self._run, Slot(ids, row=0), self.prefill_chunk, every=True, phase=phase)
         return np.concatenate([logits.copy() for logits in parts])
 

@@ -221,8 +221,8 @@ class SamplingParams:
     confidence_threshold: float | None = _step(
         None,
         optional(number(0, 1)),
-        "each step fills all masks that are at least as sure, and always one; 0.9 if neither this nor `diffusion_steps` "
-        "is given",
+        "each step fills all masks that are at least so sure, and always one; 0.9 if neither this nor "
+        "`diffusion_steps` is given",
         source="[Fast-dLLM](https://arxiv.org/abs/2505.22618)",
     )
     diffusion_steps: int | None = _step(
@@ -234,8 +234,8 @@ class SamplingParams:
     remasking: Literal["low_confidence", "margin", "entropy", "random"] = _step(
         "low_confidence",
         one_of("low_confidence", "margin", "entropy", "random"),
-        "which masks are filled first: those whose token is most probable, is farthest ahead of the next, those with the "
-        "least entropy, or any; the last two fill one a call, if `diffusion_steps` says nothing else",
+        "which masks are filled first: those whose token is most probable, or farthest ahead of the next, those with "
+        "the least entropy, or any; the last two fill one a call, if `diffusion_steps` says nothing else",
         source="[Dream](https://arxiv.org/abs/2508.15487)",
     )
     block_cache: Literal["kept", "renewed", "off"] = _step(
@@ -367,7 +367,9 @@ def check_combination(params: SamplingParams) -> None:
 def check_diffusion(params: SamplingParams, diffuses: bool) -> None:
     """Refuse what only the other kind of model does: one that fills masks, or one that goes on token by token.
     Raises UsageError: naming the parameter."""
-    wrong = [it for it in PARAMETERS if _is_set(params, it) and (it in _OF_DIFFUSION) != diffuses and it not in _OF_BOTH]
+    wrong = [
+        it for it in PARAMETERS if _is_set(params, it) and (it in _OF_DIFFUSION) != diffuses and it not in _OF_BOTH
+    ]
     if wrong or (diffuses and params.on_overflow == "sink"):
         model = "a diffusion model" if diffuses else "no diffusion model"
         name = wrong[0] if wrong else "on_overflow"

@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,15 +40,14 @@ LLADA_KEYS = {
     "tie_word_embeddings": "weight_tying",
 }
 # As published: the parts that they turn off, and what is for training.
-LLADA = {
-    **{"activation_type": "silu", "alibi": False, "alibi_bias_max": 8.0, "attention_dropout": 0.0},
-    **{"attention_layer_norm": False, "attention_layer_norm_with_affine": True, "bias_for_layer_norm": False},
-    **{"block_group_size": 1, "block_type": "llama", "embedding_dropout": 0.0, "embedding_size": VOCAB},
-    **{"flash_attention": False, "include_bias": False, "include_qkv_bias": False, "init_cutoff_factor": None},
-    **{"init_device": "meta", "init_fn": "mitchell", "init_std": 0.02, "input_emb_norm": False, "mlp_ratio": 4},
-    **{"layer_norm_type": "rms", "layer_norm_with_affine": True, "multi_query_attention": None, "rope": True},
-    **{"precision": "amp_bf16", "residual_dropout": 0.0, "rope_full_precision": True, "scale_logits": False},
-}
+LLADA = json.loads("""{
+    "activation_type": "silu", "alibi": false, "alibi_bias_max": 8.0, "attention_dropout": 0.0,
+    "attention_layer_norm": false, "attention_layer_norm_with_affine": true, "bias_for_layer_norm": false,
+    "block_group_size": 1, "block_type": "llama", "embedding_dropout": 0.0, "embedding_size": 4096,
+    "flash_attention": false, "include_bias": false, "include_qkv_bias": false, "init_cutoff_factor": null,
+    "init_device": "meta", "init_fn": "mitchell", "init_std": 0.02, "input_emb_norm": false, "mlp_ratio": 4,
+    "layer_norm_type": "rms", "layer_norm_with_affine": true, "multi_query_attention": null, "rope": true,
+    "precision": "amp_bf16", "residual_dropout": 0.0, "rope_full_precision": true, "scale_logits": false}""")
 LLADA_NAMES = (
     *(("model.embed_tokens", "model.transformer.wte"), ("model.norm", "model.transformer.ln_f")),
     *(("lm_head", "model.transformer.ff_out"), ("model.layers", "model.transformer.blocks")),

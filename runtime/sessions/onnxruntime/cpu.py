@@ -9,7 +9,7 @@ import os
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -88,11 +88,7 @@ class OnnxRuntimeSession(Session):
             binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
         if batch.embedded is not None:
             binding.embedding_indices[:], binding.embeddings[:] = batch.embedded.indices, batch.embedded.rows
-        if binding.seen_lengths is not None:
-            binding.seen_lengths[:] = ends if batch.seen_lengths is None else batch.seen_lengths
-        if binding.positions is not None:
-            plain = batch.past_lengths[:, None] + np.arange(sequence)
-            binding.positions[:] = plain if batch.positions is None else batch.positions
+        binding.fill_places(batch, ends)
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
         except Exception:
@@ -223,6 +219,14 @@ class _Binding:
         """A graph that packs rows asks how many of each row's new tokens count."""
         self.new_lengths = np.empty(self.past_lengths.shape, np.int64)
         bind(self.io.bind_input, "new_lengths", self.new_lengths)
+
+    def fill_places(self, batch: Batch, ends: Sequence[int]) -> None:
+        """Where the graph asks for them, positions and how many of a row are seen; ``ends`` of each row's tokens."""
+        if self.seen_lengths is not None:
+            self.seen_lengths[:] = ends if batch.seen_lengths is None else batch.seen_lengths
+        if self.positions is not None:
+            plain = batch.past_lengths[:, None] + np.arange(batch.input_ids.shape[1])
+            self.positions[:] = plain if batch.positions is None else batch.positions
 
     def bind_seen_lengths(self) -> None:
         """A graph of a diffusion model asks how many positions of each row its tokens see."""
