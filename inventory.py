@@ -31,6 +31,8 @@ BACK, LET_GO_STEP = 64, 256
 MOST_TILES = 257
 # Bytes of a state's value.
 STATE_BYTES = 4
+# Masks of a diffusion model's block: each of them has logits.
+MOST_MASKS = 128
 
 CacheKind = Literal["kv", "state"]
 Rule = Literal["conv", "delta", "mamba2"]

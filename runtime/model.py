@@ -481,6 +481,8 @@ class Model:
             reasoning_budget=reasoning_budget,
             goes_on=continue_final_message,
         )
+        if self.manifest.geometry.diffusion and plan.calls is not None:
+            raise UsageError("this is a diffusion model, which calls no tools; leave them out, or set tool_choice='none'")
         if images:
             sampling["images"] = self.tower.compute_rows(images, ids)
         try:

@@ -359,11 +359,11 @@ def _for_diffusion(request: Request, geometry: Geometry) -> Request:
     for name, value in (("adapters", request.adapters), ("cache", request.cache)):
         if value and value not in ("float32", "float16"):
             raise UsageError(f"{name} is {format_value(value)}, which no diffusion model can have; leave it out")
-    phases, context = either(request.phases, "shared"), min(geometry.max_positions, ENCODER_CONTEXT)
+    phases = either(request.phases, "shared")
+    context = either(request.max_context, min(geometry.max_positions, ENCODER_CONTEXT))
     rounds = phases == "shared" and not geometry.coded and not request.layers
     if rounds and request.precision in (None, "int8") and request.head in (None, "int8"):
         request = replace(request, activations=either(request.activations, "per-token"))
-    context = either(request.max_context, context)
     return replace(request, phases=phases, max_context=context, prefill_chunk=context)
 
 

@@ -99,7 +99,7 @@ class Denoiser:
         return np.array(found, np.int64)
 
     def _confidence(self, logits: Logits, tokens: NDArray[np.int64]) -> Doubles:
-        """How sure each row is of its token, whatever the temperature."""
+        """Confidence of each row in its token, whatever the temperature."""
         way, seed = self._params.remasking, self._params.seed
         if way != "random":
             return np.array([measure_confidence(row, token, way) for row, token in zip(logits, tokens, strict=True)])

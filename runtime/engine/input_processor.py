@@ -143,7 +143,7 @@ class InputProcessor:
         params = request.params
         check_diffusion(params, self._diffusion is not None)
         if self._diffusion is not None and (request.thinking is not None or request.logits_processors):
-            what = "logits_processors" if request.logits_processors else "tools or a budget of reasoning"
+            what = "logits_processors" if request.logits_processors else "a budget of reasoning"
             raise UsageError(f"this is a diffusion model, which cannot do {what}; leave it out")
         if request.thinking is not None and params.num_beams > 1:
             raise UsageError("a budget of reasoning and tool calls need samples: leave beams out")

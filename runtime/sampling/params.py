@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmc.errors import UsageError, format_value
+from llmc.inventory import MOST_MASKS
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.ranges import (
     FLAG,
@@ -216,7 +217,7 @@ class SamplingParams:
     detokenize: bool = _form(True, FLAG, "make text of the tokens; without it every text is empty")
 
     block_length: int | None = _step(
-        None, optional(integer(1, 4096)), "masks that are filled before the next ones, 32 if left out"
+        None, optional(integer(1, MOST_MASKS)), "masks that are filled before the next ones, 32 if left out"
     )
     confidence_threshold: float | None = _step(
         None,

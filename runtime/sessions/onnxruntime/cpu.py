@@ -221,7 +221,7 @@ class _Binding:
         bind(self.io.bind_input, "new_lengths", self.new_lengths)
 
     def fill_places(self, batch: Batch, ends: Sequence[int]) -> None:
-        """Where the graph asks for them, positions and how many of a row are seen; ``ends`` of each row's tokens."""
+        """Fill in positions, and how many of a row are seen, where the graph asks; ``ends`` are those of the tokens."""
         if self.seen_lengths is not None:
             self.seen_lengths[:] = ends if batch.seen_lengths is None else batch.seen_lengths
         if self.positions is not None:

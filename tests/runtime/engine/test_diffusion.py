@@ -76,6 +76,13 @@ def test_what_needs_tokens_in_their_order_is_refused_by_name(model: Model, asked
         model.generate([5], max_tokens=8, **asked)
 
 
+def test_tools_are_refused_by_name(model: Model):
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+    told = [{"role": "user", "content": "call f"}]
+    with pytest.raises(UsageError, match="this is a diffusion model, which calls no tools"):
+        model.chat([*told], tools=[tool], tool_format="hermes", max_tokens=8)
+
+
 def test_other_models_refuse_its_parameters_by_name(fp32_bundle: Path):
     with load(fp32_bundle, threads=1, self_test=False) as model:
         with pytest.raises(UsageError, match="this is no diffusion model, which cannot do block_length=8"):
