@@ -31,6 +31,8 @@ BACK, LET_GO_STEP = 64, 256
 MOST_TILES = 257
 # Bytes of a state's value.
 STATE_BYTES = 4
+# Masks of a diffusion model's block: each of them has logits.
+MOST_MASKS = 128
 
 CacheKind = Literal["kv", "state"]
 Rule = Literal["conv", "delta", "mamba2"]
@@ -507,6 +509,19 @@ class Vision:
 
 
 @dataclass(frozen=True)
+class Diffusion:
+    """A model that puts tokens into the places of masks, several at a time, each seeing all others.
+
+    Attributes:
+        mask_token_id: of what stands where a token is still to come.
+        shift: how many positions before a token its logits are.
+    """
+
+    mask_token_id: Annotated[int, range(1 << 24)]
+    shift: Annotated[int, range(2)]
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Sizes of a decoder, and its inventory.
 
@@ -523,6 +538,7 @@ class Geometry:
         per_layer: values that each layer gets of a table [vocab_size, layers * per_layer], 0 without one.
         layer_scalars: whether each layer ends with a factor of its own.
         vision: of a model that sees: the decoder takes rows of embeddings in the places of tokens' own.
+        diffusion: of a diffusion language model, whose graph asks how many positions of a row its tokens see.
     """
 
     model_type: str
@@ -543,6 +559,7 @@ class Geometry:
     per_layer: Annotated[int, range(1 << 16)] = 0
     layer_scalars: bool = False
     vision: Vision | None = None
+    diffusion: Diffusion | None = None
 
     @property
     def table(self) -> Linear:
@@ -606,6 +623,7 @@ class Geometry:
             "layers that read the caches of others": self.shares,
             "scaled layers": self.layer_scalars,
             "a tower for images": self.vision,
+            "attention to later tokens": self.diffusion,
         }
         return " and ".join(words for words, found in parts.items() if found)
 
@@ -711,6 +729,7 @@ class Geometry:
             and all(self._is_routed(item) for item in self.mixtures)
             and (self.vision is None or self.vision.is_sound(self.vocab_size))
             and (self.vision is None or self.vision.deep <= self.layers)
+            and (self.diffusion is None or self.diffusion.mask_token_id < self.vocab_size)
         )
 
     def _is_routed(self, item: Experts) -> bool:

@@ -15,6 +15,7 @@ from llmc.inventory import (
     SCORE,
     Attention,
     Cache,
+    Diffusion,
     Encoder,
     ExpertActivation,
     Experts,
@@ -86,7 +87,7 @@ class AttentionConfig:
         qk_norm: whether queries and keys are normalised, each head or all heads together, before they are rotated or
             after.
         qkv_bias, o_bias: whether the projections add a bias.
-        causal: whether a position sees none after it; only an encoder's may.
+        causal: whether a position sees none after it.
         gated: whether the output is multiplied by the sigmoid of a gate, which ``q_proj`` makes too: of each head its
             query, then its gate.
         value_norm: whether the heads of values are normalised too, without a weight.
@@ -350,6 +351,7 @@ class DecoderConfig:
         per_layer, layer_scalars, vision: see :class:`llmc.inventory.Geometry`.
         tower: that makes its ``vision``, where the checkpoint has one that llmc reads.
         axes: of positions: the one by which each pair of a head turns; empty where a position is a number.
+        diffusion: see :class:`llmc.inventory.Diffusion`; no attention is causal, then.
     """
 
     model_type: str
@@ -379,6 +381,7 @@ class DecoderConfig:
     tower: TowerConfig | PatchTowerConfig | None = None
     vision: Vision | None = None
     axes: tuple[int, ...] = ()
+    diffusion: Diffusion | None = None
 
     @property
     def first_shared(self) -> int | None:
@@ -415,6 +418,7 @@ class DecoderConfig:
             per_layer=self.per_layer,
             layer_scalars=self.layer_scalars,
             vision=self.vision,
+            diffusion=self.diffusion,
         )
 
 

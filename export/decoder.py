@@ -67,6 +67,15 @@ class RowsAhead(nn.Module):
         return torch.where(is_row, ends - counted, 0)
 
 
+class TokensAhead(nn.Module):
+    """ids (B, S) after lengths (B), of the same rows how many positions are seen (B) -> how many of these come after
+    each token's own."""
+
+    def forward(self, ids: Tensor, past_lengths: Tensor, seen_lengths: Tensor) -> Tensor:
+        counted = (ids == ids).long().cumsum(1)  # 1 ... S
+        return (seen_lengths - past_lengths).unsqueeze(1) - counted
+
+
 class Positions(nn.Module):
     """lengths (B), indices of new tokens (B, O) -> their positions (B, O)."""
 
@@ -204,6 +213,7 @@ class Decoder(nn.Module):
         )
         self.logit_rows, self.shared_rows, self.shared_inputs = TakePositions(), TakePositions(), TakePositions()
         self.logit_positions, self.embedding_rows, self.rows_ahead = Positions(), EmbeddingRows(), RowsAhead()
+        self.tokens_ahead = TokensAhead()
         ends = range(config.hidden_size, config.geometry.row_width, config.hidden_size)
         self.deep_rows = nn.ModuleList(DeepRows(start, start + config.hidden_size) for start in ends)
         self.logit_softcap = Softcap(config.logit_softcap)
@@ -221,21 +231,22 @@ class Decoder(nn.Module):
         new_lengths: Tensor | None = None,
         rows: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
+        seen_lengths: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensors], list[Tensor], list[Tensor]]:
         """ids (B, S), lengths (B), indices (B, O), the tensors of each layer's caches, where one is a state new lengths
-        (B), where the model sees indices (B, S) of rows and these (R, N), and where positions have several axes these
-        (3, B, S) -> logits (B, O, V), caches, and the values (B, S, N) before the first layer and after each, and each
-        layer's own input. They are outputs so that the graph can be cut there. Layers that read caches of others
-        compute only rows whose logits are wanted."""
+        (B), where the model sees indices (B, S) of rows and these (R, N), where positions have several axes these (3,
+        B, S), and of a diffusion model how many positions a row's tokens see (B) -> logits (B, O, V), caches, and the
+        values (B, S, N) before the first layer and after each, and each layer's own input. They are outputs so that the
+        graph can be cut there. Layers that read caches of others compute only rows whose logits are wanted."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         embedded = self.embed(input_ids, past_lengths)
         borders = [embedded if rows is None else self.embedding_rows(embedded, rows[1], rows[0])]
         presents = list[Tensors]()
         both_ways = self.config.vision is not None and self.config.vision.both_ways
-        shown = ops.Shown(
-            None if positions is None else (positions, self.config.axes),
-            self.rows_ahead(rows[0]) if rows is not None and both_ways else None,
-        )
+        ahead = self.rows_ahead(rows[0]) if rows is not None and both_ways else None
+        if seen_lengths is not None:
+            ahead = self.tokens_ahead(input_ids, past_lengths, seen_lengths)
+        shown = ops.Shown(None if positions is None else (positions, self.config.axes), ahead)
         x, places, inputs = borders[0], past_lengths, self.embed_per_layer(input_ids, borders[0])
         for index, (layer, past) in enumerate(zip(self.model.layers, pasts, strict=True)):
             own = inputs[index] if inputs else None

@@ -194,6 +194,9 @@ def _samples(geometry: inventory.Geometry) -> tuple[tuple[Any, ...], tuple[Any, 
         if geometry.vision.axes:
             more.append(ids.expand(geometry.vision.axes, -1, -1).contiguous())
             more_dims.append({1: batch, 2: sequence})
+    if geometry.diffusion:
+        more += [None, torch.full_like(lengths, _SEQUENCE)]
+        more_dims += [None, {0: batch}]
     return (*arguments, *more), (*dims, *more_dims)
 
 
@@ -208,6 +211,7 @@ def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
         inputs = ["input_ids", "past_lengths", "logit_indices", *pasts, *(["new_lengths"] * geometry.has_states)]
         inputs += ["embedding_indices", "embeddings"] if geometry.vision else []
         inputs += ["positions"] if geometry.vision and geometry.vision.axes else []
+        inputs += ["seen_lengths"] if geometry.diffusion else []
         outputs = ["logits", *(name for cache in geometry.caches for name in cache.outputs)]
         cached = (shapes[i] for i, name in enumerate(inputs) if name.startswith("past_key_values."))
         dims |= {shapes[2][1]: "outputs", **{shape[2]: "capacity" for shape in cached}}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc import bundle
+from llmc.export import ops
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import PER_LAYER_NORM
@@ -70,7 +71,10 @@ class StreamedDecoder:
             spans = self._carried[source.name]
             past = tuple(carried[..., span].view(batch, length, *source.shape).transpose(1, 2) for span in spans)
             places = torch.arange(length, device=self.device).expand(batch, -1)
-        out, presents = layer(x, past, places, self._ropes, start + length, own)
+        shown = ops.PLAIN
+        if self.config.diffusion is not None:  # every token sees the last
+            shown = ops.Shown(ahead=torch.arange(length - 1, -1, -1, device=self.device).expand(batch, -1))
+        out, presents = layer(x, past, places, self._ropes, start + length, own, shown)
         found = dict(zip((name for cache in held for name in cache.outputs), presents, strict=True))
         for cache in held:
             for span, name in zip(self._carried.get(cache.name, ()), cache.outputs, strict=False):

@@ -491,6 +491,8 @@ class Model:
             reasoning_budget=reasoning_budget,
             goes_on=continue_final_message,
         )
+        if self.manifest.geometry.diffusion and plan.calls is not None:
+            raise UsageError("this is a diffusion model, which calls no tools; leave them out, or set tool_choice='none'")
         if images:
             sampling["images"] = self.tower.compute_rows(images, ids)
         try:
@@ -728,11 +730,15 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         BundleError, ResourceError: the draft model cannot be loaded.
     """
     manifest, runner = model.manifest, model.runner
+    if manifest.geometry.diffusion and options.draft not in (None, "auto"):
+        raise UsageError("draft is for a model that goes on token by token, and this one fills masks; leave it out")
     if options.draft == "auto":
         keeps = drafts_keep_bits(manifest, options.determinism)
         options = replace(options, draft="lookup" if keeps else None)
     limit = default_memory() if memory is None else memory  # what the process holds already counts in the plan
     size = options.prefix_cache_bytes
+    if manifest.geometry.diffusion:
+        size = 0  # what a token comes to depends on those behind it, so no prefix can be kept
     if size is None and manifest.stage.before:
         size = 0  # what stages hold would come here over the network
     if size is None:
@@ -770,6 +776,8 @@ def prefix_key(manifest: Manifest) -> str:
 
 def drafts_keep_bits(manifest: Manifest, level: Determinism) -> bool:
     """Tell whether verified drafts leave the bits of all logits as they are."""
+    if manifest.geometry.diffusion:
+        return False
     kept = manifest.graphs["decode"].invariance
     alike = kept.single and kept.tokens > 0 and kept.outputs == 1
     one_graph = manifest.graphs["prefill"].file == manifest.graphs["decode"].file

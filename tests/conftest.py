@@ -228,3 +228,19 @@ def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 
     folder = shared(tmp_path_factory, "encoders", make)
     return {name: folder / name for name in ("embed", "rank")}
+
+
+@pytest.fixture(scope="session")
+def diffusion_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of each of ``llada`` and ``Dream`` the checkpoint, its ``-export``, and its bundle in ``-fp32``."""
+    from doubles import diffusing
+
+    from llmc.export import export
+    from llmc.optimize.build import build
+
+    def make(folder: Path) -> None:
+        for family in diffusing.SHIFTS:
+            export(diffusing.write_checkpoint(folder / family, family), folder / f"{family}-export")
+            build(folder / f"{family}-export", folder / f"{family}-fp32", precision="fp32")
+
+    return shared(tmp_path_factory, "diffusion", make)

@@ -10,6 +10,7 @@ from llmc.export.keys import Keys
 from llmc.export.vision import PatchTowerConfig, TowerConfig
 
 FAMILIES = {
+    "Dream": "llmc.export.families.dream:read",
     "cohere": "llmc.export.families.cohere:read",
     "cohere2": "llmc.export.families.cohere2:read",
     "deepseek_v2": "llmc.export.families.deepseek_v2:read",
@@ -35,6 +36,7 @@ FAMILIES = {
     "lfm2": "llmc.export.families.lfm2:read",
     "lfm2_moe": "llmc.export.families.lfm2_moe:read",
     "lfm2_vl": "llmc.export.families.lfm2_vl:read",
+    "llada": "llmc.export.families.llada:read",
     "llama": "llmc.export.families.llama:read",
     "ministral3": "llmc.export.families.ministral3:read",
     "mistral": "llmc.export.families.mistral:read",

@@ -158,8 +158,8 @@ def automatic(
         build(source, folder, progress=progress, **order)  # type: ignore[arg-type]
 
     export = bundle.read_export(source)
-    if export.geometry.encoder:
-        raise UsageError("--auto times prompts and answers, and this model gives none; build it with a precision")
+    if export.geometry.encoder or export.geometry.diffusion:
+        raise UsageError("--auto times prompts and tokens in order, and this model has none; build it with a precision")
 
     def resolved(candidate: Request) -> Recipe:
         return settle(candidate, export.geometry, capabilities(target), "auto", calibrates)[0]

@@ -90,13 +90,14 @@ def calibrate_weights(
         )
     torch = require("torch", "export")
     from llmc.optimize.calibrate.layers import calibrate
-    from llmc.optimize.calibrate.text import read_samples
+    from llmc.optimize.calibrate.text import hide_half, read_samples
     from llmc.runtime.host import disk_cache
 
     geometry = export.geometry
     count, length = check_windows(request, geometry.max_positions)
     vocabulary = geometry.vocab_size
     samples = read_samples(request.text, source, samples=count, length=length, vocab_size=vocabulary, remedy=SHORTER)
+    samples = replace(samples, ids=hide_half(samples.ids, geometry.diffusion))
     used = Calibration(samples.name, samples.sha256, samples.default, len(samples.ids), samples.ids.shape[1])
     folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
     decoder = request.decoder(source, "cuda" if torch.cuda.is_available() else "cpu")

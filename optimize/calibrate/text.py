@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import RequestError, UsageError, printable
+from llmc.inventory import Diffusion
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -195,6 +196,13 @@ def _encode(tokenizer: Tokenizer, text: str, where: str) -> Ids:
         return np.array(tokenizer.encode(text, add_special_tokens=False), np.int64)
     except RequestError as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def hide_half(ids: Ids, diffusion: Diffusion | None) -> Ids:
+    """Tokens as a model is fed them: a diffusion model sees masks in half of the places."""
+    if diffusion is None:
+        return ids
+    return np.where(np.random.default_rng(0).random(ids.shape) < 0.5, diffusion.mask_token_id, ids)
 
 
 def _prefix(tokenizer: Tokenizer) -> Ids:

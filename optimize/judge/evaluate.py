@@ -10,7 +10,7 @@ import numpy as np
 
 from llmc.bundle import Quality
 from llmc.errors import UsageError
-from llmc.optimize.calibrate.text import CalibrationSamples, read_samples
+from llmc.optimize.calibrate.text import CalibrationSamples, hide_half, read_samples
 from llmc.optimize.judge import golden
 from llmc.optimize.judge.quality import Tally
 from llmc.optimize.judge.reference import Reference, keep_states
@@ -81,20 +81,23 @@ def evaluate(
         BundleError: the bundle computes NaN or infinity, or the reference is broken.
     """
     unquantized = open_reference(model, reference) if reference is not None else None
-    states = keep_states(unquantized, text.ids[:, :-1], cache, progress) if unquantized else None
+    diffusion = model.manifest.geometry.diffusion
+    fed = hide_half(text.ids[:, :-1], diffusion)
+    states = keep_states(unquantized, fed, cache, progress) if unquantized else None
     original, paths = Tally(), {phase: Tally() for phase in Phase}
     done = make_counter(progress, f"judging the bundle on {text.name}", len(text.ids) * len(Phase))
     for number, ids in enumerate(text.ids):
         wanted = unquantized.project(states[number]) if unquantized and states is not None else None
+        rows, targets = golden.find_targets(ids, fed[number], diffusion)
         if wanted is not None:
-            original.predict(wanted, ids[1:])
+            original.predict(wanted[rows], targets)
         for phase, path in paths.items():
-            logits = golden.path_logits(model, ids[:-1].tolist(), phase)
-            path.predict(logits, ids[1:])
+            logits = golden.path_logits(model, fed[number].tolist(), phase)
+            path.predict(logits[rows], targets)
             if wanted is not None:
                 path.compare(wanted, logits)
             done()
-    matches = _matches(model, unquantized, progress) if unquantized and greedy else []
+    matches = _matches(model, unquantized, progress) if unquantized and greedy and not diffusion else []
     return Quality(
         text=text.name,
         sha256=text.sha256,
@@ -110,7 +113,7 @@ def evaluate(
 def _matches(model: Model, reference: Reference, progress: Progress) -> list[tuple[int, int]]:
     """For each golden prompt, how many greedy tokens the unquantized model would choose too, and of how many."""
     answered = golden.greedy_answers(model)
-    states = reference.compute_normed(golden.list_fed(answered), progress)
+    states = reference.compute_normed(golden.list_fed(answered, None), progress)
     return [
         (golden.count_matching(answer, reference.project(normed[len(prompt) - 1 :])), len(answer))
         for (prompt, answer), normed in zip(answered, states, strict=True)

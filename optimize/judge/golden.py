@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from llmc.bundle import LARGEST_TOLERANCE, GoldenPrompt, Quality
 from llmc.errors import BundleError, RequestError
+from llmc.inventory import Diffusion
+from llmc.optimize.calibrate.text import hide_half
 from llmc.optimize.judge.quality import Float, Tally
-from llmc.optimize.judge.reference import Reference
+from llmc.optimize.judge.reference import Ids, Reference
 from llmc.optimize.progress import Progress, silent
 from llmc.runtime import Model
 from llmc.runtime.sessions import Batch, Phase
@@ -58,21 +60,22 @@ def tolerance(least: float, spread: float) -> float:
 def run_golden_prompts(model: Model, export: Path, progress: Progress = silent) -> Golden:
     """Run the golden prompts through the bundle and the unquantized model; perplexities are over the prompts alone."""
     progress("running the golden prompts")
-    answered = greedy_answers(model)
-    reference = Reference(export)
+    answered, diffusion = greedy_answers(model), model.manifest.geometry.diffusion
+    reference, fed = Reference(export), list_fed(answered, diffusion)
     original, paths = Tally(), {phase: Tally() for phase in Phase}
     cases: list[GoldenPrompt] = []
     spreads: list[float] = []
     matches: list[int] = []
-    for (prompt, answer), normed in zip(answered, reference.compute_normed(list_fed(answered), progress), strict=True):
-        wanted = reference.project(normed)
-        got = {phase: path_logits(model, [*prompt, *answer[:-1]], phase) for phase in Phase}
-        following = np.array(prompt[1:], np.int64)
-        original.predict(wanted[: len(following)], following)
+    normed = reference.compute_normed(fed, progress)
+    for plain, (prompt, answer), ids, rows in zip(prompt_ids(model), answered, fed, normed, strict=True):
+        wanted = reference.project(rows)
+        got = {phase: path_logits(model, ids, phase) for phase in Phase}
+        predicting, targets = find_targets(plain, ids, diffusion)
+        original.predict(wanted[predicting], targets)
         for phase, path in paths.items():
-            path.predict(got[phase][: len(following)], following)
+            path.predict(got[phase][predicting], targets)
             path.compare(wanted, got[phase])
-        matches.append(count_matching(answer, wanted[len(prompt) - 1 :]))
+        matches += [] if diffusion else [count_matching(answer, wanted[len(prompt) - 1 :])]
         recorded = {phase: model.runner.prefill(prompt, graph=phase)[0, -1].copy() for phase in Phase}
         cases.append(_case(prompt, answer, recorded[Phase.PREFILL], got, wanted))
         others = {phase: [got[phase][len(prompt) - 1], *_other_calls(model, prompt, phase)] for phase in Phase}
@@ -84,8 +87,8 @@ def run_golden_prompts(model: Model, export: Path, progress: Progress = silent) 
         window=0,
         reference_perplexity=original.perplexity,
         phases={phase.value: path.quality for phase, path in paths.items()},
-        greedy_match=float(np.mean(matches)),
-        greedy_tokens=len(answered[0][1]),
+        greedy_match=float(np.mean(matches)) if matches else None,
+        greedy_tokens=len(answered[0][1]) if matches else 0,
     )
     return Golden(tuple(cases), max(spreads), quality)
 
@@ -94,15 +97,27 @@ def greedy_answers(model: Model) -> list[Answered]:
     """Token ids of the golden prompts, and of the bundle's greedy answers."""
     new_tokens = max(1, min(NEW_TOKENS, model.runner.max_context - PROMPT_TOKENS))
     options = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    prompts = [hide_half(np.array(ids), model.manifest.geometry.diffusion).tolist() for ids in prompt_ids(model)]
     try:
-        return [(prompt, model.generate(prompt, **options).token_ids) for prompt in prompt_ids(model)]
+        return [(prompt, model.generate(prompt, **options).token_ids) for prompt in prompts]
     except RequestError as error:  # no token can be chosen
         raise _not_finite(model, "bundle") from error
 
 
-def list_fed(answered: Sequence[Answered]) -> list[list[int]]:
-    """The tokens to feed for the logits of each answer; the last one has no logits to compare."""
-    return [[*prompt, *answer[:-1]] for prompt, answer in answered]
+def list_fed(answered: Sequence[Answered], diffusion: Diffusion | None) -> list[list[int]]:
+    """The tokens to feed for the logits of each answer, the last of which has none to compare; of a diffusion model,
+    whose answers have no order, the prompts."""
+    return [[*prompt, *([] if diffusion else answer[:-1])] for prompt, answer in answered]
+
+
+def find_targets(ids: Sequence[int] | Ids, fed: Sequence[int] | Ids, diffusion: Diffusion | None) -> tuple[Ids, Ids]:
+    """Rows of the logits of ``fed`` that predict tokens of a text ``ids``, and these: each the next one, or those for
+    which a diffusion model saw masks."""
+    if diffusion is None:
+        return np.arange(len(ids) - 1), np.array(ids[1:], np.int64)
+    masked = np.flatnonzero(np.array(fed) == diffusion.mask_token_id)
+    masked = masked[masked >= diffusion.shift]
+    return masked - diffusion.shift, np.array(ids, np.int64)[masked]
 
 
 def count_matching(answer: Sequence[int], logits: Float) -> int:
@@ -140,6 +155,8 @@ def _other_calls(model: Model, prompt: list[int], graph: Phase) -> Iterator[Floa
     """Logits [V] after the prompt by calls that an engine may make of a graph in place of the recorded ones: in pieces,
     and with the last token beside another row's."""
     runner, last = model.runner, len(prompt) - 1
+    if model.manifest.geometry.diffusion:
+        return
     yield runner.prefill(prompt, chunk=PIECE, graph=graph)[0, -1].copy()
     if model.manifest.limits.max_batch == 1:
         return
@@ -163,6 +180,8 @@ def _case(
     top, reference_top = _top(prefill), _top(wanted[after])
     # The first token comes from the prefill's logits, all others from decode steps.
     two = np.sort(np.concatenate([prefill[None], got[Phase.DECODE][after + 1 :]]), axis=1)[:, -2:]
+    if len(two) < len(answer):  # a diffusion model's tokens have no logits to tell a near tie by
+        two = np.zeros((len(answer), 2), np.float32)
     return GoldenPrompt(
         prompt=tuple(prompt),
         tokens=answer,

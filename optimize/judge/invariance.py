@@ -36,9 +36,10 @@ Values = tuple[NDArray[np.float32], NDArray[np.generic]]
 def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     """The manifest with the measured invariance of each graph; overwrites the session's cache.
 
-    A context below :data:`SMALLEST_CONTEXT` gets no guarantee, nor do experts that round by the number of rows.
+    A context below :data:`SMALLEST_CONTEXT` gets no guarantee, nor do experts that round by the number of rows; a
+    diffusion model needs none, for none of its calls is shared.
     """
-    if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest):
+    if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest) or session.diffuses:
         return manifest
     probe = _Probe(session, manifest)
     found = {phase.value: probe.invariance(phase) for phase in Phase}

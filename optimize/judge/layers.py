@@ -109,7 +109,9 @@ class _Graph:
         self._model = ir.load(self._path)
         # Graphs for TensorRT take the cache positions that they may read; graphs that pack rows take the number of
         # valid new tokens.
-        self._asked = {"cache_slots", "new_lengths"} & {value.name or "" for value in self._model.graph.inputs}
+        self._asked = {"cache_slots", "new_lengths", "seen_lengths"} & {
+            value.name or "" for value in self._model.graph.inputs
+        }
         self._spare = manifest.overwritten
         rotated = {manifest.graphs[phase].file for phase in manifest.recipe.rotated}
         self._basis = rotation(manifest.geometry.hidden_size) if file in rotated else None
@@ -137,7 +139,7 @@ class _Graph:
         result = np.empty_like(hidden)
         for row in range(len(hidden)):
             held = dict(empty)
-            for span in _calls(ids.shape[1], phase):
+            for span in self._calls(ids.shape[1], phase):
                 feeds = {f"hidden.{layer}": hidden[row : row + 1, span], "input_ids": ids[row : row + 1, span]}
                 feeds |= {"past_lengths": np.array([span.start], np.int64), **self._answers(span, positions), **held}
                 feeds |= _cut(more, row, span)
@@ -155,7 +157,7 @@ class _Graph:
         lengths = self._asked & {"new_lengths"}
         run = self._part([last, "logit_indices", *lengths], ["logits"])
         parts = []
-        for span in _calls(ids.shape[1], phase):
+        for span in self._calls(ids.shape[1], phase):
             indices = np.arange(span.stop - span.start)[None]
             feeds = {last: hidden[:, span], "input_ids": ids[:, span], "logit_indices": indices}
             [logits] = run(feeds | {name: self._answers(span, 0)[name] for name in lengths})
@@ -165,7 +167,13 @@ class _Graph:
     def _answers(self, span: slice, positions: int) -> dict[str, NDArray[np.int64]]:
         """Additional inputs of a call of one row over a cache of this many positions."""
         answers = {"cache_slots": np.arange(positions), "new_lengths": np.array([span.stop - span.start], np.int64)}
+        answers["seen_lengths"] = np.array([span.stop], np.int64)
         return {name: answers[name] for name in self._asked}
+
+    def _calls(self, length: int, phase: Phase) -> Iterator[slice]:
+        """Tokens of each call: all at once through the prefill path and in diffusion models, else one at a time."""
+        step = length if phase is Phase.PREFILL or "seen_lengths" in self._asked else 1
+        return (slice(start, start + step) for start in range(0, length, step))
 
     def _part(self, inputs: Sequence[str], outputs: Sequence[str]) -> Callable[[dict[str, Any]], list[Any]]:
         """A function that runs the part of the graph between these values. It may read the shape of ``input_ids``."""
@@ -191,12 +199,6 @@ def _cut(more: dict[str, Any], row: int, span: slice) -> dict[str, Any]:
     found = {name: values[row : row + 1] for name, values in more.items()}
     found |= {name: values[:, span] for name, values in found.items() if name.startswith("per_layer.")}
     return found | {"logit_indices": np.arange(span.stop - span.start)[None]} if "logit_indices" in found else found
-
-
-def _calls(length: int, phase: Phase) -> Iterator[slice]:
-    """Tokens of each call: all at once through the prefill path, one at a time through the decode path."""
-    step = length if phase is Phase.PREFILL else 1
-    return (slice(start, start + step) for start in range(0, length, step))
 
 
 def _split_skip_norms(graph: ir.Graph) -> None:

@@ -60,7 +60,9 @@ class Reference:
 
         One pass over the weights.
         """
-        hidden = self._run_layers(_groups(sequences), progress)
+        sees_padding = self.manifest.geometry.diffusion is not None
+        groups = [_pad([it]) for it in sequences] if sees_padding else _groups(sequences)
+        hidden = self._run_layers(groups, progress)
         rows = [row for group in hidden for row in self.last_norm(group)]
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
 
@@ -125,6 +127,8 @@ class Reference:
             known["embeddings"] = np.zeros((1, self.manifest.geometry.row_width), "float32")
         if any(cache.kind == "kv" for cache in held) or self.manifest.geometry.source_of(layer):
             known["past_lengths"] = np.zeros(batch, np.int64)
+        if self.manifest.geometry.diffusion:  # of the tokens their number is read
+            known |= {"input_ids": np.zeros((batch, sequence), np.int64), "seen_lengths": np.full(batch, sequence)}
         return self._run_all({**known, **pasts}, [output, *shared])
 
     def _embed(self, ids: Ids) -> Float:

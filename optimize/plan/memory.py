@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.inventory import Experts, Linear
+from llmc.inventory import MOST_MASKS, Experts, Linear
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     Computed,
@@ -190,7 +190,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         state=sum(cache.bytes(0, size) for cache in geometry.caches),
         window_per_token=sum(cache.bytes(1, size) for cache in kept if cache.window),
         window_positions=max((cache.count_held(chunk) for cache in geometry.caches), default=0),
-        logits=LOGITS_COPIES * 4 * results,
+        logits=LOGITS_COPIES * 4 * results * (MOST_MASKS if geometry.diffusion else 1),
         adapters=limits.adapters and OPENED_GRAPH + adapter_graph_bytes(geometry, recipe) + limits.adapters * factors,
         adapters_per_row=factors,
         per_layer_table=sum(linear_bytes(per_layer, form) for form in forms) if geometry.per_layer else 0,

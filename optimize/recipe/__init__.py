@@ -196,6 +196,8 @@ def settle(
         )
     if geometry.encoder:
         asked, calibrated = for_encoder(asked, target, geometry.max_positions), False
+    if geometry.diffusion:
+        asked = _for_diffusion(asked, geometry)
     recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
         *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures)),
@@ -349,6 +351,20 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
             )
     longest = either(request.max_context, min(max_positions, ENCODER_CONTEXT))
     return replace(request, phases="shared", max_context=longest, budget=None)
+
+
+def _for_diffusion(request: Request, geometry: Geometry) -> Request:
+    """The request for a diffusion model: one graph, whose calls of many tokens take whole sequences.
+    Raises UsageError: it asks for adapters, or for a cache in integers."""
+    for name, value in (("adapters", request.adapters), ("cache", request.cache)):
+        if value and value not in ("float32", "float16"):
+            raise UsageError(f"{name} is {format_value(value)}, which no diffusion model can have; leave it out")
+    phases = either(request.phases, "shared")
+    context = either(request.max_context, min(geometry.max_positions, ENCODER_CONTEXT))
+    rounds = phases == "shared" and not geometry.coded and not request.layers
+    if rounds and request.precision in (None, "int8") and request.head in (None, "int8"):
+        request = replace(request, activations=either(request.activations, "per-token"))
+    return replace(request, phases=phases, max_context=context, prefill_chunk=context)
 
 
 def check_context(context: int, max_positions: int, advice: str = "") -> None:

@@ -13,13 +13,15 @@ from llmc.errors import ContextError, RequestError, UsageError, format_value
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Output
+from llmc.runtime.diffusion.denoiser import Denoiser
+from llmc.runtime.engine.diffusion_group import Diffused, DiffusedGroup
 from llmc.runtime.engine.sample_group import Sample, SampleGroup
 from llmc.runtime.engine.search_group import SearchGroup
 from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
 from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling.dry import Breakers
-from llmc.runtime.sampling.params import GUIDES, SamplingParams
+from llmc.runtime.sampling.params import GUIDES, SamplingParams, check_diffusion
 from llmc.runtime.sampling.processors import Guide, SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.search.beam import BeamSearch, Hypothesis, StopCriterion
@@ -57,6 +59,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = manifest.geometry.vocab_size
         self._eos = tuple(manifest.generation.eos_token_ids)
+        self._diffusion = manifest.geometry.diffusion
 
     @cached_property
     def _grammars(self) -> "Grammars":
@@ -102,7 +105,8 @@ class InputProcessor:
             bad_words=self._bad_words(params),
         )
         if params.num_beams == 1:
-            return SampleGroup(state, partial(self._sample, grammar=grammar, context=context))
+            kind = SampleGroup if self._diffusion is None else DiffusedGroup
+            return kind(state, partial(self._sample, grammar=grammar, context=context))
         search = BeamSearch(
             num_beams=params.num_beams,
             length_penalty=params.length_penalty,
@@ -127,12 +131,20 @@ class InputProcessor:
         if params.detokenize:
             shown = group.request.request.shown_tokens
             text = TextStream(self._tokenizer, params.stop, keep_stop=params.include_stop_str_in_output, shown=shown)
+        if self._diffusion is not None:
+            diffused = Diffused(group, index, sampler, text, self._ends(params))
+            diffused.denoiser, diffused.speculates = Denoiser(self._diffusion, params, group.request.prompt), True
+            return diffused
         speculate = None if params.speculate is False else self._speculate
         return Sample(group, index, sampler, text, self._ends(params), guide, speculate)
 
     def _check(self, request: Request) -> None:
         """Refuse what the request's parts ask for together and cannot have."""
         params = request.params
+        check_diffusion(params, self._diffusion is not None)
+        if self._diffusion is not None and (request.thinking is not None or request.logits_processors):
+            what = "logits_processors" if request.logits_processors else "a budget of reasoning"
+            raise UsageError(f"this is a diffusion model, which cannot do {what}; leave it out")
         if request.thinking is not None and params.num_beams > 1:
             raise UsageError("a budget of reasoning and tool calls need samples: leave beams out")
         if request.images is not None and params.on_overflow != "refuse":
@@ -193,7 +205,7 @@ class InputProcessor:
 
 def draws(params: SamplingParams) -> bool:
     """True if anything is left to chance."""
-    return params.num_beams == 1 and params.temperature > 0
+    return params.num_beams == 1 and (params.temperature > 0 or params.remasking == "random")
 
 
 def text_tokens(

@@ -195,13 +195,15 @@ class Scheduler:
             self._place(sequence)
             if not group.prompt_is_known:
                 group.request.timeline.admit(sequence.cached)
-            return None
+            if sequence.is_fed:
+                return None
+            self._rows.promote(sequence)
         return sequence
 
     def _place(self, sequence: Sequence) -> None:
         """Give a row, with what the prefix cache has of the context; at least two tokens are left to feed."""
         sequence.group.sequences.append(sequence)
-        self.reserve(1, len(sequence.context))
+        self.reserve(1, sequence.room)
         self._rows.admit(sequence)
         limit = len(sequence.context) - 2
         if self._prefixes is None or limit < self._prefixes.block or sequence.group.wants_prompt:

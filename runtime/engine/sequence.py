@@ -37,6 +37,7 @@ class Sequence(Slot, ABC):
 
     context: list[int]
     speculates = False
+    is_fed = True  # whether its context is fed before it decodes
 
     def __init__(self, group: "SequenceGroup[Any]", context: list[int]) -> None:
         super().__init__(context, images=group.request.request.images)
@@ -63,6 +64,11 @@ class Sequence(Slot, ABC):
         """True while its row begins with the whole prompt."""
         length = len(self.request.prompt)
         return self.row >= 0 and self.cached >= length and self.context[:length] == self.request.prompt
+
+    @property
+    def room(self) -> int:
+        """Positions that it needs at once."""
+        return len(self.context)
 
     @property
     def begun(self) -> bool:
@@ -106,7 +112,7 @@ class SamplerOutput(Generic[_S]):
     @property
     def tokens(self) -> int:
         """Of those that were fed, the last token and drafts, how many stay."""
-        return max(1, len(self.choices))
+        return max(1, len(self.choices)) if self.sequence.window is None else 0
 
 
 class SequenceGroup(ABC, Generic[_S]):

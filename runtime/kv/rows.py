@@ -13,6 +13,17 @@ class TornError(Exception):
     """Positions could not be moved between rows, whose contents are unknown now; ``__cause__`` says why."""
 
 
+@dataclass(frozen=True)
+class Window:
+    """A call of a diffusion model: ``tokens`` from the position ``start`` of a row on, which see the ``seen`` first
+    positions of it; logits are wanted of those numbered ``outputs``."""
+
+    start: int
+    tokens: list[int]
+    seen: int
+    outputs: list[int]
+
+
 @dataclass(eq=False)
 class Slot:
     """A sequence of tokens of which a prefix lies in a row of the cache.
@@ -24,6 +35,7 @@ class Slot:
         drafts: guesses at its next tokens, to be verified in this step.
         stop: a position at which a call that feeds the context ends, 0 for none.
         images: what some of the tokens stand for.
+        window: of a diffusion model, the call of this step.
     """
 
     context: Sequence[int]
@@ -32,6 +44,7 @@ class Slot:
     drafts: list[int] = field(default_factory=list)
     stop: int = 0
     images: ImageRows | None = None
+    window: Window | None = None
 
     @property
     def adapter(self) -> Any:

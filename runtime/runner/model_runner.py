@@ -135,7 +135,9 @@ class ModelRunner:
         """Sequences that can share a call: in rows side by side, with one token each."""
 
         def kind(sequence: _S) -> tuple[bool, bool]:
-            return bool(sequence.drafts), self._policy.adapters_apart and sequence.adapter is not None
+            return bool(
+                sequence.drafts or sequence.window
+            ), self._policy.adapters_apart and sequence.adapter is not None
 
         for (drafted, _), neighbours in groupby(sequences, kind):
             group = list(neighbours)
@@ -144,6 +146,10 @@ class ModelRunner:
     def execute(self, call: Sequence[Slot]) -> Floats:
         """Feed last tokens and drafts of one of :func:`calls`; logits [B, 1 + drafts, V], which the next call may
         overwrite."""
+        if len(call) == 1 and (window := call[0].window) is not None:
+            ids, past, seen = np.array([window.tokens], np.int64), np.array([window.start]), np.array([window.seen])
+            outputs = np.array([window.outputs], np.int64)
+            return self._run(Batch(Phase.PREFILL, ids, past, outputs, call[0].row, seen_lengths=seen))
         if len(call) == 1 and call[0].drafts:
             return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:

@@ -117,6 +117,8 @@ class SingleRunner:
         ``chunk`` tokens per call, by default :attr:`prefill_chunk`, on ``graph``.
         """
         self.reserve(len(prompt))
+        if self.session.diffuses:
+            return self._see_whole(prompt, [len(prompt) - 1], graph)
         size = chunk or self.prefill_chunk
         *_, logits = prefill(lambda call: self._run(replace(call, phase=graph)), Slot(prompt, row=0), size)
         return logits[None]
@@ -137,8 +139,14 @@ class SingleRunner:
     def logits(self, ids: Sequence[int], phase: Phase = Phase.PREFILL) -> Floats:
         """Logits after every token of ``ids`` [n, V], through the path that ``phase`` names."""
         self.reserve(len(ids))
+        if self.session.diffuses:
+            return np.array(self._see_whole(ids, range(len(ids)), phase)[0])
         parts = prefill(self._run, Slot(ids, row=0), self.prefill_chunk, every=True, phase=phase)
         return np.concatenate([logits.copy() for logits in parts])
+
+    def _see_whole(self, ids: Sequence[int], outputs: Sequence[int], graph: Phase) -> Floats:
+        """Logits [1, O, V] of a call whose tokens all see one another."""
+        return self._run(batch(graph, np.array([ids], np.int64), [0], outputs))
 
     def reserve(self, positions: int) -> None:
         """Make room for ``positions`` tokens, growing the cache in steps; RequestError beyond the context."""

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmc.errors import UsageError, format_value
+from llmc.inventory import MOST_MASKS
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.ranges import (
     FLAG,
@@ -49,6 +50,7 @@ _shape = partial(parameter, section="Distribution")
 _bias = partial(parameter, section="Repetition and bias")
 _many = partial(parameter, section="Several outputs, and searches")
 _form = partial(parameter, section="Form, report, speed")
+_step = partial(parameter, section="Diffusion")
 _OPENAI = "[OpenAI](https://platform.openai.com/docs/api-reference/chat/create)"
 
 
@@ -214,6 +216,36 @@ class SamplingParams:
     )
     detokenize: bool = _form(True, FLAG, "make text of the tokens; without it every text is empty")
 
+    block_length: int | None = _step(
+        None, optional(integer(1, MOST_MASKS)), "masks that are filled before the next ones, 32 if left out"
+    )
+    confidence_threshold: float | None = _step(
+        None,
+        optional(number(0, 1)),
+        "each step fills all masks that are at least so sure, and always one; 0.9 if neither this nor "
+        "`diffusion_steps` is given",
+        source="[Fast-dLLM](https://arxiv.org/abs/2505.22618)",
+    )
+    diffusion_steps: int | None = _step(
+        None,
+        optional(integer(1, 1 << 20)),
+        "calls for `max_tokens` tokens, each of which fills as many masks",
+        source="[LLaDA](https://arxiv.org/abs/2502.09992)",
+    )
+    remasking: Literal["low_confidence", "margin", "entropy", "random"] = _step(
+        "low_confidence",
+        one_of("low_confidence", "margin", "entropy", "random"),
+        "which masks are filled first: those whose token is most probable, or farthest ahead of the next, those with "
+        "the least entropy, or any; the last two fill one a call, if `diffusion_steps` says nothing else",
+        source="[Dream](https://arxiv.org/abs/2508.15487)",
+    )
+    block_cache: Literal["kept", "renewed", "off"] = _step(
+        "kept",
+        one_of("kept", "renewed", "off"),
+        "a step computes its block alone, and before the first one of a block the block before (`kept`) or all tokens "
+        "(`renewed`); or every step computes all tokens",
+    )
+
     def __post_init__(self) -> None:
         for name, values in _RANGES.items():
             value = getattr(self, name)
@@ -243,6 +275,9 @@ _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 PARAMETERS: dict[str, Parameter] = {field.name: field.metadata["parameter"] for field in fields(SamplingParams)}
 _RANGES = {name: stated.range for name, stated in PARAMETERS.items()}
 _TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases")}
+_OF_DIFFUSION = {name for name, stated in PARAMETERS.items() if stated.section == "Diffusion"}
+_OF_BOTH = {"max_tokens", "temperature", "seed", "stop", "stop_token_ids", "ignore_eos", "on_overflow"}
+_OF_BOTH |= {"include_stop_str_in_output", "detokenize"}
 _NEEDS_CHANCE = {"n", "best_of", "consensus", *_CUTS}
 
 
@@ -296,6 +331,12 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
     ("best_of", "n of at most as many", lambda p: p.n <= (p.best_of or p.n)),
     ("n", "temperature above 0", lambda p: p.temperature > 0),
     ("best_of", "temperature above 0", lambda p: p.temperature > 0),
+    ("diffusion_steps", "no confidence_threshold", lambda p: p.confidence_threshold is None),
+    (
+        "confidence_threshold",
+        "remasking by low_confidence or margin",
+        lambda p: p.remasking in ("low_confidence", "margin"),
+    ),
     ("min_tokens", "max_tokens of at least as many", lambda p: p.min_tokens <= p.max_tokens),
     (
         "allowed_tokens",
@@ -322,6 +363,18 @@ def check_combination(params: SamplingParams) -> None:
         raise UsageError(f"beam search draws nothing, so temperature={params.temperature} cannot be used; leave it out")
     if params.num_beams > 1 and params.speculate:
         raise UsageError("beam search cannot be combined with speculate=True; leave one of them out")
+
+
+def check_diffusion(params: SamplingParams, diffuses: bool) -> None:
+    """Refuse what only the other kind of model does: one that fills masks, or one that goes on token by token.
+    Raises UsageError: naming the parameter."""
+    wrong = [
+        it for it in PARAMETERS if _is_set(params, it) and (it in _OF_DIFFUSION) != diffuses and it not in _OF_BOTH
+    ]
+    if wrong or (diffuses and params.on_overflow == "sink"):
+        model = "a diffusion model" if diffuses else "no diffusion model"
+        name = wrong[0] if wrong else "on_overflow"
+        raise UsageError(f"this is {model}, which cannot do {_show_parameter(params, name)}; leave it out")
 
 
 def _is_set(params: SamplingParams, name: str) -> bool:

@@ -42,6 +42,8 @@ class Batch:
         provisional: of a call of one row, whether its states stay as they are until :meth:`Session.accept`.
         hidden: float32 [B, S, H], for a stage behind another one, what that handed on; [1, T, H], of the T tokens that
             count, where the session packs rows and the call is of prefill.
+        seen_lengths: int64 [B], of a diffusion model how many positions of each row its tokens see; default: those up
+            to its last new token.
     """
 
     phase: Phase
@@ -55,6 +57,7 @@ class Batch:
     adapters: tuple[Adapter | None, ...] = ()
     provisional: bool = False
     hidden: NDArray[np.float32] | None = None
+    seen_lengths: NDArray[np.int64] | None = None
 
 
 class Session(ABC):
@@ -66,6 +69,7 @@ class Session(ABC):
         processor: name of the CPU or GPU: results hold for it and not for another.
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
+        diffuses: whether the model is one that fills masks: all tokens of a call see one another.
     """
 
     cache: KVCache
@@ -76,6 +80,7 @@ class Session(ABC):
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)
+        self.diffuses = geometry.diffusion is not None
 
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -98,7 +103,7 @@ class Session(ABC):
         """Free the engine and the cache."""
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        names = ("input_ids", "past_lengths", "logit_indices", "new_lengths", "hidden")
+        names = ("input_ids", "past_lengths", "logit_indices", "new_lengths", "hidden", "seen_lengths")
         found = []
         for r in range(len(batch.input_ids)):
             arrays = {name: getattr(batch, name)[r : r + 1] for name in names if getattr(batch, name) is not None}

@@ -32,6 +32,7 @@ ON_CPUS = {
     "lfm2_moe",
     "gpt_oss",
     "gemma4",
+    "llada",
 }
 
 

@@ -29,7 +29,8 @@ class Provider(Protocol):
 
 @dataclass(frozen=True)
 class Shared:
-    """Values that all layers use: positions int64 [B, S], columns [B, 1, 1, S, 1], slots [T], masks by window."""
+    """Values that all layers use: positions int64 [B, S], the last that each sees as columns [B, 1, 1, S, 1], slots
+    [T], masks by window."""
 
     provider: Provider
     positions: ir.Value
@@ -46,7 +47,8 @@ class Shared:
         emit = Emitter(first, "positions")
         zero, one = (scalar(first.graph, value, np.int64) for value in (0, 1))
         slots = emit("Range", zero, emit("Squeeze", provider.slots(emit)), one)
-        return cls(provider, positions, emit("Unsqueeze", positions, vector(first.graph, [1, 2, 4])), slots)
+        last = emit("Add", positions, first.inputs[6]) if "both_ways" in first.attributes else positions
+        return cls(provider, positions, emit("Unsqueeze", last, vector(first.graph, [1, 2, 4])), slots)
 
 
 def basic_attention(node: ir.Node, shared: Shared, context: LoweringContext) -> tuple[ir.Value, ir.Value, ir.Value]:

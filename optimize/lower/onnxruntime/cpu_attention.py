@@ -26,7 +26,7 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     """llmc::CachedAttention -> GroupQueryAttention over the shared buffers of a CPU, or basic operators."""
     rotate_before(graph, context)
     shared = _lower_shared(graph, context)
-    return shared + _lower_capped(graph, context) + group_query_attention(graph, context, _lengths)
+    return shared + _lower_basic(graph, context) + group_query_attention(graph, context, _lengths)
 
 
 def _lower_shared(graph: ir.Graph, context: LoweringContext) -> int:
@@ -63,28 +63,33 @@ def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
 
 
 def _totals(emit: Emitter) -> ir.Value:
-    """Positions of each row with the new ones, int64 [B]."""
+    """Positions of each row with the new ones, or those that they see, int64 [B]."""
+    if (seen := next((value for value in emit.graph.inputs if value.name == "seen_lengths"), None)) is not None:
+        return seen
     sequence = emit("Shape", graph_input(emit.graph, "input_ids"), start=1, end=2)
     return emit("Add", graph_input(emit.graph, "past_lengths"), sequence)
 
 
-# ----------------------------------------------------------------------------------------------------------- softcaps
+# ---------------------------------------------------------------------------------------------------- basic operators
 
 
-def _lower_capped(graph: ir.Graph, context: LoweringContext) -> int:
-    """Attentions with a softcap in basic operators, where many tokens come at once.
+def _lower_basic(graph: ir.Graph, context: LoweringContext) -> int:
+    """Attentions that see later tokens in basic operators, and those with a softcap where many tokens come at once.
 
-    GroupQueryAttention computes their tanh one by one, 11 ns each: 128 tokens attend in three times, 256 after 1,792
-    in four times the time of these operators (onnxruntime 1.32). A single token is not worth the copies.
+    GroupQueryAttention lets no token see a later one, and computes tanh one by one, 11 ns each: 128 tokens attend in
+    three times, 256 after 1,792 in four times the time of these operators (onnxruntime 1.32). A single token is not
+    worth the copies.
     """
     nodes = list(nodes_of(graph, "CachedAttention", LLMC))
-    capped = [node for node in nodes if node.attributes["softcap"].as_float()]
-    if not capped or context.phase != "prefill" or context.cache in QUANTIZED_CACHES:
+    if context.geometry.diffusion is None:
+        capped = context.phase == "prefill" and context.cache not in QUANTIZED_CACHES
+        nodes = [node for node in nodes if capped and node.attributes["softcap"].as_float()]
+    if not nodes:
         return 0
     shared = Shared.before(nodes[0], _Cache(nodes[0], context))
-    for node in capped:
+    for node in nodes:
         replace(node, *basic_attention(node, shared, context))
-    return len(capped)
+    return len(nodes)
 
 
 class _Cache:

@@ -9,7 +9,7 @@ import os
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -88,9 +88,7 @@ class OnnxRuntimeSession(Session):
             binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
         if batch.embedded is not None:
             binding.embedding_indices[:], binding.embeddings[:] = batch.embedded.indices, batch.embedded.rows
-        if binding.positions is not None:
-            plain = batch.past_lengths[:, None] + np.arange(sequence)
-            binding.positions[:] = plain if batch.positions is None else batch.positions
+        binding.fill_places(batch, ends)
         self._bind_hidden(binding, batch)
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
@@ -169,6 +167,8 @@ class OnnxRuntimeSession(Session):
         if self._takes_embeddings:
             embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
             binding.bind_embeddings(max(1, embeddings), self._manifest.geometry)
+        if self._manifest.geometry.diffusion:
+            binding.bind_seen_lengths()
         if batch.adapters and self._factors is not None:
             binding.bind_inputs(self._factors.views(batch.first_row, rows))
         if self._takes_slots:
@@ -215,6 +215,7 @@ class _Binding:
         self.logits = logits
         self.new_lengths: NDArray[np.int64] | None = None
         self.positions: NDArray[np.int64] | None = None
+        self.seen_lengths: NDArray[np.int64] | None = None
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             bind(self.io.bind_input, name, getattr(self, name))
@@ -228,6 +229,19 @@ class _Binding:
         """A graph that packs rows asks how many of each row's new tokens count."""
         self.new_lengths = np.empty(self.past_lengths.shape, np.int64)
         bind(self.io.bind_input, "new_lengths", self.new_lengths)
+
+    def fill_places(self, batch: Batch, ends: Sequence[int]) -> None:
+        """Fill in positions, and how many of a row are seen, where the graph asks; ``ends`` are those of the tokens."""
+        if self.seen_lengths is not None:
+            self.seen_lengths[:] = ends if batch.seen_lengths is None else batch.seen_lengths
+        if self.positions is not None:
+            plain = batch.past_lengths[:, None] + np.arange(batch.input_ids.shape[1])
+            self.positions[:] = plain if batch.positions is None else batch.positions
+
+    def bind_seen_lengths(self) -> None:
+        """A graph of a diffusion model asks how many positions of each row its tokens see."""
+        self.seen_lengths = np.empty(self.past_lengths.shape, np.int64)
+        bind(self.io.bind_input, "seen_lengths", self.seen_lengths)
 
     def bind_inputs(self, arrays: Iterable[Named]) -> None:
         """The graph for adapters takes those of each row."""

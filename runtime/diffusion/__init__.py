@@ -1,0 +1,1 @@
+"""Diffusion language models: which masks become tokens, step by step and block by block."""

@@ -1,0 +1,20 @@
+"""``llmc`` with a bundle of a diffusion model."""
+
+import json
+from pathlib import Path
+
+
+def test_run_takes_its_parameters_and_refuses_others_by_name(llmc, diffusion_models: Path):
+    folder = diffusion_models / "Dream-fp32"
+    asked = ("run", folder, "-p", "import os", "--max-tokens", 20, "--temperature", 0, "--ignore-eos")
+    whole = llmc(*asked, "--block-length", 8, "--remasking", "margin", "--json")
+    assert whole.code == 0 and len(json.loads(whole.out)["outputs"][0]["token_ids"]) == 20, whole.err
+    said = llmc(*asked, "--chat", "--diffusion-steps", 5)
+    assert said.code == 0 and said.out.strip(), said.err
+    refused = llmc(*asked, "--num-beams", 2)
+    assert refused.code == 2 and "this is a diffusion model, which cannot do --num-beams=2" in refused.err
+
+
+def test_eval_compares_all_tokens_with_half_of_them_hidden(llmc, diffusion_models: Path):
+    found = llmc("eval", diffusion_models / "llada-fp32", "--reference", diffusion_models / "llada-export", "--json")
+    assert found.code == 0 and json.loads(found.out)["mean_kl"] < 1e-6, found.err

@@ -1,0 +1,217 @@
+"""Tiny diffusion language models with random weights, what transformers computes of them, and their sampling in numpy.
+
+LLaDA is Llama, and Dream Qwen2, where every position sees all others: transformers takes such a mask. The sampling is
+written from its rules (arXiv 2502.09992, 2508.15487, 2505.22618) and runs a whole forward for every step.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"
+VOCAB, MASK, EOS = 4096, 3, 0
+SHIFTS = {"llada": 0, "Dream": 1}  # of each family's logits
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rope_theta": 500.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+LLADA_KEYS = {
+    "hidden_size": "d_model",
+    "intermediate_size": "mlp_hidden_size",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "max_position_embeddings": "max_sequence_length",
+    "tie_word_embeddings": "weight_tying",
+}
+# As published: the parts that they turn off, and what is for training.
+LLADA = json.loads("""{
+    "activation_type": "silu", "alibi": false, "alibi_bias_max": 8.0, "attention_dropout": 0.0,
+    "attention_layer_norm": false, "attention_layer_norm_with_affine": true, "bias_for_layer_norm": false,
+    "block_group_size": 1, "block_type": "llama", "embedding_dropout": 0.0, "embedding_size": 4096,
+    "flash_attention": false, "include_bias": false, "include_qkv_bias": false, "init_cutoff_factor": null,
+    "init_device": "meta", "init_fn": "mitchell", "init_std": 0.02, "input_emb_norm": false, "mlp_ratio": 4,
+    "layer_norm_type": "rms", "layer_norm_with_affine": true, "multi_query_attention": null, "rope": true,
+    "precision": "amp_bf16", "residual_dropout": 0.0, "rope_full_precision": true, "scale_logits": false}""")
+LLADA_NAMES = (
+    *(("model.embed_tokens", "model.transformer.wte"), ("model.norm", "model.transformer.ln_f")),
+    *(("lm_head", "model.transformer.ff_out"), ("model.layers", "model.transformer.blocks")),
+    *(("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ff_norm"), ("self_attn.o_proj", "attn_out")),
+    *(("mlp.gate_proj", "ff_proj"), ("mlp.down_proj", "ff_out"), ("self_attn.", ""), ("mlp.", "")),
+)
+DREAM = {"max_window_layers": 28, "sliding_window": None, "use_mrope": False, "use_sliding_window": False}
+DREAM |= {"hidden_act": "silu", "rope_scaling": None}
+
+
+def _model(family: str) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {key: value for key, value in SIZES.items() if key != "rope_theta"}
+    sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": SIZES["rope_theta"]}}
+    if family == "llada":
+        return LlamaForCausalLM(LlamaConfig(**sizes)).eval()  # type: ignore[arg-type]
+    return Qwen2ForCausalLM(Qwen2Config(**sizes)).eval()  # type: ignore[arg-type]
+
+
+def _rename(name: str) -> str:
+    for ours, theirs in LLADA_NAMES:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def write_checkpoint(folder: Path, family: str) -> Path:
+    """A new ``folder`` with random weights of ``llada`` or ``Dream`` and the small model's tokenizer."""
+    folder.mkdir(parents=True)
+    own = {"model_type": family, "mask_token_id": MASK, "pad_token_id": EOS, "eos_token_id": EOS, "use_cache": False}
+    sizes = {LLADA_KEYS.get(key, key): value for key, value in SIZES.items()} if family == "llada" else SIZES
+    config = {**own, **sizes, **(LLADA if family == "llada" else DREAM)}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(TINY / name, folder / name)
+    generator, tensors = torch.Generator().manual_seed(0), dict[str, Tensor]()
+    for name, tensor in _model(family).state_dict().items():  # far from ties, and confident enough for thresholds
+        around = 1.0 if "norm" in name else 0.0
+        tensors[name] = torch.randn(tensor.shape, generator=generator) * 0.25 + around
+    tensors["lm_head.weight"] *= 2.0
+    found = {_rename(name) if family == "llada" else name: tensor for name, tensor in tensors.items()}
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The checkpoint's tensors by transformers' names of Llama and Qwen2."""
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    stored = load_file(folder / "model.safetensors")
+    return {name: stored[_rename(name) if family == "llada" else name] for name in _model(family).state_dict()}
+
+
+class Transformers:
+    """Logits (S, V) of a text (S), each position of which sees all, by transformers in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = _model(json.loads((folder / "config.json").read_text())["model_type"])
+        self._model.load_state_dict(read_weights(folder))
+
+    def __call__(self, ids: list[int]) -> NDArray[np.float32]:
+        every = torch.zeros(1, 1, len(ids), len(ids))
+        with torch.inference_mode():
+            logits = self._model(input_ids=torch.tensor([ids]), attention_mask=every).logits
+        found: NDArray[np.float32] = logits[0].numpy()
+        return found
+
+
+class Plain:
+    """The same in plain torch, of the tokens from ``start`` on in a row of ``length``, whose keys and values (2, KV,
+    length, D) of each layer lie in ``held``: all of them are seen, whenever they were written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.weights = read_weights(folder)
+        self.held: list[Tensor] = []
+
+    def begin(self, length: int) -> None:
+        self.held = [torch.zeros(2, 2, length, 16) for _ in range(SIZES["num_hidden_layers"])]
+
+    def __call__(self, ids: list[int], start: int = 0) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            x = self.weights["model.embed_tokens.weight"][torch.tensor(ids)]
+            places = torch.arange(start, start + len(ids))
+            for index, held in enumerate(self.held):
+                at = f"model.layers.{index}"
+                x = x + self._attend(self._norm(x, f"{at}.input_layernorm"), f"{at}.self_attn", places, held)
+                y = self._norm(x, f"{at}.post_attention_layernorm")
+                gate, up = (self._linear(y, f"{at}.mlp.{part}_proj") for part in ("gate", "up"))
+                x = x + self._linear(torch.nn.functional.silu(gate) * up, f"{at}.mlp.down_proj")
+            found: NDArray[np.float32] = self._linear(self._norm(x, "model.norm"), "lm_head").numpy()
+            return found
+
+    def _attend(self, x: Tensor, at: str, places: Tensor, held: Tensor) -> Tensor:
+        q, k, v = (self._linear(x, f"{at}.{part}_proj").view(len(x), -1, 16).transpose(0, 1) for part in "qkv")
+        held[0][:, places], held[1][:, places] = self._turn(k, places), v
+        keys, values = held.repeat_interleave(2, dim=1)  # (H, length, D)
+        weights = (self._turn(q, places) @ keys.mT / 4.0).softmax(-1)
+        return self._linear((weights @ values).transpose(0, 1).flatten(1), f"{at}.o_proj")
+
+    def _turn(self, x: Tensor, places: Tensor) -> Tensor:
+        angles = places[:, None] * SIZES["rope_theta"] ** -(torch.arange(0, 16, 2) / 16)
+        first, second = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def _norm(self, x: Tensor, at: str) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + SIZES["rms_norm_eps"]).rsqrt() * self.weights[f"{at}.weight"]
+
+    def _linear(self, x: Tensor, at: str) -> Tensor:
+        y = x @ self.weights[f"{at}.weight"].T
+        return y + self.weights[f"{at}.bias"] if f"{at}.bias" in self.weights else y
+
+
+def sample(
+    model: Plain,
+    shift: int,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    block_length: int = 32,
+    steps: int | None = None,
+    threshold: float | None = None,
+    remasking: str = "low_confidence",
+    cache: str = "off",
+    chance: Callable[[int, int], float] | None = None,
+) -> list[int]:
+    """The greedy tokens after a prompt; ``chance`` gives a number for a position and a step."""
+    tokens = [*prompt, *[MASK] * max_tokens]
+    model.begin(len(tokens))
+    before = None
+    for start in range(len(prompt), len(tokens), block_length):
+        end, step = min(start + block_length, len(tokens)), 0
+        per_step = spread(end - start, max(1, (steps or max_tokens) * (end - start) // max_tokens))
+        while MASK in tokens[start:end]:
+            first, last = start, end
+            if cache == "off" or (step == 0 and (cache == "renewed" or before is None)):
+                first, last = 0, len(tokens)
+            elif step == 0 and before is not None:
+                first = before
+            first = max(0, first - shift)
+            logits = model(tokens[first:last], first).astype(np.float64)
+            sure = []
+            for place in (place for place in range(start, end) if tokens[place] == MASK):
+                row = logits[place - shift - first]
+                likely = np.exp(row - row.max())
+                likely /= likely.sum()
+                ranked = np.sort(likely)[::-1]
+                row[MASK] = -np.inf
+                score = {
+                    "low_confidence": likely[row.argmax()],
+                    "margin": ranked[0] - ranked[1],
+                    "entropy": float(np.sum(likely * np.log(likely + 1e-10))),
+                    "random": chance(place, step) if chance else 0.0,
+                }[remasking]
+                sure.append((score, place, int(row.argmax())))
+            sure.sort(key=lambda item: (-item[0], item[1]))
+            count = per_step[step] if threshold is None else max(1, sum(item[0] >= threshold for item in sure))
+            for _, place, token in sure[:count]:
+                tokens[place] = token
+            step += 1
+        before = start
+    return tokens[len(prompt) :]
+
+
+def spread(masks: int, steps: int) -> list[int]:
+    """How many masks each step fills: as many in each, one more in the first ones."""
+    steps = min(masks, steps)
+    return [masks // steps + (step < masks % steps) for step in range(steps)]

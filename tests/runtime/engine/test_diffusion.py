@@ -1,0 +1,100 @@
+"""Requests to a diffusion model: alone or together, ended by texts and tokens, stopped, refused."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmc.errors import CancelledError, DeadlineError, UsageError
+from llmc.runtime import Model, load
+
+OPTIONS = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+SLOW = {"max_tokens": 100, "ignore_eos": True, "diffusion_steps": 100, "block_cache": "off"}
+
+
+@pytest.fixture(scope="module")
+def model(diffusion_models: Path) -> Iterator[Model]:
+    with load(diffusion_models / "llada-fp32", threads=1) as loaded:
+        yield loaded
+
+
+def test_requests_together_get_what_they_get_alone(model: Model):
+    prompts = [[10 + i] * (5 + 7 * i) for i in range(5)]
+    lengths = [{**OPTIONS, "max_tokens": 8 * (i + 1)} for i in range(5)]  # so that rows move when others end
+    alone = [model.generate(prompt, **asked).token_ids for prompt, asked in zip(prompts, lengths, strict=True)]
+    handles = [model.stream(prompt, **asked) for prompt, asked in zip(prompts, lengths, strict=True)]
+    assert [handle.result().token_ids for handle in handles] == alone
+
+
+def test_tokens_come_by_blocks_and_end_with_a_text_or_a_token(model: Model):
+    whole = model.generate([5, 6, 7], **OPTIONS)
+    deltas = []
+    model.generate([5, 6, 7], **OPTIONS, on_delta=deltas.append)
+    assert sum((delta.token_ids for delta in deltas), ()) == whole.token_ids
+    assert "".join(delta.text for delta in deltas) == whole.text
+    stopped = model.generate([5, 6, 7], **OPTIONS, stop=[whole.text[20:24]])
+    assert stopped.finish_reason == "stop" and whole.text.startswith(stopped.text)
+    assert stopped.text == whole.text[: whole.text.index(whole.text[20:24])]
+    end = whole.token_ids[40]
+    ended = model.generate([5, 6, 7], **OPTIONS, stop_token_ids=[end])
+    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]
+
+
+def test_a_seed_repeats_what_it_drew(model: Model):
+    asked = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
+    one, two = (model.generate([9, 8], **asked, seed=3).token_ids for _ in range(2))
+    assert one == two != model.generate([9, 8], **asked, seed=4).token_ids
+
+
+def test_cancel_and_deadline_work_between_steps(model: Model):
+    handle = model.stream([5], **SLOW)
+    handle.cancel()
+    with pytest.raises(CancelledError):
+        handle.result()
+    with pytest.raises(DeadlineError):
+        model.generate([5], **SLOW, deadline_s=0.05)
+    assert len(model.generate([5], **OPTIONS).token_ids) == OPTIONS["max_tokens"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"json_schema": {"type": "object"}},
+        {"regex": "a*"},
+        {"logprobs": 1},
+        {"n": 2, "temperature": 1.0},
+        {"num_beams": 2},
+        {"repetition_penalty": 1.1},
+        {"top_p": 0.5},
+        {"on_overflow": "sink"},
+        {"logits_processors": [lambda tokens, logits: logits]},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_what_needs_tokens_in_their_order_is_refused_by_name(model: Model, asked):
+    with pytest.raises(UsageError, match=f"this is a diffusion model, which cannot do {next(iter(asked))}"):
+        model.generate([5], max_tokens=8, **asked)
+
+
+def test_tools_are_refused_by_name(model: Model):
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+    told = [{"role": "user", "content": "call f"}]
+    with pytest.raises(UsageError, match="this is a diffusion model, which calls no tools"):
+        model.chat([*told], tools=[tool], tool_format="hermes", max_tokens=8)
+
+
+def test_other_models_refuse_its_parameters_by_name(fp32_bundle: Path):
+    with load(fp32_bundle, threads=1, self_test=False) as model:
+        with pytest.raises(UsageError, match="this is no diffusion model, which cannot do block_length=8"):
+            model.generate([5], max_tokens=8, block_length=8)
+
+
+def test_levels_of_determinism_hold_and_drafts_are_refused(model: Model, diffusion_models: Path):
+    wanted = model.generate([10] * 20, **OPTIONS).token_ids
+    for level in ("strict", "batch"):
+        with load(diffusion_models / "llada-fp32", threads=1, self_test=False, determinism=level) as other:
+            assert other.generate([10] * 20, **OPTIONS).token_ids == wanted
+    with load(diffusion_models / "llada-fp32", self_test=False, draft="auto") as other:
+        assert other.generate([10] * 20, **OPTIONS).token_ids == wanted
+    with pytest.raises(UsageError, match="draft is for a model that goes on token by token"):
+        load(diffusion_models / "llada-fp32", self_test=False, draft="lookup")
