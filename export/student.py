@@ -62,6 +62,8 @@ class Student:
     def _find_problem(self, config: DecoderConfig) -> str | None:
         if self._manifest.geometry.encoder is not None:
             return "it embeds or ranks, and generates no text"
+        if config.diffusion is not None:
+            return "it fills masks in any order"
         if any(it.recurrent or it.experts or it.attention is None for it in config.layers) or config.first_shared:
             return "it has layers with states, with experts or without a cache of their own"
         if config.per_layer or config.transposed or "text_config" in self._values:

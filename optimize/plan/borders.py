@@ -33,6 +33,7 @@ def choose_borders(
         f"for {target}": target != "cpu",
         "that embed or rank": geometry.encoder,
         "that see": geometry.vision,
+        "that fill masks": geometry.diffusion,
         "with layers that read the caches of others": geometry.shares,
         "with inputs of each layer's own": geometry.per_layer,
         "with adapters beside them": limits.adapters,
