@@ -61,7 +61,7 @@ VERBS = (
     Verb("eval BUNDLE --window 16 --max-windows 1", "cpu build"),
     Verb("build EXPORT -o NEW", "cpu build"),
     Verb("export CHECKPOINT -o NEW", "export"),
-    Verb("distill EXPORT -o NEW --student 1 --text TEXT", "export", code=1),  # it is too short
+    Verb("distill EXPORT -o NEW --student 1 --text TEXT", "export", code=2),  # it is too short
 )
 
 
