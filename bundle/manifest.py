@@ -481,16 +481,14 @@ class Manifest:
     adapter_graph: Graph | None = None
     stage: Stage = Stage()
 
-    @property
-    def layers(self) -> range:
+    def list_layers(self) -> range:
         """The layers that its graphs compute."""
         ends = (*self.stage.borders[1:], self.geometry.layers)
         return range(self.stage.borders[self.stage.number], ends[self.stage.number])
 
-    @property
-    def caches(self) -> tuple[Cache, ...]:
+    def list_caches(self) -> tuple[Cache, ...]:
         """The caches of these layers."""
-        return tuple(cache for layer in self.layers for cache in self.geometry.caches_of(layer))
+        return self.geometry.of_layers(self.list_layers()).caches if self.stage.borders[1:] else self.geometry.caches
 
     @property
     def overwritten(self) -> int:

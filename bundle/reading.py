@@ -187,7 +187,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
     """Refuse numbers that no build writes, before anything is computed from them."""
     g, limits, generation = manifest.geometry, manifest.limits, manifest.generation
     staged = manifest.stage.is_sound(g.layers)
-    kinds = {cache.kind for cache in manifest.caches} if staged else set()
+    kinds = {cache.kind for cache in manifest.list_caches()} if staged else set()
     sound = {
         "stage": staged,
         "geometry": g.is_sound,

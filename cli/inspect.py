@@ -115,14 +115,14 @@ def by_layers(values: Sequence[str]) -> str:
 
 
 def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    target = manifest.target
+    target, it, own = manifest.target, manifest.stage, manifest.list_layers()
     return [
         ("target", f"{target.name}, {engine_of(target)}"),
         *(engine_rows(manifest.engine) if manifest.engine else []),
         ("recipe", show.recipe(manifest.recipe)),
         *prompt_rows(manifest),
         *show.calibration_rows(manifest.recipe),
-        ("layers", f"{manifest.layers[0]} to {manifest.layers[-1]}, stage {manifest.stage.number}"),
+        *([("stage", f"{it.number} of {len(it.borders)}: layers {own[0]} to {own[-1]}")] if it.borders[1:] else []),
         ("limits", limits_of(manifest)),
         *show.quality_rows(manifest.quality),
         *_image_rows(manifest),

@@ -120,7 +120,7 @@ class KVCache(ABC):
         forget: Callable[[], None] = lambda: None,
         guard: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
     ) -> None:
-        self.tensors = tensors_of(manifest.caches)
+        self.tensors = tensors_of(manifest.list_caches())
         self.dtype: np.dtype[Any] = np.dtype("uint16" if manifest.cache == "bfloat16" else manifest.cache)
         self.device_memory = device_memory
         self.can_rewind = all(tensor.kind == "kv" for tensor in self.tensors)

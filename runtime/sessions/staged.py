@@ -76,7 +76,7 @@ class StagedCache(KVCache):
         self._own, self._stages = own, stages
         self._lets_go = LETS_GO and self._narrowest > 0 and self.can_rewind
         each = (replace(manifest, stage=Stage(n, manifest.stage.borders)) for n in range(len(manifest.stage.borders)))
-        self._parts = [tensors_of(one.caches) for one in each]
+        self._parts = [tensors_of(one.list_caches()) for one in each]
 
     def ask(self, name: str, *arguments: Any) -> list[Any]:
         """:func:`ask` every stage."""

@@ -113,7 +113,7 @@ def test_more_than_a_bundle_was_built_for_is_wrong_usage(llmc, tiny_bundle: Path
     for arguments, sentence in (
         (["--max-context", 2049], "--max-context is 2049, the bundle was built for 2048; build with a larger one"),
         (["--max-batch", 9], "--max-batch is 9, the bundle was built for 8; build with a larger one"),
-        (["--int4"], "is built already; precision, recipe and target are for an export or a checkpoint"),
+        (["--int4"], "is built already; precision, recipe, target and stages are for an export or a checkpoint"),
     ):
         ran = llmc("plan", tiny_bundle, *arguments)
         assert ran.code == 2

@@ -102,7 +102,7 @@ def test_each_stage_is_a_bundle_that_is_verified_alone_and_the_chain_whole(chain
     manifest, inner = read_bundle(chain), read_bundle(chain / STAGE_FOLDER.format(1))
     assert manifest.stage.is_last and manifest.golden and manifest.quality
     assert not inner.stage.is_last and inner.vectors and not inner.golden
-    assert [*read_bundle(chain / "stage-0").layers, *inner.layers, *manifest.layers] == [*range(6)]
+    assert [*read_bundle(chain / "stage-0").list_layers(), *inner.list_layers(), *manifest.list_layers()] == [*range(6)]
     assert verify(chain).equal_tokens > 0 and verify(chain).unlisted == ()
     assert verify(chain / "stage-1").largest_difference == 0
     assert list_unlisted_files(chain, manifest) == ()

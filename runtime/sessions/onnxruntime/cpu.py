@@ -128,7 +128,7 @@ class OnnxRuntimeSession(Session):
 
     def _bind_hidden(self, binding: "_Binding", batch: Batch) -> None:
         """Bind what a stage behind another one takes, and what one before another hands on."""
-        stage, layers = self._manifest.stage, self._manifest.layers
+        stage, layers = self._manifest.stage, self._manifest.list_layers()
         if stage.number and batch.hidden is not None:
             bind(binding.io.bind_input, f"hidden.{layers.start}", batch.hidden)
         if not stage.is_last:
