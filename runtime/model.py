@@ -492,7 +492,9 @@ class Model:
             goes_on=continue_final_message,
         )
         if self.manifest.geometry.diffusion and plan.calls is not None:
-            raise UsageError("this is a diffusion model, which calls no tools; leave them out, or set tool_choice='none'")
+            raise UsageError(
+                "this is a diffusion model, which calls no tools; leave them out, or set tool_choice='none'"
+            )
         if images:
             sampling["images"] = self.tower.compute_rows(images, ids)
         try:

@@ -57,7 +57,7 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
     if modules is None and classifies:
         modules = {"Transformer": [""]}
     if modules is None:
-        if architecture.endswith("Model") and not architecture.endswith("LMHeadModel"):
+        if architecture.endswith("Model") and not architecture.endswith(("LMHeadModel", "DreamModel")):
             raise CheckpointError(
                 f"{folder / CONFIG_FILE}: {architecture:.80} has no head, and without a {MODULES_FILE} nothing says "
                 "how a text's vector is made; expected the files of sentence-transformers beside it"

@@ -359,12 +359,12 @@ def _for_diffusion(request: Request, geometry: Geometry) -> Request:
     for name, value in (("adapters", request.adapters), ("cache", request.cache)):
         if value and value not in ("float32", "float16"):
             raise UsageError(f"{name} is {format_value(value)}, which no diffusion model can have; leave it out")
-    phases = either(request.phases, "shared")
     context = either(request.max_context, min(geometry.max_positions, ENCODER_CONTEXT))
-    rounds = phases == "shared" and not geometry.coded and not request.layers
-    if rounds and request.precision in (None, "int8") and request.head in (None, "int8"):
+    request = replace(request, max_context=context, prefill_chunk=context)
+    eight = {request.precision or "int8", request.head or "int8"} == {"int8"} and not (geometry.coded or request.layers)
+    if request.phases is None and eight:
         request = replace(request, activations=either(request.activations, "per-token"))
-    return replace(request, phases=phases, max_context=context, prefill_chunk=context)
+    return replace(request, phases=either(request.phases, "shared"))
 
 
 def check_context(context: int, max_positions: int, advice: str = "") -> None:

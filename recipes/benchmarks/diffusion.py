@@ -1,7 +1,7 @@
 """Speed of a diffusion model by the tokens that a call fills, beside an autoregressive model of the same geometry.
 
-Weights are random, so how many tokens a call may fill is set by the number of steps: a trained model's threshold decides
-that, and the last column says from how many on it is the faster one. Rounds take turns, and the best of them counts.
+Weights are random, so the number of steps sets how many tokens a call fills; of a trained model its threshold does. The
+last column says from how many on it is the faster one. Rounds take turns, and the best of them counts.
 """
 
 import argparse
@@ -31,7 +31,9 @@ def main() -> None:
     args = parser.parse_args()
     cases: dict[str, dict[str, Any]] = {f"{n} a call": {"diffusion_steps": args.new // n} for n in FILLED}
     cases |= {f"threshold {value}": {"confidence_threshold": value} for value in (0.9, 1.0)}
-    cases |= {f"4 a call, {cache}": {"diffusion_steps": args.new // 4, "block_cache": cache} for cache in ("renewed", "off")}
+    cases |= {
+        f"4 a call, {cache}": {"diffusion_steps": args.new // 4, "block_cache": cache} for cache in ("renewed", "off")
+    }
     options = {"threads": args.threads, "self_test": False, "prefix_cache_bytes": 0}
     with load(args.autoregressive, **options) as plain, load(args.diffusion, **options) as model:
         plain_s, best = float("inf"), dict.fromkeys(cases, float("inf"))

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from llmc.export.families.llada import KEYS
+
 TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"
 VOCAB, MASK, EOS = 4096, 3, 0
 SHIFTS = {"llada": 0, "Dream": 1}  # of each family's logits
@@ -30,32 +32,16 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-LLADA_KEYS = {
-    "hidden_size": "d_model",
-    "intermediate_size": "mlp_hidden_size",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "max_position_embeddings": "max_sequence_length",
-    "tie_word_embeddings": "weight_tying",
-}
-# As published: the parts that they turn off, and what is for training.
-LLADA = json.loads("""{
-    "activation_type": "silu", "alibi": false, "alibi_bias_max": 8.0, "attention_dropout": 0.0,
-    "attention_layer_norm": false, "attention_layer_norm_with_affine": true, "bias_for_layer_norm": false,
-    "block_group_size": 1, "block_type": "llama", "embedding_dropout": 0.0, "embedding_size": 4096,
-    "flash_attention": false, "include_bias": false, "include_qkv_bias": false, "init_cutoff_factor": null,
-    "init_device": "meta", "init_fn": "mitchell", "init_std": 0.02, "input_emb_norm": false, "mlp_ratio": 4,
-    "layer_norm_type": "rms", "layer_norm_with_affine": true, "multi_query_attention": null, "rope": true,
-    "precision": "amp_bf16", "residual_dropout": 0.0, "rope_full_precision": true, "scale_logits": false}""")
+# Keys and values as published, but for sizes; of LLaDA these have other names.
+PUBLISHED = json.loads((Path(__file__).parents[1] / "export" / "published" / "models.json").read_text("utf-8"))
+CONFIGS = {"llada": PUBLISHED["LLaDA-8B-Instruct"]["config"], "Dream": PUBLISHED["Dream-v0-Instruct-7B"]["config"]}
+CONFIGS["Dream"] = {**PUBLISHED["Qwen2.5-7B-Instruct"]["config"], **CONFIGS["Dream"]}
 LLADA_NAMES = (
     *(("model.embed_tokens", "model.transformer.wte"), ("model.norm", "model.transformer.ln_f")),
     *(("lm_head", "model.transformer.ff_out"), ("model.layers", "model.transformer.blocks")),
     *(("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ff_norm"), ("self_attn.o_proj", "attn_out")),
     *(("mlp.gate_proj", "ff_proj"), ("mlp.down_proj", "ff_out"), ("self_attn.", ""), ("mlp.", "")),
 )
-DREAM = {"max_window_layers": 28, "sliding_window": None, "use_mrope": False, "use_sliding_window": False}
-DREAM |= {"hidden_act": "silu", "rope_scaling": None}
 
 
 def _model(family: str) -> nn.Module:
@@ -77,10 +63,10 @@ def _rename(name: str) -> str:
 def write_checkpoint(folder: Path, family: str) -> Path:
     """A new ``folder`` with random weights of ``llada`` or ``Dream`` and the small model's tokenizer."""
     folder.mkdir(parents=True)
-    own = {"model_type": family, "mask_token_id": MASK, "pad_token_id": EOS, "eos_token_id": EOS, "use_cache": False}
-    sizes = {LLADA_KEYS.get(key, key): value for key, value in SIZES.items()} if family == "llada" else SIZES
-    config = {**own, **sizes, **(LLADA if family == "llada" else DREAM)}
-    (folder / "config.json").write_text(json.dumps(config))
+    names = {name: own for own, name in KEYS.items()} if family == "llada" else {}
+    sizes = {names.get(name, name): value for name, value in SIZES.items()}
+    ids = {"vocab_size": VOCAB, "mask_token_id": MASK, "bos_token_id": EOS, "eos_token_id": EOS}
+    (folder / "config.json").write_text(json.dumps({**CONFIGS[family], **sizes, **ids}))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TINY / name, folder / name)
     generator, tensors = torch.Generator().manual_seed(0), dict[str, Tensor]()
@@ -179,7 +165,8 @@ def sample(
     before = None
     for start in range(len(prompt), len(tokens), block_length):
         end, step = min(start + block_length, len(tokens)), 0
-        per_step = spread(end - start, max(1, (steps or max_tokens) * (end - start) // max_tokens))
+        masks = end - start
+        calls = min(masks, max(1, (steps or max_tokens) * masks // max_tokens))  # one more mask in the first of them
         while MASK in tokens[start:end]:
             first, last = start, end
             if cache == "off" or (step == 0 and (cache == "renewed" or before is None)):
@@ -203,15 +190,11 @@ def sample(
                 }[remasking]
                 sure.append((score, place, int(row.argmax())))
             sure.sort(key=lambda item: (-item[0], item[1]))
-            count = per_step[step] if threshold is None else max(1, sum(item[0] >= threshold for item in sure))
+            count = masks // calls + (step < masks % calls)
+            if threshold is not None:
+                count = max(1, sum(item[0] >= threshold for item in sure))
             for _, place, token in sure[:count]:
                 tokens[place] = token
             step += 1
         before = start
     return tokens[len(prompt) :]
-
-
-def spread(masks: int, steps: int) -> list[int]:
-    """How many masks each step fills: as many in each, one more in the first ones."""
-    steps = min(masks, steps)
-    return [masks // steps + (step < masks % steps) for step in range(steps)]

@@ -46,20 +46,17 @@ def test_logits_equal_transformers_whole_and_over_what_is_cached(checkpoint: Pat
     assert apart(call(5, 9, 9), wanted[5:9]) > 100 * LOGIT_TOLERANCE  # and tells whether it does
 
 
-def test_streamed_layers_equal_transformers(checkpoint: Path):
+def test_streamed_layers_and_plain_torch_equal_transformers(checkpoint: Path):
     decoder = StreamedDecoder(Path(f"{checkpoint}-export"))
     with torch.no_grad():
         x = decoder.embed(torch.tensor([IDS]))
         for index in range(decoder.geometry.layers):
             x, _ = decoder.run(decoder.layer(index), x)
         logits = decoder.norm()(x)[0] @ decoder.rows(decoder.head).T
-    assert apart(logits.numpy(), diffusing.Transformers(checkpoint)(IDS)) <= LOGIT_TOLERANCE
-
-
-def test_plain_torch_equals_transformers(checkpoint: Path):
     plain = diffusing.Plain(checkpoint)
     plain.begin(len(IDS))
-    assert apart(plain(IDS), diffusing.Transformers(checkpoint)(IDS)) <= LOGIT_TOLERANCE
+    for found in (logits.numpy(), plain(IDS)):
+        assert apart(found, diffusing.Transformers(checkpoint)(IDS)) <= LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize(

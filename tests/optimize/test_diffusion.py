@@ -58,17 +58,14 @@ def test_texts_are_judged_where_their_tokens_are_hidden():
     assert (hide_half(ids, None) == ids).all()
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"target": "cuda", "precision": "fp16"}, "llada has attention to later tokens, which llmc lowers for cpu"),
-        ({"adapters": 2}, "adapters is 2, which no diffusion model can have"),
-        ({"recipe": Request(cache="int8")}, "cache is 'int8', which no diffusion model can have"),
-    ],
-)
-def test_what_it_cannot_be_built_for_is_refused_by_name(asked, words, diffusion_models: Path, tmp_path: Path):
-    with pytest.raises(UsageError, match=words):
-        build(diffusion_models / "llada-export", tmp_path / "bundle", **asked)
+def test_what_it_cannot_be_built_for_is_refused_by_name(diffusion_models: Path, tmp_path: Path):
+    for words, asked in {
+        "llada has attention to later tokens, which llmc lowers for cpu": {"target": "cuda", "precision": "fp16"},
+        "adapters is 2, which no diffusion model can have": {"adapters": 2},
+        "cache is 'int8', which no diffusion model can have": {"recipe": Request(cache="int8")},
+    }.items():
+        with pytest.raises(UsageError, match=words):
+            build(diffusion_models / "llada-export", tmp_path / "bundle", **asked)
 
 
 def test_two_graphs_and_a_cache_of_halves_give_the_same_tokens(diffusion_models: Path, tmp_path: Path):
