@@ -38,7 +38,7 @@ class StageActor:
 
 
 def find_place(number: int) -> dict[str, float]:
-    """What to ask Ray for, so that a stage runs on the box that has its name for a resource, if some box has."""
+    """Resources to ask Ray for, so that a stage runs on the box that has its name for a resource, if some box has."""
     name, resources = STAGE_FOLDER.format(number), ray.cluster_resources()  # type: ignore[no-untyped-call]
     return {name: SHARE} if name in resources else {}
 
@@ -65,7 +65,7 @@ class StagesOnRay(Stages):
         return hidden
 
     def fetch(self, promise: Any) -> Any:
-        """What a reference of Ray's, or several, stand for.
+        """The value that a reference of Ray's, or several, stand for.
         Raises TornError: a stage was lost, and with it what all rows of the cache held."""
         try:
             return ray.get(promise, timeout=REPLY_S)
