@@ -143,7 +143,7 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"Dream", "llada"}))  # whose code is not transformers' own
 def test_every_family_reads_what_transformers_saves_for_it(name):
     from transformers import AutoConfig
 
