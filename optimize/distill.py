@@ -194,7 +194,7 @@ class _Run:
 def write_texts(
     teacher: Any, prompts: Tensor, heat: NDArray[np.float64], stops: Tensor, noise: np.random.Generator
 ) -> Texts:
-    """What a decoder says after prompts (R, P) at temperatures (R): ids (R, L), prompts and all; after each but the
+    """Texts of a decoder after prompts (R, P) at temperatures (R): ids (R, L), prompts and all; after each but the
     last the most probable tokens (R, L - 1, T), the logarithms of their probabilities, and whether they count
     (R, L - 1), for none does after the first of ``stops``."""
     ids, caches, found, fed = prompts, teacher.empty_caches(len(prompts), 0), list[tuple[Tensor, Tensor]](), 0
@@ -237,7 +237,7 @@ def _save(path: Path, value: Any) -> None:
 
 
 def _keep(path: Path, make: Callable[[], Any]) -> Any:
-    """What a file keeps, which is made if it is not there."""
+    """Read a value from its file, or make and keep it."""
     if not path.exists():
         _save(path, make())
     return torch.load(path, weights_only=True)
