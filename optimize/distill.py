@@ -237,7 +237,7 @@ def _save(path: Path, value: Any) -> None:
 
 
 def _keep(path: Path, make: Callable[[], Any]) -> Any:
-    """The content of a file, which is made if it is not there."""
+    """Read a value from its file, or make and keep it."""
     if not path.exists():
         _save(path, make())
     return torch.load(path, weights_only=True)
