@@ -103,7 +103,7 @@ class GrammarError(RequestError):
 
 
 class DraftError(RequestError):
-    """A draft model has another tokenizer than the model that it drafts for."""
+    """A draft model has another tokenizer than the model that it drafts for, or reads hidden states it does not give."""
 
 
 class ResourceError(LlmcError):

@@ -21,6 +21,8 @@ PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 SENSITIVE = "sensitive"
 # Of the tower of a model that sees, whose modules are ``vision.patch_embedding``, ``vision.layers.0...``.
 TOWER = "vision"
+# The linear of a draft head that its rows go through.
+HEAD_INPUT = "model.fc"
 # What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
 DENSE, SCORE = "dense", "score"
 
@@ -507,6 +509,19 @@ class Vision:
 
 
 @dataclass(frozen=True)
+class DraftHead:
+    """A head that guesses another model's next tokens from its hidden states.
+
+    Attributes:
+        borders: of the hidden states that it reads of each token: those after so many layers.
+        width: of each of them.
+    """
+
+    borders: Annotated[tuple[Annotated[int, range(1, 1 << 12)], ...], range(1, 17)]
+    width: Width
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Sizes of a decoder, and its inventory.
 
@@ -523,6 +538,7 @@ class Geometry:
         per_layer: values that each layer gets of a table [vocab_size, layers * per_layer], 0 without one.
         layer_scalars: whether each layer ends with a factor of its own.
         vision: of a model that sees: the decoder takes rows of embeddings in the places of tokens' own.
+        head: of a draft head: the decoder takes a row for each token, another model's hidden states and its own.
     """
 
     model_type: str
@@ -543,6 +559,7 @@ class Geometry:
     per_layer: Annotated[int, range(1 << 16)] = 0
     layer_scalars: bool = False
     vision: Vision | None = None
+    head: DraftHead | None = None
 
     @property
     def table(self) -> Linear:
@@ -551,7 +568,9 @@ class Geometry:
 
     @property
     def row_width(self) -> int:
-        """Values of a row of an image: an embedding, and what is added behind the first layers."""
+        """Values of a row of an image: an embedding, and what is added behind the first layers; or of a draft head's."""
+        if self.head is not None:
+            return len(self.head.borders) * self.head.width + self.hidden_size
         return self.hidden_size * (1 + (self.vision.deep if self.vision else 0))
 
     @cached_property
@@ -606,6 +625,7 @@ class Geometry:
             "layers that read the caches of others": self.shares,
             "scaled layers": self.layer_scalars,
             "a tower for images": self.vision,
+            "a draft head": self.head,
         }
         return " and ".join(words for words, found in parts.items() if found)
 
@@ -620,6 +640,7 @@ class Geometry:
         inner |= {f"{item.name}.norm" for item in self.recurrents}
         return (
             self.encoder is None
+            and self.head is None
             and not any(
                 linear.codes and (linear.codes.bits, linear.codes.block) == (8, linear.inputs)
                 for linear in self.linears
@@ -681,6 +702,7 @@ class Geometry:
         parts += [*self.attentions, *self.recurrents, *self.mlps, *self.mixtures]
         names, caches = {part.name for part in parts}, {cache.name: cache for cache in self.caches}
         streams = {f"model.layers.{i}{end}" for i in range(self.layers) for end in ("", ".residual", ".residual_1")}
+        streams |= {f"{HEAD_INPUT}.rows"} if self.head else set()
         return (
             all(part.layer is None or 0 <= part.layer < self.layers for part in parts)
             and len(names) == len(parts)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
-from llmc.inventory import Geometry, Positions
+from llmc.inventory import Geometry, Index, Positions
 
 SCHEMA_VERSION = 14
 GRAPH_CONTRACT_VERSION = 6
@@ -28,6 +28,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     PROMPTS_FILE,
 )
+HIDDEN = "hidden"  # the output of a graph that gives hidden states to a draft head
 REPLAY = "replay"  # the graph that computes states from what calls of up to so many tokens gave beside their logits
 MOST_REPLAYED = 32
 ADAPTERS_FOLDER = "adapters"  # that llmc adapter add writes into, after the bundle was built
@@ -427,7 +428,8 @@ class Manifest:
     target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
     ``vectors`` and ``similarity`` in the places of ``golden`` and ``quality``; of a model that sees they are the
     tower's, whose graph is ``vision``. Of a model with states ``replay`` computes these. ``adapter_graph`` runs calls
-    in which some row has an adapter, of either phase.
+    in which some row has an adapter, of either phase. ``hidden`` are the borders of the hidden states that the graphs
+    give to a draft head, whose own bundle is not judged.
     """
 
     schema_version: Version
@@ -453,6 +455,7 @@ class Manifest:
     vectors: Annotated[tuple[GoldenVector, ...], range(17)] = ()
     similarity: Similarity | None = None
     adapter_graph: Graph | None = None
+    hidden: Annotated[tuple[Index, ...], range(17)] = ()
 
     @property
     def overwritten(self) -> int:
@@ -472,5 +475,9 @@ class Manifest:
 def write_manifest(manifest: ExportManifest | Manifest, folder: Path) -> None:
     """Write the manifest into ``folder`` as indented JSON."""
     name = BUNDLE_MANIFEST if isinstance(manifest, Manifest) else EXPORT_MANIFEST
-    text = json.dumps(asdict(manifest), indent=1, ensure_ascii=False, allow_nan=False)
+    values = asdict(manifest)
+    for part, field in ((values, "hidden"), (values["geometry"], "head")):  # that few have
+        if not part.get(field, True):
+            del part[field]
+    text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / name).write_text(text + "\n", encoding="utf-8")

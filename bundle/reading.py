@@ -198,6 +198,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p)),
         "adapters": bool(limits.adapters) == bool(limits.rank) == (manifest.adapter_graph is not None),
         "cache": manifest.cache in CACHE_BYTES,
+        "hidden": all(0 < border <= g.layers for border in manifest.hidden),
         "golden_spread": 0 <= manifest.golden_spread < math.inf,
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
         "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
@@ -265,6 +266,9 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     if type(contract) is int and contract != GRAPH_CONTRACT_VERSION:  # first: its manifest may have other fields, too
         found = f"graph contract {contract}, not {GRAPH_CONTRACT_VERSION}"
         raise BundleError(f"{path} follows {found}; make it again with: {remedy}")
+    data = {"hidden": [], **data} if kind is Manifest else data
+    if isinstance(geometry := data.get("geometry"), dict):
+        data["geometry"] = {"head": None, **geometry}
     try:
         manifest: T = decode(kind, data)
     except LlmcError as error:

@@ -196,6 +196,7 @@ def settle(
         )
     if geometry.encoder:
         asked, calibrated = for_encoder(asked, target, geometry.max_positions), False
+    calibrated = calibrated and not geometry.head  # no text holds another model's hidden states
     recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
         *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures)),

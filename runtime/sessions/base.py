@@ -63,6 +63,8 @@ class Session(ABC):
         processor: name of the CPU or GPU: results hold for it and not for another.
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
+        hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, or [B, O, N] of
+            such a head; the next call may reuse the array.
     """
 
     cache: KVCache
@@ -70,6 +72,7 @@ class Session(ABC):
     processor: str
     changes_kernels = False
     packs_rows = False
+    hidden: NDArray[np.float32] | None = None
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)
