@@ -50,5 +50,7 @@ def export(
         raise UsageError("adapters change a model, and a draft head is exported; leave one of them out")
     from llmc.export.writer import write_export  # it imports torch
 
-    report = write_export(Path(checkpoint), Path(output), adapters, text_only, of, force, progress or (lambda step: None))
+    report = write_export(
+        Path(checkpoint), Path(output), adapters, text_only, of, force, progress or (lambda step: None)
+    )
     return replace(report, seconds=time.perf_counter() - start)

@@ -48,7 +48,13 @@ class Order:
         """True if each phase has a graph of its own, and the installed engine takes rows of different lengths."""
         since = self.target.ragged_rows
         integers = self.recipe.cache_type() == "int8"
-        if not since or self.export.geometry.encoder or self.export.geometry.head or self.recipe.phases != "split" or integers:
+        if (
+            not since
+            or self.export.geometry.encoder
+            or self.export.geometry.head
+            or self.recipe.phases != "split"
+            or integers
+        ):
             return False
         return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(since)
 
@@ -98,7 +104,9 @@ def take_order(
     name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
     able = calibration is not None and calibration.is_possible
     chosen, limits = recipes.settle(asked, geometry, abilities, name, able)
-    if (geometry.encoder or geometry.head) and (judged or text is not None or (calibration is not None and calibration.asked is not None)):
+    if (geometry.encoder or geometry.head) and (
+        judged or text is not None or (calibration is not None and calibration.asked is not None)
+    ):
         raise UsageError("a text judges and calibrates models that generate, and this one does not; leave it out")
     judged = judged or text is not None or bool(chosen.budget)
     hidden = () if head is None else _list_borders(export, abilities, head)

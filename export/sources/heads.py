@@ -86,7 +86,9 @@ def _read_eagle(folder: Path, of: Path, model: Checkpoint, stored: Tensors) -> t
     linear of three of the model's hidden states; after a step it reads its own, before its last norm."""
     keys = Keys({**read_json(folder / CONFIG_FILE), "tie_word_embeddings": False}, str(folder / CONFIG_FILE))
     if (named := keys.raw("architectures")) != [EAGLE]:
-        raise keys.error("architectures", named, f"['{EAGLE}'], or the same folder as --of, of a model with its own head")
+        raise keys.error(
+            "architectures", named, f"['{EAGLE}'], or the same folder as --of, of a model with its own head"
+        )
     borders = _read_borders(keys, len(model.config.layers))
     keys.skip(*EAGLE_KEYS)
     config = read_config(keys)

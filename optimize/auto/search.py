@@ -155,7 +155,14 @@ def automatic(
         # The text is given only to candidates that use it, for a build refuses unused options.
         unused = calibration is not None and needs_calibration(resolved(candidate)) is None
         helped = replace(calibration, text=None, samples=None, length=None) if calibration and unused else calibration
-        order = {"target": target, "head": head, "recipe": candidate, "calibration": helped, "text": text, "judged": True}
+        order = {
+            "target": target,
+            "head": head,
+            "recipe": candidate,
+            "calibration": helped,
+            "text": text,
+            "judged": True,
+        }
         build(source, folder, progress=progress, **order)  # type: ignore[arg-type]
 
     export = bundle.read_export(source)

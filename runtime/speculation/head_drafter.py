@@ -74,9 +74,10 @@ class HeadDrafter(ModelDrafter):
             drafts.append(int(logits[: self._vocab_size].argmax()))
             if len(drafts) == count:
                 break
-            rows = np.zeros((1, self._row_width), np.float32)
-            rows[0, self._given :] = self._session.hidden[0, -1]
-            logits = self._run(sequence.row, drafts[-1:], sequence.cached + len(drafts) - 1, rows)
+            own = self._session.hidden[0, -1:]
+            logits = self._run(
+                sequence.row, drafts[-1:], sequence.cached + len(drafts) - 1, own, slice(self._given, None)
+            )
         return drafts
 
     def _read(self, sequence: "_Sequence", tokens: Sequence[int], count: int, more: int) -> Floats | None:
@@ -87,15 +88,15 @@ class HeadDrafter(ModelDrafter):
         logits = None
         for start in range(0, count, self._chunk):
             part = sequence.waiting[start : min(start + self._chunk, count)]
-            rows = np.zeros((len(part), self._row_width), np.float32)
-            rows[:, : self._given] = part
-            after = sequence.end + 1
-            logits = self._run(sequence.row, tokens[after : after + len(part)], sequence.cached, rows)
+            after = tokens[sequence.end + 1 : sequence.end + 1 + len(part)]
+            logits = self._run(sequence.row, after, sequence.cached, part, slice(self._given))
             sequence.cached += len(part)
         del sequence.waiting[:count]
         return logits
 
-    def _run(self, row: int, tokens: Sequence[int], past: int, rows: Floats) -> Floats:
+    def _run(self, row: int, tokens: Sequence[int], past: int, hidden: Any, place: slice) -> Floats:
+        rows = np.zeros((len(tokens), self._row_width), np.float32)
+        rows[:, place] = hidden
         phase = Phase.DECODE if len(tokens) <= STEPS else Phase.PREFILL
         call = batch(phase, np.array([tokens]), [past], [len(tokens) - 1], row)
         logits: Floats = self._session.run(replace(call, embedded=Embedded(np.arange(len(tokens))[None], rows)))[0, -1]

@@ -317,7 +317,9 @@ def test_the_model_gives_the_hidden_states_of_transformers(made: Made):
     wanted = torch.cat([it.view(-1, N) for it in outputs], -1).numpy()
     assert read_bundle(made.bundles[0]).hidden == BORDERS[made.kind]
     with load(made.bundles[0]) as model:
-        hidden = np.concatenate([feed(model, PROMPTS[0][:33]), *(feed(model, PROMPTS[0][i : i + 1], i) for i in (33, 34))])
+        hidden = np.concatenate(
+            [feed(model, PROMPTS[0][:33]), *(feed(model, PROMPTS[0][i : i + 1], i) for i in (33, 34))]
+        )
     assert relative(hidden, wanted[:35]) <= RELATIVE_TOLERANCE
     assert relative(hidden[1:], wanted[:34]) > RELATIVE_TOLERANCE
 
