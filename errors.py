@@ -103,7 +103,7 @@ class GrammarError(RequestError):
 
 
 class DraftError(RequestError):
-    """A draft model has another tokenizer than the model that it drafts for, or reads hidden states it does not give."""
+    """A drafter has another tokenizer than the model that it drafts for, or reads other hidden states than it gives."""
 
 
 class ResourceError(LlmcError):

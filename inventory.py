@@ -568,7 +568,7 @@ class Geometry:
 
     @property
     def row_width(self) -> int:
-        """Values of a row of an image: an embedding, and what is added behind the first layers; or of a draft head's."""
+        """Values of a row of an image: an embedding, and what is added behind layers; or of a draft head's."""
         if self.head is not None:
             return len(self.head.borders) * self.head.width + self.hidden_size
         return self.hidden_size * (1 + (self.vision.deep if self.vision else 0))

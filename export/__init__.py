@@ -34,8 +34,8 @@ def export(
     folder ``output``. Weights that need no conversion are neither read nor copied.
 
     ``adapters`` are PEFT folders, each with a factor, which are added to the weights in this order. ``text_only``
-    leaves the tower of a model that sees out. ``of`` is the checkpoint of the model that ``checkpoint`` has a draft head
-    for, which is exported then: another folder, or the same one.
+    leaves the tower of a model that sees out. ``of`` is the checkpoint of a model: its draft head, in the folder
+    ``checkpoint`` or a part of the same one, is exported.
     ``progress`` is told each step in a few words. An existing ``output`` is replaced only with ``force``.
 
     Raises:

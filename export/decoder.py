@@ -245,7 +245,7 @@ class Decoder(nn.Module):
         )
         self.logit_rows, self.shared_rows, self.shared_inputs = TakePositions(), TakePositions(), TakePositions()
         self.logit_positions, self.embedding_rows, self.rows_ahead = Positions(), EmbeddingRows(), RowsAhead()
-        ends = range(config.hidden_size, config.geometry.row_width, config.hidden_size)
+        ends = () if config.head else range(config.hidden_size, config.geometry.row_width, config.hidden_size)
         self.deep_rows = nn.ModuleList(DeepRows(start, start + config.hidden_size) for start in ends)
         self.logit_softcap = Softcap(config.logit_softcap)
         self.lm_head = (

@@ -121,8 +121,8 @@ def _list_borders(export: ExportManifest, target: Capabilities, folder: Path) ->
     if barred or not head or head.width != geometry.hidden_size or max(head.borders) > geometry.layers:
         reads = f"reads {head.width} values after {max(head.borders)} layers" if head else "is no draft head"
         raise UsageError(
-            f"{folder} {reads}; expected the export of a head for this {geometry.model_type} of {geometry.layers} layers "
-            f"of {geometry.hidden_size} values, which must generate, on cpu (the target is {target.name}), and have a "
+            f"{folder} {reads}; expected the export of a head for this {geometry.model_type} of {geometry.layers} "
+            f"layers of {geometry.hidden_size} values, which must generate, on cpu, not {target.name}, with a "
             "cache in every layer"
         )
     return head.borders

@@ -89,6 +89,7 @@ class Made:
 EAGLE = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
+    "hidden_act": "silu",
     "hidden_size": N,
     "intermediate_size": 96,
     "num_hidden_layers": 1,
@@ -192,8 +193,8 @@ def attend(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def compute(made: Made, ids: Tensor, given: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [S, V] and hidden states [S, N] of a head for tokens [S], of which each reads the model's hidden states or,
-    where these are zeros, the head's own."""
+    """Logits [S, V] and hidden states [S, N] of a head for tokens [S], each of which reads the model's hidden states
+    or, where these are zeros, the head's own."""
     w, embedded = made.weights, made.tensors["model.embed_tokens.weight"][ids]
 
     def heads(x: Tensor) -> Tensor:
