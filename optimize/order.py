@@ -122,8 +122,7 @@ def _list_borders(export: ExportManifest, target: Capabilities, folder: Path) ->
         reads = f"reads {head.width} values after {max(head.borders)} layers" if head else "is no draft head"
         raise UsageError(
             f"{folder} {reads}; expected the export of a head for this {geometry.model_type} of {geometry.layers} "
-            f"layers of {geometry.hidden_size} values, which must generate, on cpu, not {target.name}, with a "
-            "cache in every layer"
+            f"layers of {geometry.hidden_size} values, which must generate, and on cpu (the target is {target.name})"
         )
     return head.borders
 

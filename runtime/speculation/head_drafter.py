@@ -57,7 +57,7 @@ class HeadDrafter(ModelDrafter):
             sequence.begin(past)
         del sequence.waiting[past - sequence.end :]
         sequence.waiting += list(hidden.copy())
-        known = len(slot.context) - 1 - sequence.end
+        known = min(len(sequence.waiting), len(slot.context) - 1 - sequence.end)  # with the token after them
         if len(sequence.waiting) > self._chunk and known > 0 and self._read(sequence, slot.context, known, 0) is None:
             sequence.begin(past + len(hidden))
 

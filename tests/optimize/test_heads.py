@@ -23,9 +23,10 @@ from torch.nn import functional
 from llmc.bundle import read_bundle, read_export
 from llmc.errors import CancelledError, CheckpointError, DraftError, UsageError
 from llmc.export import export
+from llmc.optimize import recipe
 from llmc.optimize.build import build
-from llmc.optimize.recipe import Request
-from llmc.runtime import Model, load
+from llmc.runtime import Model, Request, SamplingParams, load
+from llmc.runtime.api.handle import Handle
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Phase
 from llmc.runtime.vision.rows import Embedded
@@ -43,7 +44,7 @@ PROMPTS = [GENERATOR.integers(2, V, length).tolist() for length in (70, 7, 40)]
 NEW = 12
 GREEDY: dict[str, Any] = {"max_tokens": NEW, "temperature": 0, "ignore_eos": True}
 SAMPLED: dict[str, Any] = {"max_tokens": NEW, "temperature": 1, "seed": 3, "ignore_eos": True}
-BUILT: dict[str, Any] = {"max_context": 128, "max_batch": 4, "recipe": Request(prefill_chunk=16)}
+BUILT: dict[str, Any] = {"max_context": 128, "max_batch": 4, "recipe": recipe.Request(prefill_chunk=16)}
 
 
 class Made:
@@ -60,7 +61,7 @@ class Made:
             (self.model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
             tensors["lm_head.weight"] = torch.randn(V, N, generator=random)
         make = {"eagle": make_eagle, "mtp": make_mtp}[kind]
-        self.weights = make(tensors["model.norm.weight"], random, planted=planted)
+        self.weights = make(tensors, random, planted=planted)
         self.tensors = tensors
         if kind == "mtp":
             self.head = self.model
@@ -105,7 +106,7 @@ EAGLE = {
 BORDERS = {"eagle": (1, 3, 5), "mtp": (2,)}
 
 
-def make_eagle(norm: Tensor, random: torch.Generator, *, planted: bool) -> dict[str, Tensor]:
+def make_eagle(model: dict[str, Tensor], random: torch.Generator, *, planted: bool) -> dict[str, Tensor]:
     """Weights by the names of published heads, whose logits are those of every second token."""
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -133,15 +134,16 @@ def make_eagle(norm: Tensor, random: torch.Generator, *, planted: bool) -> dict[
         weights |= {f"midlayer.{name}.weight": torch.ones(N) for name in NORMS}
         weights["midlayer.self_attn.o_proj.weight"] = 100 * eye
         weights["fc.weight"] *= 0
+        weights["lm_head.weight"] = model["lm_head.weight"][::2].clone()
         weights["midlayer.mlp.down_proj.weight"] *= 0
-        weights["norm.weight"] = norm.clone()
+        weights["norm.weight"] = model["model.norm.weight"].clone()
     return weights
 
 
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
-def make_mtp(norm: Tensor, random: torch.Generator, *, planted: bool) -> dict[str, Tensor]:
+def make_mtp(model: dict[str, Tensor], random: torch.Generator, *, planted: bool) -> dict[str, Tensor]:
     """Weights by the names of published checkpoints; their norms are stored minus one."""
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -165,7 +167,7 @@ def make_mtp(norm: Tensor, random: torch.Generator, *, planted: bool) -> dict[st
         weights["layers.0.self_attn.o_proj.weight"] *= 0
         weights["layers.0.mlp.down_proj.weight"] *= 0
         weights["pre_fc_norm_embedding.weight"] *= 0
-        weights["norm.weight"] = norm.clone()
+        weights["norm.weight"] = model["model.norm.weight"].clone()
     return weights
 
 
@@ -382,12 +384,14 @@ def test_a_cached_prefix_is_drafted_behind(planted: Made, always: None):
 
 def test_what_ends_or_is_cancelled_leaves_nothing_in_the_drafter(planted: Made, always: None):
     with load(planted.bundles[0], draft=planted.bundles[1]) as model:
-        handles = [model.stream(prompt, max_tokens=50, temperature=0, ignore_eos=True) for prompt in PROMPTS]
-        next(iter(handles[0]))
-        handles[0].cancel()
+        started: list[Handle] = []
+        asked = SamplingParams(**GREEDY | {"max_tokens": 100})
+        stopping = Request(PROMPTS[1], asked, on_delta=lambda _: [handle.cancel() for handle in started])
+        started.append(first := model.submit(stopping))
+        handles = [model.stream(prompt, **GREEDY) for prompt in PROMPTS]
         with pytest.raises(CancelledError):
-            handles[0].result()
-        for handle in handles[1:]:
+            first.result()
+        for handle in handles:
             handle.result()
         drafter = model.engine.call(lambda: model.engine._runner.watch.__self__)  # type: ignore[union-attr]
         assert not drafter._sequences and sorted(drafter._free) == list(range(len(drafter._free)))
@@ -423,7 +427,7 @@ def test_a_head_and_a_model_that_do_not_fit_are_refused(made: Made, tmp_path: Pa
         load(tmp_path / "plain", draft=made.bundles[1])
     with load(made.bundles[1]) as head, pytest.raises(UsageError, match="is a draft head"):
         head.generate([1, 2], max_tokens=2)
-    with pytest.raises(UsageError, match="names the export of a draft head"):
+    with pytest.raises(UsageError, match="is no draft head; expected the export of a head"):
         build(made.exports[0], tmp_path / "bundle", head=made.exports[0])
     with pytest.raises(UsageError, match="draft head, which llmc lowers for cpu alone"):
         build(made.exports[1], tmp_path / "bundle", target="cuda")
