@@ -449,7 +449,7 @@ class DecoderConfig:
             per_layer=self.per_layer,
             layer_scalars=self.layer_scalars,
             vision=self.vision,
-            head=self.head and DraftHead(self.head.borders, self.head.width),
+            head=DraftHead(self.head.borders, self.head.width) if self.head else None,
         )
 
     @property

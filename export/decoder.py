@@ -131,8 +131,8 @@ class DecoderLayer(nn.Module):
         of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp or layer.experts else ()
         of_parts = (place.before_experts, place.after_experts, place.after_dense)
         of_inputs = ("post_per_layer_input_norm",) if config.per_layer else ()
-        of_inputs += (EMBEDDING_NORM,) if config.head and config.head.beside else ()
-        for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_parts, *of_inputs))):
+        beside = (EMBEDDING_NORM,) if config.head and config.head.beside else ()
+        for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_parts, *of_inputs, *beside))):
             self.add_module(name, Norm(hidden_size, config.norm))
         self.per_layer_input_gate = None
         if config.per_layer:

@@ -56,7 +56,7 @@ class Made:
         if planted:  # what comes next hangs on the last token and little else
             for name, tensor in tensors.items():
                 if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
-                    tensor *= 0.02
+                    tensor *= 0.002
             config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
             (self.model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
             tensors["lm_head.weight"] = torch.randn(V, N, generator=random)
