@@ -208,7 +208,8 @@ def _notes(order: Order) -> list[str]:
             f"the checkpoint stores the weights of {len(geometry.coded)} linears or mixtures as codes, from which "
             f"those of {recipe.precision} were made: what both roundings lost adds up"
         )
-    if recipe.activations == "per-token" and not (recipe.smoothing or recipe.rotated or geometry.coded):
+    turned = recipe.smoothing or recipe.rotated or geometry.coded or geometry.head
+    if recipe.activations == "per-token" and not turned:
         found.append(
             "activations of prompts are rounded as they are, since this family's norms do not let them be rotated: "
             "build where torch is installed and without --no-calibration, and they are smoothed"
