@@ -80,6 +80,7 @@ DEFAULTS = {
     "max_batch": None,
     "adapters": None,
     "rank": None,
+    "head": None,
     "budget": bundle.Budget(),
     "recipe": None,
     "text": None,
