@@ -15,7 +15,7 @@
     |   |-- ContextError        prompt and answer are longer than the context
     |   |-- ProcessorError       a function that came with the request raised, or returned nonsense
     |   |-- GrammarError         its grammar cannot be compiled, or allows no token
-    |   `-- DraftError           a draft model has another tokenizer than the model
+    |   `-- DraftError           a drafter has another tokenizer or reads other states
     |-- ResourceError        memory or disk does not suffice
     |-- GpuError             GPU, driver or engine library are missing, unsupported or were lost
     `-- MissingExtraError    an optional dependency is not installed
@@ -103,7 +103,7 @@ class GrammarError(RequestError):
 
 
 class DraftError(RequestError):
-    """A draft model has another tokenizer than the model that it drafts for."""
+    """A drafter has another tokenizer than the model that it drafts for, or reads other hidden states than it gives."""
 
 
 class ResourceError(LlmcError):

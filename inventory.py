@@ -21,6 +21,8 @@ PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 SENSITIVE = "sensitive"
 # Of the tower of a model that sees, whose modules are ``vision.patch_embedding``, ``vision.layers.0...``.
 TOWER = "vision"
+# The linear of a draft head that its rows go through.
+HEAD_INPUT = "model.fc"
 # What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
 DENSE, SCORE = "dense", "score"
 
@@ -522,6 +524,19 @@ class Diffusion:
 
 
 @dataclass(frozen=True)
+class DraftHead:
+    """A head that guesses another model's next tokens from its hidden states.
+
+    Attributes:
+        borders: of the hidden states that it reads of each token: those after so many layers.
+        width: of each of them.
+    """
+
+    borders: Annotated[tuple[Annotated[int, range(1, 1 << 12)], ...], range(1, 17)]
+    width: Width
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Sizes of a decoder, and its inventory.
 
@@ -539,6 +554,7 @@ class Geometry:
         layer_scalars: whether each layer ends with a factor of its own.
         vision: of a model that sees: the decoder takes rows of embeddings in the places of tokens' own.
         diffusion: of a diffusion language model, whose graph asks how many positions of a row its tokens see.
+        head: of a draft head: the decoder takes a row for each token, another model's hidden states and its own.
     """
 
     model_type: str
@@ -560,6 +576,7 @@ class Geometry:
     layer_scalars: bool = False
     vision: Vision | None = None
     diffusion: Diffusion | None = None
+    head: DraftHead | None = None
 
     @property
     def table(self) -> Linear:
@@ -568,7 +585,9 @@ class Geometry:
 
     @property
     def row_width(self) -> int:
-        """Values of a row of an image: an embedding, and what is added behind the first layers."""
+        """Values of a row of an image: an embedding, and what is added behind layers; or of a draft head's."""
+        if self.head is not None:
+            return len(self.head.borders) * self.head.width + self.hidden_size
         return self.hidden_size * (1 + (self.vision.deep if self.vision else 0))
 
     @cached_property
@@ -624,6 +643,7 @@ class Geometry:
             "scaled layers": self.layer_scalars,
             "a tower for images": self.vision,
             "attention to later tokens": self.diffusion,
+            "a draft head": self.head,
         }
         return " and ".join(words for words, found in parts.items() if found)
 
@@ -638,6 +658,7 @@ class Geometry:
         inner |= {f"{item.name}.norm" for item in self.recurrents}
         return (
             self.encoder is None
+            and self.head is None
             and not any(
                 linear.codes and (linear.codes.bits, linear.codes.block) == (8, linear.inputs)
                 for linear in self.linears
@@ -706,6 +727,7 @@ class Geometry:
         parts += [*self.attentions, *self.recurrents, *self.mlps, *self.mixtures]
         names, caches = {part.name for part in parts}, {cache.name: cache for cache in self.caches}
         streams = {f"model.layers.{i}{end}" for i in range(self.layers) for end in ("", ".residual", ".residual_1")}
+        streams |= {f"{HEAD_INPUT}.rows"} if self.head else set()
         return (
             all(part.layer is None or 0 <= part.layer < self.layers for part in parts)
             and len(names) == len(parts)

@@ -8,7 +8,7 @@ from typing import Annotated
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
 from llmc.inventory import Cache, Geometry, Index, Positions
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 GRAPH_CONTRACT_VERSION = 6
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -28,6 +28,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     PROMPTS_FILE,
 )
+HIDDEN = "hidden"  # the output of a graph that gives hidden states to a draft head
 REPLAY = "replay"  # the graph that computes states from what calls of up to so many tokens gave beside their logits
 MOST_REPLAYED = 32
 ADAPTERS_FOLDER = "adapters"  # that llmc adapter add writes into, after the bundle was built
@@ -454,6 +455,7 @@ class Manifest:
     tower's, whose graph is ``vision``. Of a model with states ``replay`` computes these. ``adapter_graph`` runs calls
     in which some row has an adapter, of either phase. Of a model in stages ``stage`` says which this one is; its
     graphs, caches and memory are those of its layers, and one before the last has ``vectors`` of its hidden states.
+    ``hidden`` are the borders of the hidden states that the graphs give to a draft head, whose own bundle is not judged.
     """
 
     schema_version: Version
@@ -479,6 +481,7 @@ class Manifest:
     vectors: Annotated[tuple[GoldenVector, ...], range(17)] = ()
     similarity: Similarity | None = None
     adapter_graph: Graph | None = None
+    hidden: Annotated[tuple[Index, ...], range(17)] = ()
     stage: Stage = Stage()
 
     def list_layers(self) -> range:
@@ -508,8 +511,5 @@ class Manifest:
 def write_manifest(manifest: ExportManifest | Manifest, folder: Path) -> None:
     """Write the manifest into ``folder`` as indented JSON."""
     name = BUNDLE_MANIFEST if isinstance(manifest, Manifest) else EXPORT_MANIFEST
-    fields = asdict(manifest)
-    if isinstance(manifest, Manifest) and not manifest.stage.borders[1:]:
-        del fields["stage"]
-    text = json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(asdict(manifest), indent=1, ensure_ascii=False, allow_nan=False)
     (folder / name).write_text(text + "\n", encoding="utf-8")

@@ -201,6 +201,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p)),
         "adapters": bool(limits.adapters) == bool(limits.rank) == (manifest.adapter_graph is not None),
         "cache": manifest.cache in CACHE_BYTES,
+        "hidden": all(0 < border <= g.layers for border in manifest.hidden),
         "golden_spread": 0 <= manifest.golden_spread < math.inf,
         "golden_tolerance": 0 < manifest.golden_tolerance <= LARGEST_TOLERANCE,
         "quality": manifest.quality is None or manifest.quality.phases.keys() == {"prefill", "decode"},
@@ -268,8 +269,6 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     if type(contract) is int and contract != GRAPH_CONTRACT_VERSION:  # first: its manifest may have other fields, too
         found = f"graph contract {contract}, not {GRAPH_CONTRACT_VERSION}"
         raise BundleError(f"{path} follows {found}; make it again with: {remedy}")
-    if kind is Manifest:
-        data = {"stage": {"number": 0, "borders": [0], "before": []}, **data}  # left out of a model in one piece
     try:
         manifest: T = decode(kind, data)
     except LlmcError as error:

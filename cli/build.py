@@ -51,6 +51,7 @@ CALIBRATION = ("calibration", "samples", "length", "no_calibration")
 @click.option("--max-batch", type=int, help="Sequences at a time.  [default: 8]")
 @click.option("--adapters", type=int, help="LoRA adapters that may be loaded beside the model at a time.  [default: 0]")
 @click.option("--rank", type=int, help="Largest rank of theirs.  [default: 16]")
+@click.option("--head", type=source_path, help="Export of a draft head, which gets the hidden states that it reads.")
 @recipe_option
 @click.option(
     "--calibration",

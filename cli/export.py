@@ -28,12 +28,24 @@ if TYPE_CHECKING:
     help="Add a LoRA or DoRA adapter, a folder of PEFT or a GGUF file, to the weights, SCALE times (1). Repeatable.",
 )
 @click.option("--text-only", is_flag=True, help="Leave the part that sees images out.")
+@click.option(
+    "--of",
+    type=source_path,
+    metavar="MODEL",
+    help="Export the draft head of CHECKPOINT, an EAGLE-3 folder or MODEL itself (Qwen3.5), for the checkpoint MODEL.",
+)
 @output_option
 @force_option
 @json_option
 @debug_option
 def export_command(
-    checkpoint: Path, output: Path, force: bool, as_json: bool, adapters: tuple[str, ...], text_only: bool
+    checkpoint: Path,
+    output: Path,
+    force: bool,
+    as_json: bool,
+    adapters: tuple[str, ...],
+    text_only: bool,
+    of: Path | None,
 ) -> None:
     """Export CHECKPOINT, a local Hugging Face folder or a GGUF file, as a portable ONNX decoder.
 
@@ -46,13 +58,14 @@ def export_command(
 
     if not (checkpoint / CONFIG_FILE).exists():
         refuse_bundle(checkpoint, "a checkpoint")
-    check_export(checkpoint, text_only)
+    check_export(of or checkpoint, text_only)  # a head is smaller than its model
     with cleanly_stopped(), show.progress() as progress:
         report = export(
             checkpoint,
             output,
             adapters=[split_adapter(it) for it in adapters],
             text_only=text_only,
+            of=of,
             force=force,
             progress=progress,
         )

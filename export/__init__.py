@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmc.errors import require
+from llmc.errors import UsageError, require
 from llmc.export.report import ExportReport
 
 __all__ = ["ExportReport", "export"]
@@ -26,6 +26,7 @@ def export(
     *,
     adapters: Sequence[tuple[Path, float]] = (),
     text_only: bool = False,
+    of: Path | None = None,
     force: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ExportReport:
@@ -33,18 +34,23 @@ def export(
     folder ``output``. Weights that need no conversion are neither read nor copied.
 
     ``adapters`` are PEFT folders, each with a factor, which are added to the weights in this order. ``text_only``
-    leaves the tower of a model that sees out.
+    leaves the tower of a model that sees out. ``of`` is the checkpoint of a model: its draft head, in the folder
+    ``checkpoint`` or a part of the same one, is exported.
     ``progress`` is told each step in a few words. An existing ``output`` is replaced only with ``force``.
 
     Raises:
         CheckpointError: the checkpoint is broken, incomplete or not supported.
-        UsageError: ``output`` exists, or cannot be written.
+        UsageError: ``output`` exists, or cannot be written; adapters for a draft head.
         ResourceError: the disk is full.
         MissingExtraError: torch, onnx or onnx-ir is not installed.
     """
     start = time.perf_counter()
     require_packages()
+    if of is not None and adapters:
+        raise UsageError("adapters change a model, and a draft head is exported; leave one of them out")
     from llmc.export.writer import write_export  # it imports torch
 
-    report = write_export(Path(checkpoint), Path(output), adapters, text_only, force, progress or (lambda step: None))
+    report = write_export(
+        Path(checkpoint), Path(output), adapters, text_only, of, force, progress or (lambda step: None)
+    )
     return replace(report, seconds=time.perf_counter() - start)

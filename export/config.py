@@ -9,6 +9,7 @@ from llmc.inventory import (
     DENSE,
     EMBEDDING,
     HEAD,
+    HEAD_INPUT,
     PER_LAYER,
     PER_LAYER_PROJECTION,
     POSITIONS,
@@ -16,6 +17,7 @@ from llmc.inventory import (
     Attention,
     Cache,
     Diffusion,
+    DraftHead,
     Encoder,
     ExpertActivation,
     Experts,
@@ -276,6 +278,8 @@ class Placement:
 
 
 PRE = Placement("input_layernorm", "", "post_attention_layernorm", "")
+# A draft head's with the embedding beside the stream, which EMBEDDING_NORM norms.
+BESIDE, EMBEDDING_NORM = Placement("hidden_norm", "", "post_attention_layernorm", ""), "input_layernorm"
 POST = Placement("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 SANDWICH = Placement(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
@@ -330,6 +334,34 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True)
+class HeadConfig:
+    """A draft head's start and end; see :class:`llmc.inventory.DraftHead` for what is not listed here.
+
+    Attributes:
+        beside: whether attention reads the normed embedding beside the stream, as in EAGLE-3, whose stream begins with
+            a linear of the other model's hidden states; else it begins with one of both, each normed.
+        tokens: for each token the row of the head that is its logit, one behind the last for none; empty where every
+            token has its own.
+        rows: of the head.
+    """
+
+    borders: tuple[int, ...]
+    width: int
+    beside: bool
+    tokens: tuple[int, ...] = ()
+    rows: int = 0
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Of what the stream begins with, in the order of computation."""
+        return () if self.beside else ("target_norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+
+    def inputs(self, hidden_size: int) -> int:
+        """Width of what the first linear of a head of this hidden size reads."""
+        return len(self.borders) * self.width if self.beside else 2 * hidden_size
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder's shape and switches.
 
@@ -348,6 +380,7 @@ class DecoderConfig:
             here.
         left_out: modules whose tensors belong to another part of the model; words of names, between dots.
         encoder: its end where it embeds or ranks, and has no head.
+        head: its start where it is a draft head.
         per_layer, layer_scalars, vision: see :class:`llmc.inventory.Geometry`.
         tower: that makes its ``vision``, where the checkpoint has one that llmc reads.
         axes: of positions: the one by which each pair of a head turns; empty where a position is a number.
@@ -376,6 +409,7 @@ class DecoderConfig:
     renamed: tuple[tuple[str, str], ...] = ()
     left_out: tuple[str, ...] = ()
     encoder: EncoderConfig | None = None
+    head: HeadConfig | None = None
     per_layer: int = 0
     layer_scalars: bool = False
     tower: TowerConfig | PatchTowerConfig | None = None
@@ -419,7 +453,18 @@ class DecoderConfig:
             layer_scalars=self.layer_scalars,
             vision=self.vision,
             diffusion=self.diffusion,
+            head=DraftHead(self.head.borders, self.head.width) if self.head else None,
         )
+
+    @property
+    def head_rows(self) -> int:
+        """Logits that the head makes."""
+        return (self.head and self.head.rows) or self.vocab_size
+
+    @property
+    def attention_inputs(self) -> int:
+        """Width of what attentions read."""
+        return self.hidden_size * (2 if self.head and self.head.beside else 1)
 
 
 FINAL_NORM, PER_LAYER_NORM = "model.norm", "model.per_layer_projection_norm"
@@ -440,7 +485,10 @@ def linears(config: DecoderConfig) -> tuple[Linear, ...]:
         found.insert(0, Linear(PER_LAYER_PROJECTION, width, config.hidden_size, False, _path(0), "", None, exact=True))
     if config.encoder is not None:
         return (*found, *_end_linears(config.encoder, config.hidden_size))
-    head = Linear(HEAD, config.vocab_size, config.hidden_size, config.head_bias, FINAL_NORM, FINAL_NORM, None)
+    if config.head is not None:
+        inputs = config.head.inputs(config.hidden_size)
+        found.insert(0, Linear(HEAD_INPUT, config.hidden_size, inputs, False, f"{HEAD_INPUT}.rows", "", 0))
+    head = Linear(HEAD, config.head_rows, config.hidden_size, config.head_bias, FINAL_NORM, FINAL_NORM, None)
     return (*found, head)
 
 
@@ -481,11 +529,13 @@ def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
 def _attention_linears(
     config: DecoderConfig, mixer: AttentionConfig, index: int, read: tuple[str, str]
 ) -> list[Linear]:
-    at, hidden, (queries, keys) = f"{_path(index)}.self_attn", config.hidden_size, mixer.widths
+    at, (queries, keys) = f"{_path(index)}.self_attn", mixer.widths
+    hidden, inputs = config.hidden_size, config.attention_inputs
+    read = read if inputs == hidden else (read[0], "")  # a norm makes a part of it alone
     outputs = ((2 if mixer.gated else 1) * queries, keys, keys)
     producer = f"{at}.v_proj" if mixer.parts == "qkv" and not mixer.value_norm else ""
     found = [
-        Linear(f"{at}.{part}_proj", rows, hidden, mixer.qkv_bias, *read, index)
+        Linear(f"{at}.{part}_proj", rows, inputs, mixer.qkv_bias, *read, index)
         for part, rows in zip(mixer.parts, outputs, strict=False)
     ]
     if mixer.query_latent:
@@ -533,6 +583,9 @@ def norms(config: DecoderConfig) -> tuple[Norm, ...]:
     """All norms in the order of computation, the one before the head last."""
     found = [norm for index, _ in enumerate(config.layers) for norm in _layer_norms(config, index)]
     all_rows = config.encoder is not None and config.encoder.pooling == "mean"  # nothing is gathered before it
+    if config.head is not None:
+        names = (f"model.{name}" for name in config.head.norms)
+        found = [*(Norm(name, config.norm.kind, config.hidden_size, False, False, 0) for name in names), *found]
     if config.per_layer:
         found.insert(0, Norm(PER_LAYER_NORM, config.norm.kind, config.per_layer, config.norm.bias, False, None))
     return (*found, Norm(FINAL_NORM, config.norm.kind, config.hidden_size, config.norm.bias, all_rows, None))
@@ -543,6 +596,7 @@ def _layer_norms(config: DecoderConfig, index: int) -> list[Norm]:
     mixer, place = layer.attention, layer.placement
     follows = (index > 0 or config.learned_positions) and not config.layer_scalars
     rows = [(place.before_attention, hidden, follows)]
+    rows += [(EMBEDDING_NORM, hidden, False)] if config.head and config.head.beside else []
     if mixer is not None and mixer.qk_norm != "none":
         widths = mixer.widths if mixer.qk_norm == "whole" else (mixer.head_dim,) * 2
         rows += [(f"self_attn.{part}_norm", width, False) for part, width in zip("qk", widths, strict=True)]

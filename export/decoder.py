@@ -1,6 +1,7 @@
 """The decoder: one torch module for every family, named like Hugging Face's so that checkpoint tensors fit by name."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,13 @@ from llmc.export import ops
 from llmc.export.blocks.attention import Attention
 from llmc.export.blocks.experts import Experts
 from llmc.export.blocks.latent import LatentAttention
-from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead, as_float
+from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead, as_float, cut
 from llmc.export.blocks.mlp import ACTIVATIONS, MLP
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.recurrent import Recurrent
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.blocks.scale import Scale, Softcap
-from llmc.export.config import DecoderConfig
+from llmc.export.config import EMBEDDING_NORM, DecoderConfig, HeadConfig
 
 Tensors = tuple[Tensor, ...]
 
@@ -83,6 +84,36 @@ class Positions(nn.Module):
         return past_lengths.unsqueeze(1) + indices
 
 
+class HeadInput(nn.Module):
+    """embeddings (B, S, N), rows (R, W), indices (B, S) -> what the stream of a draft head begins with, and what its
+    attention reads beside it. A row is another model's hidden states or the head's own; the other part is zeros."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, embedded: Tensor, rows: tuple[Tensor, Tensor], stack: Any) -> tuple[Tensor, Tensor | None]:
+        given, own = cut(functional.embedding(*rows), len(self.config.borders) * self.config.width)
+        if self.config.beside:
+            return stack.fc(given) + own, embedded
+        hidden = stack.target_norm(given) + own
+        both = stack.pre_fc_norm_embedding(embedded), stack.pre_fc_norm_hidden(hidden)
+        return stack.fc(torch.cat(both, -1)), None
+
+
+class TokenRows(nn.Module):
+    """logits (B, O, D) of some tokens -> of all (B, O, V)."""
+
+    index: Tensor  # (V)
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__()
+        self.register_buffer("index", torch.tensor(tokens), persistent=False)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return functional.pad(logits, (0, 1), value=-torch.inf).index_select(2, self.index)
+
+
 class DecoderLayer(nn.Module):
     """Residual block: mixers and, if the layer has them, MLP or experts, with norms where :class:`Placement` says."""
 
@@ -94,7 +125,8 @@ class DecoderLayer(nn.Module):
         if layer.attention is not None:
             rope = None if layer.attention.rope is None else config.ropes[layer.attention.rope]
             kind = LatentAttention if layer.attention.latent else Attention
-            self.self_attn = kind(layer.attention, rope, hidden_size, config.norm)
+            more = (config.attention_inputs,) if config.attention_inputs != hidden_size else ()
+            self.self_attn = kind(layer.attention, rope, hidden_size, config.norm, *more)
         if layer.recurrent is not None:
             self.recurrent = Recurrent(layer.recurrent, hidden_size, config.norm)
         self.residual_scale, self.mixers, self.feeders = Scale(config.residual_scale), Sum(), Sum()
@@ -108,7 +140,8 @@ class DecoderLayer(nn.Module):
         of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp or layer.experts else ()
         of_parts = (place.before_experts, place.after_experts, place.after_dense)
         of_inputs = ("post_per_layer_input_norm",) if config.per_layer else ()
-        for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_parts, *of_inputs))):
+        beside = (EMBEDDING_NORM,) if config.head and config.head.beside else ()
+        for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_parts, *of_inputs, *beside))):
             self.add_module(name, Norm(hidden_size, config.norm))
         self.per_layer_input_gate = None
         if config.per_layer:
@@ -127,14 +160,18 @@ class DecoderLayer(nn.Module):
         new_lengths: Tensor | None = None,
         per_layer: Tensor | None = None,
         shown: ops.Shown = ops.PLAIN,
+        beside: Tensor | None = None,
     ) -> tuple[Tensor, Tensors]:
         """Values (B, S, N), the tensors of this layer's caches, lengths (B), the frequencies of every rope, where a
-        cache is a state new lengths (B), where layers have one an input (B, S, P), and what images change -> values,
-        caches. See :class:`llmc.export.blocks.attention.Attention` for a layer without caches."""
+        cache is a state new lengths (B), where layers have one an input (B, S, P), what images change, and what
+        attention reads beside the values (B, S, N) -> values, caches. See
+        :class:`llmc.export.blocks.attention.Attention` for a layer without caches."""
         place = self.placement
         y, read, presents = x, x, Tensors()
         if self.self_attn is not None or self.recurrent is not None:
             read = self._normalize(place.before_attention, x)
+            if beside is not None:
+                read = torch.cat((self._normalize(EMBEDDING_NORM, beside), read), -1)
             mixed, presents = self._mix(read, past, lengths, ropes, new_lengths, shown)
             y = x + self.residual_scale(self._normalize(place.after_attention, mixed))
         if self.mlp is not None or self.experts is not None:
@@ -193,6 +230,10 @@ class Stack(nn.Module):
             self.embed_positions = PositionEmbedding(config.max_positions, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(len(config.layers)))
         self.norm = Norm(config.hidden_size, config.norm)
+        if config.head is not None:
+            self.fc = Linear(config.head.inputs(config.hidden_size), config.hidden_size)
+            for name in config.head.norms:
+                self.add_module(name, Norm(config.hidden_size, config.norm))
         if config.per_layer:
             width = len(config.layers) * config.per_layer
             self.embed_tokens_per_layer = Embedding(config.vocab_size, width)
@@ -214,12 +255,14 @@ class Decoder(nn.Module):
         self.logit_rows, self.shared_rows, self.shared_inputs = TakePositions(), TakePositions(), TakePositions()
         self.logit_positions, self.embedding_rows, self.rows_ahead = Positions(), EmbeddingRows(), RowsAhead()
         self.tokens_ahead = TokensAhead()
-        ends = range(config.hidden_size, config.geometry.row_width, config.hidden_size)
+        ends = () if config.head else range(config.hidden_size, config.geometry.row_width, config.hidden_size)
         self.deep_rows = nn.ModuleList(DeepRows(start, start + config.hidden_size) for start in ends)
         self.logit_softcap = Softcap(config.logit_softcap)
         self.lm_head = (
-            TiedHead() if config.tied_head else Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+            TiedHead() if config.tied_head else Linear(config.hidden_size, config.head_rows, bias=config.head_bias)
         )
+        self.head_input = HeadInput(config.head) if config.head else None
+        self.token_rows = TokenRows(config.head.tokens) if config.head and config.head.tokens else nn.Identity()
         self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
 
     def forward(
@@ -237,10 +280,17 @@ class Decoder(nn.Module):
         (B), where the model sees indices (B, S) of rows and these (R, N), where positions have several axes these (3,
         B, S), and of a diffusion model how many positions a row's tokens see (B) -> logits (B, O, V), caches, and the
         values (B, S, N) before the first layer and after each, and each layer's own input. They are outputs so that the
-        graph can be cut there. Layers that read caches of others compute only rows whose logits are wanted."""
+        graph can be cut there. Layers that read caches of others compute only rows whose logits are wanted. Behind the
+        caches of a draft head are its hidden states (B, O, N)."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         embedded = self.embed(input_ids, past_lengths)
-        borders = [embedded if rows is None else self.embedding_rows(embedded, rows[1], rows[0])]
+        beside = None
+        if self.head_input is not None:
+            assert rows is not None
+            embedded, beside = self.head_input(embedded, rows, self.model)
+        elif rows is not None:
+            embedded = self.embedding_rows(embedded, rows[1], rows[0])
+        borders = [embedded]
         presents = list[Tensors]()
         both_ways = self.config.vision is not None and self.config.vision.both_ways
         ahead = self.rows_ahead(rows[0]) if rows is not None and both_ways else None
@@ -254,14 +304,17 @@ class Decoder(nn.Module):
                 x, places = self.shared_rows(x, logit_indices), self.logit_positions(past_lengths, logit_indices)
             if (attention := self.config.layers[index].attention) and attention.source is not None:
                 past, own = presents[attention.source], own if own is None else self.shared_inputs(own, logit_indices)
-            x, present = layer(x, past, places, ropes, new_lengths, own, shown)
+            x, present = layer(x, past, places, ropes, new_lengths, own, shown, beside)
             if rows is not None and index < len(self.deep_rows):
                 x = self.deep_rows[index](x, rows[1], rows[0])
             borders.append(x)
             presents.append(present)
-        x = self.model.norm(x if self.config.first_shared is not None else self.logit_rows(x, logit_indices))
+        picked = x if self.config.first_shared is not None else self.logit_rows(x, logit_indices)
+        x = self.model.norm(picked)
+        if self.config.head is not None:
+            presents.append((picked if self.config.head.beside else x,))
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
-        logits = self.logit_softcap(self.logit_scale(self.lm_head(x, *tied_weight)))
+        logits = self.token_rows(self.logit_softcap(self.logit_scale(self.lm_head(x, *tied_weight))))
         return logits, presents, borders, inputs
 
     def empty_caches(self, rows: int, capacity: int) -> list[Tensors]:

@@ -9,7 +9,7 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
   the inputs, ``P.weight.order``; the only computed ones are frequencies: those of the
   decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and zeros for an attention that encodes no
   positions, or reads what ``P.q_rope`` and ``P.k_rope`` turned already, ``P.rotary_emb.inv_freq`` (an ONNX function
-  cannot leave out an input, and to turn by zero is exact);
+  cannot leave out an input, and to turn by zero is exact), and of a draft head ``token_rows.index``;
 * a MatMul, RMSNormalization, LayerNormalization, CachedAttention, CausalConv, LinearAttention, Experts, Gather or
   GatherND node is named like its module, ``P``;
 * a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
@@ -78,6 +78,9 @@ def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base
     _name_contract(graph, geometry)  # first: the next step finds by the dimensions' names what a Reshape keeps
     for name, frequencies in _frequencies(config).items():
         graph.initializers[name].const_value = ir.tensor(frequencies, name=name)
+    if config.head and config.head.tokens:
+        index = ir.tensor(np.array(config.head.tokens), name="token_rows.index")
+        graph.initializers["token_rows.index"].const_value = index
     finish_graph(model, tensors, base)
     for i, hidden in enumerate(borders):  # so that the graph can be cut between layers
         hidden.name = f"hidden.{i}"
@@ -188,10 +191,10 @@ def _samples(geometry: inventory.Geometry) -> tuple[tuple[Any, ...], tuple[Any, 
     dims = ({0: batch, 1: sequence}, {0: batch}, {0: batch, 1: outputs}, cache_dims)
     more: list[Any] = [torch.ones_like(lengths) if geometry.has_states else None, None]
     more_dims: list[Any] = [{0: batch} if geometry.has_states else None, None]
-    if geometry.vision:
+    if geometry.vision or geometry.head:
         more[1] = torch.zeros_like(ids), torch.zeros(_ROWS, geometry.row_width)
         more_dims[1] = {0: batch, 1: sequence}, {0: torch.export.Dim("rows")}
-        if geometry.vision.axes:
+        if geometry.vision and geometry.vision.axes:
             more.append(ids.expand(geometry.vision.axes, -1, -1).contiguous())
             more_dims.append({1: batch, 2: sequence})
     if geometry.diffusion:
@@ -209,13 +212,15 @@ def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
     else:
         pasts = [name for cache in geometry.caches for name in cache.inputs]
         inputs = ["input_ids", "past_lengths", "logit_indices", *pasts, *(["new_lengths"] * geometry.has_states)]
-        inputs += ["embedding_indices", "embeddings"] if geometry.vision else []
+        takes_rows = geometry.vision is not None or geometry.head is not None
+        inputs += ["embedding_indices", "embeddings"] if takes_rows else []
         inputs += ["positions"] if geometry.vision and geometry.vision.axes else []
         inputs += ["seen_lengths"] if geometry.diffusion else []
         outputs = ["logits", *(name for cache in geometry.caches for name in cache.outputs)]
+        outputs += [bundle.HIDDEN] if geometry.head else []
         cached = (shapes[i] for i, name in enumerate(inputs) if name.startswith("past_key_values."))
         dims |= {shapes[2][1]: "outputs", **{shape[2]: "capacity" for shape in cached}}
-        dims |= {shapes[inputs.index("embeddings")][0]: "rows"} if geometry.vision else {}
+        dims |= {shapes[inputs.index("embeddings")][0]: "rows"} if takes_rows else {}
     name_dimensions(graph, dims)
     for value, name in zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True):
         value.name = name

@@ -10,6 +10,7 @@ from llmc.export.graph import build_graph, check_graph
 from llmc.export.report import ExportReport
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.codes import flatten_tensors
+from llmc.export.sources.heads import read_head
 from llmc.export.sources.made import write_made
 from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
 from llmc.export.tower import build_tower
@@ -23,11 +24,12 @@ def write_export(
     output: Path,
     adapters: Sequence[tuple[Path, float]],
     text_only: bool,
+    of: Path | None,
     force: bool,
     progress: Callable[[str], None],
 ) -> ExportReport:
     progress("reading the checkpoint")
-    source = read_checkpoint(checkpoint, adapters, text_only=text_only)
+    source = read_head(checkpoint, of) if of else read_checkpoint(checkpoint, adapters, text_only=text_only)
     geometry = source.geometry
     with stage_folder(output, force=force) as staging:
         progress("linking weights and tokenizer")

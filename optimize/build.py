@@ -18,10 +18,10 @@ from llmc.bundle import (
     Target,
     write_chunks,
 )
-from llmc.errors import BuildError
+from llmc.errors import BuildError, UsageError
 from llmc.optimize.calibrate.request import CalibrationRequest, calibrate_weights, check_windows
 from llmc.optimize.graphs import build_graphs
-from llmc.optimize.judge.finished import judge_decoder, judge_encoder, least_tolerance
+from llmc.optimize.judge.finished import judge_decoder, judge_encoder, judge_head, least_tolerance
 from llmc.optimize.lower.context import check_patterns
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.order import Order, check_places, take_order
@@ -63,6 +63,7 @@ def build(
     adapters: int | None = None,
     rank: int | None = None,
     stages: Sequence[int] | None = None,
+    head: Path | None = None,
     budget: Budget | None = None,
     recipe: Path | Request | None = None,
     calibration: CalibrationRequest | None = None,
@@ -85,6 +86,7 @@ def build(
         max_batch: requests that may run at once; default 8.
         adapters: how many may be loaded beside the model at a time, each of up to ``rank``; default none.
         stages: memory of the box of each stage that the model is cut into, or a zero for each; default: one bundle.
+        head: export of the draft head that the bundle gives its hidden states to; default none.
         budget: quality that the bundle must keep; its limits override the recipe's.
         recipe: TOML file or its contents, see :class:`llmc.optimize.recipe.Request`.
         calibration: text and decoder for recipes that look at activations.
@@ -108,7 +110,12 @@ def build(
     asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine)
     asked = replace(asked, adapters=adapters, rank=rank)
     order, wishes = take_order(
-        source, target, asked, recipe, calibration=calibration, text=text, judged=judged, progress=progress
+        *(source, target, asked, recipe),
+        head=head,
+        calibration=calibration,
+        text=text,
+        judged=judged,
+        progress=progress,
     )
     check_places(source, output)
     _check_memory(order, memory)
@@ -116,6 +123,8 @@ def build(
     order = order.with_engine(wishes)
     _check_support(order)
     tokenizer, geometry = (source / TOKENIZER_FILE).stat().st_size, order.export.geometry
+    if stages and head is not None:
+        raise UsageError("stages give no hidden states to a draft head; leave out stages or the head")
     cuts = choose_borders(geometry, order.limits, order.recipe, tokenizer, stages, target) if stages else []
     with stage_folder(output, force=force) as folder:
         manifest = _fill(order, folder)
@@ -160,7 +169,8 @@ def _fill(order: Order, folder: Path) -> Manifest:
     check_unchanged(order.source, order.export)  # the weights are not needed any more
     order.progress("hashing")
     manifest = _manifest(order, graphs, engine, folder)
-    judge = judge_encoder if order.export.geometry.encoder else judge_decoder
+    geometry = order.export.geometry
+    judge = judge_encoder if geometry.encoder else judge_head if geometry.head else judge_decoder
     return judge(order, folder, manifest, weights)
 
 
@@ -171,6 +181,8 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
     tokenizer = (folder / TOKENIZER_FILE).stat().st_size
     plan = host_plan(export.geometry, tokenizer) if target.has_gpu else None
     device = device_plan(export.geometry, order.limits, recipe) if target.has_gpu else None
+    memory = plan or memory_plan(export.geometry, order.limits, recipe, tokenizer)
+    given = 4 * len(order.hidden) * export.geometry.hidden_size * order.limits.prefill_chunk
     write_chunks(folder, sorted(path.name for path in folder.iterdir()))
     return Manifest(
         schema_version=SCHEMA_VERSION,
@@ -183,7 +195,7 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
         target=Target(target.name, target.engine, installed, order.minimum),
         recipe=recipe,
         limits=order.limits,
-        memory=plan or memory_plan(export.geometry, order.limits, recipe, tokenizer),
+        memory=replace(memory, workspace=memory.workspace + given),
         cache=recipe.cache_type(),
         graphs={name: graph for name, graph in graphs.items() if name != ADAPTERS_FOLDER},
         adapter_graph=graphs.get(ADAPTERS_FOLDER),
@@ -194,6 +206,7 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
         files=file_entries(folder, sorted(path.name for path in folder.iterdir())),
         engine=engine,
         device=device and with_engine(device, folder, engine),
+        hidden=order.hidden,
     )
 
 
@@ -205,7 +218,8 @@ def _notes(order: Order) -> list[str]:
             f"the checkpoint stores the weights of {len(geometry.coded)} linears or mixtures as codes, from which "
             f"those of {recipe.precision} were made: what both roundings lost adds up"
         )
-    if recipe.activations == "per-token" and not (recipe.smoothing or recipe.rotated or geometry.coded):
+    turned = recipe.smoothing or recipe.rotated or geometry.coded or geometry.head
+    if recipe.activations == "per-token" and not turned:
         found.append(
             "activations of prompts are rounded as they are, since this family's norms do not let them be rotated: "
             "build where torch is installed and without --no-calibration, and they are smoothed"

@@ -51,6 +51,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             order.recipe.compute,
             ragged_rows=order.ragged_rows,
             overwritten=order.overwritten,
+            hidden=order.hidden,
         )
         for phase, stored in quant_configs(order.recipe, geometry).items():
             whole = "encoder" if geometry.encoder else "decoder"

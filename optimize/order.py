@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Order:
-    """The model, the target and the choices of a build."""
+    """The model, the target and the choices of a build; ``hidden`` are the borders of the hidden states that it gives
+    to a draft head."""
 
     source: Path
     export: ExportManifest
@@ -36,6 +37,7 @@ class Order:
     judged: bool
     progress: Progress
     engine: "EngineSpec | None" = None
+    hidden: tuple[int, ...] = ()
 
     @property
     def passes(self) -> str:
@@ -46,7 +48,13 @@ class Order:
         """True if each phase has a graph of its own, and the installed engine takes rows of different lengths."""
         since = self.target.ragged_rows
         integers = self.recipe.cache_type() == "int8"
-        if not since or self.export.geometry.encoder or self.recipe.phases != "split" or integers:
+        if (
+            not since
+            or self.export.geometry.encoder
+            or self.export.geometry.head
+            or self.recipe.phases != "split"
+            or integers
+        ):
             return False
         return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(since)
 
@@ -80,6 +88,7 @@ def take_order(
     asked: recipes.Request,
     recipe: Path | recipes.Request | None,
     *,
+    head: Path | None = None,
     calibration: CalibrationRequest | None,
     text: Path | None,
     judged: bool,
@@ -95,11 +104,27 @@ def take_order(
     name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
     able = calibration is not None and calibration.is_possible
     chosen, limits = recipes.settle(asked, geometry, abilities, name, able)
-    if geometry.encoder and (judged or text is not None or (calibration is not None and calibration.asked is not None)):
+    if (geometry.encoder or geometry.head) and (
+        judged or text is not None or (calibration is not None and calibration.asked is not None)
+    ):
         raise UsageError("a text judges and calibrates models that generate, and this one does not; leave it out")
     judged = judged or text is not None or bool(chosen.budget)
-    order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress)
+    hidden = () if head is None else _list_borders(export, abilities, head)
+    order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress, hidden=hidden)
     return order, asked.engine
+
+
+def _list_borders(export: ExportManifest, target: Capabilities, folder: Path) -> tuple[int, ...]:
+    """The borders of the hidden states that the draft head reads whose export ``folder`` is."""
+    geometry, head = export.geometry, read_export(folder).geometry.head
+    barred = target.name != "cpu" or geometry.head or geometry.encoder or geometry.shares
+    if barred or not head or head.width != geometry.hidden_size or max(head.borders) > geometry.layers:
+        reads = f"reads {head.width} values after {max(head.borders)} layers" if head else "is no draft head"
+        raise UsageError(
+            f"{folder} {reads}; expected the export of a head for this {geometry.model_type} of {geometry.layers} "
+            f"layers of {geometry.hidden_size} values, which must generate, and on cpu (the target is {target.name})"
+        )
+    return head.borders
 
 
 def check_places(source: Path, output: Path) -> None:

@@ -23,6 +23,7 @@ from llmc.optimize.lower.onnxruntime import (
     embedding,
     experts,
     folded_heads,
+    hidden,
     image_attention,
     linears,
     norms,
@@ -107,6 +108,8 @@ PASSES: dict[str, tuple[Step, ...]] = {
         *LOWER_EMBEDDING,
         # After all that reads ids and positions is there.
         Step("pack rows", packed_rows.pack_rows),
+        # After these and the rotation, both of which it undoes.
+        Step("give hidden states", hidden.give_hidden),
         # After rows are packed and heads folded: it puts attentions into branches.
         Step("attend both ways", image_attention.attend_both_ways),
         # After rows are packed: convolutions and recurrences run over each row by itself.

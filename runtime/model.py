@@ -51,6 +51,7 @@ from llmc.runtime.sessions import emulate_target, open_engine, open_session
 from llmc.runtime.sessions.adapters import AdapterInfo
 from llmc.runtime.sessions.onnxruntime.stateless import StatelessSession
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
+from llmc.runtime.speculation.head_drafter import HeadDrafter
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -734,6 +735,11 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     manifest, runner = model.manifest, model.runner
     if manifest.geometry.diffusion and options.draft not in (None, "auto"):
         raise UsageError("draft is for a model that goes on token by token, and this one fills masks; leave it out")
+    if manifest.geometry.head is not None:
+        raise UsageError(
+            f"{model.folder} is a draft head, which generates nothing alone; load the model that it is for, with "
+            f"draft='{model.folder}'"
+        )
     if options.draft == "auto":
         keeps = drafts_keep_bits(manifest, options.determinism)
         options = replace(options, draft="lookup" if keeps else None)
@@ -787,14 +793,15 @@ def drafts_keep_bits(manifest: Manifest, level: Determinism) -> bool:
 
 
 def make_drafter(model: Model, options: EngineOptions) -> Drafter | None:
-    """The drafter that the options ask for: none, prompt lookup, or a second bundle with the same tokenizer."""
+    """The drafter that the options ask for: none, prompt lookup, or a second bundle with the same tokenizer, of a model
+    or a draft head."""
     if options.draft is None:
         return None
     if options.draft == "lookup":
         return PromptLookup()
     draft = load(options.draft, threads=model.threads, self_test=False)
     try:
-        return ModelDrafter(draft, model)
+        return (HeadDrafter if draft.manifest.geometry.head else ModelDrafter)(draft, model)
     except BaseException:
         draft.close()
         raise

@@ -25,9 +25,11 @@ class Rotation(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over a cache that the caller owns, or without one over the tokens of the call."""
 
-    def __init__(self, config: AttentionConfig, rope: Rope | None, hidden_size: int, norm: NormConfig) -> None:
+    def __init__(
+        self, config: AttentionConfig, rope: Rope | None, hidden_size: int, norm: NormConfig, inputs: int = 0
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, inputs = config, inputs or hidden_size
         self.knobs = ops.Knobs(
             num_heads=config.heads,
             kv_heads=config.kv_heads,
@@ -40,9 +42,9 @@ class Attention(nn.Module):
             period=float(config.growth_period),
         )
         queries, keys = config.widths
-        self.q_proj = Linear(hidden_size, (2 if config.gated else 1) * queries, bias=config.qkv_bias)
+        self.q_proj = Linear(inputs, (2 if config.gated else 1) * queries, bias=config.qkv_bias)
         self.k_proj, self.v_proj = (
-            Linear(hidden_size, keys, bias=config.qkv_bias) if part in config.parts else nn.Identity() for part in "kv"
+            Linear(inputs, keys, bias=config.qkv_bias) if part in config.parts else nn.Identity() for part in "kv"
         )
         self.o_proj = Linear(queries, hidden_size, bias=config.o_bias)
         sizes = {"none": (0, 0), "whole": config.widths}.get(config.qk_norm, (config.head_dim,) * 2)

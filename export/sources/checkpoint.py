@@ -114,8 +114,8 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     adapters = [read_adapter(adapter, scale, path, found.config) for adapter, scale in named]
     generation, left_out = _generation(Keys(found.generation, str(path)), found.generation, config)
     plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
-    tensors = _match(path, config, _merge(path, plain, found.tensors, adapters))  # the converter did all that
-    source = _source(path.stem, found.texts[CONFIG_FILE].encode(), found.files, tensors, adapters)
+    tensors = match_tensors(path, config, _merge(path, plain, found.tensors, adapters))  # the converter did all that
+    source = describe_source(path.stem, found.texts[CONFIG_FILE].encode(), found.files, tensors, adapters)
     notes = (*keys.notes, *left_out, *found.notes, *_notes(adapters))
     files = found.files if found.linked else ()
     return Checkpoint(path.parent, config, generation, tensors, files, source, notes, found.texts)
@@ -151,11 +151,11 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
             f"{folder}: this model looks at later tokens too, so it generates no text, and there is no modules.json "
             "that says how it embeds one; get all files of the checkpoint"
         )
-    tensors = _match(folder, config, found)
+    tensors = match_tensors(folder, config, found)
     if any(isinstance(tensor, MadeTensor) for tensor in stored.values()):
         keys.note("weights in float8 are dequantized to float32, for no kernel multiplies with their blocks")
     files = tuple(shard.path for shard in shards)
-    source = _source(folder.resolve().name, (folder / CONFIG_FILE).read_bytes(), files, tensors, adapters)
+    source = describe_source(folder.resolve().name, (folder / CONFIG_FILE).read_bytes(), files, tensors, adapters)
     notes = (*keys.notes, *left_out, *_notes(adapters))
     return Checkpoint(folder, config, generation, tensors, files, source, notes)
 
@@ -245,7 +245,7 @@ def _tokens(path: Path, content: dict[str, Any]) -> Iterator[tuple[int, str]]:
         ) from error
 
 
-def _match(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
+def match_tensors(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
     expected = parameter_shapes(config)
     for name, shape in expected.items():
         if name not in found:
@@ -330,7 +330,7 @@ def _generation(keys: Keys, values: Mapping[str, Any], config: DecoderConfig) ->
     return generation, keys.notes
 
 
-def _source(
+def describe_source(
     name: str, config: bytes, files: Iterable[Path], tensors: Mapping[str, Weight], adapters: Sequence[Adapter]
 ) -> bundle.Source:
     merged = tuple(adapter.merged for adapter in adapters)

@@ -28,8 +28,10 @@ DTYPE_NAMES = {
     "I8": "int8",
     "U8": "uint8",
     "I4": "int4",
+    "BOOL": "bool",
 }
 ITEM_BITS = {"F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "I64": 64, "I32": 32, "I8": 8, "U8": 8, "I4": 4}
+ITEM_BITS["BOOL"] = 8
 SUFFIX = ".safetensors"
 # Most dimensions of a tensor; a decoder's have one or two.
 MOST_DIMENSIONS = 8

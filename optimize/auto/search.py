@@ -117,6 +117,7 @@ def automatic(
     max_batch: int | None = None,
     adapters: int | None = None,
     rank: int | None = None,
+    head: Path | None = None,
     budget: Budget | None = None,
     recipe: Path | None = None,
     calibration: CalibrationRequest | None = None,
@@ -154,11 +155,18 @@ def automatic(
         # The text is given only to candidates that use it, for a build refuses unused options.
         unused = calibration is not None and needs_calibration(resolved(candidate)) is None
         helped = replace(calibration, text=None, samples=None, length=None) if calibration and unused else calibration
-        order = {"target": target, "recipe": candidate, "calibration": helped, "text": text, "judged": True}
+        order = {
+            "target": target,
+            "head": head,
+            "recipe": candidate,
+            "calibration": helped,
+            "text": text,
+            "judged": True,
+        }
         build(source, folder, progress=progress, **order)  # type: ignore[arg-type]
 
     export = bundle.read_export(source)
-    if export.geometry.encoder or export.geometry.diffusion:
+    if export.geometry.encoder or export.geometry.diffusion or export.geometry.head:
         raise UsageError("--auto times prompts and tokens in order, and this model has none; build it with a precision")
 
     def resolved(candidate: Request) -> Recipe:
@@ -170,6 +178,7 @@ def automatic(
     folders: dict[str, Path] = {}
     holds: list[disk_cache.Hold] = []  # a search may outlast the age at which cache entries are removed
     key = [export.source.fingerprint, str(weights_identity(source)), target, _identity(text), _identity(calibration)]
+    key.append(_identity(head and head / bundle.EXPORT_MANIFEST))
     open_request, coded = replace(asked, budget=None), bool(export.geometry.coded)
     for name, candidate in _candidates(open_request, calibrates, resolved, coded).items():
         folders[name] = disk_cache.entry("auto", _key(candidate, key))

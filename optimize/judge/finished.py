@@ -116,6 +116,14 @@ def judge_encoder(order: Order, folder: Path, manifest: Manifest, _: Calibrated)
     return finished
 
 
+def judge_head(order: Order, folder: Path, manifest: Manifest, _: Calibrated) -> Manifest:
+    """:func:`judge_decoder` of a draft head, which is only seen to load: all that it guesses is verified."""
+    write_manifest(manifest, folder)
+    order.progress("loading the bundle")
+    load(folder, self_test=False).close()
+    return manifest
+
+
 def _layer_errors(
     order: Order, folder: Path, manifest: Manifest, weights: Calibrated, ids: NDArray[np.int64]
 ) -> tuple[LayerError, ...]:

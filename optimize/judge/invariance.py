@@ -39,7 +39,7 @@ def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     A context below :data:`SMALLEST_CONTEXT` gets no guarantee, nor do experts that round by the number of rows; a
     diffusion model needs none, for none of its calls is shared.
     """
-    if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest) or session.diffuses:
+    if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest) or manifest.geometry.diffusion:
         return manifest
     probe = _Probe(session, manifest)
     found = {phase.value: probe.invariance(phase) for phase in Phase}

@@ -122,6 +122,7 @@ class LoweringContext:
         overwritten: positions behind a step's token that its folded heads write over, 0 where heads are not folded.
         rotated: whether the residual stream is in another basis, see :mod:`llmc.optimize.lower.onnxruntime.rotation`.
         adapters: whether it is the graph for adapters.
+        hidden: borders of the hidden states that the graph gives to a draft head.
         gains: weights of the norms of a rotated stream, by their names, once these are lowered.
     """
 
@@ -138,6 +139,7 @@ class LoweringContext:
     overwritten: int = 0
     rotated: bool = False
     adapters: bool = False
+    hidden: tuple[int, ...] = ()
     gains: dict[str, Float] = field(default_factory=dict)
 
     @property

@@ -34,6 +34,7 @@ def choose_borders(
         "that embed or rank": geometry.encoder,
         "that see": geometry.vision,
         "that fill masks": geometry.diffusion,
+        "that draft for others": geometry.head,
         "with layers that read the caches of others": geometry.shares,
         "with inputs of each layer's own": geometry.per_layer,
         "with adapters beside them": limits.adapters,

@@ -169,7 +169,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     opened = [linear for linear in geometry.linears if linear.is_open]
     factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
-    rows = geometry.row_width if geometry.vision else 0
+    rows = geometry.row_width if geometry.vision or geometry.head else 0
     tables = {
         item.rope: item.rotary_dim * (2 if 0 < item.grows_after < limits.max_context else 1)
         for item in geometry.attentions

@@ -198,6 +198,7 @@ def settle(
         asked, calibrated = for_encoder(asked, target, geometry.max_positions), False
     if geometry.diffusion:
         asked = _for_diffusion(asked, geometry)
+    calibrated = calibrated and not geometry.head  # no text holds another model's hidden states
     recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
         *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures)),

@@ -32,6 +32,7 @@ from llmc.runtime.runner.model_runner import ModelRunner
 from llmc.runtime.sessions import Session
 from llmc.runtime.sessions.adapters import Adapters
 from llmc.runtime.speculation.drafters import Drafter
+from llmc.runtime.speculation.head_drafter import HeadDrafter
 from llmc.runtime.speculation.speculator import make_speculators
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -110,6 +111,8 @@ class Engine:
             guarded=self._guard,
             prefixes=prefixes,
         )
+        if isinstance(drafter, HeadDrafter):
+            self._runner.watch = drafter.watch
         speculate = None if drafter is None else make_speculators(drafter, self._runner)
         self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, self.adapters, speculate)
         self._outputs = OutputProcessor(self._scheduler, manifest.source.name, self._guard, self._forget)

@@ -46,8 +46,7 @@ class Sample(Sequence):
         self._ends = ends
         self._guide = guide
         self.speculates = speculate is not None
-        self._speculate = speculate
-        self._speculator: Speculator | None = None
+        self._speculator = None if speculate is None else speculate(self.key)
         self._rows = 1  # of the step that it was asked for drafts for
         self._logprobs: list[TokenLogprobs] = []
 
@@ -62,10 +61,8 @@ class Sample(Sequence):
 
     def propose(self, room: int, rows: int) -> list[int]:
         self._rows = rows
-        if self._speculate is None or self.slid:
+        if self._speculator is None or self.slid:
             return []
-        if self._speculator is None:
-            self._speculator = self._speculate(self.key)
         wanted = self.request.params.max_tokens - (len(self.tokens) - len(self.request.prompt)) - 1
         return self._speculator.drafts(self.tokens, max(0, min(room, wanted)), rows)
 

@@ -8,7 +8,7 @@ unpacked in pairs of rows, the odd last row differs from the paired ones.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from typing import Any, TypeVar
@@ -105,6 +105,8 @@ class ModelRunner:
         self._has_states = manifest.geometry.has_states
         self._strict = level is Determinism.STRICT
         self._last = _zeros(0, Phase.DECODE, 0)  # step without drafts
+        self.watch: Callable[[Slot, int, Floats], None] | None = None
+        """Gets the hidden states [n, W] of the tokens of each row of a call, if the session gives them."""
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make room for so many rows and positions, and for the dummies that the policy adds."""
@@ -214,6 +216,11 @@ class ModelRunner:
         else:  # padding costs next to nothing: tokens cost what they would in one row
             self.costs.observe(call.phase, 1, int(call.new_lengths.sum()), seconds)
         self._metrics.step(call.phase.value, seconds, rows)
+        if self.watch is not None and self.session.hidden is not None:
+            counts = [tokens] * rows if call.new_lengths is None else call.new_lengths.tolist()
+            for row, (past, count) in enumerate(zip(call.past_lengths.tolist(), counts, strict=True)):
+                if (slot := self._rows.at(call.first_row + row)) is not None:
+                    self.watch(slot, past, self.session.hidden[row, :count])
         return logits
 
 

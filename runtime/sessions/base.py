@@ -70,6 +70,8 @@ class Session(ABC):
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
         diffuses: whether the model is one that fills masks: all tokens of a call see one another.
+        hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, or [B, O, N] of
+            such a head; the next call may reuse the array.
     """
 
     cache: KVCache
@@ -77,6 +79,7 @@ class Session(ABC):
     processor: str
     changes_kernels = False
     packs_rows = False
+    hidden: NDArray[np.float32] | None = None
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)

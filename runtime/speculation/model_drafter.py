@@ -51,7 +51,7 @@ class ModelDrafter:
         # Either may be padded beyond the tokenizer; what the target lacks must not be proposed.
         self._vocab_size = min(self._known_ids, target.manifest.geometry.vocab_size)
         self._most_rows = model.manifest.limits.max_batch
-        self._sequences: OrderedDict[int, _Sequence] = OrderedDict()
+        self._sequences: OrderedDict[int, Any] = OrderedDict()
         self._free: list[int] = []
         self._warned = False
 
@@ -78,7 +78,7 @@ class ModelDrafter:
             logits = self._session.run(batch(Phase.DECODE, np.array([[token]]), [past], [0], sequence.row))[0]
             sequence.drafts.append(token)
 
-    def _agree(self, sequence: "_Sequence", tokens: Sequence[int]) -> None:
+    def _agree(self, sequence: "DraftedSequence", tokens: Sequence[int]) -> None:
         """Go back over rejected drafts; states whose tokens are the same once more begin anew."""
         read, fed = sequence.cached, sequence.cached + len(sequence.drafts)
         sequence.agree(tokens)
@@ -97,12 +97,15 @@ class ModelDrafter:
         self._sequences.clear()
         self._model.close()
 
-    def _sequence(self, key: int) -> "_Sequence":
+    def _make_sequence(self, row: int) -> "DraftedSequence":
+        return DraftedSequence([], row=row)
+
+    def _sequence(self, key: int) -> Any:
         if key not in self._sequences:
             if not self._free and len(self._sequences) >= self._most_rows:
                 self.forget(next(iter(self._sequences)))
             row = self._free.pop() if self._free else len(self._sequences)
-            self._sequences[key] = _Sequence([], row=row)
+            self._sequences[key] = self._make_sequence(row)
         self._sequences.move_to_end(key)
         return self._sequences[key]
 
@@ -120,7 +123,7 @@ class ModelDrafter:
 
 
 @dataclass(eq=False)
-class _Sequence(Slot):
+class DraftedSequence(Slot):
     """A sequence of the target in a row of the draft model's cache, followed by drafts that are not verified yet.
 
     ``before`` are states of the row before the drafts, None without states.

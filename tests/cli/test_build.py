@@ -81,6 +81,7 @@ DEFAULTS = {
     "adapters": None,
     "rank": None,
     "stages": None,
+    "head": None,
     "budget": bundle.Budget(),
     "recipe": None,
     "text": None,

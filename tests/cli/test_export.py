@@ -33,7 +33,14 @@ def test_arguments_reach_the_library_under_their_own_names(llmc, calls: list[dic
     llmc("export", tmp_path, "-o", tmp_path / "out", "--force", *adapters)
     named = [(tmp_path / "sql", 0.5), (tmp_path / "sql", 1.0), (tmp_path / "a:2", 1.0)]
     assert calls == [
-        {"checkpoint": tmp_path, "output": tmp_path / "out", "adapters": named, "text_only": False, "force": True}
+        {
+            "checkpoint": tmp_path,
+            "output": tmp_path / "out",
+            "adapters": named,
+            "text_only": False,
+            "of": None,
+            "force": True,
+        }
     ]
 
 

@@ -62,6 +62,13 @@ def make_case() -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture(scope="session")
+def random_checkpoint_writer() -> Callable[[dict[str, Any], Path], None]:
+    """Writes a random checkpoint of a config into a folder."""
+    write: Callable[[dict[str, Any], Path], None] = random_checkpoints.write_random_checkpoint
+    return write
+
+
 @pytest.fixture
 def write_random(tmp_path: Path) -> Callable[..., Path]:
     """Writes a random checkpoint by its name, with changes, for its own test alone."""

@@ -13,6 +13,7 @@ from llmc.errors import BuildError
 from llmc.inventory import Attention, Recurrent
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import AHEAD, GQA, emit_token_counts
+from llmc.optimize.lower.onnxruntime.hidden import SLOTS
 from llmc.optimize.lower.rewrite import (
     LLMC,
     MICROSOFT,
@@ -46,6 +47,7 @@ def pack_rows(graph: ir.Graph, context: LoweringContext) -> int:
     for recurrent in geometry.recurrents:
         packed.recur(graph, recurrent)
     packed.take_logit_rows()
+    graph.meta[SLOTS] = packed.slots
     return len(attentions)
 
 

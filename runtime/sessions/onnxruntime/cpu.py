@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import ADAPTERS_FOLDER, REPLAY, WEIGHTS_FILE, Geometry, Manifest, version
+from llmc.bundle import ADAPTERS_FOLDER, HIDDEN, REPLAY, WEIGHTS_FILE, Geometry, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory
 from llmc.runtime.host.read_ahead import read_ahead
@@ -100,6 +100,7 @@ class OnnxRuntimeSession(Session):
         else:
             self.cache.note_computed(batch.first_row, ends)
         self._logits = binding.logits if self._manifest.stage.is_last else binding.io.get_outputs()[-1].numpy()
+        self.hidden = binding.hidden
         return self._logits
 
     def accept(self, row: int, past: int, tokens: int) -> None:
@@ -169,6 +170,8 @@ class OnnxRuntimeSession(Session):
             binding.bind_embeddings(max(1, embeddings), self._manifest.geometry)
         if self._manifest.geometry.diffusion:
             binding.bind_seen_lengths()
+        if shape := self._shape_hidden(batch):
+            binding.bind_hidden(shape)
         if batch.adapters and self._factors is not None:
             binding.bind_inputs(self._factors.views(batch.first_row, rows))
         if self._takes_slots:
@@ -177,6 +180,13 @@ class OnnxRuntimeSession(Session):
             states = [(tensor, array) for tensor, array in caches if tensor.kind == "state"]
             binding.bind_outputs(self._replay.outputs(sequence, states))
         return binding
+
+    def _shape_hidden(self, batch: Batch) -> tuple[int, ...]:
+        """The shape of the hidden states that a call gives, () if none."""
+        geometry, borders = self._manifest.geometry, self._manifest.hidden
+        if geometry.head is not None:
+            return (*batch.logit_indices.shape, geometry.hidden_size)
+        return (*batch.input_ids.shape, len(borders) * geometry.hidden_size) if borders else ()
 
     def _list_caches(self, row: int, count: int) -> States:
         rows = slice(row, row + count)
@@ -213,6 +223,7 @@ class _Binding:
         self.past_lengths = np.empty(batch.past_lengths.shape, np.int64)
         self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
         self.logits = logits
+        self.hidden: NDArray[np.float32] | None = None
         self.new_lengths: NDArray[np.int64] | None = None
         self.positions: NDArray[np.int64] | None = None
         self.seen_lengths: NDArray[np.int64] | None = None
@@ -242,6 +253,11 @@ class _Binding:
         """A graph of a diffusion model asks how many positions of each row its tokens see."""
         self.seen_lengths = np.empty(self.past_lengths.shape, np.int64)
         bind(self.io.bind_input, "seen_lengths", self.seen_lengths)
+
+    def bind_hidden(self, shape: tuple[int, ...]) -> None:
+        """A graph that gives hidden states to a draft head, or a head's own."""
+        self.hidden = np.empty(shape, np.float32)
+        bind(self.io.bind_output, HIDDEN, self.hidden)
 
     def bind_inputs(self, arrays: Iterable[Named]) -> None:
         """The graph for adapters takes those of each row."""

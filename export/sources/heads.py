@@ -1,0 +1,137 @@
+"""Reads draft heads of published checkpoints: EAGLE-3's, a folder of its own, and Qwen3.5's, a part of the model's.
+
+Layouts: https://github.com/SafeAILab/EAGLE (``eagle/model/cnets.py``; arXiv 2503.01840), and vLLM's ``llama_eagle3.py``
+and ``qwen3_5_mtp.py``.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmc import bundle
+from llmc.errors import CheckpointError
+from llmc.export.config import BESIDE, DecoderConfig, HeadConfig
+from llmc.export.families import read_config
+from llmc.export.keys import Keys
+from llmc.export.sources.checkpoint import (
+    CONFIG_FILE,
+    EMBEDDING,
+    HEAD,
+    Checkpoint,
+    describe_source,
+    match_tensors,
+    read_checkpoint,
+    read_json,
+)
+from llmc.export.sources.made import MadeTensor, array_type
+from llmc.export.sources.parameters import Tensors, decoder_tensors, read_pieces, rename_tensors
+from llmc.export.sources.safetensors import StoredTensor, read_shards
+from llmc.origin import find_own_file
+
+EAGLE = "LlamaForCausalLMEagle3"
+FINAL_NORM = "model.norm.weight"
+# Keys of EAGLE-3's configs that its tensors say, too.
+EAGLE_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_config")
+
+
+def read_head(folder: Path, of: Path) -> Checkpoint:
+    """Read and check the draft head in ``folder`` for the model whose checkpoint ``of`` is; the same folder for a head
+    that is a part of it. The head gets the model's tokenizer, embedding and, where it has none, head.
+
+    A CheckpointError names what is missing, broken or unsupported.
+    """
+    if not of.is_dir():
+        raise CheckpointError(f"{of} is no folder; expected the checkpoint folder of the model that the head is for")
+    model = read_checkpoint(of, text_only=True)
+    shards = read_shards(folder)
+    stored: Tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    if folder.samefile(of):
+        config, found = _read_part(folder, model.config, stored)
+    else:
+        config, found = _read_eagle(folder, of, model, stored)
+    tensors = match_tensors(folder, config, decoder_tensors(folder, config, found))
+    files = tuple(shard.path for shard in shards)
+    texts = {CONFIG_FILE: (folder / CONFIG_FILE).read_text(encoding="utf-8")}
+    for name in bundle.TOKENIZER_FILES:
+        if path := find_own_file(of, name):
+            texts[name] = path.read_text(encoding="utf-8")
+    source = describe_source(f"{folder.resolve().name} head", texts[CONFIG_FILE].encode(), files, tensors, ())
+    return Checkpoint(folder, config, model.generation, tensors, files, source, (), texts)
+
+
+def _read_part(folder: Path, base: DecoderConfig, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
+    """The tensors ``mtp.*`` of Qwen3.5: a layer of full attention behind a linear of the next token's embedding and the
+    model's last hidden state, both normed; after a step it reads its own, behind its last norm."""
+    renamed = rename_tensors(folder, replace(base, left_out=()), stored)
+    found = {f"model.{name.removeprefix('mtp.')}": it for name, it in renamed.items() if name.startswith("mtp.")}
+    layer = next((layer for layer in base.layers if layer.attention), None)
+    if not found or layer is None or layer.mlp is None or layer.experts is not None:
+        what = "with experts, which llmc does not read of heads" if found else "without tensors mtp.*"
+        raise CheckpointError(
+            f"{folder} is a {base.model_type} {what}; expected a dense Qwen3.5 with them, or the folder of an EAGLE-3 "
+            "head and --of its model"
+        )
+    found |= {"model.target_norm.weight": renamed[FINAL_NORM], EMBEDDING: renamed[EMBEDDING]}
+    if not base.tied_head and HEAD in renamed:
+        found[HEAD] = renamed[HEAD]
+    head = HeadConfig((len(base.layers),), base.hidden_size, beside=False)
+    return replace(base, layers=(layer,), axes=(), renamed=(), left_out=(), head=head), found
+
+
+def _read_eagle(folder: Path, of: Path, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
+    """EAGLE-3: a layer whose attention reads the next token's normed embedding beside the stream, which begins with a
+    linear of three of the model's hidden states; after a step it reads its own, before its last norm."""
+    keys = Keys({**read_json(folder / CONFIG_FILE), "tie_word_embeddings": False}, str(folder / CONFIG_FILE))
+    if (named := keys.raw("architectures")) != [EAGLE]:
+        raise keys.error(
+            "architectures", named, f"['{EAGLE}'], or the same folder as --of, of a model with its own head"
+        )
+    borders = _read_borders(keys, len(model.config.layers))
+    keys.skip(*EAGLE_KEYS)
+    config = read_config(keys)
+    if len(config.layers) != 1:
+        raise keys.error("num_hidden_layers", len(config.layers), "1")
+    names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in stored}
+    found = {own if own.startswith("lm_head.") else f"model.{own}": stored[name] for name, own in names.items()}
+    offsets, _ = found.pop("model.d2t", None), found.pop("model.t2d", None)
+    if EMBEDDING not in found:
+        table = model.tensors[EMBEDDING]
+        if not isinstance(table, StoredTensor | MadeTensor):
+            raise CheckpointError(f"{of}: its embedding is quantized; give the checkpoint that it was made from")
+        found[EMBEDDING] = MadeTensor(table.dtype, table.shape, partial(read_pieces, of, table))
+    vocab, rows = model.config.vocab_size, found[HEAD].shape[0] if HEAD in found else 0
+    head = HeadConfig(borders, model.config.hidden_size, beside=True)
+    if offsets is not None:
+        head = replace(head, tokens=_read_tokens(folder, offsets, rows, vocab), rows=rows)
+    layer = replace(config.layers[0], placement=BESIDE)
+    positions = model.config.max_positions  # a head's config says what it was trained with, and is used beyond
+    return replace(config, layers=(layer,), vocab_size=vocab, max_positions=positions, head=head), found
+
+
+def _read_borders(keys: Keys, layers: int) -> tuple[int, ...]:
+    """The hidden states that the head reads: by default those after two layers, half of them, and all but three."""
+    behind: tuple[int, ...] = (1, layers // 2 - 1, layers - 4)
+    if keys.raw("eagle_config") is not None:
+        inner = keys.inside("eagle_config")
+        if not inner.flag("use_aux_hidden_state", True):
+            raise inner.error("use_aux_hidden_state", False, "true")
+        behind = inner.layer_numbers("eagle_aux_hidden_state_layer_ids", ()) or behind
+        inner.finish()
+    if not 0 <= min(behind) <= max(behind) < layers:
+        raise keys.error("eagle_config", f"layers {behind}", f"some of the {layers} of the model that --of names")
+    return tuple(layer + 1 for layer in behind)
+
+
+def _read_tokens(folder: Path, offsets: Any, rows: int, vocab: int) -> tuple[int, ...]:
+    """For each token the head's row, from what each row's token is beyond its number."""
+    if not isinstance(offsets, StoredTensor) or (offsets.dtype, offsets.shape) != ("I64", (rows,)):
+        raise CheckpointError(f"{folder}: d2t is no tensor I64 [{rows}], a number for each row of the head")
+    tokens = np.arange(rows) + np.memmap(folder / offsets.file, array_type("I64"), "r", offsets.offset, (rows,))
+    if tokens.min() < 0 or tokens.max() >= vocab or len(np.unique(tokens)) < rows:
+        raise CheckpointError(f"{folder}: d2t names tokens twice, or beyond the model's {vocab}; give --of its model")
+    index = np.full(vocab, rows)
+    index[tokens] = np.arange(rows)
+    return tuple(index.tolist())

@@ -1,0 +1,33 @@
+"""Hidden states as an output, for a draft head that reads them."""
+
+import onnx_ir as ir
+
+from llmc.bundle import HIDDEN
+from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, node_after, vector
+from llmc.optimize.quantize.rotation import rotation
+
+# Where a graph of packed rows keeps the value of which token that counts lies in which place of the rows.
+SLOTS = "slots"
+
+
+def give_hidden(graph: ir.Graph, context: LoweringContext) -> int:
+    """``hidden`` float32 [B, S, borders * H]: the residual stream after so many layers, side by side and in the basis
+    of the checkpoint; the number of borders."""
+    width, count = context.geometry.hidden_size, len(context.hidden)
+    if not count:
+        return 0
+    values = {value.name: value for node in graph for value in node.outputs}
+    emit = Emitter(node_after(values[f"hidden.{max(context.hidden)}"]), HIDDEN)
+    found = emit("Concat", *(values[f"hidden.{border}"] for border in context.hidden), axis=-1)
+    if context.rotated:
+        (tensor,) = context.weights.add([f"rotation.{width}"], lambda: [rotation(width)])
+        apart = emit("Reshape", found, vector(graph, [0, 0, count, width]))
+        turned = emit("FusedMatMul", apart, initializer(graph, tensor), domain=MICROSOFT, transB=1)
+        found = emit("Reshape", turned, vector(graph, [0, 0, -1]))
+    if SLOTS in graph.meta:
+        found = emit("Gather", emit("Squeeze", found, vector(graph, [0])), graph.meta[SLOTS], axis=0)
+    found.name, found.type = HIDDEN, ir.TensorType(ir.DataType.FLOAT)
+    found.shape = ir.Shape(["batch", "sequence", count * width])
+    graph.outputs.append(found)
+    return count

@@ -1,0 +1,124 @@
+"""A draft head as drafter: a layer or so that reads the hidden states of the model that it guesses for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import DraftError
+from llmc.runtime.runner.prefill import batch
+from llmc.runtime.sessions.base import Phase
+from llmc.runtime.speculation.model_drafter import DraftedSequence, ModelDrafter
+from llmc.runtime.vision.rows import Embedded
+
+Floats = NDArray[np.float32]
+
+STEPS = 4
+"""Tokens up to which the graph of decode reads them: that of prefill pays from five on."""
+
+
+class HeadDrafter(ModelDrafter):
+    """Proposes the tokens that a draft head finds most probable.
+
+    At each position the head reads the model's hidden states and the token after it; beyond the last one its own hidden
+    states, and its guesses, which are read once more with the model's once those are known. What the model did not
+    compute, of a cached prefix say, the head does not see: it begins behind that, for only distances between positions
+    count. Source: EAGLE-3, https://arxiv.org/abs/2503.01840.
+
+    Args:
+        model: a loaded :class:`llmc.runtime.Model` of a draft head, which the drafter takes over and closes.
+        target: the loaded bundle that is drafted for.
+
+    Raises:
+        DraftError: the two have different tokenizers, or the target gives other hidden states, or none.
+    """
+
+    def __init__(self, model: Any, target: Any) -> None:
+        super().__init__(model, target)
+        geometry, head = model.manifest.geometry, model.manifest.geometry.head
+        given = target.manifest.hidden, target.manifest.geometry.hidden_size
+        if given != (head.borders, head.width):
+            raise DraftError(
+                f"{model.folder} is a draft head that reads {head.width} values after each of {list(head.borders)} "
+                f"layers, {target.folder} gives {given[1]} after each of {list(given[0])}; build it with --head and "
+                "the head's export"
+            )
+        self._row_width, self._given = geometry.row_width, geometry.row_width - geometry.hidden_size
+
+    def watch(self, slot: Any, past: int, hidden: Floats) -> None:
+        """Take in the hidden states [n, W] of tokens that were just fed to the model, from the position ``past`` on, if
+        drafts may follow; not beside images, whose tokens a head does not see."""
+        if not slot.speculates or slot.images is not None:
+            return
+        sequence = self._sequence(slot.key)
+        if not sequence.end <= past <= sequence.end + len(sequence.waiting):
+            sequence.begin(past)
+        del sequence.waiting[past - sequence.end :]
+        sequence.waiting += list(hidden.copy())
+        known = min(len(sequence.waiting), len(slot.context) - 1 - sequence.end)  # with the token after them
+        if len(sequence.waiting) > self._chunk and known > 0 and self._read(sequence, slot.context, known, 0) is None:
+            sequence.begin(past + len(hidden))
+
+    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` most probable tokens after ``tokens``; none beyond its context and memory, or without the
+        hidden states of the last but one."""
+        sequence, drafts = self._sequences.get(key), list[int]()
+        known = 0 if sequence is None else len(tokens) - 1 - sequence.end
+        if sequence is None or not 0 < known <= len(sequence.waiting):
+            return []
+        count = min(count, self._context - sequence.cached - known + 1)  # the last draft is not fed
+        logits = self._read(sequence, tokens, known, count - 1) if count > 0 else None
+        while logits is not None:
+            drafts.append(int(logits[: self._vocab_size].argmax()))
+            if len(drafts) == count:
+                break
+            own = self._session.hidden[0, -1:]
+            logits = self._run(
+                sequence.row, drafts[-1:], sequence.cached + len(drafts) - 1, own, slice(self._given, None)
+            )
+        return drafts
+
+    def _read(self, sequence: "_Sequence", tokens: Sequence[int], count: int, more: int) -> Floats | None:
+        """Feed the first ``count`` hidden states that wait, with the tokens after them; logits [V] after the last, or
+        None without room for these and ``more`` positions."""
+        if sequence.cached + count + more > self._context or not self._reserve(sequence.cached + count + more):
+            return None
+        logits = None
+        for start in range(0, count, self._chunk):
+            part = sequence.waiting[start : min(start + self._chunk, count)]
+            after = tokens[sequence.end + 1 : sequence.end + 1 + len(part)]
+            logits = self._run(sequence.row, after, sequence.cached, part, slice(self._given))
+            sequence.cached += len(part)
+        del sequence.waiting[:count]
+        return logits
+
+    def _run(self, row: int, tokens: Sequence[int], past: int, hidden: Any, place: slice) -> Floats:
+        rows = np.zeros((len(tokens), self._row_width), np.float32)
+        rows[:, place] = hidden
+        phase = Phase.DECODE if len(tokens) <= STEPS else Phase.PREFILL
+        call = batch(phase, np.array([tokens]), [past], [len(tokens) - 1], row)
+        logits: Floats = self._session.run(replace(call, embedded=Embedded(np.arange(len(tokens))[None], rows)))[0, -1]
+        return logits
+
+    def _make_sequence(self, row: int) -> "_Sequence":
+        return _Sequence([], row=row)
+
+
+@dataclass(eq=False)
+class _Sequence(DraftedSequence):
+    """A sequence of the target, of which the head has read ``cached`` positions from ``first`` on; the hidden states of
+    those behind them wait."""
+
+    first: int = 0
+    waiting: list[Floats] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The target's position that is read next."""
+        return self.first + self.cached
+
+    def begin(self, position: int) -> None:
+        """Leave out all that lies before ``position``."""
+        self.first, self.cached, self.waiting = position, 0, []
