@@ -162,7 +162,7 @@ def test_a_manifest_that_is_no_json_object_is_refused(folder: Path, content: byt
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(bundle.SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    with pytest.raises(BundleError, match=r"version 15, written by llmc 9.9.9.*up to 14.*pip install -U llmc-deploy"):
+    with pytest.raises(BundleError, match=r"version 16, written by llmc 9.9.9.*up to 15.*pip install -U llmc-deploy"):
         bundle.read_bundle(folder)
 
 
@@ -170,7 +170,7 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(bundle.SCHEMA_VERSION - 1, "schema_version"))
     with pytest.raises(
-        BundleError, match=r"schema version 13 of an older llmc \(0.1.0\), this one reads 14; make it again"
+        BundleError, match=r"schema version 14 of an older llmc \(0.1.0\), this one reads 15; make it again"
     ):
         bundle.read_bundle(folder)
 
