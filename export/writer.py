@@ -1,6 +1,7 @@
 """Writes the export folder: graph, hard-linked weights, copies of config and tokenizer, manifest; published whole."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -54,13 +55,16 @@ def write_export(
 
 
 def _manifest(source: Checkpoint) -> bundle.ExportManifest:
+    generation = source.generation
+    if source.geometry.diffusion:  # whose distribution is never cut, though its checkpoint may ask for it
+        generation = replace(generation, top_k=None, top_p=None, min_p=None)
     return bundle.ExportManifest(
         schema_version=bundle.SCHEMA_VERSION,
         llmc_version=__version__,
         graph_contract=bundle.GRAPH_CONTRACT_VERSION,
         geometry=source.geometry,
         source=source.source,
-        generation=source.generation,
+        generation=generation,
         notes=source.notes,
         weights=source.weights,
     )

@@ -108,6 +108,8 @@ def take_order(
         judged or text is not None or (calibration is not None and calibration.asked is not None)
     ):
         raise UsageError("a text judges and calibrates models that generate, and this one does not; leave it out")
+    if geometry.head and limits.adapters:
+        raise UsageError("adapters are for models that generate, and a draft head reads none; leave them out")
     judged = judged or text is not None or bool(chosen.budget)
     hidden = () if head is None else _list_borders(export, abilities, head)
     order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress, hidden=hidden)

@@ -27,7 +27,7 @@ from llmc.bundle import (
     read_undisturbed,
     verify_files,
 )
-from llmc.errors import EngineClosedError, GrammarError, UsageError, format_value
+from llmc.errors import DraftError, EngineClosedError, GrammarError, UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
@@ -747,7 +747,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     size = options.prefix_cache_bytes
     if manifest.geometry.diffusion:
         size = 0  # what a token comes to depends on those behind it, so no prefix can be kept
-    if size is None and manifest.stage.before:
+    if size is None and manifest.stage.before and options.prefix_cache_folder is None:
         size = 0  # what stages hold would come here over the network
     if size is None:
         spare = available_memory() if memory is None else memory - manifest.memory.total(runner.max_context)
@@ -801,6 +801,8 @@ def make_drafter(model: Model, options: EngineOptions) -> Drafter | None:
         return PromptLookup()
     draft = load(options.draft, threads=model.threads, self_test=False)
     try:
+        if draft.manifest.geometry.diffusion or draft.manifest.geometry.encoder:
+            raise DraftError(f"{draft.folder} does not go on token by token, as a draft model must; name another one")
         return (HeadDrafter if draft.manifest.geometry.head else ModelDrafter)(draft, model)
     except BaseException:
         draft.close()

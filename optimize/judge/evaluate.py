@@ -77,9 +77,13 @@ def evaluate(
         progress: called with each step and how far it is.
 
     Raises:
-        UsageError: the reference is of another model.
+        UsageError: the reference is of another model, or the bundle a draft head.
         BundleError: the bundle computes NaN or infinity, or the reference is broken.
     """
+    if model.manifest.geometry.head is not None:
+        raise UsageError(
+            f"{model.folder} is a draft head, which reads another model's hidden states: no text judges it"
+        )
     unquantized = open_reference(model, reference) if reference is not None else None
     diffusion = model.manifest.geometry.diffusion
     fed = hide_half(text.ids[:, :-1], diffusion)

@@ -65,7 +65,10 @@ def benchmark(
     """Load the bundle and time the engine's greedy answers to prompts of arbitrary tokens, one after the other.
     Raises UsageError: a length is out of range; BundleError, ResourceError: the bundle cannot be loaded."""
     folder = Path(bundle)
-    context = read_bundle(folder).limits.max_context
+    manifest = read_bundle(folder)
+    context = manifest.limits.max_context
+    if manifest.geometry.diffusion:
+        raise UsageError(f"{folder} fills masks, block by block, and has neither prefill nor decode to time")
     if prompt_length < 1 or new_tokens < 2 or repeats < 1 or prompt_length + new_tokens > context:
         raise UsageError(
             f"prompt_length {prompt_length}, new_tokens {new_tokens}, repeats {repeats}: expected at least 1, 2 and 1, "

@@ -144,7 +144,7 @@ class InputProcessor:
         check_diffusion(params, self._diffusion is not None)
         if self._diffusion is not None and (request.thinking is not None or request.logits_processors):
             what = "logits_processors" if request.logits_processors else "a budget of reasoning"
-            raise UsageError(f"this is a diffusion model, which cannot do {what}; leave it out")
+            raise UsageError(f"{what} cannot be had of a diffusion model; leave it out")
         if request.thinking is not None and params.num_beams > 1:
             raise UsageError("a budget of reasoning and tool calls need samples: leave beams out")
         if request.images is not None and params.on_overflow != "refuse":

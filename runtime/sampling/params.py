@@ -372,9 +372,9 @@ def check_diffusion(params: SamplingParams, diffuses: bool) -> None:
         it for it in PARAMETERS if _is_set(params, it) and (it in _OF_DIFFUSION) != diffuses and it not in _OF_BOTH
     ]
     if wrong or (diffuses and params.on_overflow == "sink"):
-        model = "a diffusion model" if diffuses else "no diffusion model"
+        model = "a diffusion model" if diffuses else "a model that fills no masks"
         name = wrong[0] if wrong else "on_overflow"
-        raise UsageError(f"this is {model}, which cannot do {_show_parameter(params, name)}; leave it out")
+        raise UsageError(f"{_show_parameter(params, name)} cannot be had of {model}; leave it out")
 
 
 def _is_set(params: SamplingParams, name: str) -> bool:

@@ -376,7 +376,8 @@ async def show(body: Annotated[Named, take_body(Named)], service: Served) -> dic
     manifest = service.pool.manifest(name)
     geometry = manifest.geometry
     encoder, family = geometry.encoder, geometry.model_type
-    able = ["embedding"] if encoder else ["completion", *["tools"] * service.pool.has_template(name)]
+    calls = service.pool.has_template(name) and geometry.diffusion is None
+    able = ["embedding"] if encoder else ["completion", *["tools"] * calls]
     return {
         **{key: value for key, value in card(service, name).items() if key in ("details", "modified_at")},
         "modelfile": "",

@@ -69,6 +69,8 @@ def write_checkpoint(folder: Path, family: str) -> Path:
     (folder / "config.json").write_text(json.dumps({**CONFIGS[family], **sizes, **ids}))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(TINY / name, folder / name)
+    cut = {"do_sample": True, "temperature": 0.2, "top_p": 0.95}  # which no diffusion model can do
+    (folder / "generation_config.json").write_text(json.dumps(cut if family == "Dream" else {}))
     generator, tensors = torch.Generator().manual_seed(0), dict[str, Tensor]()
     for name, tensor in _model(family).state_dict().items():  # far from ties, and confident enough for thresholds
         around = 1.0 if "norm" in name else 0.0

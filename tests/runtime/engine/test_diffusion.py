@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from llmc.errors import CancelledError, DeadlineError, UsageError
+from llmc.errors import CancelledError, DeadlineError, DraftError, UsageError
 from llmc.runtime import Model, load
+from llmc.runtime.bench.benchmark import benchmark
 
 OPTIONS = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
 SLOW = {"max_tokens": 100, "ignore_eos": True, "diffusion_steps": 100, "block_cache": "off"}
@@ -60,7 +61,7 @@ def test_what_needs_tokens_in_their_order_is_refused_by_name(model: Model):
     asked = {"json_schema": {"type": "object"}, "regex": "a*", "logprobs": 1, "n": 2, "num_beams": 2, "top_p": 0.5}
     asked |= {"repetition_penalty": 1.1, "on_overflow": "sink", "logits_processors": [lambda tokens, logits: logits]}
     for name, value in asked.items():
-        with pytest.raises(UsageError, match=f"this is a diffusion model, which cannot do {name}"):
+        with pytest.raises(UsageError, match=f"{name}.* cannot be had of a diffusion model"):
             model.generate([5], max_tokens=8, temperature=1.0, **{name: value})
 
 
@@ -69,8 +70,15 @@ def test_tools_are_refused_by_name_and_its_parameters_elsewhere(model: Model, fp
     with pytest.raises(UsageError, match="this is a diffusion model, which calls no tools"):
         model.chat([{"role": "user", "content": "call f"}], tools=[tool], tool_format="hermes", max_tokens=8)
     with load(fp32_bundle, threads=1, self_test=False) as other:
-        with pytest.raises(UsageError, match="this is no diffusion model, which cannot do block_length=8"):
+        with pytest.raises(UsageError, match="block_length=8 cannot be had of a model that fills no masks"):
             other.generate([5], max_tokens=8, block_length=8)
+
+
+def test_it_neither_drafts_nor_is_timed_token_by_token(fp32_bundle: Path, diffusion_models: Path):
+    with pytest.raises(DraftError, match="does not go on token by token"):
+        load(fp32_bundle, threads=1, self_test=False, draft=diffusion_models / "llada-fp32")
+    with pytest.raises(UsageError, match="has neither prefill nor decode to time"):
+        benchmark(diffusion_models / "llada-fp32")
 
 
 def test_levels_of_determinism_hold_and_drafts_are_refused(model: Model, diffusion_models: Path):
