@@ -1,7 +1,7 @@
 """The schema of what llmc writes: ``export.json`` of an export, ``llmc.json`` of a bundle."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -357,6 +357,11 @@ class MemoryPlan:
     adapters: Bytes = 0
     adapters_per_row: Bytes = 0
     tower: Bytes = 0
+
+    def add_stage(self, other: "MemoryPlan") -> "MemoryPlan":
+        """This with the weights and caches of another stage in the same process."""
+        parts = ("weights", "experts", "mapped_experts", "embedding", "cache_per_token", "state", "window_per_token")
+        return replace(self, **{part: getattr(self, part) + getattr(other, part) for part in parts})
 
     def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
         """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``batch`` rows."""

@@ -118,6 +118,9 @@ def load(
 
     def open_bundle(folder: Path) -> "Model":
         manifest = emulate_target(read_bundle(folder)) if emulate else read_bundle(folder)
+        for number in range(len(manifest.stage.before) if stages is None else 0):  # all in this process
+            other = read_bundle(folder / STAGE_FOLDER.format(number))
+            manifest = replace(manifest, memory=manifest.memory.add_stage(other.memory))
         limits, engine_options = manifest.limits, _options(options)
         _in_range("memory", memory, 0, 1 << 50)
         fitting = limits.max_context if memory is None else _find_fitting_context(folder, manifest, memory, max_context)

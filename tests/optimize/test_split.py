@@ -98,6 +98,14 @@ def test_stages_keep_the_states_of_their_layers(exported: Callable[[str], Any], 
     assert [it.token_ids for it in found[0]] == [it.token_ids for it in found[1]]
 
 
+def test_stages_in_one_process_are_planned_together(whole: Path, chain: Path):
+    with load(chain, self_test=False) as model:
+        assert model.manifest.memory.weights >= read_bundle(whole).memory.weights
+        assert model.planned_bytes > read_bundle(chain).memory.total(0)
+    with pytest.raises(ResourceError):
+        load(chain, self_test=False, memory=read_bundle(chain).memory.total(64), max_context=64)
+
+
 def test_each_stage_is_a_bundle_that_is_verified_alone_and_the_chain_whole(chain: Path):
     manifest, inner = read_bundle(chain), read_bundle(chain / STAGE_FOLDER.format(1))
     assert manifest.stage.is_last and manifest.golden and manifest.quality
