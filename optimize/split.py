@@ -82,10 +82,8 @@ def _cut(whole: Path, folder: Path, graph: Graph, part: Manifest, weights: Weigh
     """The nodes of a graph between two hidden states, with all that they read of it."""
     model = read_graph(whole, graph.file)
     values = ir.convenience.create_value_mapping(model.graph)
-    hidden, result = (
-        f"hidden.{part.list_layers().start}",
-        "logits" if part.stage.is_last else f"hidden.{part.list_layers().stop}",
-    )
+    layers = part.list_layers()
+    hidden, result = f"hidden.{layers.start}", "logits" if part.stage.is_last else f"hidden.{layers.stop}"
     caches = set(part.geometry.caches) - set(part.list_caches())
     others = {name for cache in caches for name in (*cache.inputs, *cache.outputs)} | {"logits"}
     inputs = [str(value.name) for value in model.graph.inputs if value.name not in others]
@@ -96,10 +94,10 @@ def _cut(whole: Path, folder: Path, graph: Graph, part: Manifest, weights: Weigh
         values[name].type = ir.TensorType(ir.DataType.FLOAT)
         values[name].shape = ir.Shape([None, None, part.geometry.hidden_size])  # [1, T, H] where rows are packed
     try:
-        taken = [hidden] if part.list_layers().start else []
+        taken = [hidden] if layers.start else []
         cut = ir.convenience.extract(model.graph, [*inputs, *taken], [result, *outputs])
     except (ValueError, RuntimeError) as error:  # the latter when what another stage has is to be copied
-        raise BuildError(f"more than hidden states cross a border of {part.list_layers()}; leave stages out") from error
+        raise BuildError(f"more than hidden states cross a border of {layers}; leave stages out") from error
     for value in cut.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
             value.const_value = weights.copy(value.const_value)
