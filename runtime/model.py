@@ -37,6 +37,7 @@ from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.encoder import TextEncoder
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.input_processor import text_tokens
+from llmc.runtime.host.huge_pages import gather_soon, list_anonymous
 from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.kv.budget import check_load, opening_bytes, plan_load
@@ -131,6 +132,7 @@ def load(
         _check_options(folder, manifest, context, engine_options, options)
         check_load(folder, manifest, context, memory)
         check_files(folder, manifest, False if verify is None and self_test is False else verify)
+        before = list_anonymous()
         with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
             tokenizer = pool.submit(load_tried_tokenizer, folder)
             runner: SingleRunner | TextEncoder
@@ -144,6 +146,7 @@ def load(
                 placed = {} if stages is None else {"stages": stages}
                 runner = SingleRunner(open_session(folder, manifest, workers, device, **placed), context, chunk)
             model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory, tower)
+        gather_soon(before, manifest.memory.weights)
         try:
             check_once(model, self_test)
             if engine_options.draft is not None:

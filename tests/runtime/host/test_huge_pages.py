@@ -1,0 +1,117 @@
+"""Huge pages: what a load allocated is gathered in them, and nothing else; the bytes stay what they were."""
+
+import mmap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.runtime.host import huge_pages as room
+from llmc.runtime.host.huge_pages import LEAST, PAGE_SIZE, gather, gather_soon, list_anonymous, subtract
+
+MB = 1 << 20
+
+
+class Place:
+    """Anonymous memory of the kernel's, with no huge page in it yet, and its address."""
+
+    def __init__(self, size: int) -> None:
+        self.mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = np.frombuffer(self.mapped, np.uint8)
+        self.span = self.bytes.ctypes.data, self.bytes.ctypes.data + size
+
+    def huge(self) -> int:
+        """Bytes of huge pages in the mappings that this place is in."""
+        found, inside = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            name, *rest = line.split()
+            if "-" in name and ":" not in name:
+                start, end = (int(part, 16) for part in name.split("-"))
+                inside = start < self.span[1] and end > self.span[0]
+            elif name == "AnonHugePages:" and inside:
+                found += int(rest[0]) * 1024
+        return found
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "PAUSE_S", 0.0)
+    monkeypatch.setattr(room, "REST", 0)
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A filled place that is the only full one; skipped where the kernel has no huge pages to gather in."""
+    if not PAGE_SIZE.exists():
+        pytest.skip("this kernel has no huge pages")
+    filled = Place(16 * MB)
+    filled.mapped.madvise(mmap.MADV_NOHUGEPAGE)
+    filled.bytes[:] = np.arange(16 * MB, dtype=np.uint64).astype(np.uint8)
+    filled.mapped.madvise(mmap.MADV_HUGEPAGE)
+    full = list(room._list_full())
+    assert any(start <= filled.span[0] and filled.span[1] <= end for start, end in full)
+    monkeypatch.setattr(room, "_list_full", lambda: iter([filled.span]))
+    return filled
+
+
+def test_what_was_allocated_since_is_gathered_and_keeps_its_bytes(place):
+    checked = place.bytes.copy()
+    gather([], threading.Event())
+    if not place.huge():
+        pytest.skip("this kernel gathers nothing when asked (Linux before 6.1), or has no huge page left")
+    assert place.huge() >= 8 * MB
+    assert np.array_equal(place.bytes, checked)
+
+
+def test_what_was_there_before_is_left_alone(place):
+    gather([place.span], threading.Event())
+    assert place.huge() == 0
+
+
+def test_it_stops_when_it_is_told_to(place):
+    stopped = threading.Event()
+    stopped.set()
+    gather([], stopped)
+    assert place.huge() <= 2 * MB
+
+
+def test_memory_that_is_reserved_and_not_in_use_is_not_full():
+    reserved = Place(64 * MB)
+    reserved.bytes[: 32 * MB] = 1
+    assert reserved.span not in list(room._list_full())
+
+
+def test_memory_that_went_meanwhile_ends_it(monkeypatch):
+    gone = Place(16 * MB).span  # unmapped at once
+    monkeypatch.setattr(room, "_list_full", lambda: iter([gone]))
+    gather([], threading.Event())
+
+
+def test_small_models_are_left_alone(monkeypatch):
+    started = []
+    monkeypatch.setattr(room.threads, "start", lambda *given: started.append(given))
+    gather_soon([], LEAST - 1)
+    assert not started
+    gather_soon([], LEAST)
+    assert bool(started) == PAGE_SIZE.exists()
+
+
+@pytest.mark.parametrize(
+    ("others", "left"),
+    [
+        ([], [(10, 20), (30, 40)]),
+        ([(0, 10), (20, 30)], [(10, 20), (30, 40)]),
+        ([(5, 12), (18, 33)], [(12, 18), (33, 40)]),
+        ([(12, 14), (15, 16)], [(10, 12), (14, 15), (16, 20), (30, 40)]),
+        ([(0, 50)], []),
+    ],
+)
+def test_addresses_without_others(others, left):
+    assert list(subtract([(10, 20), (30, 40)], others)) == left
+
+
+def test_anonymous_memory_is_listed():
+    mine = Place(4 * MB)
+    assert any(start <= mine.span[0] and mine.span[1] <= end for start, end in list_anonymous())
