@@ -34,6 +34,8 @@ from llmc.bundle.manifest import EXPORT_MANIFEST as EXPORT_MANIFEST
 from llmc.bundle.manifest import GRAPH_CONTRACT_VERSION as GRAPH_CONTRACT_VERSION
 from llmc.bundle.manifest import HIDDEN as HIDDEN
 from llmc.bundle.manifest import LARGEST_TOLERANCE as LARGEST_TOLERANCE
+from llmc.bundle.manifest import LM_HEAD as LM_HEAD
+from llmc.bundle.manifest import LOGIT_ROWS as LOGIT_ROWS
 from llmc.bundle.manifest import MADE_FILE as MADE_FILE
 from llmc.bundle.manifest import MOST_ADAPTERS as MOST_ADAPTERS
 from llmc.bundle.manifest import MOST_RANK as MOST_RANK

@@ -29,6 +29,8 @@ TOKENIZER_FILES = (
     PROMPTS_FILE,
 )
 HIDDEN = "hidden"  # the output of a graph that gives hidden states to a draft head
+LM_HEAD = "head"  # the graph of a large head, which those of both phases share: logits of their output ``logit_rows``
+LOGIT_ROWS = "logit_rows"
 REPLAY = "replay"  # the graph that computes states from what calls of up to so many tokens gave beside their logits
 MOST_REPLAYED = 32
 ADAPTERS_FOLDER = "adapters"  # that llmc adapter add writes into, after the bundle was built
@@ -502,6 +504,11 @@ class Manifest:
     def overwritten(self) -> int:
         """Positions behind the last valid one that some graph may write over."""
         return max((graph.overwritten for graph in self.graphs.values()), default=0)
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of weights that a step of decode reads."""
+        return sum(self.graphs[name].step_weight_bytes for name in ("decode", LM_HEAD) if name in self.graphs)
 
     def list_files(self) -> list[str]:
         """Every file that some part of the manifest names."""

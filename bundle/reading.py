@@ -19,6 +19,7 @@ from llmc.bundle.manifest import (
     EXPORT_MANIFEST,
     GRAPH_CONTRACT_VERSION,
     LARGEST_TOLERANCE,
+    LM_HEAD,
     MOST_MANIFEST,
     REPLAY,
     SCHEMA_VERSION,
@@ -194,7 +195,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "limits": limits.prefill_chunk <= limits.max_context <= g.max_positions,
         "graphs": manifest.graphs.keys() == {"encode"}
         if g.encoder
-        else manifest.graphs.keys()
+        else manifest.graphs.keys() - {LM_HEAD}
         == {"prefill", "decode"} | ({"vision"} if g.vision else set()) | ({REPLAY} if "state" in kinds else set()),
         "generation": max((*generation.eos_token_ids, generation.bos_token_id or 0)) < g.vocab_size
         and (generation.temperature or 0) >= 0

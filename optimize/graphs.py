@@ -7,13 +7,16 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmc.bundle import ADAPTERS_FOLDER as ADAPTERS
-from llmc.bundle import REPLAY, VISION_FILE, EngineConfig, Graph
+from llmc.bundle import LM_HEAD, LOGIT_ROWS, REPLAY, VISION_FILE, EngineConfig, Graph
+from llmc.errors import BuildError
+from llmc.inventory import HEAD
 from llmc.optimize.lower.context import (
     Float32,
     LoweringContext,
     QuantConfigs,
     choose_tower_configs,
     quant_configs,
+    shares_head,
     without_rotation,
 )
 from llmc.optimize.lower.onnxruntime.recurrent import extract_replay
@@ -62,6 +65,8 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             graphs = dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
         if geometry.has_states:
             graphs[REPLAY] = cut_replay(folder, graphs["decode"].file)
+        if shares_head(order.recipe, geometry):
+            graphs |= cut_head(folder, graphs, geometry.hidden_size)
         if order.limits.adapters:
             *_, (phase, stored) = quant_configs(without_rotation(order.recipe), geometry).items()
             own = replace(context, phase=phase, quant=stored, adapters=True)
@@ -84,6 +89,39 @@ def _compile(order: Order, folder: Path, context: LoweringContext, name: str, sh
     _declare_opsets(model, order)
     ir.save(model, folder / name)
     return describe_graph(model.graph, name, order.overwritten if context.phase == "decode" else 0)
+
+
+def cut_head(folder: Path, graphs: dict[str, Graph], width: int) -> dict[str, Graph]:
+    """Cut the head off the graphs of both phases, as a graph of its own; all three."""
+    found, heads = dict[str, Graph](), list[ir.Model]()
+    for phase in ("prefill", "decode"):
+        name = graphs[phase].file
+        graph = (model := read_graph(folder, name)).graph
+        rows = _find_head_input(graph)
+        rows.name, rows.type = LOGIT_ROWS, ir.TensorType(ir.DataType.FLOAT)
+        rows.shape = ir.Shape(["batch", "outputs", width])
+        outputs = [LOGIT_ROWS if value.name == "logits" else value for value in graph.outputs]
+        body = ir.Model(ir.convenience.extract(graph, list(graph.inputs), outputs), ir_version=model.ir_version)
+        head = ir.Model(ir.convenience.extract(graph, [LOGIT_ROWS], ["logits"]), ir_version=model.ir_version)
+        for part in (body, head):
+            part.graph.opset_imports.update(graph.opset_imports)
+        ir.save(body, folder / name)
+        found[phase] = describe_graph(body.graph, name, graphs[phase].overwritten)
+        heads.append(head)
+    parts = [[(node.op_type, [it.name for it in node.inputs if it]) for node in head.graph] for head in heads]
+    if parts[0] != parts[1]:
+        raise BuildError("the graphs of prefill and decode end in different heads")
+    ir.save(heads[0], folder / f"{LM_HEAD}.onnx")
+    return found | {LM_HEAD: describe_graph(heads[0].graph, f"{LM_HEAD}.onnx", 0)}
+
+
+def _find_head_input(graph: ir.Graph) -> ir.Value:
+    """The rows that the head multiplies, in the basis of the checkpoint whatever that of the residual stream is."""
+    for node in graph:
+        rows = node.inputs[0] if (node.name or "").startswith(HEAD) and node.inputs else None
+        if rows is not None and rows.const_value is None and not (node.name or "").startswith(f"{HEAD}.input"):
+            return rows
+    raise BuildError("a graph has no head")
 
 
 def cut_replay(folder: Path, decoder: str) -> Graph:

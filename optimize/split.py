@@ -13,6 +13,8 @@ import onnx_ir as ir
 
 from llmc.bundle import (
     BUNDLE_MANIFEST,
+    LM_HEAD,
+    LOGIT_ROWS,
     REPLAY,
     STAGE_FOLDER,
     TOKENIZER_FILES,
@@ -68,7 +70,10 @@ def _write_stage(whole: Path, folder: Path, part: Manifest) -> Manifest:
     with closing(WeightFile(folder)) as weights:
         both = dict.fromkeys(part.graphs[phase] for phase in ("prefill", "decode"))  # one, where a graph serves both
         cut = {graph.file: _cut(whole, folder, graph, part, weights) for graph in both}
-    graphs = {phase: cut[part.graphs[phase].file] for phase in ("prefill", "decode")}
+        graphs = {phase: cut[part.graphs[phase].file] for phase in ("prefill", "decode")}
+        if part.stage.is_last and (head := part.graphs.get(LM_HEAD)):
+            model = read_graph(whole, head.file)
+            graphs[LM_HEAD] = _write_graph(model, model.graph, folder, head, weights)
     if any(cache.kind == "state" for cache in part.list_caches()):
         graphs[REPLAY] = cut_replay(folder, graphs["decode"].file)
     write_chunks(folder, sorted(path.name for path in folder.iterdir() if path.is_file()))
@@ -83,14 +88,17 @@ def _cut(whole: Path, folder: Path, graph: Graph, part: Manifest, weights: Weigh
     model = read_graph(whole, graph.file)
     values = ir.convenience.create_value_mapping(model.graph)
     layers = part.list_layers()
-    hidden, result = f"hidden.{layers.start}", "logits" if part.stage.is_last else f"hidden.{layers.stop}"
+    hidden, result = f"hidden.{layers.start}", f"hidden.{layers.stop}"
+    ends = {"logits", LOGIT_ROWS}
+    if part.stage.is_last:
+        result = LOGIT_ROWS if LM_HEAD in part.graphs else "logits"
     caches = set(part.geometry.caches) - set(part.list_caches())
-    others = {name for cache in caches for name in (*cache.inputs, *cache.outputs)} | {"logits"}
+    others = {name for cache in caches for name in (*cache.inputs, *cache.outputs)} | ends
     inputs = [str(value.name) for value in model.graph.inputs if value.name not in others]
     # An output that states are computed from bears the name of one.
     kept = {str(value.name): str(value.name).removeprefix(f"{REPLAY}.") for value in model.graph.outputs}
     outputs = [name for name, of in kept.items() if not {name, of.rpartition(".")[0]} & others]
-    for name in {hidden, result} & values.keys() - {"hidden.0", "logits"}:
+    for name in {hidden, result} & values.keys() - {"hidden.0", *ends}:
         values[name].type = ir.TensorType(ir.DataType.FLOAT)
         values[name].shape = ir.Shape([None, None, part.geometry.hidden_size])  # [1, T, H] where rows are packed
     try:
@@ -98,6 +106,11 @@ def _cut(whole: Path, folder: Path, graph: Graph, part: Manifest, weights: Weigh
         cut = ir.convenience.extract(model.graph, [*inputs, *taken], [result, *outputs])
     except (ValueError, RuntimeError) as error:  # the latter when what another stage has is to be copied
         raise BuildError(f"more than hidden states cross a border of {layers}; leave stages out") from error
+    return _write_graph(model, cut, folder, graph, weights)
+
+
+def _write_graph(model: ir.Model, cut: ir.Graph, folder: Path, graph: Graph, weights: WeightFile) -> Graph:
+    """Write a part of a model's graph, or all of it, whose weights are copied to those of the stage."""
     for value in cut.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
             value.const_value = weights.copy(value.const_value)

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmc.bundle import Manifest
+from llmc.bundle import LM_HEAD, LOGIT_ROWS, Manifest
 from llmc.errors import BundleError
 from llmc.inventory import EMBEDDING, HEAD
 from llmc.optimize.judge.reference import Float, Ids, LayerCalls, Reference, empty_caches, open_part
@@ -112,7 +112,7 @@ class _Graph:
         self._asked = {"cache_slots", "new_lengths", "seen_lengths"} & {
             value.name or "" for value in self._model.graph.inputs
         }
-        self._spare = manifest.overwritten
+        self._spare, self._head = manifest.overwritten, manifest.graphs.get(LM_HEAD)
         rotated = {manifest.graphs[phase].file for phase in manifest.recipe.rotated}
         self._basis = rotation(manifest.geometry.hidden_size) if file in rotated else None
         _split_skip_norms(self._model.graph)
@@ -155,13 +155,14 @@ class _Graph:
         """Logits [S, V] of one row of last hidden states [1, S, H]."""
         hidden, last = self._enter(hidden, self._geometry.layers), f"hidden.{self._geometry.layers}"
         lengths = self._asked & {"new_lengths"}
-        run = self._part([last, "logit_indices", *lengths], ["logits"])
+        run = self._part([last, "logit_indices", *lengths], [LOGIT_ROWS if self._head else "logits"])
+        project = open_part(ir.load(self.folder / self._head.file), self.folder) if self._head else None
         parts = []
         for span in self._calls(ids.shape[1], phase):
             indices = np.arange(span.stop - span.start)[None]
             feeds = {last: hidden[:, span], "input_ids": ids[:, span], "logit_indices": indices}
             [logits] = run(feeds | {name: self._answers(span, 0)[name] for name in lengths})
-            parts.append(logits[0])
+            parts.append((project.run(["logits"], {LOGIT_ROWS: logits})[0] if project else logits)[0])
         return np.concatenate(parts)
 
     def _answers(self, span: slice, positions: int) -> dict[str, NDArray[np.int64]]:

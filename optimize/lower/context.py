@@ -74,6 +74,8 @@ class Static:
 
 # Inputs that share a scale in a head of 8 bits beside a body of 8 bits, at most.
 HEAD_BLOCK = 32
+# Values from which a head is worth a call of its own in each step, of 0.05 ms: a tenth of a small model's weights.
+LARGE_HEAD = 2**24
 
 QuantConfig = Float32 | Float16 | Computed | Float8 | WeightOnly | Mxfp4 | PerToken | Static
 
@@ -268,6 +270,14 @@ def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4
 def _find_expert_grid(codes: Codes) -> WeightOnly:
     """The grid of experts that are stored as integers: minima become zero points, which a 4-bit grid needs."""
     return WeightOnly(Grid(codes.bits, codes.block, codes.bits == 8 or not (codes.zero_points or codes.offsets)))
+
+
+def shares_head(recipe: Recipe, geometry: Geometry) -> bool:
+    """True if both phases end in the same large head, which is then a graph of its own: memory holds it once."""
+    graphs = quant_configs(recipe, geometry).values()
+    head = next((linear for linear in geometry.linears if linear.name == HEAD), None)
+    alike = len(graphs) == 2 and len({stored.of(HEAD) for stored in graphs}) == 1
+    return alike and geometry.head is None and head is not None and head.size >= LARGE_HEAD
 
 
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:

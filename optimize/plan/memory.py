@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.inventory import MOST_MASKS, Experts, Linear
+from llmc.inventory import HEAD, MOST_MASKS, Experts, Linear
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     Computed,
@@ -23,6 +23,7 @@ from llmc.optimize.lower.context import (
     choose_embedding_config,
     choose_tower_configs,
     quant_configs,
+    shares_head,
     without_rotation,
 )
 from llmc.optimize.lower.onnxruntime.experts import fit_block
@@ -167,6 +168,8 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     experts = sum(expert_bytes(it, stored.stored(it.name)) for stored in graphs.values() for it in geometry.mixtures)
     size = CACHE_BYTES[recipe.cache_type()]
     opened = [linear for linear in geometry.linears if linear.is_open]
+    heads = [linear for linear in geometry.linears if linear.name == HEAD and shares_head(recipe, geometry)]
+    shared = sum(linear_bytes(linear, graphs["decode"].of(HEAD), copies=BLOCK_COPIES) for linear in heads)
     factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
     rows = geometry.row_width if geometry.vision or geometry.head else 0
@@ -178,7 +181,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     return MemoryPlan(
         engine=INTERPRETER + OPENED_GRAPH * len(graphs),
         tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
-        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) - experts,
+        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) - experts - shared,
         experts=experts,
         mapped_experts=mapped_expert_bytes(geometry, recipe),
         embedding=sum(linear_bytes(table, form) for form in forms),

@@ -83,7 +83,7 @@ def benchmark(
         peak = resident_bytes()[1]  # before the bandwidth loop takes its own buffers
         manifest = model.manifest
         ttft, steps = np.array([first for first, _ in runs]), np.concatenate([rest for _, rest in runs])
-        step, step_bytes = float(np.median(steps)), model.manifest.graphs["decode"].step_weight_bytes
+        step, step_bytes = float(np.median(steps)), model.manifest.step_weight_bytes
         bandwidth = max(read_bandwidth(model.threads), step_bytes / float(steps.min()))
         return BenchmarkReport(
             bundle=str(folder),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import ADAPTERS_FOLDER, HIDDEN, REPLAY, WEIGHTS_FILE, Geometry, Manifest, version
+from llmc.bundle import ADAPTERS_FOLDER, HIDDEN, LM_HEAD, LOGIT_ROWS, REPLAY, WEIGHTS_FILE, Geometry, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory
 from llmc.runtime.host.read_ahead import read_ahead
@@ -50,8 +50,8 @@ class OnnxRuntimeSession(Session):
         if manifest.cache == "bfloat16":
             raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
         names = {phase: manifest.graphs[phase.value].file for phase in Phase}
-        own = {manifest.graphs[REPLAY].file} if REPLAY in manifest.graphs else set()
-        files = open_graphs(runtime, folder, manifest, sorted({*names.values(), *own}), threads)
+        own = {name: manifest.graphs[name].file for name in (REPLAY, LM_HEAD) if name in manifest.graphs}
+        files = open_graphs(runtime, folder, manifest, sorted({*names.values(), *own.values()}), threads)
         self._graphs: dict[str, Any] = {phase: files[name] for phase, name in names.items()}
         self._takes_lengths: set[str] = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
         split = manifest.recipe.phases == "split" and manifest.cache != "int8"
@@ -63,7 +63,8 @@ class OnnxRuntimeSession(Session):
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
         self._factors: RowFactors | None = None
-        self._replay = Replay(files[own.pop()]) if own else None
+        self._replay = Replay(files[own[REPLAY]]) if REPLAY in own else None
+        self._head: Any = files[own[LM_HEAD]] if LM_HEAD in own else None
         self._fed = 0  # tokens of the last provisional call
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
@@ -92,6 +93,8 @@ class OnnxRuntimeSession(Session):
         self._bind_hidden(binding, batch)
         try:
             binding.session.run_with_iobinding(binding.io, self._options)
+            if binding.head is not None:
+                self._head.run_with_iobinding(binding.head, self._options)
         except Exception:
             with translate_errors("running the model"):
                 raise
@@ -162,7 +165,11 @@ class OnnxRuntimeSession(Session):
     def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> "_Binding":
         rows, sequence = batch.input_ids.shape
         caches = self._list_caches(batch.first_row, rows)
-        binding = _Binding(self._graphs[kind], batch, caches, room, self._manifest.stage.is_last)
+        binding = _Binding(self._graphs[kind], batch, caches)
+        if _gives(binding.session, LOGIT_ROWS):
+            binding.bind_head(self._head, room, self._manifest.geometry.hidden_size)
+        elif self._manifest.stage.is_last:
+            binding.bind_logits(room)
         if kind in self._takes_lengths:
             binding.bind_lengths()
         if self._takes_embeddings:
@@ -216,13 +223,15 @@ class _Bound:
 class _Binding:
     """Arrays for one shape of call, bound to a graph by address; ``caches`` are its rows of the cache's tensors."""
 
-    def __init__(self, session: Any, batch: Batch, caches: States, logits: NDArray[np.float32], is_last: bool) -> None:
+    logits: NDArray[np.float32]
+
+    def __init__(self, session: Any, batch: Batch, caches: States) -> None:
         self.session = session
         self.io = session.io_binding()
         self.input_ids = np.empty(batch.input_ids.shape, np.int64)
         self.past_lengths = np.empty(batch.past_lengths.shape, np.int64)
         self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
-        self.logits = logits
+        self.head: Any = None
         self.hidden: NDArray[np.float32] | None = None
         self.new_lengths: NDArray[np.int64] | None = None
         self.positions: NDArray[np.int64] | None = None
@@ -230,11 +239,21 @@ class _Binding:
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             bind(self.io.bind_input, name, getattr(self, name))
-        if is_last:
-            bind(self.io.bind_output, "logits", self.logits)
         for tensor, array in caches:
             bind(self.io.bind_input, tensor.past, array)
             bind(self.io.bind_output, tensor.present, array)
+
+    def bind_logits(self, logits: NDArray[np.float32]) -> None:
+        self.logits = logits
+        bind(self.io.bind_output, "logits", logits)
+
+    def bind_head(self, head: Any, logits: NDArray[np.float32], width: int) -> None:
+        """A graph whose head is another one gives that the rows that logits are made of."""
+        rows = np.empty((*self.logit_indices.shape, width), np.float32)
+        bind(self.io.bind_output, LOGIT_ROWS, rows)
+        self.head, self.logits, self._rows = head.io_binding(), logits, rows
+        bind(self.head.bind_input, LOGIT_ROWS, rows)
+        bind(self.head.bind_output, "logits", logits)
 
     def bind_lengths(self) -> None:
         """A graph that packs rows asks how many of each row's new tokens count."""
@@ -288,6 +307,10 @@ class _Binding:
 
 def _takes(graph: Any, name: str) -> bool:
     return any(value.name == name for value in graph.get_inputs())
+
+
+def _gives(graph: Any, name: str) -> bool:
+    return any(value.name == name for value in graph.get_outputs())
 
 
 def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str], threads: int) -> dict[str, Any]:
