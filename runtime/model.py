@@ -106,8 +106,8 @@ def load(
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
         device: the number of the GPU, of those that are visible, that a bundle for GPUs runs on.
         adapters: folders that ``llmc adapter add`` wrote, by the names that requests give; default: the bundle's own.
-        stages: opens the stages before the last of a model in stages; default: in this process. ``exact`` says that
-            they are to hand float32 on, as ``strict`` needs.
+        stages: opens the stages before the last of a model in stages; default: in this process. Its ``exact`` says
+            that float32 is to go over the wire: at ``batch`` and ``strict``, and of experts, which have neither.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
@@ -143,7 +143,7 @@ def load(
                 runner = TextEncoder(folder, manifest, session, tokenizer.result(), context)
             else:
                 tower = open_tower(folder, manifest, workers)
-                exact = engine_options.determinism is Determinism.STRICT
+                exact = engine_options.determinism is not Determinism.FAST or bool(manifest.geometry.mixtures)
                 opener = partial(Stages, read=before) if stages is None else partial(stages, exact=exact)
                 placed = {"stages": opener} if manifest.stage.before else {}
                 runner = SingleRunner(open_session(folder, manifest, workers, device, **placed), context, chunk)

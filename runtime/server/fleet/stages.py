@@ -54,7 +54,7 @@ def find_place(number: int) -> dict[str, float]:
 
 class StagesOnRay(Stages):
     """The stages before the last, each in an actor; one that is lost is started anew. Hidden states are float16 on the
-    wire (:func:`pack`), and float32 if they are to be ``exact``.
+    wire (:func:`pack`), or float32 if they are to be ``exact``.
     Raises BundleError, ResourceError: a stage cannot be opened on its box."""
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int, exact: bool) -> None:
