@@ -113,7 +113,7 @@ def test_stages_in_one_process_are_planned_together(whole: Path, chain: Path):
 
 
 def test_a_service_counts_the_memory_of_stages_in_its_process_before_it_loads(whole: Path, chain: Path):
-    together, apart = Loader({}).need(chain), Loader({"stages": None}).need(chain)
+    together, apart = Loader({}).need(chain), Loader({"stages": "elsewhere"}).need(chain)
     assert apart.least < Loader({}).need(whole).least <= together.least
     load(chain, memory=together.least, max_context=512, self_test=False).close()
 

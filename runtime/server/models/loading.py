@@ -29,7 +29,7 @@ class Loader:
         known = self._manifests.get(folder)
         if known is None or known[0] != published:
             manifest = read_bundle(folder)
-            before = {} if "stages" in self.options else read_stages(folder, manifest)
+            before = read_stages(folder, manifest) if self.options.get("stages") is None else {}
             known = self._manifests[folder] = (published, plan_together(manifest, before))
         return known[1]
 
