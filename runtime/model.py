@@ -51,6 +51,7 @@ from llmc.runtime.selftest import VerifyReport, check_once, replay, replay_stage
 from llmc.runtime.sessions import emulate_target, open_engine, open_session
 from llmc.runtime.sessions.adapters import AdapterInfo
 from llmc.runtime.sessions.onnxruntime.stateless import StatelessSession
+from llmc.runtime.sessions.staged import Stages, plan_together, read_stages
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
 from llmc.runtime.speculation.head_drafter import HeadDrafter
 from llmc.runtime.speculation.model_drafter import ModelDrafter
@@ -106,7 +107,8 @@ def load(
         emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
         device: the number of the GPU, of those that are visible, that a bundle for GPUs runs on.
         adapters: folders that ``llmc adapter add`` wrote, by the names that requests give; default: the bundle's own.
-        stages: opens the stages before the last of a model in stages; default: in this process.
+        stages: opens the stages before the last of a model in stages; default: in this process. Its ``exact`` says
+            that float32 is to go over the wire: at ``batch`` and ``strict``, and of experts, which have neither.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
@@ -119,9 +121,8 @@ def load(
 
     def open_bundle(folder: Path) -> "Model":
         manifest = emulate_target(read_bundle(folder)) if emulate else read_bundle(folder)
-        for number in range(len(manifest.stage.before) if stages is None else 0):  # all in this process
-            other = read_bundle(folder / STAGE_FOLDER.format(number))
-            manifest = replace(manifest, memory=manifest.memory.add_stage(other.memory))
+        before = read_stages(folder, manifest) if stages is None else {}  # all in this process
+        manifest = plan_together(manifest, before)
         limits, engine_options = manifest.limits, _options(options)
         _in_range("memory", memory, 0, 1 << 50)
         fitting = limits.max_context if memory is None else _find_fitting_context(folder, manifest, memory, max_context)
@@ -131,8 +132,9 @@ def load(
         workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
         _check_options(folder, manifest, context, engine_options, options)
         check_load(folder, manifest, context, memory)
-        check_files(folder, manifest, False if verify is None and self_test is False else verify)
-        before = list_anonymous()
+        for part, its_manifest in {folder: manifest, **before}.items():
+            check_files(part, its_manifest, False if verify is None and self_test is False else verify)
+        others = list_anonymous()
         with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
             tokenizer = pool.submit(load_tried_tokenizer, folder)
             runner: SingleRunner | TextEncoder
@@ -143,10 +145,12 @@ def load(
                 runner = TextEncoder(folder, manifest, session, tokenizer.result(), context)
             else:
                 tower = open_tower(folder, manifest, workers)
-                placed = {} if stages is None else {"stages": stages}
+                exact = engine_options.determinism is not Determinism.FAST or bool(manifest.geometry.mixtures)
+                opener = partial(Stages, read=before) if stages is None else partial(stages, exact=exact)
+                placed = {"stages": opener} if manifest.stage.before else {}
                 runner = SingleRunner(open_session(folder, manifest, workers, device, **placed), context, chunk)
             model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory, tower)
-        gather_soon(before, manifest.memory.weights)
+        gather_soon(others, manifest.memory.weights)
         try:
             check_once(model, self_test)
             if engine_options.draft is not None:
@@ -765,6 +769,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         )
     cache = runner.session.cache
     form, states = cache.form(BLOCK), None if cache.can_rewind else cache.states_form
+    key = prefix_key(manifest, options.determinism)
     return Engine(
         runner.session,
         manifest,
@@ -773,18 +778,16 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         prefill_chunk=runner.prefill_chunk,
         options=options,
         memory=limit - (PENDING_BYTES if store else 0),
-        prefixes=PrefixCache(prefix_key(manifest), max_bytes=size, store=store, form=form, states=states)
-        if size
-        else None,
+        prefixes=PrefixCache(key, max_bytes=size, store=store, form=form, states=states) if size else None,
         store=store,
         drafter=make_drafter(model, options),
     )
 
 
-def prefix_key(manifest: Manifest) -> str:
-    """Everything that cached keys and values depend on: the weights, the graphs, the cache's type."""
+def prefix_key(manifest: Manifest, level: Determinism) -> str:
+    """Everything that cached keys and values depend on: weights, graphs, the cache's type, and the shapes of calls."""
     hashes = [*manifest.stage.before, *(file.sha256 for _, file in sorted(manifest.files.items()))]
-    parts = [manifest.source.fingerprint, manifest.cache, *hashes]
+    parts = [manifest.source.fingerprint, manifest.cache, level.value, *hashes]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

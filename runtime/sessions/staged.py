@@ -3,19 +3,18 @@
 The last stage, whose logits are many, runs in the engine's own process, those before it wherever they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import BUNDLE_MANIFEST, STAGE_FOLDER, Manifest, Stage, read_bundle, sha256_file
+from llmc.bundle import BUNDLE_MANIFEST, STAGE_FOLDER, Manifest, MemoryPlan, Stage, read_bundle, sha256_file
 from llmc.errors import BundleError
 from llmc.inventory import CacheKind
-from llmc.runtime.host.integrity import check_files
-from llmc.runtime.kv.budget import check_load
 from llmc.runtime.kv.cache import KVCache, Layout, Values, tensors_of
 from llmc.runtime.kv.host_cache import LETS_GO
 from llmc.runtime.sessions import open_engine
@@ -24,18 +23,45 @@ from llmc.runtime.sessions.base import Batch, Session
 # Tokens of a prompt that a stage computes at a time, while the next one computes those before: a tile of attention, so
 # that each has the bits that it has in the whole call.
 PIECE = 64
+# Bits above the point of a token's largest value on the wire: float16 ends at 65,504.
+WIRE_BITS = 15
+Wire = tuple[NDArray[np.float16], NDArray[np.int32]]
 
 
-def open_stage(folder: Path, number: int, wanted: str, threads: int) -> Session:
-    """Open a stage before the last, which is in ``folder``; ``wanted`` is the SHA-256 of its manifest.
-    Raises BundleError: it is missing, damaged or of another build; ResourceError: memory does not suffice."""
+def read_stage(folder: Path, number: int, wanted: str) -> Manifest:
+    """The manifest of a stage before the last, which is in ``folder``; ``wanted`` is its SHA-256.
+    Raises BundleError: it is missing, or of another build."""
     place = folder / STAGE_FOLDER.format(number)
     manifest = read_bundle(place)
     if sha256_file(place / BUNDLE_MANIFEST) != wanted:
         raise BundleError(f"{place} is of another build than {folder}; copy both from one build")
-    check_load(place, manifest, manifest.limits.max_context)
-    check_files(place, manifest, None)
-    return open_engine(place, manifest, threads)
+    return manifest
+
+
+def read_stages(folder: Path, manifest: Manifest) -> dict[Path, Manifest]:
+    """The manifests of the stages before the last, by their folders; see :func:`read_stage`."""
+    before = enumerate(manifest.stage.before)
+    return {folder / STAGE_FOLDER.format(stage[0]): read_stage(folder, *stage) for stage in before}
+
+
+def plan_together(manifest: Manifest, stages: Mapping[Path, Manifest]) -> Manifest:
+    """The manifest of the last stage with the memory of all, in one process."""
+    plans = (stage.memory for stage in stages.values())
+    return replace(manifest, memory=reduce(MemoryPlan.add_stage, plans, manifest.memory))
+
+
+def pack(hidden: NDArray[np.float32]) -> Wire:
+    """Hidden states [..., H] in float16, each token's largest value near 2^15, and the powers of two [..., 1] that it
+    takes: half the bytes, of values of any size."""
+    exponents = WIRE_BITS - np.frexp(np.abs(hidden).max(-1, keepdims=True))[1]
+    return np.ldexp(hidden, exponents).astype(np.float16), exponents
+
+
+def unpack(wire: Wire) -> NDArray[np.float32]:
+    """The hidden states of :func:`pack`, rounded by 2^-11 of each value, or 2^-39 of their token's largest."""
+    values, exponents = wire
+    found: NDArray[np.float32] = np.ldexp(values.astype(np.float32), -exponents)
+    return found
 
 
 def ask(session: Session, name: str, arguments: Sequence[Any]) -> Any:
@@ -44,10 +70,14 @@ def ask(session: Session, name: str, arguments: Sequence[Any]) -> Any:
 
 
 class Stages:
-    """The stages before the last, in this process: to check them, and where memory has room for all."""
+    """The stages before the last, in this process: to check them, and where memory has room for all.
+    ``read`` are their manifests, if they were."""
 
-    def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
-        self._sessions = [open_stage(folder, *stage, threads) for stage in enumerate(manifest.stage.before)]
+    def __init__(
+        self, folder: Path, manifest: Manifest, threads: int, read: Mapping[Path, Manifest] | None = None
+    ) -> None:
+        read = read_stages(folder, manifest) if read is None else read
+        self._sessions = [open_engine(place, stage, threads) for place, stage in read.items()]
 
     def submit(self, batch: Batch) -> Any:
         """Start a call through all of them, while others are under way; a promise for :meth:`fetch`."""

@@ -18,11 +18,17 @@ from llmc.optimize.build import build
 from llmc.optimize.plan.memory import ROTATIONS, memory_plan
 from llmc.optimize.split import split
 from llmc.runtime import load
+from llmc.runtime.host import integrity
 from llmc.runtime.model import verify
 from llmc.runtime.selftest import VECTOR_TOLERANCE, replay_stage
-from llmc.runtime.sessions import Batch, Phase, open_engine, open_session
+from llmc.runtime.server.models.loading import Loader
+from llmc.runtime.sessions import Batch, Phase, open_engine, open_session, staged
+from llmc.runtime.sessions.staged import WIRE_BITS, pack, unpack
 
 GB = 10**9
+# Of a value that float16 rounds to nearest, with 11 bits; and of a token's largest, where that leaves values too small
+# for all 11.
+HALF_ROUNDING, HALF_SMALLEST = 2.0**-11, 2.0**-39
 
 
 @pytest.fixture(scope="module", params=["int8", "int4"])
@@ -104,6 +110,36 @@ def test_stages_in_one_process_are_planned_together(whole: Path, chain: Path):
         assert model.planned_bytes > read_bundle(chain).memory.total(0)
     with pytest.raises(ResourceError):
         load(chain, self_test=False, memory=read_bundle(chain).memory.total(64), max_context=64)
+
+
+def test_a_service_counts_the_memory_of_stages_in_its_process_before_it_loads(whole: Path, chain: Path):
+    together, apart = Loader({}).need(chain), Loader({"stages": "elsewhere"}).need(chain)
+    assert apart.least < Loader({}).need(whole).least <= together.least
+    load(chain, memory=together.least, max_context=512, self_test=False).close()
+
+
+def test_all_stages_in_the_folder_are_hashed_and_their_manifests_read_once(
+    chain: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hashed, read = list[Path](), list[Path]()
+    noted = {integrity: ("verify_files", hashed), staged: ("read_bundle", read)}
+    for module, (name, places) in noted.items():
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda it, *more, f=function, at=places: (at.append(it), f(it, *more))[1])
+    load(chain, verify=True, self_test=False).close()
+    assert hashed == [chain, *read] and read == [chain / "stage-0", chain / "stage-1"]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e6, 1e30])
+def test_hidden_states_on_the_wire_are_rounded_as_float16_whatever_their_size(scale: float):
+    hidden = np.random.default_rng(0).standard_normal((2, 5, 64)).astype(np.float32) * np.float32(scale)
+    hidden[0, 0, 3], hidden[1, 1] = 1e5 * scale, 0
+    values, exponents = wire = pack(hidden)
+    assert values.dtype == np.float16 and exponents.shape == (2, 5, 1)
+    allowed = HALF_ROUNDING * np.abs(hidden) + HALF_SMALLEST * np.abs(hidden).max(-1, keepdims=True)
+    assert (np.abs(unpack(wire) - hidden) <= allowed).all()
+    cut = np.ldexp(np.trunc(np.ldexp(hidden, exponents - 5)).astype(np.float32), 5 - exponents)  # 2^(15 - 5): 10 bits
+    assert WIRE_BITS == 15 and (np.abs(cut - hidden) > allowed).any()
 
 
 def test_each_stage_is_a_bundle_that_is_verified_alone_and_the_chain_whole(chain: Path):

@@ -11,10 +11,13 @@ from ray.exceptions import RayError, RayTaskError
 
 from llmc.bundle import STAGE_FOLDER, Manifest
 from llmc.errors import LlmcError, ResourceError
+from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import usable_threads
+from llmc.runtime.kv.budget import check_load
 from llmc.runtime.kv.rows import TornError
+from llmc.runtime.sessions import open_engine
 from llmc.runtime.sessions.base import Batch
-from llmc.runtime.sessions.staged import Stages, ask, open_stage
+from llmc.runtime.sessions.staged import Stages, ask, pack, read_stage, unpack
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +30,17 @@ SHARE = 0.001  # of a box's resource: a place, and no amount
 class StageActor:
     """A stage in a process of its own, with no more threads than its box has."""
 
-    def open(self, folder: Path, number: int, wanted: str, threads: int) -> None:
-        self._session = open_stage(folder, number, wanted, min(threads, usable_threads()))
+    def open(self, folder: Path, number: int, wanted: str, threads: int, exact: bool) -> None:
+        """Raises BundleError: the stage is missing, damaged or of another build; ResourceError: memory lacks."""
+        place, manifest = folder / STAGE_FOLDER.format(number), read_stage(folder, number, wanted)
+        check_load(place, manifest, manifest.limits.max_context)
+        check_files(place, manifest, None)
+        self._session, self._exact = open_engine(place, manifest, min(threads, usable_threads())), exact
 
     def run(self, batch: Batch, hidden: Any) -> Any:
-        return self._session.run(replace(batch, hidden=hidden))
+        hidden = hidden if self._exact or hidden is None else unpack(hidden)
+        found = self._session.run(replace(batch, hidden=hidden))
+        return found if self._exact else pack(found)
 
     def ask(self, name: str, arguments: Sequence[Any]) -> Any:
         return ask(self._session, name, arguments)
@@ -44,11 +53,13 @@ def find_place(number: int) -> dict[str, float]:
 
 
 class StagesOnRay(Stages):
-    """The stages before the last, each in an actor; one that is lost is started anew.
+    """The stages before the last, each in an actor; one that is lost is started anew. Hidden states are float16 on the
+    wire (:func:`pack`), or float32 if they are to be ``exact``.
     Raises BundleError, ResourceError: a stage cannot be opened on its box."""
 
-    def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, threads: int, exact: bool) -> None:
         self._folder, self._threads, self._hashes = folder, threads, manifest.stage.before
+        self._exact = exact
         self._places = [find_place(number) for number in range(len(self._hashes))]
         self._actors, self._opening = dict[int, Any](), dict[int, Any]()
         self._reserved: Sequence[Any] = ()
@@ -65,8 +76,12 @@ class StagesOnRay(Stages):
         return hidden
 
     def fetch(self, promise: Any) -> Any:
-        """The value that a reference of Ray's, or several, stand for.
-        Raises TornError: a stage was lost, and with it what all rows of the cache held."""
+        """See :class:`Stages`. Raises TornError: a stage was lost, and with it what all rows of the cache held."""
+        found = self._get(promise)
+        return found if self._exact else unpack(found)
+
+    def _get(self, promise: Any) -> Any:
+        """The value that a reference of Ray's, or several, stand for."""
         try:
             return ray.get(promise, timeout=REPLY_S)
         except RayError as error:
@@ -86,7 +101,7 @@ class StagesOnRay(Stages):
         if name == "reserve":
             self._reserved = arguments
         asked = [self._actors[number].ask.remote(name, given) for number, given in enumerate(arguments)]
-        found: list[Any] = self.fetch(asked)
+        found: list[Any] = self._get(asked)
         return found
 
     def close(self) -> None:
@@ -100,7 +115,8 @@ class StagesOnRay(Stages):
         options = {"num_cpus": 0, "resources": self._places[number], "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(StageActor).options(**options).remote()
         self._actors[number] = actor
-        self._opening[number] = [actor.open.remote(self._folder, number, self._hashes[number], self._threads)]
+        asked = self._folder, number, self._hashes[number], self._threads, self._exact
+        self._opening[number] = [actor.open.remote(*asked)]
         if self._reserved:
             self._opening[number].append(actor.ask.remote("reserve", self._reserved[number]))
 
@@ -108,7 +124,7 @@ class StagesOnRay(Stages):
         """Wait for stages that are being opened; one that cannot be is started again for the next request."""
         for number, opening in list(self._opening.items()):
             try:
-                self.fetch(opening)
+                self._get(opening)
             except LlmcError:
                 self._start(number)
                 raise

@@ -11,6 +11,7 @@ from llmc.bundle import Manifest, publication, read_bundle
 from llmc.errors import BundleError, LlmcError, RequestError, UsageError, text_of
 from llmc.runtime.api.options import EngineOptions, row_limit
 from llmc.runtime.model import MemoryNeed, Model, load, memory_need
+from llmc.runtime.sessions.staged import plan_together, read_stages
 
 _ENGINE_OPTIONS = {option.name for option in fields(EngineOptions)}
 
@@ -27,7 +28,9 @@ class Loader:
         published = publication(folder)
         known = self._manifests.get(folder)
         if known is None or known[0] != published:
-            known = self._manifests[folder] = (published, read_bundle(folder))
+            manifest = read_bundle(folder)
+            before = read_stages(folder, manifest) if self.options.get("stages") is None else {}
+            known = self._manifests[folder] = (published, plan_together(manifest, before))
         return known[1]
 
     def need(self, folder: Path) -> MemoryNeed:
