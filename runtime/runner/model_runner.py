@@ -237,9 +237,9 @@ def make_window_batch(windows: Sequence[Window], first_row: int) -> Batch:
     """The call of windows of one length, with the logits of its last output again for one that has fewer."""
     most = max(len(window.outputs) for window in windows)
     outputs = [[*window.outputs, *window.outputs[-1:] * (most - len(window.outputs))] for window in windows]
-    ids, starts, seen = ([getattr(it, name) for it in windows] for name in ("tokens", "start", "seen"))
-    arrays = (np.array(values, np.int64) for values in (ids, starts, outputs))
-    return Batch(Phase.PREFILL, *arrays, first_row, seen_lengths=np.array(seen, np.int64))
+    fields = ([it.tokens for it in windows], [it.start for it in windows], outputs, [it.seen for it in windows])
+    ids, starts, asked, seen = (np.array(values, np.int64) for values in fields)
+    return Batch(Phase.PREFILL, ids, starts, asked, first_row, seen_lengths=seen)
 
 
 def _complete(call: Batch, sequences: Sequence[Slot]) -> Batch:
