@@ -178,6 +178,9 @@ def _check_options(
     folder: Path, manifest: Manifest, context: int, options: EngineOptions, given: Mapping[str, Any]
 ) -> None:
     row_limit(manifest, options)
+    kept = [name for name in ("prefix_cache_bytes", "prefix_cache_folder") if given.get(name)]
+    if manifest.geometry.diffusion and kept:
+        raise UsageError(f"{kept[0]} is for a bundle that keeps prefixes, and {folder} fills masks; leave it out")
     if options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
         raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
     if manifest.geometry.encoder and given.keys() - ({"draft"} if given.get("draft") == "auto" else set()):
@@ -717,7 +720,7 @@ def memory_need(manifest: Manifest, options: Mapping[str, Any]) -> MemoryNeed:
     """The memory that a bundle takes when it is loaded with these arguments of :func:`load`."""
     limits = manifest.limits
     context = options.get("max_context") or limits.max_context
-    prefixes, draft = options.get("prefix_cache_bytes"), options.get("draft")
+    prefixes, draft = 0 if manifest.geometry.diffusion else options.get("prefix_cache_bytes"), options.get("draft")
     on_disk = options.get("prefix_cache_folder") is not None
     pending = PENDING_BYTES if on_disk else 0
     always = prefixes or (PREFIX_BYTES if on_disk else 0)

@@ -46,13 +46,14 @@ RENAMED = (
 
 def read(keys: Keys) -> DecoderConfig:
     """``mlp_ratio`` counts where there is no ``mlp_hidden_size``, which all published checkpoints have."""
+    renamed = RENAMED if "d_model" in keys else ()  # from a GGUF file all has Llama's names
     keys.rename(KEYS)
     keys.skip(*SKIPPED)
     for name, plain in PLAIN.items():
         if keys.raw(name) not in (None, plain):
             raise keys.error(name, keys.raw(name), repr(plain))
     config = read_decoder(keys, default_kv_heads=keys.integer("num_attention_heads"))
-    return see_both_ways(keys, replace(config, renamed=RENAMED), shift=0)
+    return see_both_ways(keys, replace(config, renamed=renamed), shift=0)
 
 
 def see_both_ways(keys: Keys, config: DecoderConfig, shift: int) -> DecoderConfig:

@@ -37,7 +37,7 @@ def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     """The manifest with the measured invariance of each graph; overwrites the session's cache.
 
     A context below :data:`SMALLEST_CONTEXT` gets no guarantee, nor do experts that round by the number of rows; a
-    diffusion model needs none, for none of its calls is shared.
+    diffusion model needs none, for its calls are shared at ``fast`` alone.
     """
     if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest) or manifest.geometry.diffusion:
         return manifest

@@ -96,7 +96,7 @@ _RANGES = {
 
 def check_level(manifest: Manifest, level: Determinism) -> None:
     """Refuse a level of determinism that the bundle's arithmetic was not seen to keep, when it was built."""
-    if level is Determinism.FAST or manifest.geometry.diffusion:  # whose calls have one request each
+    if level is Determinism.FAST or manifest.geometry.diffusion:  # whose calls have one request each, then
         return
     decode = manifest.graphs["decode"].invariance
     prefill = manifest.graphs["prefill"].invariance

@@ -55,8 +55,10 @@ class Denoiser:
         return Window(start, self._tokens[start:end].tolist(), self.length, wanted.tolist())
 
     def take(self, logits: Logits) -> list[int]:
-        """Fill some masks from the logits [n, V] of those left in the block; its tokens once all are filled."""
-        masked, of_masks = self._masked, logits[:, self._model.mask_token_id].copy()
+        """Fill some masks from the logits [n, V] that begin with those of masks left in the block; its tokens once all
+        are filled."""
+        masked, logits = self._masked, logits[: len(self._masked)]
+        of_masks = logits[:, self._model.mask_token_id].copy()
         logits[:, self._model.mask_token_id] = -np.inf  # a mask that stays one would never end
         tokens = self._choose(logits)
         logits[:, self._model.mask_token_id] = of_masks

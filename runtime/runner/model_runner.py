@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llmc.bundle import Manifest
+from llmc.inventory import MOST_MASKS
 from llmc.runtime.api.options import Determinism, in_pairs
-from llmc.runtime.kv.rows import Rows, Slot
+from llmc.runtime.kv.rows import Rows, Slot, Window
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
@@ -46,6 +47,7 @@ class Policy:
         row_by_row: every row has a call of its own.
         even: which has an even number of tokens: the last may be a dummy, whose position is written again.
         shares_prefill: prompts that wait together may be fed in one call.
+        shares_windows: windows of as many tokens may.
         adapters_apart: rows with adapters, whose graph is another one, share no call with rows without.
     """
 
@@ -54,6 +56,7 @@ class Policy:
     row_by_row: bool = False
     even: bool = False
     shares_prefill: bool = False
+    shares_windows: bool = False
     adapters_apart: bool = False
 
     @classmethod
@@ -67,7 +70,7 @@ class Policy:
             return cls(row_by_row=True, even=any(not it.single or it.tokens == 2 for it in steps))
         split = graphs["prefill"].file != graphs["decode"].file
         graph_from = PREFILL_GRAPH_FROM.get(_find_precision(manifest), NEVER) if split else NEVER
-        return cls(graph_from, shares_prefill=session.packs_rows)
+        return cls(graph_from, shares_prefill=session.packs_rows, shares_windows=True)
 
 
 def _find_precision(manifest: Manifest) -> str:
@@ -134,24 +137,25 @@ class ModelRunner:
         return logits
 
     def divide(self, sequences: Sequence[_S]) -> Iterator[list[_S]]:
-        """Sequences that can share a call: in rows side by side, with one token each."""
+        """Sequences that can share a call: in rows side by side, with one token each, or with windows of one length."""
 
-        def kind(sequence: _S) -> tuple[bool, bool]:
-            return bool(
-                sequence.drafts or sequence.window
-            ), self._policy.adapters_apart and sequence.adapter is not None
+        def kind(sequence: _S) -> tuple[bool, int, bool]:
+            apart = self._policy.adapters_apart and sequence.adapter is not None
+            return bool(sequence.drafts), len(sequence.window.tokens) if sequence.window else 0, apart
 
-        for (drafted, _), neighbours in groupby(sequences, kind):
+        for (drafted, tokens, _), neighbours in groupby(sequences, kind):
             group = list(neighbours)
-            yield from [[sequence] for sequence in group] if drafted else [group]
+            most = 1 if drafted else len(group)
+            if tokens:
+                masks = max(len(sequence.window.outputs) for sequence in group if sequence.window)
+                most = max(1, min(self._chunk // tokens, MOST_MASKS // masks)) if self._policy.shares_windows else 1
+            yield from (group[start : start + most] for start in range(0, len(group), most))
 
     def execute(self, call: Sequence[Slot]) -> Floats:
-        """Feed last tokens and drafts of one of :func:`calls`; logits [B, 1 + drafts, V], which the next call may
-        overwrite."""
-        if len(call) == 1 and (window := call[0].window) is not None:
-            ids, past, seen = np.array([window.tokens], np.int64), np.array([window.start]), np.array([window.seen])
-            outputs = np.array([window.outputs], np.int64)
-            return self._run(Batch(Phase.PREFILL, ids, past, outputs, call[0].row, seen_lengths=seen))
+        """Feed last tokens and drafts, or windows, of one of :meth:`divide`; logits [B, 1 + drafts, V], or of a
+        window's outputs first and then any, which the next call may overwrite."""
+        if windows := [slot.window for slot in call if slot.window is not None]:
+            return self._run(make_window_batch(windows, call[0].row))
         if len(call) == 1 and call[0].drafts:
             return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:
@@ -227,6 +231,15 @@ class ModelRunner:
 def _zeros(rows: int, phase: Phase, first_row: int) -> Batch:
     ids, lengths, indices = (np.zeros(shape, np.int64) for shape in ((rows, 1), rows, (rows, 1)))
     return Batch(phase, ids, lengths, indices, first_row)
+
+
+def make_window_batch(windows: Sequence[Window], first_row: int) -> Batch:
+    """The call of windows of one length, with the logits of its last output again for one that has fewer."""
+    most = max(len(window.outputs) for window in windows)
+    outputs = [[*window.outputs, *window.outputs[-1:] * (most - len(window.outputs))] for window in windows]
+    fields = ([it.tokens for it in windows], [it.start for it in windows], outputs, [it.seen for it in windows])
+    ids, starts, asked, seen = (np.array(values, np.int64) for values in fields)
+    return Batch(Phase.PREFILL, ids, starts, asked, first_row, seen_lengths=seen)
 
 
 def _complete(call: Batch, sequences: Sequence[Slot]) -> Batch:

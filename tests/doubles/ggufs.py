@@ -11,6 +11,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
+from llmc.export.families.llada import KEYS
+
 Kind = gguf.GGMLQuantizationType
 # A vocabulary of letters for models whose text does not matter.
 TOKENIZER: dict[str, Any] = {
@@ -38,8 +40,9 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
     "gpt_oss": "gpt-oss",
+    "Dream": "dream",
 }
-TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3")
+TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3", "llada")
 # Families whose converter does not write these.
 NO_KV, NO_BASE = ("gpt2", "gpt_neox"), ("gpt2", "gpt_neox", "phi", "stablelm", "gemma")
 # Width of MLPs that the random one's config leads to.
@@ -64,7 +67,7 @@ def write_gguf(
         metadata: keys without the architecture to write or, with None, to leave out.
         parts: files to write.
     """
-    config = json.loads((checkpoint / "config.json").read_text())
+    config = {KEYS.get(key, key): value for key, value in json.loads((checkpoint / "config.json").read_text()).items()}
     architecture = (
         "granitehybrid" if _is_mamba(config) else ARCHITECTURES.get(config["model_type"], config["model_type"])
     )

@@ -8,8 +8,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from doubles import mxfp4
-from doubles.ggufs import PLACES, Kind, random_blocks, write_gguf
+from doubles import diffusing, mxfp4
+from doubles.ggufs import PLACES, TOKENIZER, Kind, random_blocks, write_gguf
 
 from llmc.bundle import MADE_FILE, read_export
 from llmc.errors import CheckpointError
@@ -103,7 +103,27 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_converted_checkpoint_comes_back(name, random_checkpoint, tmp_path):
     folder = random_checkpoint.__wrapped__(name, **CONVERTED[name])  # not cached: values are lists and tables
-    before, found = read_checkpoint(folder), read_checkpoint(write_gguf(folder, tmp_path / "model.gguf"))
+    assert_same(folder, write_gguf(folder, tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("family", diffusing.SHIFTS)
+def test_a_diffusion_model_comes_back_and_others_of_its_architecture_are_refused(family, diffusion_models, tmp_path):
+    folder, shift = diffusion_models / family, bool(diffusing.SHIFTS[family])
+    metadata = {"attention.causal": False, "rope.freq_base": diffusing.SIZES["rope_theta"]}
+    names = [*TOKENIZER["tokens"], *(f"t{i}" for i in range(len(TOKENIZER["tokens"]), diffusing.VOCAB))]
+    ids = {"eos_token_id": diffusing.EOS, "mask_token_id": diffusing.MASK}
+    tokenizer = {**TOKENIZER, **ids, "tokens": names, "token_type": [3, 3, *[1] * 27, *[3] * (len(names) - 29)]}
+    assert_same(folder, write_gguf(folder, tmp_path / "plain.gguf", tokenizer=tokenizer, metadata=metadata))
+    for number, stated in enumerate(({"attention.causal": True}, {"diffusion.shift_logits": not shift})):
+        own = {name: value for name, value in stated.items() if name in metadata}
+        path = tmp_path / f"{number}.gguf"
+        write_gguf(folder, path, tokenizer={**tokenizer, **stated}, metadata={**metadata, **own})
+        with pytest.raises(CheckpointError, match=f"{next(iter(stated))} is {next(iter(stated.values()))}"):
+            read_checkpoint(path)
+
+
+def assert_same(folder: Path, path: Path) -> None:
+    before, found = read_checkpoint(folder), read_checkpoint(path)
     # What is called by the name of another family computes the same.
     kept = {"model_type": before.config.model_type, "packed": before.config.packed, "renamed": before.config.renamed}
     assert replace(found.config, **kept) == before.config

@@ -347,6 +347,15 @@ def _mistral3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": "ministral3", "rope_theta": None, "rope_parameters": rope | found}
 
 
+def _diffusion(data: Metadata, family: str, shift: bool) -> dict[str, Any]:
+    """Every token sees all others; the file may say that logits stand in another place than the family's do."""
+    for key, expected in ((f"{data.architecture}.attention.causal", False), ("diffusion.shift_logits", shift)):
+        if (found := data.values.get(key, expected)) is not expected:
+            raise CheckpointError(f"{data.where}: {key} is {found!r:.80}, which is unsupported; expected {expected}")
+    data.skip("attention.causal")
+    return {"model_type": family, "mask_token_id": data.values.get("tokenizer.ggml.mask_token_id")}
+
+
 Reader = Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
 ARCHITECTURES: dict[str, Reader] = {
     "llama": lambda data, config: (_mixtral if data.get("expert_count") else _llama)(data, config),
@@ -406,4 +415,10 @@ ARCHITECTURES: dict[str, Reader] = {
     "stablelm": _stablelm,
     "gptneox": _gptneox,
     "gpt2": lambda data, config: {**_layer_norm(data, "layer_norm_epsilon"), "hidden_act": "gelu_new"},
+    "llada": lambda data, config: {**read_rope(data, config), **_diffusion(data, "llada", False)},
+    "dream": lambda data, config: {
+        **read_rope(data, config),
+        **_diffusion(data, "Dream", True),
+        "use_sliding_window": False,
+    },
 }

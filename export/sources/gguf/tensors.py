@@ -124,7 +124,7 @@ _KEPT = (
     *("per_layer_input_gate.weight", "per_layer_projection.weight"),
 )
 # Families whose heads llama.cpp rotates by neighbouring values, Hugging Face by values half a head apart.
-_TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3")
+_TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3", "llada")
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<module>.+?)(?P<kind>\.weight|\.bias|))")
 # Whose rows, of ``ssm_out`` columns, belong to value heads: to their values, or to each as a whole. llama.cpp has the
 # first of each key head, then the second ones; Hugging Face those of one key head together.

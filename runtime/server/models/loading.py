@@ -1,5 +1,6 @@
 """Bundles as the options of a service load them: their manifests, what they need of memory, and their models."""
 
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,7 +14,10 @@ from llmc.runtime.api.options import EngineOptions, row_limit
 from llmc.runtime.model import MemoryNeed, Model, load, memory_need
 from llmc.runtime.sessions.staged import plan_together, read_stages
 
+log = logging.getLogger(__name__)
+
 _ENGINE_OPTIONS = {option.name for option in fields(EngineOptions)}
+_OF_PREFIXES = {name for name in _ENGINE_OPTIONS if name.startswith("prefix_cache")}
 
 
 class Loader:
@@ -38,8 +42,9 @@ class Loader:
         return memory_need(manifest, self.options_of(manifest))
 
     def options_of(self, manifest: Manifest) -> dict[str, Any]:
-        """Arguments of ``load`` for a bundle: those of an engine only if it has one."""
-        left_out = _ENGINE_OPTIONS if manifest.geometry.encoder else set()
+        """Arguments of ``load`` for a bundle: those of an engine only if it has one, which may keep no prefixes."""
+        geometry = manifest.geometry
+        left_out = _ENGINE_OPTIONS if geometry.encoder else _OF_PREFIXES if geometry.diffusion else set()
         return {name: value for name, value in self.options.items() if name not in left_out}
 
     def check_options(self, folder: Path) -> None:
@@ -61,8 +66,11 @@ class Loader:
             BundleError: also for options that do not suit it: they are not its clients' fault.
             LlmcError: as :func:`llmc.runtime.load`.
         """
+        manifest = self.read(folder)
+        if manifest.geometry.diffusion and (given := sorted(name for name in _OF_PREFIXES if self.options.get(name))):
+            log.warning("%s fills masks, so it keeps no prefixes: no use of %s", folder, " and ".join(given))
         try:
-            model = load(folder, memory=memory, adapters=adapters, **self.options_of(self.read(folder)))
+            model = load(folder, memory=memory, adapters=adapters, **self.options_of(manifest))
         except (UsageError, RequestError) as error:  # the latter of a draft
             raise BundleError(f"{folder} cannot be loaded with the options of this service: {error}") from error
         try:

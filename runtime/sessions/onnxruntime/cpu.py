@@ -74,7 +74,7 @@ class OnnxRuntimeSession(Session):
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if batch.new_lengths is not None:
             ends = (batch.past_lengths + batch.new_lengths).tolist()
-        if rows > 1 and sequence > 1 and (batch.new_lengths is None or not self.packs_rows):
+        if rows > 1 and sequence > 1 and not self.diffuses and (batch.new_lengths is None or not self.packs_rows):
             return self._run_row_by_row(batch)
         if batch.adapters:
             assert self._factors is not None, "adapters are read once the session is open for them"

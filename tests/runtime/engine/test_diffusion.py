@@ -1,6 +1,7 @@
 """Requests to a diffusion model: alone or together, ended by texts and tokens, stopped, refused."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from llmc.errors import CancelledError, DeadlineError, DraftError, UsageError
 from llmc.runtime import Model, load
 from llmc.runtime.bench.benchmark import benchmark
+from llmc.runtime.model import memory_need
+from llmc.runtime.server.models.loading import Loader
 
 OPTIONS = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
 SLOW = {"max_tokens": 100, "ignore_eos": True, "diffusion_steps": 100, "block_cache": "off"}
@@ -25,6 +28,33 @@ def test_requests_together_get_what_they_get_alone(model: Model):
     alone = [model.generate(prompt, **asked).token_ids for prompt, asked in zip(prompts, lengths, strict=True)]
     handles = [model.stream(prompt, **asked) for prompt, asked in zip(prompts, lengths, strict=True)]
     assert [handle.result().token_ids for handle in handles] == alone
+
+
+def test_windows_of_one_length_share_calls_at_fast_and_at_no_other_level(model: Model, diffusion_models: Path):
+    prompts, asked = [[10 + i] * (5 + 3 * i) for i in range(4)], {**OPTIONS, "max_tokens": 48, "block_length": 16}
+    alone = [model.generate(prompt, **asked).token_ids for prompt in prompts]
+    for level, most in (("fast", 4), ("batch", 1)):
+        rows = []
+        with load(diffusion_models / "llada-fp32", threads=1, self_test=False, determinism=level) as other:
+            session = other.runner.session
+            run = session.run
+            session.run = lambda call, run=run, rows=rows: rows.append(len(call.input_ids)) or run(call)
+            handles = other.engine.call(lambda: [other.stream(prompt, **asked) for prompt in prompts])
+            assert [handle.result().token_ids for handle in handles] == alone
+        assert max(rows) == most
+
+
+def test_prefixes_are_refused_by_load_and_named_by_a_service(diffusion_models: Path, tmp_path: Path, caplog):
+    folder = diffusion_models / "llada-fp32"
+    for given in ({"prefix_cache_bytes": 1 << 20}, {"prefix_cache_folder": tmp_path}):
+        with pytest.raises(UsageError, match=f"{next(iter(given))} is for a bundle that keeps prefixes"):
+            load(folder, self_test=False, **given)
+    options = {"prefix_cache_folder": tmp_path, "prefix_cache_bytes": None, "threads": 1, "self_test": False}
+    with closing(Loader(options).load(folder, None, {})) as served:
+        assert served.engine.prefixes is None
+    assert "keeps no prefixes: no use of prefix_cache_folder" in caplog.text
+    need = memory_need(served.manifest, {"prefix_cache_bytes": 1 << 40})
+    assert need == memory_need(served.manifest, {"prefix_cache_bytes": 0})
 
 
 def test_tokens_come_by_blocks_and_end_with_a_text_or_a_token(model: Model):
