@@ -486,7 +486,9 @@ def test_a_head_drafts_for_rows_with_adapters(
     seen: list[np.ndarray] = []
     watch = HeadDrafter.watch
     monkeypatch.setattr(HeadDrafter, "watch", lambda *args: [seen.append(args[3].copy()), watch(*args)])
-    folder = write_adapter(tmp_path / "sql", draw_factors(read_export(planted.exports[0]).geometry, 4), r=4)
+    folder = write_adapter(
+        tmp_path / "sql", draw_factors(read_export(planted.exports[0]).geometry, 4, deviation=0.01), r=4
+    )
     build(planted.exports[0], tmp_path / "beside", precision="fp32", head=planted.exports[1], adapters=1, **BUILT)
     add_adapter(tmp_path / "beside", folder, "sql")
     merged = export(planted.model, tmp_path / "export", adapters=[(folder, 1.0)]).output
