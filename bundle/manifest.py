@@ -402,7 +402,7 @@ class GoldenPrompt:
 @dataclass(frozen=True)
 class GoldenVector:
     """One self-test case of a model that embeds or ranks: a text's tokens and the first values of its result. Of a
-    tower: no tokens, and some values of each row that it makes of a made-up tile."""
+    tower, a stage or a draft head: no tokens, and some of what it makes of a made-up tile or made-up hidden states."""
 
     prompt: TokenIds
     values: Logits
