@@ -7,6 +7,7 @@ next.
 import json
 import shutil
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,11 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from llmc.bundle import WEIGHTS_FILE, read_bundle, read_export, write_manifest
+from llmc.bundle import WEIGHTS_FILE, Budget, read_bundle, read_export, write_manifest
 from llmc.errors import BundleError, CancelledError, CheckpointError, DraftError, UsageError
 from llmc.export import export
 from llmc.export.adapters import add_adapter
 from llmc.optimize import recipe
+from llmc.optimize.auto.search import automatic
 from llmc.optimize.build import build
 from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.api.handle import Handle
@@ -227,6 +229,8 @@ def compute(made: Made, ids: Tensor, given: Tensor, own: Tensor, *, normed: bool
         stream = rms(x, weights["hidden_norm"])
         read, x = torch.cat((rms(embedded, weights["input_layernorm"]), stream), -1), stream if normed else x
         q, k, v = (heads(read @ w[f"{at}.self_attn.{part}_proj.weight"].T) for part in "qkv")
+        if f"{at}.self_attn.q_norm.weight" in w:
+            q, k = (rms(it, w[f"{at}.self_attn.{part}_norm.weight"]) for it, part in ((q, "q"), (k, "k")))
         x = x + attend("eagle", q, k, v) @ w[f"{at}.self_attn.o_proj.weight"].T
     else:
         at, ours = "layers.0", made.tensors["model.norm.weight"] + 1
@@ -368,17 +372,20 @@ def test_the_head_computes_the_published_rule(made: Made):
 
 
 def test_the_layout_of_speculators_is_read(eagle: Made, tmp_path: Path):
-    """Whose stream goes on from its norm, and whose layers are numbered by what they read."""
-    (folder := tmp_path / "speculator").mkdir()
+    """Its stream goes on from its norm, its layers are numbered by what they read, and its own may be Qwen 3's."""
+    made, random = copy(eagle), torch.Generator().manual_seed(4)
+    normed = {f"midlayer.self_attn.{part}_norm.weight": 1 + torch.randn(16, generator=random) / 4 for part in "qk"}
+    made.weights, made.head = eagle.weights | normed, tmp_path / "speculator"
+    made.head.mkdir()
     layer = {name: value for name, value in EAGLE.items() if name not in ("architectures", *EAGLE_KEYS)}
-    config = SPECULATOR | {"transformer_layer_config": layer | {"tie_word_embeddings": True}}
-    (folder / "config.json").write_text(json.dumps(config))
-    renamed = {name.replace("midlayer", "layers.0"): tensor for name, tensor in eagle.weights.items()}
-    save_file(renamed | {"t2d": torch.zeros(V, dtype=torch.bool)}, folder / "model.safetensors")
-    export(folder, tmp_path / "export", of=eagle.model)
+    layer |= {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
+    (made.head / "config.json").write_text(json.dumps(SPECULATOR | {"transformer_layer_config": layer}))
+    renamed = {name.replace("midlayer", "layers.0"): tensor for name, tensor in made.weights.items()}
+    save_file(renamed | {"t2d": torch.zeros(V, dtype=torch.bool)}, made.file)
+    export(made.head, tmp_path / "export", of=made.model)
     build(tmp_path / "export", tmp_path / "bundle", precision="fp32", **BUILT)
     assert read_bundle(tmp_path / "bundle").geometry.head == read_bundle(eagle.bundles[1]).geometry.head
-    compare_with_rule(eagle, tmp_path / "bundle", normed=True)
+    compare_with_rule(made, tmp_path / "bundle", normed=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -522,6 +529,8 @@ def test_a_head_and_a_model_that_do_not_fit_are_refused(made: Made, tmp_path: Pa
         build(made.exports[1], tmp_path / "bundle", target="cuda")
     with pytest.raises(UsageError, match="judges and calibrates"):
         build(made.exports[1], tmp_path / "bundle", judged=True)
+    with pytest.raises(UsageError, match="--auto times prompts and tokens in order, and this model has none"):
+        automatic(made.exports[1], tmp_path / "bundle", budget=Budget(max_kl=1.0))
     with pytest.raises(UsageError, match="adapters change a model"):
         export(made.head, tmp_path / "bundle", of=made.model, adapters=[(tmp_path, 1.0)])
     assert read_export(made.exports[1]).geometry.head is not None
