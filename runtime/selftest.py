@@ -184,7 +184,7 @@ def _compare(folder: Path, what: str, case: GoldenVector, found: NDArray[np.floa
     """The distance of values [n] from recorded ones; BundleError beyond the tolerance, or where no build wrote them."""
     recorded = np.array(case.values, np.float32)
     if case.prompt or recorded.shape != found.shape or not np.isfinite(recorded).all():
-        raise _corrupt(folder, what)
+        raise _corrupt(folder, f"vector ({what})")
     apart = difference(found, recorded)
     if not apart <= VECTOR_TOLERANCE:
         raise BundleError(
