@@ -404,7 +404,7 @@ class GoldenPrompt:
 @dataclass(frozen=True)
 class GoldenVector:
     """One self-test case of a model that embeds or ranks: a text's tokens and the first values of its result. Of a
-    tower: no tokens, and some values of each row that it makes of a made-up tile."""
+    tower, a stage or a draft head: no tokens, and some of what it makes of a made-up tile or made-up hidden states."""
 
     prompt: TokenIds
     values: Logits
@@ -462,7 +462,8 @@ class Manifest:
     tower's, whose graph is ``vision``. Of a model with states ``replay`` computes these. ``adapter_graph`` runs calls
     in which some row has an adapter, of either phase. Of a model in stages ``stage`` says which this one is; its
     graphs, caches and memory are those of its layers, and one before the last has ``vectors`` of its hidden states.
-    ``hidden`` are the borders of hidden states that the graphs give to a draft head, whose own bundle is not judged.
+    ``hidden`` are the borders of hidden states that the graphs give to a draft head, whose own bundle has two
+    ``vectors``, of hidden states and logits, and is not judged.
     """
 
     schema_version: Version

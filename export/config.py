@@ -340,6 +340,7 @@ class HeadConfig:
     Attributes:
         beside: whether attention reads the normed embedding beside the stream, as in EAGLE-3, whose stream begins with
             a linear of the other model's hidden states; else it begins with one of both, each normed.
+        normed: whether attention adds to what it reads of the stream, behind the norm, and not to the stream.
         tokens: for each token the row of the head that is its logit, one behind the last for none; empty where every
             token has its own.
         rows: of the head.
@@ -348,6 +349,7 @@ class HeadConfig:
     borders: tuple[int, ...]
     width: int
     beside: bool
+    normed: bool = False
     tokens: tuple[int, ...] = ()
     rows: int = 0
 

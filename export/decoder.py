@@ -141,6 +141,7 @@ class DecoderLayer(nn.Module):
         of_parts = (place.before_experts, place.after_experts, place.after_dense)
         of_inputs = ("post_per_layer_input_norm",) if config.per_layer else ()
         beside = (EMBEDDING_NORM,) if config.head and config.head.beside else ()
+        self.normed = config.head is not None and config.head.normed
         for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_parts, *of_inputs, *beside))):
             self.add_module(name, Norm(hidden_size, config.norm))
         self.per_layer_input_gate = None
@@ -171,6 +172,7 @@ class DecoderLayer(nn.Module):
         if self.self_attn is not None or self.recurrent is not None:
             read = self._normalize(place.before_attention, x)
             if beside is not None:
+                x = read if self.normed else x
                 read = torch.cat((self._normalize(EMBEDDING_NORM, beside), read), -1)
             mixed, presents = self._mix(read, past, lengths, ropes, new_lengths, shown)
             y = x + self.residual_scale(self._normalize(place.after_attention, mixed))

@@ -23,6 +23,7 @@ from llmc.runtime.host.machine import cpu_flags
 from llmc.runtime.sessions import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime.library import SESSION_CONFIG
 from llmc.runtime.vision.patches import make_feeds
+from llmc.runtime.vision.rows import Embedded
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ QUICK_TOKENS = 4
 # Golden prompts at a load that nobody asked to test, the shortest: each one runs every node of both graphs.
 QUICK_PROMPTS = 1
 KIND = "selftest"
-STAGE_TOKENS = 8  # of the made-up prompt of a stage
+STAGE_TOKENS = 8  # of the made-up prompt of a stage, and of a draft head
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def replay(
     if model.manifest.geometry.encoder:
         return _replay_vectors(model, progress, prompts)
     if model.manifest.geometry.head:
-        return VerifyReport(len(model.manifest.files), 0, 0, 0, 0.0)  # all that it guesses is verified
+        return _replay_head(model)
     cases = model.manifest.golden
     if not cases:
         raise BundleError(f"{model.folder}: the manifest has no golden prompts; build the bundle again")
@@ -148,29 +149,56 @@ def run_stage(session: Session, manifest: Manifest) -> NDArray[np.float32]:
 
 def replay_stage(folder: Path, manifest: Manifest, session: Session) -> VerifyReport:
     """Compare a stage before the last, which answers nothing, with what it computed where it was built."""
-    recorded, found = np.array(manifest.vectors[0].values, np.float32), run_stage(session, manifest)
-    apart = difference(found, recorded) if found.shape == recorded.shape else math.inf
+    apart = _compare(folder, "hidden states", manifest.vectors[0], run_stage(session, manifest))
+    return VerifyReport(len(manifest.files), 0, 0, 0, apart)
+
+
+def run_head(session: Session, manifest: Manifest) -> list[NDArray[np.float32]]:
+    """Values [n] of the hidden states and of the logits that a draft head makes of made-up ones, in a prompt and a
+    step."""
+    geometry, found = manifest.geometry, list[tuple[NDArray[np.float32], ...]]()
+    rows = np.random.default_rng(0).standard_normal((STAGE_TOKENS + 1, geometry.row_width), np.float32)
+    ids = np.arange(len(rows))[None] % geometry.vocab_size
+    session.cache.reserve(1, len(rows))
+    for phase, part in ((Phase.PREFILL, slice(STAGE_TOKENS)), (Phase.DECODE, slice(STAGE_TOKENS, None))):
+        places = np.arange(len(rows[part]))[None]
+        past = np.full(1, part.start or 0)
+        call = Batch(phase, ids[:, part], past, places, embedded=Embedded(places, rows[part]))
+        logits = session.run(call)[0]
+        assert session.hidden is not None, "a head gives its hidden states"
+        found.append((session.hidden[0].copy(), logits[np.isfinite(logits)]))
+    return [sample_rows(np.concatenate([it.ravel() for it in parts])) for parts in zip(*found, strict=True)]
+
+
+def _replay_head(model: Any) -> VerifyReport:
+    """Compare a draft head, whose guesses are no text, with what it computed where it was built."""
+    found, cases = run_head(model.runner.session, model.manifest), model.manifest.vectors
+    if len(cases) != len(found):
+        raise BundleError(f"{model.folder}: the manifest has no golden values of a draft head; build the bundle again")
+    named = zip(("hidden states", "logits"), cases, found, strict=True)
+    apart = max(_compare(model.folder, what, case, values) for what, case, values in named)
+    return VerifyReport(len(model.manifest.files), 0, 0, 0, apart)
+
+
+def _compare(folder: Path, what: str, case: GoldenVector, found: NDArray[np.float32]) -> float:
+    """The distance of values [n] from recorded ones; BundleError beyond the tolerance, or where no build wrote them."""
+    recorded = np.array(case.values, np.float32)
+    if case.prompt or recorded.shape != found.shape or not np.isfinite(recorded).all():
+        raise _corrupt(folder, f"vector ({what})")
+    apart = difference(found, recorded)
     if not apart <= VECTOR_TOLERANCE:
         raise BundleError(
-            f"{folder}: hidden states differ by {apart:.3g} from those recorded when it was built, at most "
-            f"{VECTOR_TOLERANCE} is expected; this machine computes something else: build the bundle on it"
+            f"{folder}: {what} differ by {apart:.3g} from those recorded when it was built, at most {VECTOR_TOLERANCE} "
+            "is expected; this machine computes something else: build the bundle on it"
         )
-    return VerifyReport(len(manifest.files), 0, 0, 0, apart)
+    return apart
 
 
 def _replay_image(model: Any) -> None:
     """Refuse a tower that makes other rows of the made-up image than were recorded."""
     (case,) = model.manifest.vectors or (GoldenVector((), ()),)
-    recorded, image = np.array(case.values, np.float32), make_image(model.manifest.geometry.vision)
-    found = sample_rows(model.tower.run(**image))
-    if case.prompt or recorded.shape != found.shape or not np.isfinite(recorded).all():
-        raise _corrupt(model, "image")
-    apart = difference(found, recorded)
-    if not apart <= VECTOR_TOLERANCE:
-        raise BundleError(
-            f"{model.folder}: rows of an image differ by {apart:.3g} from those recorded when it was built, at most "
-            f"{VECTOR_TOLERANCE} is expected; this machine computes something else: build the bundle on it"
-        )
+    image = make_image(model.manifest.geometry.vision)
+    _compare(model.folder, "rows of an image", case, sample_rows(model.tower.run(**image)))
 
 
 def _replay_vectors(model: Any, progress: Callable[[str], None], prompts: int | None) -> VerifyReport:
@@ -190,7 +218,7 @@ def _replay_vectors(model: Any, progress: Callable[[str], None], prompts: int | 
             and np.isfinite(values).all()
         )
         if not sound:
-            raise _corrupt(model, f"text {number}")
+            raise _corrupt(model.folder, f"text {number}")
         apart = difference(model.encoder.encode([case.prompt])[0, : len(values)], values)
         if not apart <= tolerance:
             raise _differs(model, f"a vector differs by {apart:.3g} from that")
@@ -211,11 +239,11 @@ def _check(model: Any, case: GoldenPrompt, number: int) -> None:
         and len(case.prompt) + len(case.tokens) <= model.runner.max_context
     )
     if not sound:
-        raise _corrupt(model, f"prompt {number}")
+        raise _corrupt(model.folder, f"prompt {number}")
 
 
-def _corrupt(model: Any, what: str) -> BundleError:
-    return BundleError(f"{model.folder}: golden {what} of the manifest is corrupt; build the bundle again")
+def _corrupt(folder: Path, what: str) -> BundleError:
+    return BundleError(f"{folder}: golden {what} of the manifest is corrupt; build the bundle again")
 
 
 def _differs(model: Any, what: str) -> BundleError:

@@ -1,7 +1,7 @@
 """Reads draft heads of published checkpoints: EAGLE-3's, a folder of its own, and Qwen3.5's, a part of the model's.
 
-Layouts: https://github.com/SafeAILab/EAGLE (``eagle/model/cnets.py``; arXiv 2503.01840), and vLLM's ``llama_eagle3.py``
-and ``qwen3_5_mtp.py``.
+Layouts: https://github.com/SafeAILab/EAGLE (``eagle/model/cnets.py``; arXiv 2503.01840), speculators' ``models/eagle3``
+(https://github.com/vllm-project/speculators), and vLLM's ``llama_eagle3.py`` and ``qwen3_5_mtp.py``.
 """
 
 from dataclasses import replace
@@ -33,8 +33,10 @@ from llmc.origin import find_own_file
 
 EAGLE = "LlamaForCausalLMEagle3"
 FINAL_NORM = "model.norm.weight"
-# Keys of EAGLE-3's configs that its tensors say, too.
+# Keys of EAGLE-3's configs that its tensors say, too, or that the layout has of training and of how many to draft.
 EAGLE_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_config")
+SPECULATORS, BORDERS = "speculators_model_type", "eagle_aux_hidden_state_layer_ids"
+SPECULATORS_KEYS = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
 
 
 def read_head(folder: Path, of: Path) -> Checkpoint:
@@ -84,13 +86,19 @@ def _read_part(folder: Path, base: DecoderConfig, stored: Tensors) -> tuple[Deco
 def _read_eagle(folder: Path, of: Path, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
     """EAGLE-3: a layer whose attention reads the next token's normed embedding beside the stream, which begins with a
     linear of three of the model's hidden states; after a step it reads its own, before its last norm."""
-    keys = Keys({**read_json(folder / CONFIG_FILE), "tie_word_embeddings": False}, str(folder / CONFIG_FILE))
-    if (named := keys.raw("architectures")) != [EAGLE]:
+    keys = Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    named = keys.raw("architectures")
+    if SPECULATORS not in keys and named != [EAGLE]:
         raise keys.error(
             "architectures", named, f"['{EAGLE}'], or the same folder as --of, of a model with its own head"
         )
-    borders = _read_borders(keys, len(model.config.layers))
+    borders, normed = _read_borders(keys, len(model.config.layers)), keys.flag("norm_before_residual")
     keys.skip(*EAGLE_KEYS)
+    if SPECULATORS in keys:
+        keys.choice(SPECULATORS, ("eagle3",))
+        keys.skip(*SPECULATORS_KEYS)
+        keys, outer = keys.inside("transformer_layer_config"), keys
+        outer.finish()
     config = read_config(keys)
     if len(config.layers) != 1:
         raise keys.error("num_hidden_layers", len(config.layers), "1")
@@ -103,26 +111,32 @@ def _read_eagle(folder: Path, of: Path, model: Checkpoint, stored: Tensors) -> t
             raise CheckpointError(f"{of}: its embedding is quantized; give the checkpoint that it was made from")
         found[EMBEDDING] = MadeTensor(table.dtype, table.shape, partial(read_pieces, of, table))
     vocab, rows = model.config.vocab_size, found[HEAD].shape[0] if HEAD in found else 0
-    head = HeadConfig(borders, model.config.hidden_size, beside=True)
+    head = HeadConfig(borders, model.config.hidden_size, beside=True, normed=normed)
     if offsets is not None:
         head = replace(head, tokens=_read_tokens(folder, offsets, rows, vocab), rows=rows)
     layer = replace(config.layers[0], placement=BESIDE)
     positions = model.config.max_positions  # a head's config says what it was trained with, and is used beyond
-    return replace(config, layers=(layer,), vocab_size=vocab, max_positions=positions, head=head), found
+    config = replace(config, layers=(layer,), vocab_size=vocab, max_positions=positions, tied_head=False)
+    return replace(config, head=head), found
 
 
 def _read_borders(keys: Keys, layers: int) -> tuple[int, ...]:
-    """The hidden states that the head reads: by default those after two layers, half of them, and all but three."""
-    behind: tuple[int, ...] = (1, layers // 2 - 1, layers - 4)
-    if keys.raw("eagle_config") is not None:
+    """The borders of the hidden states that the head reads: by default behind two layers, half of them, and all but
+    three. Of ``speculators`` a number is that of the layer before which they are, elsewhere of the one behind which."""
+    borders: tuple[int, ...] = (2, layers // 2, layers - 3)
+    if SPECULATORS in keys:
+        borders = keys.layer_numbers(BORDERS, borders) or borders
+    elif keys.raw("eagle_config") is not None:
         inner = keys.inside("eagle_config")
         if not inner.flag("use_aux_hidden_state", True):
             raise inner.error("use_aux_hidden_state", False, "true")
-        behind = inner.layer_numbers("eagle_aux_hidden_state_layer_ids", ()) or behind
+        borders = tuple(layer + 1 for layer in inner.layer_numbers(BORDERS, ())) or borders
         inner.finish()
-    if not 0 <= min(behind) <= max(behind) < layers:
-        raise keys.error("eagle_config", f"layers {behind}", f"some of the {layers} of the model that --of names")
-    return tuple(layer + 1 for layer in behind)
+    if not 0 < min(borders) <= max(borders) <= layers:
+        raise keys.error(
+            BORDERS, f"states after {borders} layers", f"some of the {layers} of the model that --of names"
+        )
+    return borders
 
 
 def _read_tokens(folder: Path, offsets: Any, rows: int, vocab: int) -> tuple[int, ...]:

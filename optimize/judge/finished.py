@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import FileEntry, Manifest, read_bundle, write_manifest
+from llmc.bundle import FileEntry, GoldenVector, Manifest, read_bundle, write_manifest
 from llmc.errors import GpuError, MissingExtraError, ResourceError
 from llmc.optimize.calibrate.request import KEPT_BYTES
 from llmc.optimize.graphs import compile_graphs
@@ -30,7 +30,7 @@ from llmc.optimize.weights.store import Calibrated
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.runtime import Model, load
 from llmc.runtime.host import disk_cache
-from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
+from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE, run_head
 
 log = logging.getLogger(__name__)
 
@@ -117,11 +117,14 @@ def judge_encoder(order: Order, folder: Path, manifest: Manifest, _: Calibrated)
 
 
 def judge_head(order: Order, folder: Path, manifest: Manifest, _: Calibrated) -> Manifest:
-    """:func:`judge_decoder` of a draft head, which is only seen to load: all that it guesses is verified."""
+    """:func:`judge_decoder` of a draft head, which no text judges, for all that it guesses is verified."""
     write_manifest(manifest, folder)
-    order.progress("loading the bundle")
-    load(folder, self_test=False).close()
-    return manifest
+    order.progress("recording what the head computes")
+    with load(folder, self_test=False) as model:
+        found = run_head(model.runner.session, manifest)
+    finished = replace(manifest, vectors=tuple(GoldenVector((), tuple(values.tolist())) for values in found))
+    write_manifest(finished, folder)
+    return finished
 
 
 def _layer_errors(

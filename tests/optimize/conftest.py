@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,21 +64,20 @@ def make_case() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def random_checkpoint_writer() -> Callable[[dict[str, Any], Path], None]:
-    """Writes a random checkpoint of a config into a folder."""
-    write: Callable[[dict[str, Any], Path], None] = random_checkpoints.write_random_checkpoint
+def random_checkpoint_writer() -> Callable[..., Path]:
+    """Writes a random checkpoint by its name, with changes, into a folder."""
+
+    def write(folder: Path, name: str, **changes: Any) -> Path:
+        random_checkpoints.write_random_checkpoint({**random_checkpoints.CASES[name], **changes}, folder)
+        return folder
+
     return write
 
 
 @pytest.fixture
-def write_random(tmp_path: Path) -> Callable[..., Path]:
+def write_random(tmp_path: Path, random_checkpoint_writer: Callable[..., Path]) -> Callable[..., Path]:
     """Writes a random checkpoint by its name, with changes, for its own test alone."""
-
-    def write(name: str, **changes: Any) -> Path:
-        random_checkpoints.write_random_checkpoint({**random_checkpoints.CASES[name], **changes}, tmp_path / "own")
-        return tmp_path / "own"
-
-    return write
+    return partial(random_checkpoint_writer, tmp_path / "own")
 
 
 @pytest.fixture(scope="session", params=CASES)

@@ -114,7 +114,7 @@ def double_some(values: list[float]) -> list[float]:
 @pytest.mark.parametrize("vectors", [[], [{"prompt": [1], "values": [1.0] * 256}], [{"prompt": [], "values": [1.0]}]])
 def test_a_golden_image_that_no_build_writes_is_refused(copied: Path, vectors: list[Any]):
     edit(copied, lambda manifest: manifest.update(vectors=vectors))
-    with pytest.raises(BundleError, match="golden image of the manifest is corrupt"):
+    with pytest.raises(BundleError, match=r"golden vector \(rows of an image\) of the manifest is corrupt"):
         load(copied, self_test=True)
 
 
