@@ -80,8 +80,9 @@ class Student:
             sizes = given[0].abs().mean((0, 1)) * linear.weight.norm(dim=0)
             scores[part] = sizes.unflatten(0, (units, -1)).sum(1)
 
+        layers: list[Any] = [self.teacher.model.layers[origin] for origin in self.layers]
         with ExitStack() as hooks:
-            for layer in (self.teacher.model.layers[origin] for origin in self.layers):
+            for layer in layers:
                 neurons, kv_heads = layer.mlp.down_proj.weight.shape[1], layer.self_attn.config.kv_heads
                 of_mlp, of_attention = (partial(note, f"{layer.index}.{part}") for part in ("mlp", "self_attn"))
                 hooks.enter_context(layer.mlp.down_proj.register_forward_pre_hook(partial(of_mlp, neurons)))
@@ -137,10 +138,10 @@ def _halve(values: dict[str, Any], config: DecoderConfig) -> tuple[dict[str, Any
         mlp, attention = layer.mlp, layer.attention
         assert mlp is not None and attention is not None
         heads, kv_heads = (each // (2 - attention.kv_heads % 2) for each in (attention.heads, attention.kv_heads))
-        widths = dict(zip(WIDTHS, (mlp.inner // 2, heads, kv_heads), strict=True))
+        widths = dict(zip((*WIDTHS, "head_dim"), (mlp.inner // 2, heads, kv_heads, attention.head_dim), strict=True))
         mlp, attention = replace(mlp, inner=mlp.inner // 2), replace(attention, heads=heads, kv_heads=kv_heads)
         layers.append(replace(layer, mlp=mlp, attention=attention))
-    halved = values | {name: it for name, it in widths.items() if name in values} | {"head_dim": attention.head_dim}
+    halved = values | {name: it for name, it in widths.items() if name in values or name == "head_dim"}
     if read_config(Keys(halved, bundle.CONFIG_FILE)) != (narrow := replace(config, layers=tuple(layers))):
         raise CheckpointError(
             f"{bundle.CONFIG_FILE} of a {config.model_type} says widths by other keys than {', '.join(WIDTHS)}, so "
