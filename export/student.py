@@ -1,15 +1,19 @@
 """A student: some layers of a decoder as a decoder of its own, which is written as a checkpoint of the same family."""
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmc import bundle
 from llmc.errors import CheckpointError, UsageError
-from llmc.export.config import DecoderConfig
+from llmc.export.config import DecoderConfig, Layer
 from llmc.export.decoder import Decoder
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
@@ -22,18 +26,22 @@ from llmc.publish import replace_file
 
 # Types that weights keep; integers become bfloat16.
 DTYPES = {"float32": ("F32", torch.float32), "float16": ("F16", torch.float16)}
+# What is halved, as config.json says it.
+WIDTHS = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 class Student:
     """A ``teacher``, the decoder of an export, and a student ``model`` that begins with ``count`` of its ``layers``, in
-    float32. The student's layers and last norm take gradients; embedding and head are the teacher's.
+    float32. The student's layers and last norm take gradients; embedding and head are the teacher's. With tokens
+    ``narrow_by`` (R, P) its layers have half of the neurons and, where KV heads are even, half of the heads: those that
+    do most on these.
 
     Raises:
         UsageError: the teacher has not more layers than that.
         CheckpointError: the export is broken, or such layers make no checkpoint.
     """
 
-    def __init__(self, export: Path, count: int, device: str) -> None:
+    def __init__(self, export: Path, count: int, device: str, narrow_by: Tensor | None = None) -> None:
         self._folder, self._manifest = export, bundle.read_export(export)
         total = self._manifest.geometry.layers
         if not 1 <= count < total:
@@ -46,18 +54,41 @@ class Student:
                 f"{export}: {problem}, so its layers {', '.join(map(str, self.layers))} make no {config.model_type} of "
                 "their own; distill from a dense model whose layers are alike"
             )
+        if narrow_by is not None:
+            self._values, config = _halve(self._values, config)
         self.teacher, self.model = Decoder(source.config), Decoder(config)
         weights = {name: source.rows(name).view(it.shape) for name, it in self.teacher.named_parameters()}
         self.teacher.load_state_dict(weights, assign=True)
+        self.teacher.to(source.device)
+        scores = {} if narrow_by is None else self._measure(narrow_by.to(source.device))
         for index, origin in enumerate(self.layers):
-            copied = self.teacher.model.layers[origin].state_dict()
-            weights |= {f"model.layers.{index}.{name}": value.clone() for name, value in copied.items()}
+            copied = _keep_half(self.teacher.model.layers[origin], self.model.model.layers[index], scores)
+            weights |= {f"model.layers.{index}.{name}": value for name, value in copied}
         weights |= {f"model.norm.{name}": it.clone() for name, it in self.teacher.model.norm.state_dict().items()}
         self.model.load_state_dict({name: weights[name] for name, _ in self.model.named_parameters()}, assign=True)
         self.model.model.layers.requires_grad_(True)
         self.model.model.norm.requires_grad_(True)
-        self.teacher.to(source.device)
         self.model.to(source.device)
+
+    @torch.inference_mode()
+    def _measure(self, ids: Tensor) -> dict[str, Tensor]:
+        """How much the neurons of each layer, and the heads of each KV head, do on tokens (R, P): the mean magnitude of
+        what they give, times the norm of the column that reads it."""
+        scores, start = dict[str, Tensor](), torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+
+        def note(part: str, units: int, linear: Any, given: tuple[Tensor]) -> None:
+            sizes = given[0].abs().mean((0, 1)) * linear.weight.norm(dim=0)
+            scores[part] = sizes.unflatten(0, (units, -1)).sum(1)
+
+        layers: list[Any] = [self.teacher.model.layers[origin] for origin in self.layers]
+        with ExitStack() as hooks:
+            for layer in layers:
+                neurons, kv_heads = layer.mlp.down_proj.weight.shape[1], layer.self_attn.config.kv_heads
+                of_mlp, of_attention = (partial(note, f"{layer.index}.{part}") for part in ("mlp", "self_attn"))
+                hooks.enter_context(layer.mlp.down_proj.register_forward_pre_hook(partial(of_mlp, neurons)))
+                hooks.enter_context(layer.self_attn.o_proj.register_forward_pre_hook(partial(of_attention, kv_heads)))
+            self.teacher(ids, start, start[:, None], self.teacher.empty_caches(*ids.shape))
+        return scores
 
     def _find_problem(self, config: DecoderConfig) -> str | None:
         if self._manifest.geometry.encoder is not None:
@@ -97,6 +128,37 @@ class Student:
 def choose_layers(total: int, count: int) -> tuple[int, ...]:
     """``count`` of ``total`` layers, evenly spread, the first and the last among them; of one, the first."""
     return tuple(round(index * (total - 1) / max(count - 1, 1)) for index in range(count))
+
+
+def _halve(values: dict[str, Any], config: DecoderConfig) -> tuple[dict[str, Any], DecoderConfig]:
+    """A ``config.json`` and what it says, with half of the neurons and, where KV heads are even, half of the heads.
+    Raises CheckpointError: it says these widths by other keys."""
+    layers, widths = list[Layer](), dict[str, int]()
+    for layer in config.layers:
+        mlp, attention = layer.mlp, layer.attention
+        assert mlp is not None and attention is not None
+        heads, kv_heads = (each // (2 - attention.kv_heads % 2) for each in (attention.heads, attention.kv_heads))
+        widths = dict(zip((*WIDTHS, "head_dim"), (mlp.inner // 2, heads, kv_heads, attention.head_dim), strict=True))
+        mlp, attention = replace(mlp, inner=mlp.inner // 2), replace(attention, heads=heads, kv_heads=kv_heads)
+        layers.append(replace(layer, mlp=mlp, attention=attention))
+    halved = values | {name: it for name, it in widths.items() if name in values or name == "head_dim"}
+    if read_config(Keys(halved, bundle.CONFIG_FILE)) != (narrow := replace(config, layers=tuple(layers))):
+        raise CheckpointError(
+            f"{bundle.CONFIG_FILE} of a {config.model_type} says widths by other keys than {', '.join(WIDTHS)}, so "
+            "they cannot be halved; distill without --narrow"
+        )
+    return halved, narrow
+
+
+def _keep_half(layer: Any, wanted: Any, scores: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Copies of a layer's weights, those of narrower parts with the half of the highest scores, in its order."""
+    shapes = {name: it.shape for name, it in wanted.state_dict().items()}
+    for name, value in layer.state_dict().items():
+        for axis in (axis for axis, size in enumerate(shapes[name]) if size < value.shape[axis]):
+            units = scores[f"{layer.index}.{name.partition('.')[0]}"]
+            kept = units.topk(len(units) // 2).indices.sort().values
+            value = value.unflatten(axis, (len(units), -1)).index_select(axis, kept).flatten(axis, axis + 1)
+        yield name, value.clone()
 
 
 def _cut_config(values: dict[str, Any], total: int, layers: tuple[int, ...]) -> dict[str, Any]:

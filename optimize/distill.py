@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from torch.optim.swa_utils import AveragedModel
 
 from llmc.bundle import read_export
-from llmc.errors import UsageError
+from llmc.errors import CheckpointError, UsageError
 from llmc.optimize.calibrate.text import Ids, read_samples
 from llmc.optimize.progress import Progress, silent
 from llmc.publish import replace_file
@@ -60,7 +60,8 @@ def distill(
     *,
     student: int,
     text: Path,
-    open_pair: Callable[[Path, int, str], Any],
+    open_pair: Callable[[Path, int, str, Tensor | None], Any],
+    narrow: bool = False,
     minutes: float = 30.0,
     steps: int | None = None,
     seed: int = 0,
@@ -68,36 +69,38 @@ def distill(
 ) -> DistillReport:
     """Train a student of ``student`` layers on what the exported decoder ``source`` says, and write its checkpoint.
 
-    Where ``output`` holds an earlier run of the same arguments it goes on, until ``steps`` in all if these are given,
-    else for ``minutes``; a step that was begun is finished, and the texts that the teacher writes before it. The last
-    tenth of ``text``, plain or chats as JSONL, is left out. ``open_pair`` opens teacher and student; the command line
-    passes :class:`llmc.export.student.Student`.
+    A ``narrow`` one has half of the neurons and, where KV heads are even, half of the attention heads. Where
+    ``output`` holds an earlier run of the same arguments it goes on, until ``steps`` in all if these are given, else
+    for ``minutes``; a step that was begun is finished, and the texts that the teacher writes before it. The last tenth
+    of ``text``, plain or chats as JSONL, is left out. ``open_pair`` opens teacher and student; the command line passes
+    :class:`llmc.export.student.Student`.
 
     Raises:
         UsageError: ``output`` is something else, or the text is too short.
-        CheckpointError: the export is broken, or its layers make no student.
+        CheckpointError: the export, or what an earlier run kept, is broken, or its layers make no student.
     """
     began, export = time.monotonic(), read_export(source)
     torch.set_num_threads(usable_threads())
     prompts = read_samples(text, source, samples=1 << 30, length=PROMPT, vocab_size=export.geometry.vocab_size)
     if len(prompts.ids) < 2:
         raise UsageError(f"{text} is too short: {prompts.tokens} tokens, expected {2 * PROMPT}; give a longer text")
-    folder = output / RUN
+    folder, device = output / RUN, "cuda" if torch.cuda.is_available() else "cpu"
     if output.exists() and not (folder / STATE).exists() and not set(os.listdir(output)) <= {RUN}:
         raise UsageError(f"{output} exists, and no distillation made it; choose another output folder")
-    pair = open_pair(source, student, "cuda" if torch.cuda.is_available() else "cpu")
-    identity = {"teacher": export.source.fingerprint, "student": student, "text": prompts.sha256, "seed": seed}
+    parts = np.split(prompts.ids, [-max(1, len(prompts.ids) // 10)])  # the last one is left out
+    pair = open_pair(source, student, device, torch.from_numpy(parts[0][:ROWS]) if narrow else None)
+    arguments = {"student": student, "narrow": narrow, "text": prompts.sha256, "seed": seed}
+    identity = {"teacher": export.source.fingerprint, **arguments}
     if not (folder / STATE).exists():
         folder.mkdir(parents=True, exist_ok=True)
         pair.write(folder)  # what cannot be written is refused now
     state = _keep(folder / STATE, lambda: {"identity": identity, "steps": 0})
-    if state["identity"] != identity:
+    if others := [name for name, it in identity.items() if state["identity"].get(name) != it]:
         raise UsageError(
-            f"{output} was begun with another teacher, text, seed or number of layers ({state['identity']}, now "
-            f"{identity}); go on with those, or choose another output folder"
+            f"{output} was begun with another {' and '.join(others)}; go on with that, or choose another output folder"
         )
     progress("the model writes")
-    run, lost = _Run(pair, folder, state, prompts.ids, export.generation.eos_token_ids), 0.0
+    run, lost = _Run(pair, folder, state, parts, export.generation.eos_token_ids), 0.0
     while (done := run.steps / steps if steps else (time.monotonic() - began) / (60 * minutes)) < 1:
         progress(f"step {run.steps}, divergence {lost:.2f}", done)
         lost = run.train()
@@ -110,7 +113,9 @@ def distill(
 class _Run:
     """The training, from where an earlier one was saved: ``steps`` of it are done, on ``texts`` of some rounds."""
 
-    def __init__(self, pair: Any, folder: Path, state: dict[str, Any], prompts: Ids, stops: Sequence[int]) -> None:
+    def __init__(
+        self, pair: Any, folder: Path, state: dict[str, Any], prompts: list[Ids], stops: Sequence[int]
+    ) -> None:
         self._teacher, self._student, self._folder, self._state = pair.teacher, pair.model, folder, state
         self._stops, self._device = torch.tensor(stops), pair.model.model.norm.weight.device
         self._bfloat16 = self._device.type == "cuda" or bool(torch.cpu.get_capabilities().get("avx512_bf16"))
@@ -120,8 +125,7 @@ class _Run:
         )
         self._optimizer = torch.optim.Adam(self._trained.parameters(), RATE, betas=BETAS)
         self._parts: dict[str, Any] = {"trained": self._trained, "average": self._average, "optimizer": self._optimizer}
-        left_out = max(1, len(prompts) // 10)
-        self._prompts, greedy = prompts[:-left_out], prompts[-left_out:][:ROWS]
+        self._prompts, greedy = prompts[0], prompts[1][:ROWS]
         self._judged = self._write("judged", greedy, np.zeros(len(greedy)))
         if "before" not in state:
             state["before"] = self.finish()
@@ -237,7 +241,10 @@ def _save(path: Path, value: Any) -> None:
 
 
 def _keep(path: Path, make: Callable[[], Any]) -> Any:
-    """Read a value from its file, or make and keep it."""
+    """Read a value from its file, or make and keep it. Raises CheckpointError: the file is broken."""
     if not path.exists():
         _save(path, make())
-    return torch.load(path, weights_only=True)
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as error:  # a broken pickle may raise any
+        raise CheckpointError(f"{path} is broken; remove {path.parent.parent} and begin anew") from error

@@ -47,15 +47,21 @@ REMEASURE = 64
 class Ledger:
     """The loss that drafting may still make, in tokens' worth of time: stake, a share of the time since, and winnings.
 
-    Each sequence has one, and all of an engine share one, so that many short answers do not each lose a stake.
+    Each sequence has one, and all of an engine share one, so that many short answers do not each lose a stake. That
+    a drafter reads prompts is an account of its own, ``reading``, with the same allowance and winnings: a prompt that
+    was read is paid, and no reason to draft less.
     """
 
     def __init__(self, stake: float = SHARED_STAKE) -> None:
-        self.left = stake
+        self.left = self.reading = stake
 
     def earn(self) -> None:
         """A token came without drafts."""
-        self.left = min(self.left + ALLOWANCE, MOST)
+        self.left, self.reading = (min(each + ALLOWANCE, MOST) for each in (self.left, self.reading))
+
+    def book_reading(self, lost: float) -> None:
+        """Subtract what a drafter took to read a prompt or, below 0, what drafts won."""
+        self.reading = max(min(self.reading - lost, MOST), -MOST)
 
     def book(self, lost: float) -> None:
         """Subtract what a verification lost or, below 0, won."""
@@ -96,7 +102,8 @@ class DraftLength:
         self.drafter = drafter
         self._phase = phase
         self._acceptance = [_Acceptance(*prior) for prior in PRIORS]
-        self._shared = ledger or Ledger()
+        self.shared = ledger or Ledger()
+        """What all sequences may still lose."""
         self._own = Ledger(STAKE)
         self._staked = 0.0
         self._promise = 0.0  # what drafts that came true unverified would have won since the last loss
@@ -115,7 +122,7 @@ class DraftLength:
         length, stake = self._choose_length(had, kind, rows)
         if length:
             self._class, self._staked = kind, stake
-            self._shared.book(stake)  # not to be staked twice in a step
+            self.shared.book(stake)  # not to be staked twice in a step
         return length
 
     def note_verified(self, proposed: int, accepted: int, rows: int = 1, seconds: float | None = None) -> None:
@@ -130,9 +137,10 @@ class DraftLength:
         if self._costs.count(self._phase(proposed + 1), 1, proposed + 1) == 1:
             lost = min(lost, self._staked + MOST_AT_FIRST - accepted)
         self._own.book(lost)
+        self.shared.book_reading(min(lost, 0.0))
         if lost > 0:
             self._promise = 0.0
-        self._shared.book(lost - self._staked)
+        self.shared.book(lost - self._staked)
         self._staked = 0.0
 
     def note_watched(self, had: int, asked: int, guessed: int, right: int) -> None:
@@ -147,10 +155,10 @@ class DraftLength:
         self._streak = 0
         self._position += 1
         self._own.earn()
-        self._shared.earn()
+        self.shared.earn()
 
     def close(self) -> None:
-        self._shared.book(-self._staked)
+        self.shared.book(-self._staked)
         self._staked = 0.0
 
     def _choose_length(self, had: int, kind: int, rows: int) -> tuple[int, float]:
@@ -168,7 +176,7 @@ class DraftLength:
         assumed of unknown ones: the first call of a shape may have been slow, and would be believed for ever.
         """
         best, gain, stake, settled = 0, 0.0, 0.0, None
-        most = min(max(self._own.left, self._promise), self._shared.left)
+        most = min(max(self._own.left, self._promise), self.shared.left)
         for length in LENGTHS:
             if length > had:
                 break

@@ -19,7 +19,8 @@ class Speculator:
     Each step: :meth:`drafts`; the call, with its seconds told to ``costs``; :func:`verify`; :meth:`note_committed`.
 
     Drafts that are not worth a call are compared with the tokens that come anyway, so text that begins to repeat itself
-    is noticed. After a look that found nothing worth a call there is none until it took 0.5 % of the time.
+    is noticed. After a look that found nothing worth a call there is none until it took 0.5 % of the time. A drafter
+    that is a model reads no prompt as long as those that it read took more than that and than its drafts won.
     """
 
     def __init__(self, key: int, drafter: Drafter, costs: StepCosts, control: DraftLength) -> None:
@@ -44,11 +45,16 @@ class Speculator:
         start = perf_counter()
         if not (plain := self.control.step(rows)):
             return []
-        # The drafter first reads the prompt, which is not the usual cost.
+        # The drafter first reads the prompt, which is not the usual cost, and little where it is no model.
         usual = self._length > 0
+        reads = self._drafter.costs_by_token and not usual
+        if reads and self.control.shared.reading <= 0:
+            return []
         self._compare(tokens)
         found = self._find_drafts(tokens, room, rows)
         self._seconds = perf_counter() - start if usual else None
+        if reads:
+            self.control.shared.book_reading(rows * (perf_counter() - start) / plain)
         if not found and self._seconds is not None:
             self._costs.observe(self._looking, 1, 1, self._seconds)
             spent = self._costs.predict(self._looking, 1, 1) or 0.0

@@ -27,8 +27,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_arguments_reach_the_library_and_the_report_says_what_was_gained(llmc, calls, tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("Once")
-    ran = llmc("distill", tmp_path, "--student", 4, "--text", text, "--minutes", 2, "--seed", 3, "-o", "draft")
-    asked = {"student": 4, "text": text, "minutes": 2.0, "steps": None, "seed": 3, "open_pair": Student}
+    ran = llmc(
+        "distill", tmp_path, "--student", 4, "--text", text, "--minutes", 2, "--narrow", "--seed", 3, "-o", "draft"
+    )
+    asked = {"student": 4, "text": text, "minutes": 2.0, "steps": None, "seed": 3, "open_pair": Student, "narrow": True}
     assert calls == [{"source": tmp_path, "output": Path("draft"), **asked}]
     assert ran.code == 0
     for said in ("0, 10, 19, 29", "80 steps on 16,384 tokens", "1.0% of the model's greedy tokens before, 25.0% after"):

@@ -11,7 +11,8 @@ from doubles.decoders import load_decoder
 
 from llmc.errors import CheckpointError, UsageError
 from llmc.export.decoder import Decoder
-from llmc.export.student import Student, choose_layers
+from llmc.export.streaming import StreamedDecoder
+from llmc.export.student import WIDTHS, Student, choose_layers
 
 # Largest absolute difference of logits (up to 20) from transformers, as for exported graphs: sums in another order.
 LOGIT_TOLERANCE = 2e-4
@@ -33,19 +34,23 @@ def test_layers_are_evenly_spread_with_the_first_and_the_last(total: int, count:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "layers"),
+    ("name", "changes", "layers", "narrow"),
     [
-        ("llama-biases", {"num_hidden_layers": 5}, (0, 2, 4)),
-        ("qwen3-tied-sharded", {"num_hidden_layers": 4}, (0, 3)),
-        ("llama-linear-rope-no-groups-fp16", {}, (0,)),
-        ("phi-head-bias-fp16", {}, (0,)),
-        ("gemma3-two-ropes", {}, (0,)),  # stores norms less one, and a list of layers
+        ("llama-biases", {"num_hidden_layers": 5}, (0, 2, 4), None),
+        ("qwen3-tied-sharded", {"num_hidden_layers": 4}, (0, 3), None),
+        ("llama-linear-rope-no-groups-fp16", {}, (0,), None),
+        ("phi-head-bias-fp16", {}, (0,), None),
+        ("gemma3-two-ropes", {}, (0,), None),  # stores norms less one, and a list of layers
+        ("llama-biases", {"num_hidden_layers": 5}, (0, 4), (48, 2, 1)),
+        ("qwen3-tied-sharded", {"num_hidden_layers": 4}, (0, 3), (48, 2, 1)),
+        ("olmo2-norms-behind", {}, (0,), (48, 2, 1)),  # normalizes all heads together
+        ("mistral-one-kv-head-bf16", {"dtype": "float32"}, (0,), (48, 4, 1)),
     ],
 )
 def test_a_trained_student_is_the_checkpoint_that_it_writes(
-    name, changes, layers, exported, transformers_model, tmp_path: Path
+    name, changes, layers, narrow, exported, transformers_model, tmp_path: Path
 ):
-    student = Student(exported(name, **changes).export, len(layers), "cpu")
+    student = Student(exported(name, **changes).export, len(layers), "cpu", torch.from_numpy(IDS) if narrow else None)
     assert student.layers == layers
     untrained, taught = logits(student.model), logits(student.teacher)
     trained = [it for it in student.model.parameters() if it.requires_grad]
@@ -64,6 +69,34 @@ def test_a_trained_student_is_the_checkpoint_that_it_writes(
     np.testing.assert_array_equal(logits(student.teacher), taught)  # it shares no weight that is trained
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["num_hidden_layers"] == len(layers)
+    assert narrow is None or tuple(map(config.get, WIDTHS)) == narrow
+
+
+def test_a_narrow_student_keeps_the_neurons_and_heads_that_do_something(exported, monkeypatch):
+    def plant(self: StreamedDecoder, name: str, *rows: int) -> torch.Tensor:
+        weight = read(self, name, *rows)
+        if name.endswith("down_proj.weight"):
+            weight[:, ::2] = 0
+        if name.endswith("o_proj.weight"):  # the two heads of the first of two KV heads
+            weight[:, : weight.shape[1] // 2] = 0
+        return weight
+
+    read = StreamedDecoder.rows
+    monkeypatch.setattr(StreamedDecoder, "rows", plant)
+    student = Student(exported("llama-biases").export, 1, "cpu", torch.from_numpy(IDS))
+    ropes, start = [it.inv_freq for it in student.teacher.rotary_emb], torch.zeros(2, dtype=torch.int64)
+    x = torch.randn(2, 12, student.teacher.config.hidden_size, generator=torch.manual_seed(0))
+    whole, narrow = (
+        model.model.layers[0](x, model.empty_caches(2, 12)[0], start, ropes)[0].detach()
+        for model in (student.teacher, student.model)
+    )
+    torch.testing.assert_close(narrow, whole, rtol=0, atol=LOGIT_TOLERANCE)
+    assert (whole - x).abs().max() > 100 * LOGIT_TOLERANCE
+
+
+def test_widths_that_a_config_says_by_other_keys_are_refused(exported):
+    with pytest.raises(CheckpointError, match="a granitemoehybrid says widths by other keys than intermediate_size, "):
+        Student(exported("granitemoehybrid-dense").export, 1, "cpu", torch.from_numpy(IDS))
 
 
 @pytest.mark.parametrize(

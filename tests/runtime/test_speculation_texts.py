@@ -28,6 +28,9 @@ MACHINES = {
 LOOK = 7e-6  # of each reading of the clock: a look takes two to four of them
 
 
+STEP = 0.01  # seconds
+
+
 class Clock:
     """Passes while it is read, as it does in a drafter."""
 
@@ -94,3 +97,30 @@ def test_without_stakes_and_margin_more_is_lost(texts: dict[str, Any], clock: Cl
     monkeypatch.setattr(control, "LENIENCE", 0.5)
     machine = "0.5B, int4, verified by the graph of int8"
     assert min(speed(machine, text, clock) for name, text in texts.items() if name.startswith("free")) < LEAST
+
+
+@pytest.mark.parametrize(("right", "reads"), [(False, range(1, 4)), (True, range(20, 21))])
+def test_a_draft_model_that_never_wins_reads_few_prompts(right: bool, reads: range, clock: Clock):
+    """20 answers of 100 tokens to prompts that take 8 steps to read: 6 tokens' worth, and 0.5 % of these."""
+
+    class Model:
+        costs_by_token = True
+
+        def propose(self, key: int, tokens: list[int], count: int) -> list[int]:
+            clock.now += STEP / 4 * count if key in read else 8 * STEP
+            read.add(key)
+            return [key if right else -1] * count
+
+        def forget(self, key: int) -> None:
+            """It keeps nothing."""
+
+    read, costs, ledger = set[int](), StepCosts(), Ledger()
+    for key in range(20):
+        own, tokens = Speculator(key, Model(), costs, DraftLength(costs, "Model", ledger=ledger)), [key] * 50
+        while len(tokens) < 150:
+            drafts = own.drafts(tokens, 200)
+            costs.observe(Phase.PREFILL if drafts else Phase.DECODE, 1, len(drafts) + 1, STEP * (1 + len(drafts) / 10))
+            came = 1 + (len(drafts) if right else 0)
+            own.note_committed(len(drafts), came)
+            tokens += [key] * came
+    assert len(read) in reads
