@@ -165,23 +165,28 @@ def write_seeing(folder: Path, kind: str = "smolvlm") -> Path:
 
 
 def share_seeing(factory: pytest.TempPathFactory, kind: str = "smolvlm") -> Path:
-    """A folder with what :func:`write_seeing` writes, ``checkpoint``, and its ``export``, which nobody may change."""
+    """A folder with a tiny model of any kind, ``checkpoint``, and its ``export``, which nobody may change."""
+    from doubles.qwen_towers import CONFIGS, write_qwen
+
     from llmc.export import export
 
     def make(folder: Path) -> None:
-        export(write_seeing(folder / "checkpoint", kind), folder / "export")
+        export((write_qwen if kind in CONFIGS else write_seeing)(folder / "checkpoint", kind), folder / "export")
 
     return shared(factory, kind, make)
 
 
 def read_processor(folder: Path, kind: str) -> Any:
-    """The family's own processor of what :func:`write_seeing` wrote, with Pillow's resampling."""
+    """The family's own processor of what :func:`share_seeing` wrote, with Pillow's resampling."""
+    from doubles.qwen_towers import CONFIGS, Processor
     from transformers import PreTrainedTokenizerFast
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+    if kind in CONFIGS:
+        return Processor(folder)
     if kind == "lfm2_vl":
         from doubles.naflex import NaflexProcessor
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles import qwen_towers
+from doubles import qwen_towers, towers
 from doubles.towers import write_json
 
 from llmc.bundle import read_export
@@ -28,7 +28,7 @@ Run = Callable[[str, dict[str, np.ndarray]], np.ndarray]
 
 @pytest.fixture(scope="module", params=qwen_towers.CONFIGS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen_towers.share_qwen(tmp_path_factory, request.param) / "checkpoint"
+    return towers.share_seeing(tmp_path_factory, request.param) / "checkpoint"
 
 
 @pytest.fixture(scope="module")
