@@ -44,6 +44,7 @@ def copied_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------ checkpoint on
 
 
+@pytest.mark.usefixtures("one_trace")
 def test_checkpoint_becomes_export_becomes_bundle_becomes_text(llmc, one_layer: Path, tmp_path: Path):
     """And a build from the checkpoint makes the same bundle at once."""
     export, bundle, at_once = (tmp_path / name for name in ("export", "bundle", "once"))

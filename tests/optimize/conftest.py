@@ -37,7 +37,7 @@ def import_file(name: str, path: Path) -> ModuleType:
 
 random_checkpoints = import_file("llmc_random_checkpoints", Path(__file__).parents[1] / "export" / "conftest.py")
 Case = random_checkpoints.Case
-one_thread, one_registry = random_checkpoints.one_thread, random_checkpoints.one_registry
+one_thread = random_checkpoints.one_thread
 # Gemma 4 is lowered for CPUs alone: see tests/optimize/test_shared_caches.py.
 CASES: tuple[str, ...] = tuple(name for name in random_checkpoints.CASES if not name.startswith("gemma4"))
 
