@@ -188,6 +188,14 @@ def tiny_export(tiny_checkpoint: Path, one_trace: None, tmp_path_factory: pytest
 
 
 @pytest.fixture(scope="session")
+def layer_export(one_layer: Path, one_trace: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That layer exported, for builds whose depth is not what is tested."""
+    from llmc.export import export
+
+    return shared(tmp_path_factory, "layer", lambda folder: export(one_layer, folder / "export")) / "export"
+
+
+@pytest.fixture(scope="session")
 def tiny_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model built with the defaults: int8, phases split. Tests that change it work on a copy."""
     from llmc.optimize.build import build

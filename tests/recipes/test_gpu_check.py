@@ -21,9 +21,9 @@ def check() -> ModuleType:
 
 
 @pytest.fixture
-def exports(tiny_export: Path, tmp_path: Path) -> Path:
+def exports(layer_export: Path, tmp_path: Path) -> Path:
     (tmp_path / "exports").mkdir()
-    (tmp_path / "exports" / "tiny").symlink_to(tiny_export)
+    (tmp_path / "exports" / "tiny").symlink_to(layer_export)
     return tmp_path / "exports"
 
 
