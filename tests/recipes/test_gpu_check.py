@@ -1,23 +1,19 @@
 """The check of GPUs, on the target that needs none: a bundle passes, and one that fails or hangs is recorded."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from doubles.modules import load_file
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "gpu_check.py"
 
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(SCRIPT)
 
 
 @pytest.fixture
