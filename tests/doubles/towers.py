@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from doubles.seeing import TEMPLATE
@@ -174,6 +176,31 @@ def share_seeing(factory: pytest.TempPathFactory, kind: str = "smolvlm") -> Path
         export((write_qwen if kind in CONFIGS else write_seeing)(folder / "checkpoint", kind), folder / "export")
 
     return shared(factory, kind, make)
+
+
+def open_graphs(exported: Path) -> Callable[[str, dict[str, np.ndarray]], np.ndarray]:
+    """The first output of one of the export's graphs."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
+    graphs = {name: ort.InferenceSession(exported / f"{name}.onnx", options) for name in ("vision", "decoder")}
+    return lambda name, feeds: graphs[name].run(None, feeds)[0]
+
+
+def open_reference(checkpoint: Path) -> Any:
+    """What transformers makes of a checkpoint, in float32."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+
+
+def copy_checkpoint(checkpoint: Path, folder: Path) -> Path:
+    """A checkpoint whose files may be changed."""
+    for path in checkpoint.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
 
 
 def read_processor(folder: Path, kind: str) -> Any:

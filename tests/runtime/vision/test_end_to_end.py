@@ -47,12 +47,7 @@ class Reference:
     """A checkpoint in transformers, with prompts and pixels from its own processor."""
 
     def __init__(self, folder: Path, family: str) -> None:
-        import torch
-        from transformers import AutoModelForImageTextToText
-
-        self.model = AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
+        self.model = towers.open_reference(folder)
         self.processor = towers.read_processor(folder, family)
 
     def generate(self, messages: Sequence[Any], **more: Any) -> list[list[int]]:
