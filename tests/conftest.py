@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles.geometries import uniform
@@ -36,12 +38,14 @@ ROOT = Path(__file__).parents[1]
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Thousands of tests and what they import are a million objects, which live to the end: nobody looks for garbage
-    among them, neither while they come, which took five seconds, nor later."""
+    among them, neither while they come, which took five seconds, nor later. The oldest generation is hardly looked
+    through: with torch in it that takes half a second, and took an eighth of all time."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*gc.get_threshold()[:2], 500)
         gc.enable()
 
 
@@ -151,11 +155,44 @@ def manifest() -> bundle.Manifest:
 
 
 @pytest.fixture(scope="session")
-def tiny_export(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_trace() -> Iterator[None]:
+    """What torch traces follows from the config and the weights' types, and is nearly all that a tiny model's export
+    takes: other weights of the same decoder take the graph that is there. Torch makes its table of operators once."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    from llmc.export import graph, tower
+
+    traced: dict[str, Any] = {}
+
+    def trace(make: Callable[[], Any], tensors: dict[str, Any], *samples: Any) -> Any:
+        types = {name: graph._TORCH_DTYPES.get(tensors[name].dtype) for name in sorted(tensors)}
+        name = repr((make.__code__, [cell.cell_contents for cell in make.__closure__ or ()], types))
+        if name not in traced:
+            traced[name] = real(make, tensors, *samples)
+        return traced[name].clone()
+
+    real = graph.trace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        patch.setattr(graph, "trace", trace)
+        patch.setattr(tower, "trace", trace)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_export(tiny_checkpoint: Path, one_trace: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model exported."""
     from llmc.export import export
 
     return shared(tmp_path_factory, "tiny", lambda folder: export(tiny_checkpoint, folder / "export")) / "export"
+
+
+@pytest.fixture(scope="session")
+def layer_export(one_layer: Path, one_trace: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That layer exported, for builds whose depth is not what is tested."""
+    from llmc.export import export
+
+    return shared(tmp_path_factory, "layer", lambda folder: export(one_layer, folder / "export")) / "export"
 
 
 @pytest.fixture(scope="session")
@@ -214,7 +251,7 @@ def adapter_bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def encoder_bundles(one_trace: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model that embeds (``embed``), and one that ranks (``rank``)."""
     from doubles import encoders
 
@@ -231,7 +268,7 @@ def encoder_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 
 
 @pytest.fixture(scope="session")
-def diffusion_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def diffusion_models(one_trace: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of each of ``llada`` and ``Dream`` the checkpoint, its ``-export``, and its bundle in ``-fp32``."""
     from doubles import diffusing
 

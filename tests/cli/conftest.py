@@ -1,15 +1,24 @@
-"""Running the command line inside the test, as a user would see it."""
+"""Running the command line inside the test, as a user would see it, on the library or on one that takes notes."""
 
 import io
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 
+from llmc.bundle import FileEntry, Manifest
 from llmc.cli.main import main
+from llmc.runtime.selftest import VerifyReport
+
+if TYPE_CHECKING:
+    from llmc.optimize.auto.search import AutoReport
+    from llmc.optimize.build import BuildReport
 
 
 @dataclass(frozen=True)
@@ -44,3 +53,68 @@ def llmc(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Ran(int(stopped.value.code or 0), out, err)
 
     return run
+
+
+class FakeLibrary:
+    """``build``, ``rebuild``, ``automatic``, ``export`` and ``verify`` that only take notes."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = replace(manifest, files={"decode.onnx": FileEntry(5_000_000, "0" * 64)})
+        self.built: list[dict[str, Any]] = []
+        self.rebuilt: list[dict[str, Any]] = []
+        self.searched: list[dict[str, Any]] = []
+        self.verified: list[dict[str, Any]] = []
+        self.exported: list[tuple[Path, Path]] = []
+
+    def build(self, source: Path, output: Path, *, progress: Any, **options: Any) -> "BuildReport":
+        progress("lowering")
+        self.built.append({"source": source, "output": output, "there": source.is_dir(), **options})
+        return self._report(output)
+
+    def rebuild(self, source: Path, output: Path, *, progress: Any, **options: Any) -> "BuildReport":
+        progress("building the engine", 0.5)
+        self.rebuilt.append({"source": source, "output": output, **options})
+        return self._report(output)
+
+    def _report(self, output: Path) -> "BuildReport":
+        from llmc.optimize.build import BuildReport
+
+        return BuildReport(output, self.manifest, 2.5)
+
+    def automatic(self, source: Path, output: Path, *, progress: Any, **options: Any) -> "AutoReport":
+        from llmc.optimize.auto.search import AutoReport, Trial
+
+        progress("candidate int4")
+        self.searched.append({"source": source, "output": output, **options})
+        kept = Trial("int4", 2, 1000.0, 50.5, 400_000_000, 300_000_000, 0.0123, 0.961, 0.012)
+        faster = replace(kept, name="int8", prefill_tokens_per_s=2000.0, reason="400 MB")
+        return AutoReport(output, kept, (kept, faster), self.manifest)
+
+    def export(self, checkpoint: Path, output: Path, *, progress: Any) -> SimpleNamespace:
+        progress("exporting the graph")
+        self.exported.append((checkpoint, output))
+        output.mkdir()
+        return SimpleNamespace(output=output)
+
+    def verify(self, bundle: Path, *, progress: Any, **options: Any) -> VerifyReport:
+        self.verified.append({"bundle": bundle, **options})
+        return VerifyReport(6, 4, 64, 64, 0.001)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> FakeLibrary:
+    fake = FakeLibrary(manifest)
+    monkeypatch.setattr("llmc.optimize.build.build", fake.build)
+    monkeypatch.setattr("llmc.optimize.rebuild.rebuild", fake.rebuild)
+    monkeypatch.setattr("llmc.optimize.auto.search.automatic", fake.automatic)
+    monkeypatch.setattr("llmc.export.export", fake.export)
+    monkeypatch.setattr("llmc.runtime.model.verify", fake.verify)
+    return fake
+
+
+@pytest.fixture
+def export_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    (folder / "export.json").write_text("{}")
+    return folder

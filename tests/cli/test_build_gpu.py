@@ -11,65 +11,17 @@ import pytest
 from doubles.machines import NO_GPU, RTX_4090
 from doubles.plans import FULL
 
-from llmc.bundle import DeviceMemory, EngineConfig, FileEntry, Manifest, Profile, Target, write_manifest
+from llmc.bundle import DeviceMemory, EngineConfig, Manifest, Profile, Target, write_manifest
 from llmc.cli.build import build_command
 from llmc.errors import GpuError
-from llmc.optimize.build import BuildReport
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime.host.machine import Available
-from llmc.runtime.selftest import VerifyReport
 
 MB = 1_000_000
 NOT_BUILT = {"file": ""}
 MEMORY = DeviceMemory(context=400 * MB, weights=50 * MB, workspace=30 * MB, cache_per_token=1 * MB, logits=2 * MB)
 PLAN = dataclasses.replace(FULL, decode=Profile(4, 1, 1))
-
-
-class FakeLibrary:
-    """``build``, ``rebuild``, ``automatic`` and ``verify`` that only take notes."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = dataclasses.replace(manifest, files={"engine.plan": FileEntry(5 * MB, "0" * 64)})
-        self.built: list[dict[str, Any]] = []
-        self.rebuilt: list[dict[str, Any]] = []
-        self.verified: list[dict[str, Any]] = []
-        self.error: BaseException | None = None
-
-    def build(self, source: Path, output: Path, *, progress: Any, **options: Any) -> BuildReport:
-        progress("lowering")
-        self.built.append({"source": source, "output": output, **options})
-        if self.error:
-            raise self.error
-        return BuildReport(output, self.manifest, 2.5)
-
-    def rebuild(self, source: Path, output: Path, *, progress: Any, **options: Any) -> BuildReport:
-        progress("building the engine", 0.5)
-        self.rebuilt.append({"source": source, "output": output, **options})
-        if self.error:
-            raise self.error
-        return BuildReport(output, self.manifest, 2.5)
-
-    def verify(self, bundle: Path, *, progress: Any, **options: Any) -> VerifyReport:
-        self.verified.append({"bundle": bundle, **options})
-        return VerifyReport(6, 4, 64, 64, 0.001)
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> FakeLibrary:
-    fake = FakeLibrary(manifest)
-    monkeypatch.setattr("llmc.optimize.build.build", fake.build)
-    monkeypatch.setattr("llmc.optimize.rebuild.rebuild", fake.rebuild)
-    monkeypatch.setattr("llmc.runtime.model.verify", fake.verify)
-    return fake
-
-
-@pytest.fixture
-def export_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "exported"
-    folder.mkdir()
-    (folder / "export.json").write_text("{}")
-    return folder
 
 
 @pytest.fixture
@@ -104,14 +56,14 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
 
 @pytest.mark.parametrize(("target", "precision"), [("cuda", "fp16"), ("tensorrt", "bf16"), ("tensorrt-rtx", "fp8")])
 def test_target_and_precision_reach_the_library(
-    llmc: Any, library: FakeLibrary, export_folder: Path, target: str, precision: str
+    llmc: Any, library: Any, export_folder: Path, target: str, precision: str
 ):
     assert llmc("build", export_folder, "-o", "out", "--target", target, f"--{precision}").code == 0
     [built] = library.built
     assert (built["target"], built["precision"], built["engine"]) == (target, precision, EngineRequest())
 
 
-def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: FakeLibrary, export_folder: Path):
+def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: Any, export_folder: Path):
     options = ["--compute-capabilities", "8.6,8.9", "--deferred"]
     assert llmc("build", export_folder, "-o", "out", "--target", "tensorrt-rtx", *options).code == 0
     assert library.built[0]["engine"] == EngineRequest(compute_capabilities="8.6,8.9", deferred=True)
@@ -149,7 +101,7 @@ def test_contradictions_exit_with_2_and_one_sentence(
     ids=["in place", "elsewhere", "over something"],
 )
 def test_a_rebuild_is_in_place_unless_it_is_told_where(
-    llmc: Any, library: FakeLibrary, export_folder: Path, arguments: list[str], output: str | None, force: bool
+    llmc: Any, library: Any, export_folder: Path, arguments: list[str], output: str | None, force: bool
 ):
     ran = llmc("build", "--rebuild", export_folder, *arguments)
     there = Path(output) if output else export_folder
@@ -165,7 +117,7 @@ LOOKED_AT = {"source", "output", "rebuild", "force", "as_json", "debug", "help"}
 
 @pytest.mark.parametrize("option", [p for p in build_command.params if p.name not in LOOKED_AT], ids=lambda p: p.name)
 def test_choices_that_a_rebuild_does_not_look_at_are_refused(
-    llmc: Any, library: FakeLibrary, export_folder: Path, tmp_path: Path, option: click.Option
+    llmc: Any, library: Any, export_folder: Path, tmp_path: Path, option: click.Option
 ):
     (tmp_path / "notes.txt").write_text("words")
     value = tmp_path / VALUES[option.name] if option.name in VALUES else "1"
@@ -179,9 +131,7 @@ def test_choices_that_a_rebuild_does_not_look_at_are_refused(
 
 
 @pytest.mark.parametrize("flags", [[], ["--emulate"]], ids=["on its GPU", "emulated"])
-def test_verify_says_what_it_was_verified_on(
-    llmc: Any, library: FakeLibrary, save: Callable[..., Path], flags: list[str]
-):
+def test_verify_says_what_it_was_verified_on(llmc: Any, library: Any, save: Callable[..., Path], flags: list[str]):
     folder = save()
     ran = llmc("verify", folder, *flags)
     assert library.verified == [{"bundle": folder, "threads": None, "emulate": bool(flags)}]

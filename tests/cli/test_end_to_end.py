@@ -6,10 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from doubles.clocks import until
 from doubles.processes import slow_llmc
 
 from llmc.runtime import load
@@ -44,6 +44,7 @@ def copied_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------ checkpoint on
 
 
+@pytest.mark.usefixtures("one_trace")
 def test_checkpoint_becomes_export_becomes_bundle_becomes_text(llmc, one_layer: Path, tmp_path: Path):
     """And a build from the checkpoint makes the same bundle at once."""
     export, bundle, at_once = (tmp_path / name for name in ("export", "bundle", "once"))
@@ -128,7 +129,7 @@ def test_ctrl_c_in_a_build_leaves_what_was_there(tiny_export: Path, tmp_path: Pa
         (output / "llmc.json").write_text("the old one")
     command = [sys.executable, "-c", UNFINISHED, "build", str(tiny_export), "-o", str(output), "--force"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        wait_for(lambda: any(path.name.endswith(".work") for path in tmp_path.iterdir()))
+        until(lambda: any(path.name.endswith(".work") for path in tmp_path.iterdir()))
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert (process.returncode, err.strip()) == (130, b"interrupted")
@@ -143,10 +144,3 @@ def test_ctrl_c_while_text_streams_ends_it(tiny_bundle: Path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     assert (process.returncode, err.strip()) == (130, b"interrupted")
-
-
-def wait_for(happened, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)

@@ -169,12 +169,12 @@ def serve(python: Path, words: list[str], home: Path) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: extras or "none")
 def test_every_verb_works_or_names_the_extra_that_it_lacks(
-    extras: str, wheel: zipfile.ZipFile, tmp_path: Path, one_layer: Path, tiny_export: Path, tiny_bundle: Path
+    extras: str, wheel: zipfile.ZipFile, tmp_path: Path, one_layer: Path, layer_export: Path, tiny_bundle: Path
 ):
     python, own = environment(tmp_path / "environment", wheel, extras)
     held = with_nested(own, set(extras.split()))
     smaller = [other for each in EXTRAS if (other := with_nested(own, set(each.split()))) < held]
-    places = {"CHECKPOINT": one_layer, "EXPORT": tiny_export, "BUNDLE": tiny_bundle, "TEXT": tmp_path / "text"}
+    places = {"CHECKPOINT": one_layer, "EXPORT": layer_export, "BUNDLE": tiny_bundle, "TEXT": tmp_path / "text"}
     places["TEXT"].write_text("Once")
     tried = [verb for verb in VERBS if not any(verb.extras & held == verb.extras & each for each in smaller)]
     orders = [

@@ -1,12 +1,11 @@
 """Checkpoints of Qwen's models that see: tiny ones with random weights, and the files of their processor."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizers
-from doubles.shared import shared
 from doubles.towers import TINY, write_json
 
 MARKERS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -99,11 +98,28 @@ def write_qwen(folder: Path, kind: str) -> Path:
     return folder
 
 
-def share_qwen(factory: pytest.TempPathFactory, kind: str) -> Path:
-    """A folder with what :func:`write_qwen` writes, ``checkpoint``, and its ``export``, which nobody may change."""
-    from llmc.export import export
+class Processor:
+    """What transformers' Qwen2_5_VLProcessor makes of messages, which needs torchvision for videos."""
 
-    def make(folder: Path) -> None:
-        export(write_qwen(folder / "checkpoint", kind), folder / "export")
+    def __init__(self, folder: Path) -> None:
+        from transformers import PreTrainedTokenizerFast
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    return shared(factory, kind, make)
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+    def apply_chat_template(self, messages: Sequence[Any], **_: Any) -> dict[str, Any]:
+        import torch
+
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        given: dict[str, Any] = {}
+        if images := [part["image"] for each in messages for part in each["content"] if part["type"] == "image"]:
+            given = dict(self.images(images, return_tensors="pt"))
+            counts = iter((given["image_grid_thw"].prod(1) // 4).tolist())
+            text = "".join(
+                part + "<|image_pad|>" * next(counts) if number < len(images) else part
+                for number, part in enumerate(text.split("<|image_pad|>"))
+            )
+        ids = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)])
+        kinds = (ids == IMAGE).int()
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, **given}

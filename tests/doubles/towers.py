@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from doubles.seeing import TEMPLATE
@@ -165,23 +167,53 @@ def write_seeing(folder: Path, kind: str = "smolvlm") -> Path:
 
 
 def share_seeing(factory: pytest.TempPathFactory, kind: str = "smolvlm") -> Path:
-    """A folder with what :func:`write_seeing` writes, ``checkpoint``, and its ``export``, which nobody may change."""
+    """A folder with a tiny model of any kind, ``checkpoint``, and its ``export``, which nobody may change."""
+    from doubles.qwen_towers import CONFIGS, write_qwen
+
     from llmc.export import export
 
     def make(folder: Path) -> None:
-        export(write_seeing(folder / "checkpoint", kind), folder / "export")
+        export((write_qwen if kind in CONFIGS else write_seeing)(folder / "checkpoint", kind), folder / "export")
 
     return shared(factory, kind, make)
 
 
+def open_graphs(exported: Path) -> Callable[[str, dict[str, np.ndarray]], np.ndarray]:
+    """The first output of one of the export's graphs."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
+    graphs = {name: ort.InferenceSession(exported / f"{name}.onnx", options) for name in ("vision", "decoder")}
+    return lambda name, feeds: graphs[name].run(None, feeds)[0]
+
+
+def open_reference(checkpoint: Path) -> Any:
+    """What transformers makes of a checkpoint, in float32."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+
+
+def copy_checkpoint(checkpoint: Path, folder: Path) -> Path:
+    """A checkpoint whose files may be changed."""
+    for path in checkpoint.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
 def read_processor(folder: Path, kind: str) -> Any:
-    """The family's own processor of what :func:`write_seeing` wrote, with Pillow's resampling."""
+    """The family's own processor of what :func:`share_seeing` wrote, with Pillow's resampling."""
+    from doubles.qwen_towers import CONFIGS, Processor
     from transformers import PreTrainedTokenizerFast
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+    if kind in CONFIGS:
+        return Processor(folder)
     if kind == "lfm2_vl":
         from doubles.naflex import NaflexProcessor
 

@@ -3,7 +3,7 @@
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -382,21 +382,11 @@ def invented_family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def one_thread(one_trace: None) -> None:
     """The machine may be shared, and the models are tiny."""
     import torch
 
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_registry() -> Iterator[None]:
-    """torch makes its table of operators for each export anew, which is a sixth of the time of a tiny model's."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
-        yield
 
 
 def make_case(name: str, folder: Path, **changes: Any) -> Case:

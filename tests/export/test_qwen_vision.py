@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles import qwen_towers
+from doubles import qwen_towers, towers
 from doubles.towers import write_json
 
 from llmc.bundle import read_export
@@ -28,7 +28,7 @@ Run = Callable[[str, dict[str, np.ndarray]], np.ndarray]
 
 @pytest.fixture(scope="module", params=qwen_towers.CONFIGS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen_towers.share_qwen(tmp_path_factory, request.param) / "checkpoint"
+    return towers.share_seeing(tmp_path_factory, request.param) / "checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +38,12 @@ def exported(checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(exported: Path) -> Run:
-    """The first output of one of the export's graphs."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
-    graphs = {name: ort.InferenceSession(exported / f"{name}.onnx", options) for name in ("vision", "decoder")}
-    return lambda name, feeds: graphs[name].run(None, feeds)[0]
+    return towers.open_graphs(exported)
 
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Any:
-    import torch
-    from transformers import AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    return towers.open_reference(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -190,13 +181,6 @@ def test_the_manifest_tells_how_images_become_patches(exported: Path):
 # ------------------------------------------------------------------------------------------- other layouts, refusals
 
 
-def copy(checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint whose files may be changed."""
-    for path in checkpoint.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qwen_towers.write_qwen(tmp_path_factory.mktemp("windowed"), "qwen2_5_vl")
@@ -204,7 +188,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_configs_as_published_are_read_as_those_that_transformers_writes(windowed: Path, tmp_path: Path):
     """The text part's keys stand beside those of images, positions are called mrope, and sizes are pixels."""
-    folder = copy(windowed, tmp_path)
+    folder = towers.copy_checkpoint(windowed, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
@@ -257,7 +241,7 @@ def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("file", "changes", "message"), REFUSED, ids=[message[:30] for *_, message in REFUSED])
 def test_what_is_not_understood_is_refused(windowed: Path, tmp_path: Path, file: str, changes: Any, message: str):
-    folder = copy(windowed, tmp_path)
+    folder = towers.copy_checkpoint(windowed, tmp_path)
     write_json(folder / file, change(json.loads((folder / file).read_text()), changes))
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(folder)

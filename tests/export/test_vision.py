@@ -44,25 +44,12 @@ def exported(checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(exported: Path) -> Run:
-    return open_graphs(exported)
-
-
-def open_graphs(exported: Path) -> Run:
-    """The first output of one of the export's graphs."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
-    graphs = {name: ort.InferenceSession(exported / f"{name}.onnx", options) for name in ("vision", "decoder")}
-    return lambda name, feeds: graphs[name].run(None, feeds)[0]
+    return towers.open_graphs(exported)
 
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Any:
-    import torch
-    from transformers import AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    return towers.open_reference(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +150,7 @@ def test_an_adapter_changes_the_tower_too(checkpoint: Path, run: Run, tiles: np.
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     trained = peft.get_peft_model(AutoModelForImageTextToText.from_pretrained(checkpoint, dtype="float32"), config)
     trained.save_pretrained(tmp_path / "adapter")
-    merged = open_graphs(export(checkpoint, tmp_path / "export", adapters=[(tmp_path / "adapter", 1.0)]).output)
+    merged = towers.open_graphs(export(checkpoint, tmp_path / "export", adapters=[(tmp_path / "adapter", 1.0)]).output)
     found, expected = merged("vision", {"pixel_values": tiles}), get_features(trained.base_model.model, tiles)
     untrained = run("vision", {"pixel_values": tiles})
     assert measure(found, expected) < TOLERANCE and measure(untrained, expected) > 100 * TOLERANCE
@@ -185,7 +172,7 @@ def test_the_manifest_tells_how_images_become_rows(kind: str, exported: Path):
 @pytest.mark.parametrize("nested", [False, True])
 def test_processors_of_both_layouts_are_read(kind: str, checkpoint: Path, tmp_path: Path, nested: bool):
     """Since transformers 5 one file holds the other."""
-    folder, family = copy(checkpoint, tmp_path), towers.FAMILIES[kind]
+    folder, family = towers.copy_checkpoint(checkpoint, tmp_path), towers.FAMILIES[kind]
     if nested:
         (folder / "preprocessor_config.json").unlink()
         towers.write_json(folder / "processor_config.json", {**family.processor, "image_processor": family.images})
@@ -216,13 +203,6 @@ def test_rows_of_grids_of_any_shape_are_those_of_transformers(
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
-
-
-def copy(checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint whose files may be changed."""
-    for path in checkpoint.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    return tmp_path
 
 
 REFUSED = [
@@ -285,7 +265,7 @@ WRONG += [*(("gemma3", *wrong) for wrong in GEMMA_REFUSED), *(("lfm2_vl", *wrong
     ("kind", "file", "changes", "message"), WRONG, ids=[message[:30] for *_, message in WRONG], indirect=["kind"]
 )
 def test_what_is_not_understood_is_refused(checkpoint: Path, tmp_path: Path, file: str, changes: Any, message: str):
-    folder = copy(checkpoint, tmp_path)
+    folder = towers.copy_checkpoint(checkpoint, tmp_path)
     towers.write_json(folder / file, {**json.loads((folder / file).read_text()), **changes})
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(folder)
@@ -305,7 +285,7 @@ def test_names_of_all_ages_are_known(checkpoint: Path, tmp_path: Path, rename: C
     """Also a head for one vector of each image, which is left out."""
     from safetensors.numpy import load_file, save_file
 
-    folder = copy(checkpoint, tmp_path)
+    folder = towers.copy_checkpoint(checkpoint, tmp_path)
     stored = {rename(name): item for name, item in load_file(folder / "model.safetensors").items()}
     stored[rename("vision_tower.head.probe")] = np.zeros((1, 1, 32), np.float32)
     save_file(stored, folder / "model.safetensors")
@@ -314,7 +294,7 @@ def test_names_of_all_ages_are_known(checkpoint: Path, tmp_path: Path, rename: C
 
 
 def test_a_checkpoint_without_its_processor_names_the_way_out(checkpoint: Path, tmp_path: Path):
-    folder = copy(checkpoint, tmp_path)
+    folder = towers.copy_checkpoint(checkpoint, tmp_path)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no preprocessor_config.json .*; get it, or .* with --text-only"):
         read_checkpoint(folder)

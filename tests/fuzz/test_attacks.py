@@ -3,29 +3,18 @@
 ``python tests/fuzz/attacks.py BUNDLE`` prints a table of the same.
 """
 
-import importlib.util
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from doubles.modules import load_file
 from doubles.services import service_process
 from doubles.serving import retold
 
-
-def _attacks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("attacks", Path(__file__).with_name("attacks.py"))
-    assert spec is not None and spec.loader is not None
-    found = sys.modules["attacks"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-ATTACKS = _attacks()
+ATTACKS = load_file(Path(__file__).with_name("attacks.py"))
 # Of /health beside any body. On a machine that does nothing else 113 of 123 took less than 0.1 s, and those with texts
 # of 8 MB 0.10 to 0.18 s. On a busy one each turn of the loop takes longer, in proportion to how many want a processor.
 # What held the loop once held it for 0.5 to 74 s.

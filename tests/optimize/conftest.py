@@ -1,17 +1,15 @@
 """Random tiny exports of every family, taken through the passes step by step, and run in ONNX Runtime."""
 
-import importlib.util
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from doubles import modules
 from doubles.lowerings import Lowering, open_session
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
@@ -27,18 +25,9 @@ TOKENS = 20
 Cache = dict[str, np.ndarray]
 
 
-def import_file(name: str, path: Path) -> ModuleType:
-    """Test folders are no packages, so a module of another one is loaded by its path."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-random_checkpoints = import_file("llmc_random_checkpoints", Path(__file__).parents[1] / "export" / "conftest.py")
+random_checkpoints = modules.random_checkpoints()
 Case = random_checkpoints.Case
-one_thread, one_registry = random_checkpoints.one_thread, random_checkpoints.one_registry
+one_thread = random_checkpoints.one_thread
 # Gemma 4 is lowered for CPUs alone: see tests/optimize/test_shared_caches.py.
 CASES: tuple[str, ...] = tuple(name for name in random_checkpoints.CASES if not name.startswith("gemma4"))
 

@@ -65,8 +65,10 @@ def test_weights_that_were_overwritten_in_the_checkpoint_are_refused(source, unt
 STEPS = ["lowering and quantizing the prefill", "lowering and quantizing the decode", "hashing", "running the golden"]
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [*((step, KeyboardInterrupt) for step in STEPS), (STEPS[0], MemoryError), (STEPS[3], RuntimeError)],
+)
 def test_an_interruption_at_any_step_leaves_what_was_there(source, untouched, step, error):
     def interrupt(name: str, fraction: float | None = None) -> None:
         if name.startswith(step):

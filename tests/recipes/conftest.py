@@ -1,7 +1,6 @@
 """What the tests of recipes need: benchmark scripts as modules, and an export of every family."""
 
 import importlib
-import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from doubles.modules import random_checkpoints
 
 BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
 # Of the random checkpoints one per family that a recipe is built on.
@@ -25,17 +25,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     for path in BENCHMARKS.glob("*.py"):
         monkeypatch.delitem(sys.modules, path.stem, raising=False)
     return importlib.import_module
-
-
-def random_checkpoints() -> ModuleType:
-    """The random checkpoints of the export's tests; test folders are no packages, so a module is loaded by its path."""
-    name = "llmc_random_checkpoints"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "export" / "conftest.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def write_character_tokenizer(folder: Path, vocab_size: int) -> None:

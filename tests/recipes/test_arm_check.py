@@ -1,10 +1,10 @@
 """The check of Arm, as far as it goes without emulating one: what it installs, and how it counts."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from doubles.modules import load_file
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "arm_check.py"
 REPORT = """<testsuites><testsuite>
@@ -18,11 +18,7 @@ REPORT = """<testsuites><testsuite>
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("arm_check", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(SCRIPT)
 
 
 def test_what_lacks_a_large_package_is_skipped_and_all_else_that_does_not_pass_has_failed(check: ModuleType):

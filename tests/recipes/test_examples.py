@@ -1,6 +1,5 @@
 """The examples run, and do what they say."""
 
-import importlib.util
 import json
 import runpy
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from doubles.clocks import even_costs
+from doubles.modules import load_file
 from doubles.serving import serving
 
 from llmc.runtime.server.config import ServerConfig
@@ -25,11 +25,7 @@ def served(tiny_bundle: Path) -> Iterator[str]:
 
 
 def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(EXAMPLES / f"{name}.py")
 
 
 def run(name: str, bundle: Path) -> Any:

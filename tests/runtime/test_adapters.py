@@ -12,7 +12,7 @@ import pytest
 from doubles.adapters import draw_factors, write_adapter
 from doubles.clocks import even_costs
 from doubles.images import draw
-from doubles.qwen_towers import write_qwen
+from doubles.towers import share_seeing
 
 from llmc.bundle import ADAPTERS_FOLDER, FACTORS_FILE, read_bundle
 from llmc.errors import BundleError, CheckpointError, LlmcError, RequestError, ResourceError, UsageError
@@ -145,19 +145,17 @@ def test_alone_and_together_give_the_same_bits(bundles, precision, level):
         assert logprobs(submit(found, "law", max_tokens=40).result()) == alone["law"]
 
 
-def test_a_model_that_sees_says_with_an_adapter_what_the_merged_one_says(tmp_path):
-    checkpoint = write_qwen(tmp_path / "checkpoint", "qwen3_vl")
+def test_a_model_that_sees_says_with_an_adapter_what_the_merged_one_says(one_trace, tmp_path, tmp_path_factory):
+    shared = share_seeing(tmp_path_factory, "qwen3_vl")
     parts = [{"type": "image", "image": draw("RGB", 75, 26)}, {"type": "text", "text": "def f(x):"}]
     talks = [[{"role": "user", "content": content}] for content in (parts, parts[1:])]
     chosen = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
-    built = build(
-        export(checkpoint, tmp_path / "export").output, tmp_path / "live", precision="fp32", adapters=1, rank=8
-    )
+    built = build(shared / "export", tmp_path / "live", precision="fp32", adapters=1, rank=8)
     factors = draw_factors(built.manifest.geometry, deviation=0.3)
     renamed = {name.replace("model.layers", "model.language_model.layers"): it for name, it in factors.items()}
     folder = write_adapter(tmp_path / "sql", renamed)  # by the names that PEFT has for its text part
     add_adapter(built.output, folder, "sql")
-    merged = export(checkpoint, tmp_path / "both", adapters=[(folder, 1.0)]).output
+    merged = export(shared / "checkpoint", tmp_path / "both", adapters=[(folder, 1.0)]).output
     with load(build(merged, tmp_path / "merged", precision="fp32").output, self_test=False) as found:
         wanted = [tokens(found.chat(talk, **chosen).outputs[0]) for talk in talks]
     with load(built.output, self_test=False) as found:

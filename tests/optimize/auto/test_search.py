@@ -88,13 +88,13 @@ def counted(monkeypatch, tmp_path) -> Counted:
 
 
 @pytest.fixture
-def search(tiny_export, tiny_checkpoint, tmp_path, counted):
-    """Runs the search on the small model and a short text."""
+def search(layer_export, tiny_checkpoint, tmp_path, counted):
+    """Runs the search on a layer of the small model and a short text."""
     text = tmp_path / "text.txt"
     text.write_text((tiny_checkpoint.parent / "validation.txt").read_text()[:1700])
 
     def run(name: str = "out", budget: Budget | None = LOOSE, **options: Any) -> AutoReport:
-        return automatic(tiny_export, tmp_path / name, budget=budget, max_context=128, text=text, **options)
+        return automatic(layer_export, tmp_path / name, budget=budget, max_context=128, text=text, **options)
 
     return run
 

@@ -1,6 +1,5 @@
 """Every family, lowered and built by TensorRT-RTX with both profiles: nothing is lost, types and shapes are right."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -11,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
+from doubles import modules
 from doubles.engines import build_decoder
 from doubles.plans import PLAN
 
@@ -25,7 +25,7 @@ from llmc.optimize.tensorrt.network import Network
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
 
-random_checkpoints = sys.modules["llmc_random_checkpoints"]
+random_checkpoints = modules.random_checkpoints()
 # Those in which the parser sees something else: windows, softcaps, biases, packed and tied weights, longer queries.
 # What else differs between families is in the lowered graph's own tests.
 PLAIN, *DIFFERENT = (

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles.clocks import until
 
 from llmc.errors import (
     CancelledError,
@@ -41,13 +42,6 @@ def ask(prompt: Sequence[int] = PROMPT, params: SamplingParams = SAMPLED, **more
 
 def tokens(handle: Any) -> list[int]:
     return list(handle.result(PATIENCE).token_ids)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.001)
 
 
 class Gate:

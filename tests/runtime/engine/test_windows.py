@@ -1,13 +1,11 @@
 """Layers with a window hold the cache of their window only, and compute what they would with all of it."""
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from doubles.modules import random_checkpoints
 
 from llmc.optimize.build import build
 from llmc.optimize.recipe import Request as BuildRequest
@@ -20,17 +18,6 @@ PROMPT, NEW = 420, 120  # more than ten windows, and several times so much as is
 FAMILIES = ("gemma2-softcaps", "cohere2-window-rotated")
 # Logits of float32 differ from transformers' by about 1e-5 (tests/export/test_parity.py); a lost position costs 1e-2.
 TIE = 1e-3
-
-
-def random_checkpoints() -> ModuleType:
-    """The random checkpoints of the export's tests; test folders are no packages, so a module is loaded by its path."""
-    name = "llmc_random_checkpoints"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "export" / "conftest.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -9,8 +9,7 @@ import socket
 import ssl
 import stat
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import uvicorn
+from doubles.clocks import until
 from doubles.listening import make_certificate
-from doubles.services import START_S, Process, service_process
+from doubles.services import Process, service_process
 
 from llmc.errors import UsageError
 from llmc.runtime.server.config import ServerConfig
@@ -57,13 +57,6 @@ def client(process: Process) -> Iterator[httpx.Client]:
 def gauge(client: httpx.Client, name: str) -> float:
     lines = client.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + START_S  # far more than it takes
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def opened(address: str, body: dict[str, Any]) -> socket.socket:

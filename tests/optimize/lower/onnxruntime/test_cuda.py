@@ -3,7 +3,6 @@
 Nothing here runs on a GPU: that every operator has a CUDA kernel is read from ONNX Runtime's documentation.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from doubles.lowerings import Lowering, difference, portable, relative_difference, varied
+from doubles.modules import random_checkpoints
 
 from llmc.bundle import Limits
 from llmc.errors import BuildError
@@ -86,7 +86,7 @@ def lowered(tmp_path: Path) -> Callable[..., Lowered]:
 # ------------------------------------------------------------------------------------------------------------ float32
 
 
-@pytest.mark.parametrize("case", sys.modules["llmc_random_checkpoints"].DENSE, indirect=True)
+@pytest.mark.parametrize("case", random_checkpoints().DENSE, indirect=True)
 def test_float32_equals_the_portable_graph(case, lowered, decoder, portable_logits, ids):
     lowering = lowered(case.export, Float32(), "float32").lower()
     run = decoder(lowering.write(), lowering.geometry)
@@ -239,7 +239,7 @@ def test_every_operator_has_a_cuda_kernel(case, lowered, form, compute):
         assert first <= onnx.defs.get_schema(node.op_type, opset).since_version <= last, node.op_type
 
 
-@pytest.mark.parametrize("case", sys.modules["llmc_random_checkpoints"].DENSE, indirect=True)
+@pytest.mark.parametrize("case", random_checkpoints().DENSE, indirect=True)
 @pytest.mark.parametrize("compute", ["float16", "float32"])
 def test_no_value_goes_from_the_host_to_the_device_but_into_arguments_that_kernels_take_from_the_host(
     case, lowered, compute

@@ -1,6 +1,5 @@
 """Random tiny exports of every family, lowered for TensorRT and run by ONNX Runtime as the parser gets them."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from doubles import modules
 from doubles.lowerings import Lowering, open_session, replace_weights
 
 from llmc.bundle import DECODER_FILE, Limits
@@ -30,7 +30,7 @@ from llmc.optimize.quantize import rtn
 from llmc.optimize.targets import NATIVE
 from llmc.optimize.weights.store import Calibrated
 
-random_checkpoints = sys.modules["llmc_random_checkpoints"]
+random_checkpoints = modules.random_checkpoints()
 CASES: tuple[str, ...] = random_checkpoints.DENSE
 TOKENS = 20
 CAPACITY = 48

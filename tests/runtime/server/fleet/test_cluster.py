@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from doubles.clocks import until
 
 from llmc.bundle import read_bundle, write_manifest
 from llmc.errors import UsageError
@@ -112,13 +112,6 @@ def replicas() -> list[int]:
     """Processes of the replicas."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     return [pid for pid in pids if f"ray::ServeReplica:{NAME}:replicas" in _command(pid)]
-
-
-def until(happened: Callable[[], object]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not happened():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.2)
 
 
 def chat(group: int, **given: Any) -> dict[str, Any]:

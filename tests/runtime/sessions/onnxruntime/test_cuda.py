@@ -31,8 +31,8 @@ ROW_TOLERANCE = 0.05
 
 
 @pytest.fixture(scope="session")
-def built(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The small model built for the CUDA target in a precision, once."""
+def built(layer_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A layer of the small model built for the CUDA target in a precision, once."""
     from llmc.optimize.build import build
 
     folder, made = tmp_path_factory.mktemp("cuda"), dict[str, Path]()
@@ -41,7 +41,7 @@ def built(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         if precision not in made:
             limits: dict[str, Any] = {"max_context": 512, "max_batch": ROWS}
             made[precision] = build(
-                tiny_export, folder / precision, target="cuda", precision=precision, **limits
+                layer_export, folder / precision, target="cuda", precision=precision, **limits
             ).output
         return made[precision]
 
