@@ -95,6 +95,11 @@ def _cut(whole: Path, folder: Path, graph: Graph, part: Manifest, weights: Weigh
     caches = set(part.geometry.caches) - set(part.list_caches())
     others = {name for cache in caches for name in (*cache.inputs, *cache.outputs)} | ends
     inputs = [str(value.name) for value in model.graph.inputs if value.name not in others]
+    own = next((values[cache.inputs[0]] for cache in part.list_caches() if cache.kind == "kv"), None)
+    for node in model.graph:  # any layer may ask the first cache for the positions that all of them have
+        asked = node.inputs[0] if node.op_type == "Shape" else None
+        if own is not None and asked is not None and asked.name in others - ends:
+            node.replace_input_with(0, own)
     # An output that states are computed from bears the name of one.
     kept = {str(value.name): str(value.name).removeprefix(f"{REPLAY}.") for value in model.graph.outputs}
     outputs = [name for name, of in kept.items() if not {name, of.rpartition(".")[0]} & others]
