@@ -431,11 +431,20 @@ def lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", type=int, nargs=2, help="width and height of a picture to answer with one token")
 
 
+def settle(system: str) -> None:
+    """Wait until llmc has gathered its weights in huge pages, which it does in the first seconds that it is idle."""
+    if system == "llmc":
+        from llmc.runtime.host.huge_pages import settle as wait
+
+        wait()
+
+
 def one_by_one(generate: Generate, args: argparse.Namespace) -> dict[str, float]:
     """Tokens per second of every prompt length, each after an untimed call; decode leaves out the first new token."""
     prefill, decode = {}, {}
     for i, length in enumerate(args.prompts):
         generate(prompt_ids(min(length, args.warm_up or length), 2 * i), WARM_UP_TOKENS)
+        settle(args.system)
         ttft_s, decode_s = generate(prompt_ids(length, 2 * i + 1), args.new_tokens)
         prefill[f"prefill {length}"] = length / ttft_s
         decode[f"decode after {length}"] = (args.new_tokens - 1) / decode_s
@@ -448,6 +457,7 @@ def all_together(generate: Together, args: argparse.Namespace) -> dict[str, floa
     for i, count in enumerate(args.together):
         salts = [2 * (1000 * i + number) for number in range(count)]
         generate([prompt_ids(length, salt) for salt in salts], WARM_UP_TOKENS)
+        settle(args.system)
         seconds = generate([prompt_ids(length, salt + 1) for salt in salts], args.new_tokens)
         found[f"{count} at once"] = count * args.new_tokens / seconds
     return found

@@ -13,6 +13,7 @@ from llmc.bundle import read_bundle
 from llmc.errors import UsageError
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta
+from llmc.runtime.host.huge_pages import settle
 from llmc.runtime.host.machine import available_memory, cpu_model, resident_bytes
 from llmc.runtime.model import Model, load
 from llmc.runtime.sampling.params import SamplingParams
@@ -79,6 +80,7 @@ def benchmark(
         load_s = time.perf_counter() - start
         rss = resident_bytes()[0]
         _time_request(model, prompt_length, 2, 0)  # the first calls allocate; they are not counted
+        settle()
         runs = [_time_request(model, prompt_length, new_tokens, index + 1) for index in range(repeats)]
         peak = resident_bytes()[1]  # before the bandwidth loop takes its own buffers
         manifest = model.manifest

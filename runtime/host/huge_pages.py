@@ -15,13 +15,15 @@ from llmc.runtime.host import threads
 
 Span = tuple[int, int]
 
+NAME = "llmc-huge-pages"  # of the thread
 COLLAPSE = 25  # Linux 6.1 calls it MADV_COLLAPSE
 PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 # A place where less than this is in use would grow.
 FULL = 0.9
-# The first request is left alone; then the thread rests so many times as long as it works, since whoever reads a page
-# that is being moved waits.
-PAUSE_S, REST = 2.0, 4
+# The first request is left alone. While others compute, the thread rests so many times as long as it works, for whoever
+# reads a page that is being moved waits: with 4 times steps took 1.3 times as long.
+PAUSE_S, REST = 2.0, 49
+BUSY = 0.5  # processors that others in this process keep busy then
 # Weights of fewer bytes are left alone: the processor has the addresses of so many at hand.
 LEAST = 64 << 20
 
@@ -43,12 +45,19 @@ def gather_soon(before: Sequence[Span], weights: int) -> None:
         return
     stopped = threading.Event()
     with suppress(ResourceError):  # no thread can be started: it is only faster
-        threads.start(partial(gather, before, stopped), "llmc-huge-pages", stopped.set)
+        threads.start(partial(gather, before, stopped), NAME, stopped.set)
+
+
+def settle() -> None:
+    """Wait until all is gathered, to measure what a service does that is up for some seconds."""
+    for thread in threading.enumerate():
+        if thread.name == NAME:
+            thread.join()
 
 
 def gather(before: Sequence[Span], stopped: threading.Event) -> None:
     """Gather it now, until there is no huge page left, or the memory is gone, or ``stopped``."""
-    size, library = int(PAGE_SIZE.read_text()), ctypes.CDLL(None, use_errno=True)
+    size, library, others = int(PAGE_SIZE.read_text()), ctypes.CDLL(None, use_errno=True), _Others()
     stopped.wait(PAUSE_S)
     for start, end in subtract(list(_list_full()), before):
         for address in range(-(-start // size) * size, end // size * size, size):
@@ -56,8 +65,23 @@ def gather(before: Sequence[Span], stopped: threading.Event) -> None:
             failed = library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), COLLAPSE)
             if failed and ctypes.get_errno() == errno.ENOMEM:
                 return
-            if stopped.wait(REST * (time.monotonic() - began)):
+            took = time.monotonic() - began
+            if stopped.wait(REST * took if others.measure() > BUSY else 0):
                 return
+
+
+class _Others:
+    """The other threads of this process."""
+
+    def __init__(self) -> None:
+        self._clock = self._used = 0.0
+
+    def measure(self) -> float:
+        """Processors that they kept busy since the last call."""
+        clock, used = time.monotonic(), time.process_time() - time.thread_time()
+        found = (used - self._used) / max(clock - self._clock, 1e-6)
+        self._clock, self._used = clock, used
+        return found
 
 
 def subtract(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:

@@ -2,6 +2,7 @@
 
 import mmap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,43 @@ def test_memory_that_is_reserved_and_not_in_use_is_not_full():
     reserved = Place(64 * MB)
     reserved.bytes[: 32 * MB] = 1
     assert reserved.span not in list(room._list_full())
+
+
+def test_it_rests_while_others_compute(place, monkeypatch):
+    rests = []
+
+    class Stopped(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            rests.append(timeout)
+            return len(rests) > 4
+
+    monkeypatch.setattr(room, "REST", 10**6)
+    busy = iter((0.0, 1.9, 0.1, 1.9))
+    monkeypatch.setattr(room._Others, "measure", lambda self: next(busy))
+    gather([], Stopped())
+    assert [bool(rest) for rest in rests[1:]] == [False, True, False, True]
+
+
+def test_what_others_compute_is_measured():
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            sum(range(1000))
+
+    others = room._Others()
+    others.measure()
+    time.sleep(0.2)
+    assert others.measure() < room.BUSY
+    thread = threading.Thread(target=compute)
+    thread.start()
+    used = -time.thread_time() + time.process_time()
+    while time.process_time() - time.thread_time() < used + 0.2:
+        time.sleep(0.01)
+    found = others.measure()
+    done.set()
+    thread.join()
+    assert found > 0.1  # on a machine that has other work, too
 
 
 def test_memory_that_went_meanwhile_ends_it(monkeypatch):
