@@ -72,7 +72,7 @@ class Student:
 
     @torch.inference_mode()
     def _measure(self, ids: Tensor) -> dict[str, Tensor]:
-        """How much the neurons of each layer, and the heads of each KV head, do on tokens (R, P): the mean magnitude of
+        """The weight of each layer's neurons, and of the heads of each KV head, on tokens (R, P): the mean magnitude of
         what they give, times the norm of the column that reads it."""
         scores, start = dict[str, Tensor](), torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
 

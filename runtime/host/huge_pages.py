@@ -85,7 +85,7 @@ class _Others:
 
 
 def subtract(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
-    """What of ``spans`` is in none of the ``others``; both are in order."""
+    """Those parts of ``spans`` that are in none of the ``others``; both are in order."""
     for start, end in spans:
         for other, its_end in others:
             if other < end and its_end > start:
