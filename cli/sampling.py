@@ -193,7 +193,7 @@ answering_options = add_options(
         verify_option,
         debug_option,
         *_sampling_options(),
-        engine_option("--device", type=click.IntRange(min=0), default=0, help="Number of the GPU.  [default: 0]"),
+        engine_option("--device", type=click.IntRange(min=0), default=0, help="Number of the GPU."),
         engine_option("--max-context", type=int, help="Longest sequence in tokens.  [default: the bundle's]"),
         *ENGINE_OPTIONS,
     ]

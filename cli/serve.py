@@ -88,6 +88,7 @@ def serve_command(bundles: tuple[str, ...], config: Path | None, **flags: Any) -
     require("fastapi", "serve")
     # The web framework and Ray, for those who serve.
     if chosen.ray:
+        require("ray", "ray")
         from llmc.runtime.server.fleet.run import serve
     else:
         from llmc.runtime.server.run import serve

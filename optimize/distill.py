@@ -79,7 +79,7 @@ def distill(
         UsageError: ``output`` is something else, or the text is too short.
         CheckpointError: the export, or what an earlier run kept, is broken, or its layers make no student.
     """
-    began, export = time.monotonic(), read_export(source)
+    export = read_export(source)
     torch.set_num_threads(usable_threads())
     prompts = read_samples(text, source, samples=1 << 30, length=PROMPT, vocab_size=export.geometry.vocab_size)
     if len(prompts.ids) < 2:
@@ -97,10 +97,11 @@ def distill(
     state = _keep(folder / STATE, lambda: {"identity": identity, "steps": 0})
     if others := [name for name, it in identity.items() if state["identity"].get(name) != it]:
         raise UsageError(
-            f"{output} was begun with another {' and '.join(others)}; go on with that, or choose another output folder"
+            f"{output} was begun with another value of {' and '.join(others)}; go on with that, or choose another "
+            "output folder"
         )
     progress("the model writes")
-    run, lost = _Run(pair, folder, state, parts, export.generation.eos_token_ids), 0.0
+    run, lost, began = _Run(pair, folder, state, parts, export.generation.eos_token_ids), 0.0, time.monotonic()
     while (done := run.steps / steps if steps else (time.monotonic() - began) / (60 * minutes)) < 1:
         progress(f"step {run.steps}, divergence {lost:.2f}", done)
         lost = run.train()

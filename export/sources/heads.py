@@ -92,10 +92,11 @@ def _read_eagle(folder: Path, of: Path, model: Checkpoint, stored: Tensors) -> t
         raise keys.error(
             "architectures", named, f"['{EAGLE}'], or the same folder as --of, of a model with its own head"
         )
+    if SPECULATORS in keys:
+        keys.choice(SPECULATORS, ("eagle3",))
     borders, normed = _read_borders(keys, len(model.config.layers)), keys.flag("norm_before_residual")
     keys.skip(*EAGLE_KEYS)
     if SPECULATORS in keys:
-        keys.choice(SPECULATORS, ("eagle3",))
         keys.skip(*SPECULATORS_KEYS)
         keys, outer = keys.inside("transformer_layer_config"), keys
         outer.finish()

@@ -2,9 +2,11 @@
 
 import ctypes
 import errno
+import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,19 +25,30 @@ FULL = 0.9
 # The first request is left alone. While others compute, the thread rests so many times as long as it works, for whoever
 # reads a page that is being moved waits: with 4 times steps took 1.3 times as long.
 PAUSE_S, REST = 2.0, 49
+MOST_MISSED = 8  # places that were gone, or for which there was no page
 BUSY = 0.5  # processors that others in this process keep busy then
 # Weights of fewer bytes are left alone: the processor has the addresses of so many at hand.
 LEAST = 64 << 20
 
 # Private memory that may be written, and is no file's.
-_ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw.p \S+ \S+ 0 *(?:\[heap\])?\n")
+_ANONYMOUS = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) rw.p \S+ \S+ 0 *(?:\[heap\])?")
+
+
+_gatherers: "weakref.WeakSet[threading.Event]" = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for stopped in [*_gatherers]:
+        stopped.set()
+
+
+# What is moved then would no longer be shared with the child.
+os.register_at_fork(before=_stop_all)
 
 
 def list_anonymous() -> list[Span]:
     """Addresses of this process's own memory, in order; none but on Linux."""
-    with suppress(OSError), Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
-        return [_span(found) for found in map(_ANONYMOUS.fullmatch, lines) if found]
-    return []
+    return [_span(found) for found in map(_ANONYMOUS.fullmatch, _read_lines("maps")) if found]
 
 
 def gather_soon(before: Sequence[Span], weights: int) -> None:
@@ -44,6 +57,7 @@ def gather_soon(before: Sequence[Span], weights: int) -> None:
     if weights < LEAST or not PAGE_SIZE.exists():
         return
     stopped = threading.Event()
+    _gatherers.add(stopped)
     with suppress(ResourceError):  # no thread can be started: it is only faster
         threads.start(partial(gather, before, stopped), NAME, stopped.set)
 
@@ -56,15 +70,19 @@ def settle() -> None:
 
 
 def gather(before: Sequence[Span], stopped: threading.Event) -> None:
-    """Gather it now, until there is no huge page left, or the memory is gone, or ``stopped``."""
+    """Gather it now, until there is no huge page left, or ``stopped``."""
     size, library, others = int(PAGE_SIZE.read_text()), ctypes.CDLL(None, use_errno=True), _Others()
     stopped.wait(PAUSE_S)
+    missed = 0
     for start, end in subtract(list(_list_full()), before):
+        if missed > MOST_MISSED:
+            return
         for address in range(-(-start // size) * size, end // size * size, size):
             began = time.monotonic()
             failed = library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), COLLAPSE)
-            if failed and ctypes.get_errno() == errno.ENOMEM:
-                return
+            if failed and ctypes.get_errno() == errno.ENOMEM:  # none is free, or the memory is gone
+                missed += 1
+                break
             took = time.monotonic() - began
             if stopped.wait(REST * took if others.measure() > BUSY else 0):
                 return
@@ -98,19 +116,24 @@ def subtract(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
 
 def _list_full() -> Iterator[Span]:
     """Those of the anonymous addresses that are in use, all but a few."""
-    span, size, lines = None, 0, ""
-    with suppress(OSError):  # a kernel may not tell
-        lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
-    for line in lines.splitlines(keepends=True):
-        name, value = line.split(maxsplit=1)
-        if "-" in name:
+    span, size = None, 0
+    for line in _read_lines("smaps"):
+        name, _, value = line.partition(b" ")
+        if b"-" in name:
             found = _ANONYMOUS.fullmatch(line)
             span = _span(found) if found else None
-        elif name == "Size:":
+        elif name == b"Size:":
             size = int(value.split()[0])
-        elif name == "Rss:" and span is not None and int(value.split()[0]) >= FULL * size:
+        elif name == b"Rss:" and span is not None and int(value.split()[0]) >= FULL * size:
             yield span
 
 
-def _span(found: re.Match[str]) -> Span:
+def _read_lines(name: str) -> list[bytes]:
+    """Lines of what the kernel tells of this process; none where it does not. Names of files may be any bytes."""
+    with suppress(OSError):
+        return Path("/proc/self", name).read_bytes().split(b"\n")
+    return []
+
+
+def _span(found: re.Match[bytes]) -> Span:
     return int(found[1], 16), int(found[2], 16)

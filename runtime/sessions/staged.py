@@ -32,6 +32,11 @@ def read_stage(folder: Path, number: int, wanted: str) -> Manifest:
     """The manifest of a stage before the last, which is in ``folder``; ``wanted`` is its SHA-256.
     Raises BundleError: it is missing, or of another build."""
     place = folder / STAGE_FOLDER.format(number)
+    if not place.is_dir():
+        raise BundleError(
+            f"{place} is not there, and {folder} is a model in stages; put this stage there, or serve the model with "
+            "--ray, which runs each stage on the box that has it"
+        )
     manifest = read_bundle(place)
     if sha256_file(place / BUNDLE_MANIFEST) != wanted:
         raise BundleError(f"{place} is of another build than {folder}; copy both from one build")
@@ -53,8 +58,9 @@ def plan_together(manifest: Manifest, stages: Mapping[Path, Manifest]) -> Manife
 def pack(hidden: NDArray[np.float32]) -> Wire:
     """Hidden states [..., H] in float16, each token's largest value near 2^15, and the powers of two [..., 1] that it
     takes: half the bytes, of values of any size."""
-    exponents = WIRE_BITS - np.frexp(np.abs(hidden).max(-1, keepdims=True))[1]
-    return np.ldexp(hidden, exponents).astype(np.float16), exponents
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities are refused at the end
+        exponents = WIRE_BITS - np.frexp(np.abs(hidden).max(-1, keepdims=True))[1]
+        return np.ldexp(hidden, exponents).astype(np.float16), exponents
 
 
 def unpack(wire: Wire) -> NDArray[np.float32]:

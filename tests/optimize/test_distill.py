@@ -67,7 +67,7 @@ def test_an_interrupted_run_comes_to_the_same_student(run, tmp_path: Path):
 
 def test_a_student_that_learned_drafts_for_its_teacher(run, tiny_bundle: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(room, "ROWS", 16)
-    cut = run("draft", narrow=True, minutes=1e-4)  # over before the first step
+    cut = run("draft", narrow=True, minutes=1e-9)  # over before the first step
     assert (cut.steps, cut.after) == (0, cut.before)
     report = run("draft", narrow=True, steps=40)
     assert report.after > report.before
@@ -129,7 +129,7 @@ def test_other_folders_arguments_and_short_texts_are_refused_before_work(run, tm
         run("new", steps=1, text=tmp_path / "short.txt")
     assert not (tmp_path / "new").exists()
     run("begun", steps=1)
-    with pytest.raises(UsageError, match="begun was begun with another narrow and seed; go on with that"):
+    with pytest.raises(UsageError, match="begun was begun with another value of narrow and seed; go on with that"):
         run("begun", steps=2, narrow=True, seed=1)
     state = tmp_path / "begun" / room.RUN / room.STATE
     for broken in (b"", b"torch", state.read_bytes()[:999]):

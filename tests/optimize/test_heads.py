@@ -546,7 +546,11 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"num_hidden_layers": 2}, {}, "num_hidden_layers=2"),
     ({"norm_before_fc": True}, {}, "norm_before_fc=True is not known"),
     ({"speculators_model_type": "dflash"}, {}, "speculators_model_type='dflash' is unsupported"),
-    ({"speculators_model_type": "eagle3"}, {}, "transformer_layer_config=None is unsupported"),
+    (
+        {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+        {},
+        "transformer_layer_config=None is unsupported",
+    ),
     ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state=False"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, "1"]}}, {}, "expected a list of layers"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}}, {}, "some of the 6 of the model"),

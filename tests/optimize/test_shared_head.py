@@ -1,8 +1,11 @@
 """A large head as a graph of its own: memory holds it once, and every bit, plan and measurement is as without."""
 
+import gc
 import shutil
+import weakref
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 from doubles.stages import cut
 
 from llmc.bundle import LM_HEAD, read_bundle
-from llmc.errors import BuildError
+from llmc.errors import BuildError, BundleError
 from llmc.optimize import graphs
 from llmc.optimize.build import build
 from llmc.optimize.judge.layers import layer_errors
@@ -98,6 +101,20 @@ def test_the_last_stage_of_a_chain_has_it(built, tmp_path):
     assert LM_HEAD not in read_bundle(chain / "stage-0").graphs
     for one, other in zip(run_all(whole), run_all(chain), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_it_is_freed_with_its_session_and_a_manifest_without_it_is_refused(built):
+    apart = built[2]
+    manifest = read_bundle(apart)
+    session = open_session(apart, manifest, 1)
+    head = weakref.ref(session._head)
+    session.close()
+    gc.collect()
+    assert head() is None
+    kept = {name: graph for name, graph in manifest.graphs.items() if name != LM_HEAD}
+    for graphs_of in (kept, {**manifest.graphs, LM_HEAD: kept["prefill"]}):
+        with pytest.raises(BundleError, match="its graphs do not give logits"):
+            open_session(apart, replace(manifest, graphs=graphs_of), 1)
 
 
 def test_two_ends_that_are_not_the_same_are_refused(built, tmp_path):

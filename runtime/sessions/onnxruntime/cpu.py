@@ -53,18 +53,21 @@ class OnnxRuntimeSession(Session):
         own = {name: manifest.graphs[name].file for name in (REPLAY, LM_HEAD) if name in manifest.graphs}
         files = open_graphs(runtime, folder, manifest, sorted({*names.values(), *own.values()}), threads)
         self._graphs: dict[str, Any] = {phase: files[name] for phase, name in names.items()}
+        self._head: Any = files[own[LM_HEAD]] if LM_HEAD in own else None
         self._takes_lengths: set[str] = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
         split = manifest.recipe.phases == "split" and manifest.cache != "int8"
         ragged = split or not manifest.geometry.has_states
         self.packs_rows = ragged and Phase.PREFILL in self._takes_lengths
         self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
         self._takes_embeddings = _takes(self._graphs[Phase.DECODE], "embeddings")
+        ends = {_ends_in(graph) for graph in self._graphs.values()} if manifest.stage.is_last else set()
+        if not ends <= {"logits", LOGIT_ROWS} or (LOGIT_ROWS in ends and not _takes(self._head, LOGIT_ROWS)):
+            raise BundleError(f"{folder}: its graphs do not give logits; build the bundle again")
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
         self._factors: RowFactors | None = None
         self._replay = Replay(files[own[REPLAY]]) if REPLAY in own else None
-        self._head: Any = files[own[LM_HEAD]] if LM_HEAD in own else None
         self._fed = 0  # tokens of the last provisional call
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
 
@@ -128,7 +131,8 @@ class OnnxRuntimeSession(Session):
         self._bound.clear()
         self.cache.close()
         self._graphs.clear()
-        self._replay = None
+        self._replay = self._head = None
+        return_freed_memory()
 
     def _bind_hidden(self, binding: "_Binding", batch: Batch) -> None:
         """Bind what a stage behind another one takes, and what one before another hands on."""
@@ -166,7 +170,7 @@ class OnnxRuntimeSession(Session):
         rows, sequence = batch.input_ids.shape
         caches = self._list_caches(batch.first_row, rows)
         binding = _Binding(self._graphs[kind], batch, caches)
-        if _gives(binding.session, LOGIT_ROWS):
+        if _ends_in(binding.session) == LOGIT_ROWS:
             binding.bind_head(self._head, room, self._manifest.geometry.hidden_size)
         elif self._manifest.stage.is_last:
             binding.bind_logits(room)
@@ -306,11 +310,13 @@ class _Binding:
 
 
 def _takes(graph: Any, name: str) -> bool:
-    return any(value.name == name for value in graph.get_inputs())
+    return graph is not None and any(value.name == name for value in graph.get_inputs())
 
 
-def _gives(graph: Any, name: str) -> bool:
-    return any(value.name == name for value in graph.get_outputs())
+def _ends_in(graph: Any) -> str:
+    """The output of a graph that is no cache, hidden state or the like: logits, or the rows that a head multiplies."""
+    names = {value.name for value in graph.get_outputs()}
+    return next((name for name in ("logits", LOGIT_ROWS) if name in names), "")
 
 
 def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str], threads: int) -> dict[str, Any]:

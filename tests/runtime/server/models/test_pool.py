@@ -237,7 +237,7 @@ class TestLoading:
         self, make: Make, loader: Loader, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     ):
         class Vectors:
-            encoder = True
+            encoder, diffusion = True, None
 
         pool = make("a", threads=3, max_queue=5, memory=None)
         manifest = pool.manifest("a")
