@@ -20,7 +20,7 @@ from llmc.optimize.lower.context import (
     without_rotation,
 )
 from llmc.optimize.lower.onnxruntime.recurrent import extract_replay
-from llmc.optimize.lower.rewrite import read_graph
+from llmc.optimize.lower.rewrite import read_graph, write_part
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
 from llmc.optimize.progress import make_counter
@@ -93,7 +93,7 @@ def _compile(order: Order, folder: Path, context: LoweringContext, name: str, sh
 
 def cut_head(folder: Path, graphs: dict[str, Graph], width: int) -> dict[str, Graph]:
     """Cut the head off the graphs of both phases, as a graph of its own; all three."""
-    found, heads = dict[str, Graph](), list[ir.Model]()
+    found, heads = dict[str, Graph](), list[ir.Graph]()
     for phase in ("prefill", "decode"):
         name = graphs[phase].file
         graph = (model := read_graph(folder, name)).graph
@@ -101,18 +101,15 @@ def cut_head(folder: Path, graphs: dict[str, Graph], width: int) -> dict[str, Gr
         rows.name, rows.type = LOGIT_ROWS, ir.TensorType(ir.DataType.FLOAT)
         rows.shape = ir.Shape(["batch", "outputs", width])
         outputs = [LOGIT_ROWS if value.name == "logits" else value for value in graph.outputs]
-        body = ir.Model(ir.convenience.extract(graph, list(graph.inputs), outputs), ir_version=model.ir_version)
-        head = ir.Model(ir.convenience.extract(graph, [LOGIT_ROWS], ["logits"]), ir_version=model.ir_version)
-        for part in (body, head):
-            part.graph.opset_imports.update(graph.opset_imports)
-        ir.save(body, folder / name)
-        found[phase] = describe_graph(body.graph, name, graphs[phase].overwritten)
-        heads.append(head)
-    parts = [[(node.op_type, [it.name for it in node.inputs if it]) for node in head.graph] for head in heads]
+        body = ir.convenience.extract(graph, list(graph.inputs), outputs)
+        heads.append(ir.convenience.extract(graph, [LOGIT_ROWS], ["logits"]))
+        write_part(body, model, folder / name)
+        found[phase] = describe_graph(body, name, graphs[phase].overwritten)
+    parts = [[(node.op_type, [it.name for it in node.inputs if it]) for node in head] for head in heads]
     if parts[0] != parts[1]:
         raise BuildError("the graphs of prefill and decode end in different heads")
-    ir.save(heads[0], folder / f"{LM_HEAD}.onnx")
-    return found | {LM_HEAD: describe_graph(heads[0].graph, f"{LM_HEAD}.onnx", 0)}
+    write_part(heads[-1], model, folder / f"{LM_HEAD}.onnx")
+    return found | {LM_HEAD: describe_graph(heads[-1], f"{LM_HEAD}.onnx", 0)}
 
 
 def _find_head_input(graph: ir.Graph) -> ir.Value:
@@ -126,9 +123,7 @@ def _find_head_input(graph: ir.Graph) -> ir.Value:
 
 def cut_replay(folder: Path, decoder: str) -> Graph:
     model, name = read_graph(folder, decoder), f"{REPLAY}.onnx"
-    part = ir.Model(extract_replay(model.graph), ir_version=model.ir_version)
-    part.graph.opset_imports.update(model.graph.opset_imports)
-    ir.save(part, folder / name)
+    write_part(extract_replay(model.graph), model, folder / name)
     return Graph(file=name, weight_bytes=0, step_weight_bytes=0)
 
 

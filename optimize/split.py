@@ -29,7 +29,7 @@ from llmc.bundle import (
 from llmc.errors import BuildError
 from llmc.optimize.graphs import cut_replay, describe_graph
 from llmc.optimize.judge.replay import replay_apart
-from llmc.optimize.lower.rewrite import read_graph
+from llmc.optimize.lower.rewrite import read_graph, write_part
 from llmc.optimize.plan.borders import Cut
 from llmc.optimize.progress import Progress
 from llmc.optimize.weights.file import WeightFile
@@ -119,7 +119,5 @@ def _write_graph(model: ir.Model, cut: ir.Graph, folder: Path, graph: Graph, wei
     for value in cut.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
             value.const_value = weights.copy(value.const_value)
-    made = ir.Model(cut, ir_version=model.ir_version)
-    made.graph.opset_imports.update(model.graph.opset_imports)
-    ir.save(made, folder / graph.file)
+    write_part(cut, model, folder / graph.file)
     return replace(describe_graph(cut, graph.file, graph.overwritten), invariance=graph.invariance)

@@ -88,12 +88,12 @@ def _read_eagle(folder: Path, of: Path, model: Checkpoint, stored: Tensors) -> t
     linear of three of the model's hidden states; after a step it reads its own, before its last norm."""
     keys = Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
     named = keys.raw("architectures")
-    if SPECULATORS not in keys and named != [EAGLE]:
+    if SPECULATORS in keys:
+        keys.choice(SPECULATORS, ("eagle3",))
+    elif named != [EAGLE]:
         raise keys.error(
             "architectures", named, f"['{EAGLE}'], or the same folder as --of, of a model with its own head"
         )
-    if SPECULATORS in keys:
-        keys.choice(SPECULATORS, ("eagle3",))
     borders, normed = _read_borders(keys, len(model.config.layers)), keys.flag("norm_before_residual")
     keys.skip(*EAGLE_KEYS)
     if SPECULATORS in keys:

@@ -275,7 +275,7 @@ def _find_expert_grid(codes: Codes) -> WeightOnly:
 def shares_head(recipe: Recipe, geometry: Geometry) -> bool:
     """True if both phases end in the same large head, which is then a graph of its own: memory holds it once."""
     graphs = quant_configs(recipe, geometry).values()
-    head = next((linear for linear in geometry.linears if linear.name == HEAD), None)
+    head = geometry.linear.get(HEAD)
     alike = len(graphs) == 2 and len({stored.of(HEAD) for stored in graphs}) == 1
     return alike and geometry.head is None and head is not None and head.size >= LARGE_HEAD
 

@@ -28,6 +28,13 @@ def read_graph(export: Path, name: str = DECODER_FILE) -> ir.Model:
     return model
 
 
+def write_part(part: ir.Graph, model: ir.Model, path: Path) -> None:
+    """Write a part of a model's graph as a model of the same operators."""
+    made = ir.Model(part, ir_version=model.ir_version)
+    made.graph.opset_imports.update(model.graph.opset_imports)
+    ir.save(made, path)
+
+
 class Emitter:
     """Puts new nodes in front of an anchor node and hands out their outputs.
 

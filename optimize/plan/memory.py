@@ -168,8 +168,9 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     experts = sum(expert_bytes(it, stored.stored(it.name)) for stored in graphs.values() for it in geometry.mixtures)
     size = CACHE_BYTES[recipe.cache_type()]
     opened = [linear for linear in geometry.linears if linear.is_open]
-    heads = [linear for linear in geometry.linears if linear.name == HEAD and shares_head(recipe, geometry)]
-    shared = sum(linear_bytes(linear, graphs["decode"].of(HEAD), copies=BLOCK_COPIES) for linear in heads)
+    shared = 0
+    if shares_head(recipe, geometry):
+        shared = linear_bytes(geometry.linear[HEAD], graphs["decode"].of(HEAD), copies=BLOCK_COPIES)
     factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
     rows = geometry.row_width if geometry.vision or geometry.head else 0

@@ -72,8 +72,9 @@ def settle() -> None:
 def gather(before: Sequence[Span], stopped: threading.Event) -> None:
     """Gather it now, until there is no huge page left, or ``stopped``."""
     size, library, others = int(PAGE_SIZE.read_text()), ctypes.CDLL(None, use_errno=True), _Others()
-    stopped.wait(PAUSE_S)
     missed = 0
+    if stopped.wait(PAUSE_S):
+        return
     for start, end in subtract(list(_list_full()), before):
         if missed > MOST_MISSED:
             return

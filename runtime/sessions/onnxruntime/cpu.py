@@ -60,8 +60,10 @@ class OnnxRuntimeSession(Session):
         self.packs_rows = ragged and Phase.PREFILL in self._takes_lengths
         self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
         self._takes_embeddings = _takes(self._graphs[Phase.DECODE], "embeddings")
-        ends = {_ends_in(graph) for graph in self._graphs.values()} if manifest.stage.is_last else set()
-        if not ends <= {"logits", LOGIT_ROWS} or (LOGIT_ROWS in ends and not _takes(self._head, LOGIT_ROWS)):
+        ends = {phase: _ends_in(graph) for phase, graph in self._graphs.items()}
+        self._headless: set[str] = {phase for phase, end in ends.items() if end == LOGIT_ROWS}
+        lost = self._headless and not _takes(self._head, LOGIT_ROWS)
+        if lost or (manifest.stage.is_last and "" in ends.values()):
             raise BundleError(f"{folder}: its graphs do not give logits; build the bundle again")
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
@@ -170,7 +172,7 @@ class OnnxRuntimeSession(Session):
         rows, sequence = batch.input_ids.shape
         caches = self._list_caches(batch.first_row, rows)
         binding = _Binding(self._graphs[kind], batch, caches)
-        if _ends_in(binding.session) == LOGIT_ROWS:
+        if kind in self._headless:
             binding.bind_head(self._head, room, self._manifest.geometry.hidden_size)
         elif self._manifest.stage.is_last:
             binding.bind_logits(room)
