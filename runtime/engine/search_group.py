@@ -15,6 +15,8 @@ from llmc.runtime.search.beam import BeamSearch, Branch, Hypothesis
 class SearchSequence(Sequence):
     """A sequence of a search, which gets its tokens from it."""
 
+    together = True
+
     def sample(self, logits: Logits) -> SamplerOutput["SearchSequence"]:
         return SamplerOutput(self, logits=logits[0].copy())
 

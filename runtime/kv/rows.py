@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.vision.rows import ImageRows
@@ -36,6 +36,7 @@ class Slot:
         stop: a position at which a call that feeds the context ends, 0 for none.
         images: what some of the tokens stand for.
         window: of a diffusion model, the call of this step.
+        together: whether it goes on in the same step as the others of its request.
     """
 
     context: Sequence[int]
@@ -45,6 +46,7 @@ class Slot:
     stop: int = 0
     images: ImageRows | None = None
     window: Window | None = None
+    together: ClassVar[bool] = False
 
     @property
     def adapter(self) -> Any:

@@ -20,6 +20,7 @@ from llmc.inventory import MOST_MASKS
 from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot, Window
 from llmc.runtime.observe.metrics import EngineMetrics
+from llmc.runtime.runner.ahead import StepsAhead
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
 from llmc.runtime.sessions import Batch, Phase, Session
@@ -49,6 +50,7 @@ class Policy:
         shares_prefill: prompts that wait together may be fed in one call.
         shares_windows: windows of as many tokens may.
         adapters_apart: rows with adapters, whose graph is another one, share no call with rows without.
+        stages: of a model whose stages may compute the steps of as many groups of rows at once; 1 of any other.
     """
 
     prefill_graph_from: int = NEVER
@@ -58,6 +60,7 @@ class Policy:
     shares_prefill: bool = False
     shares_windows: bool = False
     adapters_apart: bool = False
+    stages: int = 1
 
     @classmethod
     def of(cls, level: Determinism, session: Session, manifest: Manifest, max_rows: int) -> "Policy":
@@ -70,7 +73,8 @@ class Policy:
             return cls(row_by_row=True, even=any(not it.single or it.tokens == 2 for it in steps))
         split = graphs["prefill"].file != graphs["decode"].file
         graph_from = PREFILL_GRAPH_FROM.get(_find_precision(manifest), NEVER) if split else NEVER
-        return cls(graph_from, shares_prefill=session.packs_rows, shares_windows=True)
+        stages = 1 if manifest.geometry.has_states else session.stages  # a step that is begun anew changes no state
+        return cls(graph_from, shares_prefill=session.packs_rows, shares_windows=True, stages=stages)
 
 
 def _find_precision(manifest: Manifest) -> str:
@@ -108,6 +112,9 @@ class ModelRunner:
         self._has_states = manifest.geometry.has_states
         self._strict = level is Determinism.STRICT
         self._last = _zeros(0, Phase.DECODE, 0)  # step without drafts
+        stages = self._policy.stages
+        self._ahead: StepsAhead[Any] | None = StepsAhead(self._begin, stages) if stages > 1 else None
+        self._begun: Batch | None = None  # the call of the group that :meth:`divide` named
         self.watch: Callable[[Slot, int, Floats], None] | None = None
         """Gets the hidden states [n, W] of the tokens of each row of a call, if the session gives them."""
 
@@ -137,7 +144,16 @@ class ModelRunner:
         return logits
 
     def divide(self, sequences: Sequence[_S]) -> Iterator[list[_S]]:
-        """Sequences that can share a call: in rows side by side, with one token each, or with windows of one length."""
+        """Sequences that can share a call: in rows side by side, with one token each, or with windows of one length.
+
+        Where groups of rows take turns, only those whose turn it is; :meth:`execute` is to be called before the next.
+        """
+        if self._ahead is not None:
+            if not any(sequence.drafts or sequence.together for sequence in sequences):
+                group, self._begun = self._ahead.next(sequences)
+                yield group
+                return
+            self._ahead.forget()
 
         def kind(sequence: _S) -> tuple[bool, int, bool]:
             apart = self._policy.adapters_apart and sequence.adapter is not None
@@ -154,6 +170,9 @@ class ModelRunner:
     def execute(self, call: Sequence[Slot]) -> Floats:
         """Feed last tokens and drafts, or windows, of one of :meth:`divide`; logits [B, 1 + drafts, V], or of a
         window's outputs first and then any, which the next call may overwrite."""
+        if (begun := self._begun) is not None:
+            self._begun = None
+            return self._run(begun)
         if windows := [slot.window for slot in call if slot.window is not None]:
             return self._run(make_window_batch(windows, call[0].row))
         if len(call) == 1 and call[0].drafts:
@@ -161,6 +180,10 @@ class ModelRunner:
         if self._policy.row_by_row:
             return self._one_by_one(call)
         return self._run(_complete(self._step(call, self.phase(len(call))), call))
+
+    def _begin(self, group: Sequence[Slot]) -> Batch:
+        self._last = _zeros(0, Phase.DECODE, 0)  # another's are under way
+        return self.session.begin(self._step(group, self.phase(len(group))))
 
     def _step(self, call: Sequence[Slot], phase: Phase) -> Batch:
         """A call that feeds last tokens; mostly the last step's, whose arrays are written in place."""
@@ -215,10 +238,11 @@ class ModelRunner:
         start = time.perf_counter()
         logits: Floats = self.session.run(call)
         seconds = time.perf_counter() - start
-        if call.new_lengths is None or 1 in (rows, tokens):
-            self.costs.observe(call.phase, rows, tokens, seconds)
-        else:  # padding costs next to nothing: tokens cost what they would in one row
-            self.costs.observe(call.phase, 1, int(call.new_lengths.sum()), seconds)
+        shape = rows, tokens
+        if call.new_lengths is not None and 1 not in shape:  # padding costs next to nothing: as if in one row
+            shape = 1, int(call.new_lengths.sum())
+        if call.begun is None:  # a part of others was computed meanwhile
+            self.costs.observe(call.phase, *shape, seconds)
         self._metrics.step(call.phase.value, seconds, rows)
         if self.watch is not None and self.session.hidden is not None:
             counts = [tokens] * rows if call.new_lengths is None else call.new_lengths.tolist()

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,7 @@ class Batch:
     provisional: bool = False
     hidden: NDArray[np.float32] | None = None
     seen_lengths: NDArray[np.int64] | None = None
+    begun: Any = None
 
 
 class Session(ABC):
@@ -69,6 +71,7 @@ class Session(ABC):
         processor: name of the CPU or GPU: results hold for it and not for another.
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
+        stages: that compute at the same time, each another call, if these are begun ahead of :meth:`run`.
         diffuses: whether the model is one that fills masks: all tokens of a call see one another.
         hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, or [B, O, N] of
             such a head; the next call may reuse the array.
@@ -79,6 +82,7 @@ class Session(ABC):
     processor: str
     changes_kernels = False
     packs_rows = False
+    stages = 1
     hidden: NDArray[np.float32] | None = None
 
     def __init__(self, geometry: Geometry) -> None:
@@ -89,6 +93,10 @@ class Session(ABC):
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab], of a stage before the last hidden states; the next call may reuse the array, so
         copy what must outlive it."""
+
+    def begin(self, batch: Batch) -> Batch:
+        """Start a call in the stages before the last, with one token of each row; the call to :meth:`run` later."""
+        return batch
 
     def accept(self, row: int, past: int, tokens: int) -> None:
         """Let the states of a row, after ``past`` tokens, be those after the first ``tokens`` of the last call, which

@@ -77,7 +77,9 @@ def ask(session: Session, name: str, arguments: Sequence[Any]) -> Any:
 
 class Stages:
     """The stages before the last, in this process: to check them, and where memory has room for all.
-    ``read`` are their manifests, if they were."""
+    ``read`` are their manifests, if they were. ``apart`` says that they compute while others do."""
+
+    apart = False
 
     def __init__(
         self, folder: Path, manifest: Manifest, threads: int, read: Mapping[Path, Manifest] | None = None
@@ -164,13 +166,19 @@ class StagedSession(Session):
         self._own, self._stages, self.packs_rows = own, stages, own.packs_rows
         self.cache: StagedCache = StagedCache(manifest, own, stages)
         self.engine_version, self.processor = own.engine_version, own.processor
+        self.stages = len(manifest.stage.borders) if stages.apart else 1
+
+    def begin(self, batch: Batch) -> Batch:
+        """See :class:`llmc.runtime.sessions.base.Session`."""
+        return replace(batch, begun=self._stages.submit(batch))
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
         sequence = batch.input_ids.shape[1]
         self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         new = sequence if batch.new_lengths is None else batch.new_lengths
-        under_way = [(piece, self._stages.submit(piece)) for piece in divide(batch)]
+        under_way = [(batch, batch.begun)] if batch.begun is not None else []
+        under_way = under_way or [(piece, self._stages.submit(piece)) for piece in divide(batch)]
         found = [self._own.run(replace(piece, hidden=self._stages.fetch(it))).copy() for piece, it in under_way]
         if not batch.provisional:
             self.cache.note_computed(batch.first_row, (batch.past_lengths + new).tolist())

@@ -166,11 +166,12 @@ class Remembering:
         before: called with each batch before it runs; may wait or raise.
         spoil: given the tokens of a row, says whether its logits shall be NaN.
         leak: how much of its neighbour's logits a row gets: the error that tests of determinism have to notice.
-        packs_rows: as a real session's; padding is then never written.
+        packs_rows, stages: as a real session's; padding is then never written.
     """
 
     engine_version = "0"
     packs_rows = False
+    stages = 1
     cache_type = Tokens
 
     def __init__(self) -> None:
@@ -209,6 +210,57 @@ class Remembering:
         self.closed = True
 
 
+class Both(Tokens):
+    """The caches of two stages; ``first`` is that of the one before the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Tokens()
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        super().reserve(rows, capacity)
+        self.first.reserve(rows, capacity)
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        super().copy(source, target, start, end)
+        self.first.copy(source, target, start, end)
+
+    def write(self, row: int, start: int, end: int, values: np.ndarray) -> None:
+        super().write(row, start, end, values)
+        self.first.write(row, start, end, values)
+
+    def swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
+        super().swap(one, its_end, other, others_end)
+        self.first.swap(one, its_end, other, others_end)
+
+
+class InStages(Remembering):
+    """The same in stages, of which those before the last compute a call when it is begun; it then has to be of the rows
+    and the tokens that the last one finds."""
+
+    stages = 3
+    cache_type: type[Any] = Both
+
+    def begin(self, batch: Batch) -> Batch:
+        return replace(batch, begun=self.compute(batch, self.cache.first))
+
+    def run(self, batch: Batch) -> np.ndarray:
+        found = self.compute(batch, self.cache.first) if batch.begun is None else batch.begun
+        logits = super().run(batch)
+        assert found == self.compute(batch, self.cache), "the last stage has other rows than those before it"
+        return logits
+
+    @staticmethod
+    def compute(batch: Batch, cache: Tokens) -> list[list[int]]:
+        """Write a call's tokens into the cache; what its rows then hold."""
+        found, most = [], batch.input_ids.shape[1]
+        counts = [most] * len(batch.input_ids) if batch.new_lengths is None else batch.new_lengths.tolist()
+        for i, (past, new) in enumerate(zip(batch.past_lengths.tolist(), counts, strict=True)):
+            cache[batch.first_row + i, past : past + new] = batch.input_ids[i, :new]
+            found.append(cache[batch.first_row + i, : past + new].tolist())
+        return found
+
+
 def hash_of(tokens: Sequence[int]) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(np.array(tokens, np.int64).tobytes()))
 
@@ -222,6 +274,11 @@ def logits_of(tokens: Sequence[int]) -> np.ndarray:
 @pytest.fixture
 def remembering() -> type[Remembering]:
     return Remembering
+
+
+@pytest.fixture
+def in_stages() -> type[InStages]:
+    return InStages
 
 
 @pytest.fixture(scope="session")

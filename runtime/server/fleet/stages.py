@@ -57,6 +57,8 @@ class StagesOnRay(Stages):
     wire (:func:`pack`), or float32 if they are to be ``exact``.
     Raises BundleError, ResourceError: a stage cannot be opened on its box."""
 
+    apart = True
+
     def __init__(self, folder: Path, manifest: Manifest, threads: int, exact: bool) -> None:
         self._folder, self._threads, self._hashes = folder, threads, manifest.stage.before
         self._exact = exact

@@ -69,6 +69,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"determinism": "strict", "prefix_bytes": 1 << 12},
     {"determinism": "strict", "draft": "lookup", "prefill_chunk": 8},
     {"determinism": "fast", "draft": "lookup", "prefix_bytes": 1 << 20},
+    {"determinism": "fast", "stages": True, "packs_rows": True, "prefill_chunk": 17, "prefix_bytes": 1 << 20},
 ]
 
 
@@ -100,10 +101,16 @@ def guessing(asked: Sequence[Request], outputs: Sequence[list[list[int]]]) -> Gu
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_companions_chunks_prefixes_and_drafts_do_not_change_tokens(
-    make_engine: Any, remembering: Any, alone: Alone, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make_engine: Any,
+    remembering: Any,
+    in_stages: Any,
+    alone: Alone,
+    setting: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
-    options, session = dict(setting), remembering()
+    options = dict(setting)
+    session = in_stages() if options.pop("stages", False) else remembering()
     session.packs_rows = options.pop("packs_rows", False)
     draft = options.pop("draft", None)
     cases = [requests(random.Random(case), REQUESTS) for case in range(CASES)]
@@ -144,9 +151,17 @@ def test_a_prefix_of_other_tokens_is_noticed(make_engine: Any, remembering: Any,
 MIXTURES = 10  # random sets of requests, arrivals and cancellations
 
 
-@pytest.mark.parametrize("determinism", ["fast", "batch", "strict"])
+@pytest.mark.parametrize(
+    ("determinism", "stages"), [("fast", False), ("batch", False), ("strict", False), ("fast", True)]
+)
 def test_whoever_comes_leaves_overflows_or_branches_changes_nobody_elses_tokens(
-    make_engine: Any, alone: Alone, determinism: str, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any,
+    remembering: Any,
+    in_stages: Any,
+    alone: Alone,
+    determinism: str,
+    stages: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Everything at once: beams, samples, sliding windows, drafts, prefixes, cancellations while others run."""
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
@@ -155,7 +170,8 @@ def test_whoever_comes_leaves_overflows_or_branches_changes_nobody_elses_tokens(
     options: dict[str, Any] = {"determinism": determinism, "prefix_bytes": 1 << 16, "decode_steps_per_chunk": 3}
     if determinism != "batch":
         options["drafter"] = guessing([*chain(*watched)], [*chain(*expected)])
-    engine = make_engine(max_context=100, prefill_chunk=16, max_batch=6, **options)
+    session = in_stages() if stages else remembering()
+    engine = make_engine(session, max_context=100, prefill_chunk=16, max_batch=6, **options)
     for case, (asked, outputs) in enumerate(zip(watched, expected, strict=True)):
         rng = random.Random(case)
         passing = []

@@ -1,0 +1,64 @@
+"""Steps under way in the stages of a model, so that none of them waits for another."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from llmc.runtime.kv.rows import Slot
+from llmc.runtime.sessions import Batch
+
+# Rows of a group at least: a stage reads its weights for each group, and of single rows nothing is gained by that.
+LEAST_ROWS = 2
+
+_S = TypeVar("_S", bound=Slot)
+
+
+@dataclass(frozen=True)
+class _Step(Generic[_S]):
+    """The call of a group that was begun, and where each of its sequences stood."""
+
+    group: list[_S]
+    places: list[tuple[int, int]]
+    call: Batch
+
+    @property
+    def holds(self) -> bool:
+        """False once a row moved, or left: the stages before then have the group's rows in other places."""
+        return self.places == [(sequence.row, sequence.cached) for sequence in self.group]
+
+
+class StepsAhead(Generic[_S]):
+    """Groups of rows that take turns: while the last stage computes one's step, those before it compute the others'.
+
+    A step needs the token that its row got in the one before, so there are as many groups as stages. A step of which a
+    row has moved meanwhile is forgotten and begun anew, which writes the same positions of the caches again.
+
+    Args:
+        begin: starts a group's step in the stages before the last.
+        stages: of the model.
+    """
+
+    def __init__(self, begin: Callable[[list[_S]], Batch], stages: int) -> None:
+        self._begin, self._stages = begin, stages
+        self._under_way: deque[_Step[_S]] = deque()
+
+    def next(self, sequences: Sequence[_S]) -> tuple[list[_S], Batch]:
+        """The group whose step is to be finished now, and its call, after the others' were begun; ``sequences`` are
+        all that decode, in rows side by side."""
+        self._under_way = deque(step for step in self._under_way if step.holds)
+        busy = {sequence.row for step in self._under_way for sequence in step.group}
+        count = max(1, min(self._stages, len(sequences) // LEAST_ROWS))
+        borders = [len(sequences) * i // count for i in range(count + 1)]
+        for start, end in pairwise(borders):
+            group = [*sequences[start:end]]
+            if busy.isdisjoint(sequence.row for sequence in group):  # of other borders' groups, once these are done
+                places = [(sequence.row, sequence.cached) for sequence in group]
+                self._under_way.append(_Step(group, places, self._begin(group)))
+        step = self._under_way.popleft()
+        return step.group, step.call
+
+    def forget(self) -> None:
+        """Begin all steps anew."""
+        self._under_way.clear()
