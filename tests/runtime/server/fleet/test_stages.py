@@ -91,6 +91,36 @@ def test_hidden_states_are_halves_on_the_wire_at_fast_alone(chain: Path):
     assert 0 < np.abs(logits - wanted).max() < WIRE_TOLERANCE
 
 
+def test_groups_that_take_turns_get_the_answers_of_whole_steps_and_a_lost_stage_ends_them_all(chain: Path):
+    """Four rows, and twice two: even numbers, of which each row has the same bits."""
+    with load(chain, stages=StagesOnRay, **OPTIONS | {"determinism": "fast"}) as model:
+        runner: Any = model.engine._runner
+        turns, sizes = runner._ahead, list[int]()
+
+        def ask(tokens: int) -> list[Any]:
+            handles: list[Any] = []
+            greedy = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            model.engine.call(lambda: handles.extend(model.stream(f"{PROMPTS[0]} + {i}", **greedy) for i in range(4)))
+            return handles
+
+        def answer() -> list[tuple[int, ...]]:
+            return [handle.result().token_ids for handle in ask(30)]
+
+        runner._ahead = None
+        wanted = answer()
+        runner._ahead, begin = turns, turns._begin
+        turns._begin = lambda group: sizes.append(len(group)) or begin(group)
+        assert answer() == wanted and {*sizes} == {2}
+        running = ask(1500)
+        assert [next(iter(stream)) for stream in running]
+        session: Any = runner.session
+        ray.kill(session._stages._actors[1])
+        for stream in running:
+            with pytest.raises(ResourceError, match=LOST.format(1)):
+                stream.result()
+        assert answer() == wanted
+
+
 def test_a_stage_that_cannot_be_opened_says_why_where_the_model_is_loaded(chain: Path):
     manifest = read_bundle(chain)
     other = replace(manifest, stage=replace(manifest.stage, before=("0" * 64, *manifest.stage.before[1:])))
