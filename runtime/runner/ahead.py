@@ -32,16 +32,16 @@ class _Step(Generic[_S]):
 class StepsAhead(Generic[_S]):
     """Groups of rows that take turns: while the last stage computes one's step, those before it compute the others'.
 
-    A step needs the token that its row got in the one before, so there are as many groups as stages. A step of which a
-    row has moved meanwhile is forgotten and begun anew, which writes the same positions of the caches again.
+    A step of which a row has moved meanwhile is forgotten and begun anew, which writes the same positions of the caches
+    again.
 
     Args:
-        begin: starts a group's step in the stages before the last.
-        stages: of the model.
+        begin: starts the step of a group, in the stages before the last, where so many rows decode in all.
+        most: groups at most; more than there are stages gain nothing, as a step needs the token of the one before.
     """
 
-    def __init__(self, begin: Callable[[list[_S]], Batch], stages: int) -> None:
-        self._begin, self._stages = begin, stages
+    def __init__(self, begin: Callable[[list[_S], int], Batch], most: int) -> None:
+        self._begin, self._most = begin, most
         self._under_way: deque[_Step[_S]] = deque()
 
     def next(self, sequences: Sequence[_S]) -> tuple[list[_S], Batch]:
@@ -49,13 +49,13 @@ class StepsAhead(Generic[_S]):
         all that decode, in rows side by side."""
         self._under_way = deque(step for step in self._under_way if step.holds)
         busy = {sequence.row for step in self._under_way for sequence in step.group}
-        count = max(1, min(self._stages, len(sequences) // LEAST_ROWS))
+        count = max(1, min(self._most, len(sequences) // LEAST_ROWS))
         borders = [len(sequences) * i // count for i in range(count + 1)]
         for start, end in pairwise(borders):
             group = [*sequences[start:end]]
             if busy.isdisjoint(sequence.row for sequence in group):  # of other borders' groups, once these are done
                 places = [(sequence.row, sequence.cached) for sequence in group]
-                self._under_way.append(_Step(group, places, self._begin(group)))
+                self._under_way.append(_Step(group, places, self._begin(group, len(sequences))))
         step = self._under_way.popleft()
         return step.group, step.call
 

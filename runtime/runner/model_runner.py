@@ -50,7 +50,7 @@ class Policy:
         shares_prefill: prompts that wait together may be fed in one call.
         shares_windows: windows of as many tokens may.
         adapters_apart: rows with adapters, whose graph is another one, share no call with rows without.
-        stages: of a model whose stages may compute the steps of as many groups of rows at once; 1 of any other.
+        turns: into so many groups rows are divided that take turns in a model's stages; 1 of any other model.
     """
 
     prefill_graph_from: int = NEVER
@@ -60,7 +60,7 @@ class Policy:
     shares_prefill: bool = False
     shares_windows: bool = False
     adapters_apart: bool = False
-    stages: int = 1
+    turns: int = 1
 
     @classmethod
     def of(cls, level: Determinism, session: Session, manifest: Manifest, max_rows: int) -> "Policy":
@@ -73,8 +73,8 @@ class Policy:
             return cls(row_by_row=True, even=any(not it.single or it.tokens == 2 for it in steps))
         split = graphs["prefill"].file != graphs["decode"].file
         graph_from = PREFILL_GRAPH_FROM.get(_find_precision(manifest), NEVER) if split else NEVER
-        stages = 1 if manifest.geometry.has_states else session.stages  # a step that is begun anew changes no state
-        return cls(graph_from, shares_prefill=session.packs_rows, shares_windows=True, stages=stages)
+        turns = 1 if manifest.geometry.has_states else session.turns  # steps begun anew would change a state twice
+        return cls(graph_from, shares_prefill=session.packs_rows, shares_windows=True, turns=turns)
 
 
 def _find_precision(manifest: Manifest) -> str:
@@ -112,8 +112,8 @@ class ModelRunner:
         self._has_states = manifest.geometry.has_states
         self._strict = level is Determinism.STRICT
         self._last = _zeros(0, Phase.DECODE, 0)  # step without drafts
-        stages = self._policy.stages
-        self._ahead: StepsAhead[Any] | None = StepsAhead(self._begin, stages) if stages > 1 else None
+        turns = self._policy.turns
+        self._ahead: StepsAhead[Any] | None = StepsAhead(self._begin, turns) if turns > 1 else None
         self._begun: Batch | None = None  # the call of the group that :meth:`divide` named
         self.watch: Callable[[Slot, int, Floats], None] | None = None
         """Gets the hidden states [n, W] of the tokens of each row of a call, if the session gives them."""
@@ -181,9 +181,9 @@ class ModelRunner:
             return self._one_by_one(call)
         return self._run(_complete(self._step(call, self.phase(len(call))), call))
 
-    def _begin(self, group: Sequence[Slot]) -> Batch:
+    def _begin(self, group: Sequence[Slot], rows: int) -> Batch:
         self._last = _zeros(0, Phase.DECODE, 0)  # another's are under way
-        return self.session.begin(self._step(group, self.phase(len(group))))
+        return self.session.begin(self._step(group, self.phase(rows)))
 
     def _step(self, call: Sequence[Slot], phase: Phase) -> Batch:
         """A call that feeds last tokens; mostly the last step's, whose arrays are written in place."""

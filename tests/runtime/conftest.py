@@ -166,12 +166,12 @@ class Remembering:
         before: called with each batch before it runs; may wait or raise.
         spoil: given the tokens of a row, says whether its logits shall be NaN.
         leak: how much of its neighbour's logits a row gets: the error that tests of determinism have to notice.
-        packs_rows, stages: as a real session's; padding is then never written.
+        packs_rows, turns: as a real session's; padding is then never written.
     """
 
     engine_version = "0"
     packs_rows = False
-    stages = 1
+    turns = 1
     cache_type = Tokens
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class InStages(Remembering):
     """The same in stages, of which those before the last compute a call when it is begun; it then has to be of the rows
     and the tokens that the last one finds."""
 
-    stages = 3
+    turns = 3
     cache_type: type[Any] = Both
 
     def begin(self, batch: Batch) -> Batch:

@@ -31,11 +31,11 @@ def session(in_stages: Any) -> Any:
     return session
 
 
-@pytest.mark.parametrize(("rows", "stages", "wanted"), [(3, 2, (1, 3)), (4, 2, (2, 2)), (7, 3, (3, 3)), (8, 6, (4, 2))])
-def test_there_are_as_many_groups_as_stages_or_fewer_of_two_rows(
-    make_engine: Any, session: Any, alone: Callable[..., Any], rows: int, stages: int, wanted: tuple[int, int]
+@pytest.mark.parametrize(("rows", "turns", "wanted"), [(3, 2, (1, 3)), (4, 2, (2, 2)), (7, 3, (3, 3)), (8, 6, (4, 2))])
+def test_there_are_as_many_groups_as_asked_for_or_fewer_of_two_rows(
+    make_engine: Any, session: Any, alone: Callable[..., Any], rows: int, turns: int, wanted: tuple[int, int]
 ):
-    session.stages = stages
+    session.turns = turns
     engine = make_engine(session)
     calls: list[tuple[int, int]] = []
     session.before = lambda batch: (
