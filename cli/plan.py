@@ -178,6 +178,7 @@ def numbers(stage: Stage) -> dict[str, object]:
     known = ("fits", "missing", "largest_context", "largest_batch")
     return {
         "stage": plan.stage,
+        **({"layers": [plan.layers[0], plan.layers[-1]]} if plan.layers else {}),
         "context": plan.context,
         "batch": plan.batch,
         "parts": plan.parts,
@@ -193,6 +194,7 @@ def print_stages(ahead: Ahead) -> None:
     for stage in ahead.stages:
         plan, verdict = stage.plan, stage.verdict
         at = f" {plan.context} tokens x {plan.batch}" if plan.stage.startswith("run") else ""
+        at = f": layers {plan.layers[0]} to {plan.layers[-1]},{at}" if plan.layers else at
         rows = [(name, show.size(count)) for name, count in plan.parts.items() if count]
         state = UNKNOWN
         if verdict is not None:
