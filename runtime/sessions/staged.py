@@ -49,6 +49,14 @@ def read_stages(folder: Path, manifest: Manifest) -> dict[Path, Manifest]:
     return {folder / STAGE_FOLDER.format(stage[0]): read_stage(folder, *stage) for stage in before}
 
 
+def find_stages(folder: Path, manifest: Manifest) -> dict[int, Manifest | None]:
+    """The stages of the model that a bundle answers for, by number: their manifests, None where the folder is elsewhere
+    (see :func:`read_stage`). Of a model in one piece, and of a stage before the last, its own alone."""
+    before = enumerate(manifest.stage.before)
+    here = {it[0]: read_stage(folder, *it) if (folder / STAGE_FOLDER.format(it[0])).is_dir() else None for it in before}
+    return {**here, manifest.stage.number: manifest}
+
+
 def plan_together(manifest: Manifest, stages: Mapping[Path, Manifest]) -> Manifest:
     """The manifest of the last stage with the memory of all, in one process."""
     plans = (stage.memory for stage in stages.values())
