@@ -28,7 +28,7 @@ VERIFIED = {
 }
 
 
-@click.command("inspect")
+@click.command("inspect", short_help="Show what PATH holds, and the memory that it takes to run.")
 @click.argument("path", type=source_path)
 @json_option
 @debug_option

@@ -36,7 +36,7 @@ NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has th
 UNKNOWN = "not known whether it fits"
 
 
-@click.command("plan", cls=SectionCommand)
+@click.command("plan", short_help="Say what memory each stage from PATH to tokens takes.", cls=SectionCommand)
 @click.argument("path", type=source_path)
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the most possible]")
 @click.option("--max-batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
