@@ -639,7 +639,7 @@ def test_an_address_is_told_whose_models_are_behind_v1_alone(
 @pytest.mark.parametrize("content", ["", "two words", "two\nlines", "ключ"])
 def test_a_key_that_is_none_is_refused_at_the_start(box: Box, tmp_path: Path, content: str):
     path = secret_file(tmp_path, content)
-    with pytest.raises(UsageError, match="holds no key") as refusal:
+    with pytest.raises(UsageError, match=r"upstream_key_file .*/secret holds no key") as refusal:
         Upstream(replace(box.upstream._config, upstream_key_file=path), box.app.state.service, None)  # type: ignore[arg-type]
     assert not content or content not in str(refusal.value)
     path.chmod(0o644)
