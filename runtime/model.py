@@ -31,7 +31,7 @@ from llmc.errors import DraftError, EngineClosedError, GrammarError, UsageError,
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
-from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
+from llmc.runtime.api.options import PREFIX_OPTIONS, Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.encoder import TextEncoder
@@ -178,7 +178,7 @@ def _check_options(
     folder: Path, manifest: Manifest, context: int, options: EngineOptions, given: Mapping[str, Any]
 ) -> None:
     row_limit(manifest, options)
-    kept = [name for name in ("prefix_cache_bytes", "prefix_cache_folder") if given.get(name)]
+    kept = [name for name in PREFIX_OPTIONS if given.get(name)]
     if manifest.geometry.diffusion and kept:
         raise UsageError(f"{kept[0]} is for a bundle that keeps prefixes, and {folder} fills masks; leave it out")
     if options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:

@@ -46,7 +46,7 @@ def test_windows_of_one_length_share_calls_at_fast_and_at_no_other_level(model: 
 
 def test_prefixes_are_refused_by_load_and_named_by_a_service(diffusion_models: Path, tmp_path: Path, caplog):
     folder = diffusion_models / "llada-fp32"
-    for given in ({"prefix_cache_bytes": 1 << 20}, {"prefix_cache_folder": tmp_path}):
+    for given in ({"prefix_cache_bytes": 1 << 20}, {"prefix_cache_folder": tmp_path}, {"prefix_cache_disk_bytes": 9}):
         with pytest.raises(UsageError, match=f"{next(iter(given))} is for a bundle that keeps prefixes"):
             load(folder, self_test=False, **given)
     options = {"prefix_cache_folder": tmp_path, "prefix_cache_bytes": None, "threads": 1, "self_test": False}
