@@ -37,7 +37,7 @@ from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.encoder import TextEncoder
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.input_processor import text_tokens
-from llmc.runtime.host.huge_pages import gather_soon, list_anonymous
+from llmc.runtime.host.huge_pages import gather_soon, note_others
 from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.kv.budget import check_load, opening_bytes, plan_load
@@ -134,7 +134,7 @@ def load(
         check_load(folder, manifest, context, memory)
         for part, its_manifest in {folder: manifest, **before}.items():
             check_files(part, its_manifest, False if verify is None and self_test is False else verify)
-        others = list_anonymous()
+        others = note_others(manifest.memory.weights)
         with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
             tokenizer = pool.submit(load_tried_tokenizer, folder)
             runner: SingleRunner | TextEncoder
@@ -150,7 +150,7 @@ def load(
                 placed = {"stages": opener} if manifest.stage.before else {}
                 runner = SingleRunner(open_session(folder, manifest, workers, device, **placed), context, chunk)
             model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory, tower)
-        gather_soon(others, manifest.memory.weights)
+        gather_soon(others)
         try:
             check_once(model, self_test)
             if engine_options.draft is not None:
