@@ -772,7 +772,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         )
     cache = runner.session.cache
     form, states = cache.form(BLOCK), None if cache.can_rewind else cache.states_form
-    key = prefix_key(manifest, options.determinism)
+    key = prefix_key(manifest, options.determinism, runner.session.exact)
     return Engine(
         runner.session,
         manifest,
@@ -787,10 +787,11 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     )
 
 
-def prefix_key(manifest: Manifest, level: Determinism) -> str:
-    """Everything that cached keys and values depend on: weights, graphs, the cache's type, and the shapes of calls."""
+def prefix_key(manifest: Manifest, level: Determinism, exact: bool) -> str:
+    """Everything that cached keys and values depend on: weights, graphs, the cache's type, the shapes of calls, and if
+    stages handed on ``exact`` hidden states."""
     hashes = [*manifest.stage.before, *(file.sha256 for _, file in sorted(manifest.files.items()))]
-    parts = [manifest.source.fingerprint, manifest.cache, level.value, *hashes]
+    parts = [manifest.source.fingerprint, manifest.cache, level.value, *([] if exact else ["float16"]), *hashes]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -69,6 +69,7 @@ class Session(ABC):
         processor: name of the CPU or GPU: results hold for it and not for another.
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
+        exact: whether hidden states keep their bits on the way through a model in stages.
         diffuses: whether the model is one that fills masks: all tokens of a call see one another.
         hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, or [B, O, N] of
             such a head; the next call may reuse the array.
@@ -79,6 +80,7 @@ class Session(ABC):
     processor: str
     changes_kernels = False
     packs_rows = False
+    exact = True
     hidden: NDArray[np.float32] | None = None
 
     def __init__(self, geometry: Geometry) -> None:

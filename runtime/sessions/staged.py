@@ -85,7 +85,9 @@ def ask(session: Session, name: str, arguments: Sequence[Any]) -> Any:
 
 class Stages:
     """The stages before the last, in this process: to check them, and where memory has room for all.
-    ``read`` are their manifests, if they were."""
+    ``read`` are their manifests, if they were; ``exact``: hidden states go on in float32."""
+
+    exact = True
 
     def __init__(
         self, folder: Path, manifest: Manifest, threads: int, read: Mapping[Path, Manifest] | None = None
@@ -169,7 +171,7 @@ class StagedSession(Session):
 
     def __init__(self, manifest: Manifest, own: Session, stages: Stages) -> None:
         super().__init__(manifest.geometry)
-        self._own, self._stages, self.packs_rows = own, stages, own.packs_rows
+        self._own, self._stages, self.packs_rows, self.exact = own, stages, own.packs_rows, stages.exact
         self.cache: StagedCache = StagedCache(manifest, own, stages)
         self.engine_version, self.processor = own.engine_version, own.processor
 
