@@ -492,10 +492,11 @@ class Manifest:
     hidden: Annotated[tuple[Index, ...], range(17)] = ()
     stage: Stage = Stage()
 
-    def list_layers(self) -> range:
-        """The layers that its graphs compute."""
+    def list_layers(self, stage: int | None = None) -> range:
+        """The layers that its graphs compute, or those of another stage."""
+        number = self.stage.number if stage is None else stage
         ends = (*self.stage.borders[1:], self.geometry.layers)
-        return range(self.stage.borders[self.stage.number], ends[self.stage.number])
+        return range(self.stage.borders[number], ends[number])
 
     def list_caches(self) -> tuple[Cache, ...]:
         """The caches of these layers."""

@@ -152,13 +152,17 @@ def find_unbuilt_kind(folder: Path) -> str | None:
     return next((kind for name, kind in kinds.items() if (folder / name).exists()), None)
 
 
+def _find_kind(path: Path) -> str | None:
+    return "a GGUF file" if path.suffix == ".gguf" and path.is_file() else find_unbuilt_kind(path)
+
+
 def refuse_other(folder: Path) -> None:
     """Refuse a path that is no bundle, and say how to get one.
     Raises BundleError: nothing is there, or something that bundles are built of."""
     if not os.path.lexists(folder):
         said = f"{folder}: there is no such folder, expected a bundle; build one with: {build_command('CHECKPOINT')}"
         raise BundleError(explain_absent(folder) or said)
-    if kind := "a GGUF file" if folder.suffix == ".gguf" and folder.is_file() else find_unbuilt_kind(folder):
+    if kind := _find_kind(folder):
         raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
 
 
@@ -220,6 +224,9 @@ def read_export(folder: Path) -> ExportManifest:
     """Read an export's manifest. Raises BundleError: not an export, damaged, or written by a newer llmc."""
     if not (folder / EXPORT_MANIFEST).exists():
         refuse_bundle(folder, "an export")
+        if kind := _find_kind(folder):
+            made = f"llmc export {shlex.quote(str(folder))} -o EXPORT"
+            raise BundleError(f"{folder} is {kind}, expected an export; make one with: {made}")
     manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")
     if not manifest.geometry.is_sound:
         raise BundleError(f"{folder}: the geometry in {EXPORT_MANIFEST} cannot be right; export the checkpoint again")

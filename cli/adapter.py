@@ -8,7 +8,7 @@ from llmc.cli.options import debug_option, source_path
 from llmc.errors import require
 
 
-@click.group("adapter")
+@click.group("adapter", short_help="Add adapters that a bundle loads beside its model.")
 def adapter_command() -> None:
     """Adapters that a bundle loads beside its model."""
 

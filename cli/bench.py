@@ -32,7 +32,7 @@ class BenchCommand(SectionCommand):
         return bench_serve_command.make_context(f"{info_name} serve", args[1:], parent, **extra)
 
 
-@click.command("bench", cls=BenchCommand)
+@click.command("bench", short_help="Time prefill and decode of BUNDLE, or requests to a server.", cls=BenchCommand)
 @bundle_argument
 @click.option("--prompt-length", type=int, default=128, help="Tokens of the prompt.")
 @click.option("--new-tokens", type=int, default=64, help="Tokens to generate.")

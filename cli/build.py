@@ -42,7 +42,7 @@ ENGINE = ("compute_capabilities", "deferred")
 CALIBRATION = ("calibration", "samples", "length", "no_calibration")
 
 
-@click.command("build")
+@click.command("build", short_help="Build a bundle from an export or a checkpoint, and verify it.")
 @click.argument("source", type=source_path)
 @click.option("-o", "--output", type=new_path, metavar="PATH", help="Folder to write; --rebuild: by default SOURCE.")
 @click.option("--target", default="cpu", help="What it will run on: cpu, cuda, tensorrt or tensorrt-rtx.")

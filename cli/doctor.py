@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llmc.runtime.host.probe import Device, Driver
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Say what this machine has, and what each target would do here.")
 @click.argument("bundle", type=bundle_path, required=False)
 @json_option
 @debug_option

@@ -31,7 +31,7 @@ def read_texts(texts: tuple[str, ...], bundle: Path) -> list[str]:
     return list(texts) or list(stdin_lines(stdin_limit(read_bundle(bundle).limits.max_context)))
 
 
-@click.command("embed", cls=SectionCommand)
+@click.command("embed", short_help="Print the vector of each of TEXTS.", cls=SectionCommand)
 @bundle_argument
 @click.argument("texts", nargs=-1)
 @click.option("--dimensions", type=int, help="The first so many values of each vector.  [default: all]")
@@ -47,7 +47,7 @@ def embed_command(
             click.echo(json.dumps([float(str(value)) for value in vector]))
 
 
-@click.command("rank", cls=SectionCommand)
+@click.command("rank", short_help="Print DOCUMENTS by their score for QUERY, the best first.", cls=SectionCommand)
 @bundle_argument
 @click.argument("query")
 @click.argument("documents", nargs=-1)

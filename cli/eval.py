@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llmc.optimize.judge.layers import LayerError
 
 
-@click.command("eval")
+@click.command("eval", short_help="Judge BUNDLE on a text, through prefill and through decode.")
 @bundle_argument
 @click.option("--text", type=EXISTING_FILE, help="Text, or JSONL of chats, to judge on.  [default: one of llmc's]")
 @click.option("--reference", type=EXISTING_FOLDER, help="Export that BUNDLE was built from, to compare with.")

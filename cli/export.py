@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmc.export import ExportReport
 
 
-@click.command("export")
+@click.command("export", short_help="Export CHECKPOINT, a folder or a GGUF file, as portable ONNX.")
 @click.argument("checkpoint", type=source_path)
 @click.option(
     "--adapter",

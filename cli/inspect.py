@@ -14,7 +14,7 @@ from llmc.cli.options import debug_option, json_option, source_path
 
 if TYPE_CHECKING:
     from llmc.bundle import EngineConfig, Geometry, Manifest, Source, Target
-    from llmc.cli.summary import Memory, Summary
+    from llmc.cli.summary import Memory, StageSummary, Summary
     from llmc.inventory import Encoder
 
 
@@ -28,7 +28,7 @@ VERIFIED = {
 }
 
 
-@click.command("inspect")
+@click.command("inspect", short_help="Show what PATH holds, and the memory that it takes to run.")
 @click.argument("path", type=source_path)
 @json_option
 @debug_option
@@ -45,7 +45,7 @@ def inspect_command(path: Path, as_json: bool) -> None:
 
 def print_summary(summary: Summary) -> None:
     source, device = summary.source, summary.device_memory
-    apart = "" if summary.bundle else " (float32); see llmc plan"
+    apart = " (this stage alone)" if summary.stages else "" if summary.bundle else " (float32); see llmc plan"
     stored = f"made from {source.dtype}" if summary.bundle else source.dtype
     rows = [
         (summary.kind, str(summary.path)),
@@ -55,6 +55,7 @@ def print_summary(summary: Summary) -> None:
         *(bundle_rows(summary.bundle) if summary.bundle else []),
         ("weights", ", ".join(f"{show.size(count)} {dtype}" for dtype, count in summary.weights.items())),
         memory_row("memory", summary.memory, apart),
+        *map(stage_row, summary.stages[:-1]),
         *([memory_row("GPU memory", device)] if device else []),
         ("on disk", disk_row(summary.disk)),
         *((name, show.size(count)) for name, count in summary.files.items()),
@@ -74,6 +75,11 @@ def disk_row(parts: Mapping[str, int]) -> str:
 def memory_row(name: str, memory: Memory, note: str = "") -> tuple[str, str]:
     parts = " + ".join(f"{show.size(count)} {part}" for part, count in memory.parts.items() if count)
     return f"{name} at {memory.context} tokens x {memory.batch}", f"{show.size(memory.total)} = {parts}{note}"
+
+
+def stage_row(stage: StageSummary) -> tuple[str, str]:
+    takes = "elsewhere" if stage.memory is None else memory_row("", stage.memory)[1]
+    return f"stage {stage.number}", f"layers {stage.first} to {stage.last}: {takes}"
 
 
 def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:

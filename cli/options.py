@@ -58,6 +58,8 @@ def size(text: str) -> int:
 def boxes(text: str) -> tuple[int, ...]:
     """A number of stages, as a zero for each, or the memory of each one's box: 2, or 8GB,16GB."""
     if text.isascii() and text.isdigit() and len(text) < 4:
+        if int(text) < 2:
+            raise click.BadParameter(f"{text!r} is no number of stages, expected 2 or more; or leave the option out")
         return (0,) * int(text)
     return tuple(map(size, text.split(",")))
 

@@ -36,7 +36,7 @@ NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has th
 UNKNOWN = "not known whether it fits"
 
 
-@click.command("plan", cls=SectionCommand)
+@click.command("plan", short_help="Say what memory each stage from PATH to tokens takes.", cls=SectionCommand)
 @click.argument("path", type=source_path)
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the most possible]")
 @click.option("--max-batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
@@ -67,15 +67,19 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
     precision = take_precision(asked)
     with _source(path) as (folder, geometry):
         ahead = _ahead(folder, geometry, precision=precision, **asked)
-    on_disk = summarize(path).disk
+    summary = summarize(path)
+    on_disk, elsewhere = summary.disk, [stage for stage in summary.stages if stage.memory is None]
     if as_json:
         machine = ahead.memories.machine
         report: dict[str, object] = {"path": path, "available": machine.bytes, "source": machine.source}
         report |= {"gpu": ahead.memories.gpu, "unified_memory": ahead.memories.unified} if ahead.on_gpu else {}
+        report |= {"elsewhere": elsewhere} if elsewhere else {}
         show.print_json({**report, "disk": on_disk, "stages": [numbers(stage) for stage in ahead.stages]})
     else:
         click.echo(f"on disk: {disk_row(on_disk)}\n")
         print_stages(ahead)
+        for stage in elsewhere:
+            click.echo(f"elsewhere: stage {stage.number}, layers {stage.first} to {stage.last}")
     if problem := refusal(ahead.stages):
         raise ResourceError(f"{path}: {problem}")
 
@@ -94,6 +98,7 @@ def _ahead(
     **how: str | None,
 ) -> Ahead:
     from llmc.runtime.bench.stages import find_memories, hold, plan_bundle
+    from llmc.runtime.sessions.staged import find_stages
 
     if geometry is not None:
         from llmc.optimize.plan.stages import plan_stages
@@ -110,7 +115,8 @@ def _ahead(
         raise UsageError(
             f"{path} is built already; precision, recipe, target and stages are for an export or a checkpoint"
         )
-    plans = plan_bundle(manifest, max_context, max_batch)
+    parts = find_stages(path, manifest).values()
+    plans = [plan for part in parts if part for plan in plan_bundle(part, max_context, max_batch)]
     return hold([*_estimate_rebuilding(manifest, found.unified), *plans], found, on_gpu)
 
 
@@ -178,6 +184,7 @@ def numbers(stage: Stage) -> dict[str, object]:
     known = ("fits", "missing", "largest_context", "largest_batch")
     return {
         "stage": plan.stage,
+        **({"layers": [plan.layers[0], plan.layers[-1]]} if plan.layers else {}),
         "context": plan.context,
         "batch": plan.batch,
         "parts": plan.parts,
@@ -193,6 +200,7 @@ def print_stages(ahead: Ahead) -> None:
     for stage in ahead.stages:
         plan, verdict = stage.plan, stage.verdict
         at = f" {plan.context} tokens x {plan.batch}" if plan.stage.startswith("run") else ""
+        at = f": layers {plan.layers[0]} to {plan.layers[-1]},{at}" if plan.layers else at
         rows = [(name, show.size(count)) for name, count in plan.parts.items() if count]
         state = UNKNOWN
         if verdict is not None:

@@ -232,9 +232,15 @@ def describe(result: GenerationResult) -> str:
     cut = f" ({usage.truncated_tokens} left out)" if usage.truncated_tokens else ""
     drafted = f"; {metrics.accepted} of {metrics.drafted} drafts accepted" if metrics.drafted else ""
     seed = "" if result.seed is None else f"; seed {result.seed}"
+    ended = f"ended by {result.finish_reason}{seed}"
+    if calls := metrics.calls:  # whose tokens come by blocks, so that times between them say nothing
+        new, seconds = usage.completion_tokens, timings.ttft_s + timings.decode_s - timings.queue_s
+        return (
+            f"prompt: {usage.prompt_tokens} tokens{cut}; completion: {new} tokens in {seconds:.3f} s "
+            f"({new / seconds:.1f} tok/s, prompt included) and {calls} calls ({new / calls:.1f} tokens each); {ended}"
+        )
     return (
         f"prompt: {usage.prompt_tokens} tokens{cached}{cut}, first token after {timings.ttft_s:.3f} s "
         f"({timings.prefill_tokens_per_s:.1f} tok/s); completion: {usage.completion_tokens} tokens, "
-        f"{timings.tpot_s * 1000:.2f} ms each ({timings.decode_tokens_per_s:.1f} tok/s){drafted}; "
-        f"ended by {result.finish_reason}{seed}"
+        f"{timings.tpot_s * 1000:.2f} ms each ({timings.decode_tokens_per_s:.1f} tok/s){drafted}; {ended}"
     )

@@ -71,7 +71,7 @@ def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:
 setting_options = add_options([_option(setting) for setting in settings() if setting.kind != "models"])
 
 
-@click.command("serve", cls=SectionCommand)
+@click.command("serve", short_help="Serve BUNDLEs over HTTP, with a page for chats.", cls=SectionCommand)
 @click.argument("bundles", nargs=-1, metavar="[NAME=]BUNDLE...")
 @click.option("--config", type=EXISTING_FILE, help="TOML file of settings; flags go before it.")
 @debug_option

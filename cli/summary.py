@@ -10,6 +10,7 @@ from llmc.bundle import CONFIG_FILE, Geometry, Manifest, Source
 from llmc.errors import BundleError
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.runtime.kv.budget import plan_load, round_up
+from llmc.runtime.sessions.staged import find_stages
 
 # Kinds of files by the ends of their names; all others are text: tokenizer, templates, manifest, hashes.
 DISK_KINDS = {"weights": (".bin", ".safetensors", ".gguf"), "graphs": (".onnx",), "engine": (".plan",)}
@@ -32,11 +33,22 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class StageSummary:
+    """A stage of a model, from its ``first`` to its ``last`` layer, and what it takes; None where it is elsewhere."""
+
+    number: int
+    first: int
+    last: int
+    memory: Memory | None
+
+
+@dataclass(frozen=True)
 class Summary:
     """A folder of any kind; ``weights`` is bytes by dtype, of a bundle by graph; ``bundle`` is its manifest.
 
     ``disk`` is bytes of its files by what they are, largest first. ``device_memory`` is what a bundle for a GPU takes
-    there, ``memory`` what it takes beside that of the machine.
+    there, ``memory`` what it takes beside that of the machine. ``stages`` are all of a model whose last one this is,
+    ``files`` also those of the others that are here, and ``memory`` the last one's alone.
     """
 
     kind: str
@@ -50,6 +62,7 @@ class Summary:
     bundle: Manifest | None
     notes: tuple[str, ...]
     device_memory: Memory | None = None
+    stages: tuple[StageSummary, ...] = ()
 
 
 def summarize(path: Path) -> Summary:
@@ -79,16 +92,23 @@ def kind_of(path: Path) -> str:
 def _of_bundle(path: Path) -> Summary:
     manifest = bundle.read_bundle(path)
     context = manifest.limits.max_context
-    files = {bundle.BUNDLE_MANIFEST: (path / bundle.BUNDLE_MANIFEST).stat().st_size}
-    files |= {name: entry.size for name, entry in manifest.files.items()}
-    weights = {graph.file: graph.weight_bytes for graph in manifest.graphs.values()}
+    files, weights, stages = dict[str, int](), dict[str, int](), list[StageSummary]()
     memory = Memory(context, 1, plan_load(manifest).parts)
+    for number, part in find_stages(path, manifest).items():
+        layers, takes = manifest.list_layers(number), None
+        if part is not None:
+            place = "" if part is manifest else f"{bundle.STAGE_FOLDER.format(number)}/"
+            takes = Memory(context, 1, plan_load(part).parts)
+            files[place + bundle.BUNDLE_MANIFEST] = (path / place / bundle.BUNDLE_MANIFEST).stat().st_size
+            files |= {place + name: entry.size for name, entry in part.files.items()}
+            weights |= {place + graph.file: graph.weight_bytes for graph in part.graphs.values()}
+        stages.append(StageSummary(number, layers[0], layers[-1], takes))
     device = None
     if manifest.device is not None:
         positions = round_up(manifest.engine, context)
         device = Memory(positions, 1, manifest.device.parts(positions, 1))
     found = manifest.geometry, manifest.source, files, disk_bytes(files), weights, memory, manifest, manifest.notes
-    return Summary("bundle", path, *found, device)
+    return Summary("bundle", path, *found, device, tuple(stages) if manifest.stage.before else ())
 
 
 def disk_bytes(files: Mapping[str, int]) -> dict[str, int]:

@@ -341,6 +341,7 @@ class HeadConfig:
         beside: whether attention reads the normed embedding beside the stream, as in EAGLE-3, whose stream begins with
             a linear of the other model's hidden states; else it begins with one of both, each normed.
         normed: whether attention adds to what it reads of the stream, behind the norm, and not to the stream.
+        input_norm: whether the other model's hidden states are normed, all together.
         tokens: for each token the row of the head that is its logit, one behind the last for none; empty where every
             token has its own.
         rows: of the head.
@@ -350,6 +351,7 @@ class HeadConfig:
     width: int
     beside: bool
     normed: bool = False
+    input_norm: bool = False
     tokens: tuple[int, ...] = ()
     rows: int = 0
 
@@ -588,6 +590,9 @@ def norms(config: DecoderConfig) -> tuple[Norm, ...]:
     if config.head is not None:
         names = (f"model.{name}" for name in config.head.norms)
         found = [*(Norm(name, config.norm.kind, config.hidden_size, False, False, 0) for name in names), *found]
+    if config.head is not None and config.head.input_norm:
+        width = len(config.head.borders) * config.head.width
+        found.insert(0, Norm("model.input_norm", config.norm.kind, width, False, False, 0))
     if config.per_layer:
         found.insert(0, Norm(PER_LAYER_NORM, config.norm.kind, config.per_layer, config.norm.bias, False, None))
     return (*found, Norm(FINAL_NORM, config.norm.kind, config.hidden_size, config.norm.bias, all_rows, None))

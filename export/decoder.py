@@ -94,6 +94,8 @@ class HeadInput(nn.Module):
 
     def forward(self, embedded: Tensor, rows: tuple[Tensor, Tensor], stack: Any) -> tuple[Tensor, Tensor | None]:
         given, own = cut(functional.embedding(*rows), len(self.config.borders) * self.config.width)
+        if self.config.input_norm:
+            given = stack.input_norm(given)
         if self.config.beside:
             return stack.fc(given) + own, embedded
         hidden = stack.target_norm(given) + own
@@ -236,6 +238,8 @@ class Stack(nn.Module):
             self.fc = Linear(config.head.inputs(config.hidden_size), config.hidden_size)
             for name in config.head.norms:
                 self.add_module(name, Norm(config.hidden_size, config.norm))
+        if config.head is not None and config.head.input_norm:
+            self.input_norm = Norm(len(config.head.borders) * config.head.width, config.norm)
         if config.per_layer:
             width = len(config.layers) * config.per_layer
             self.embed_tokens_per_layer = Embedding(config.vocab_size, width)

@@ -81,9 +81,8 @@ def distill(
     """
     export = read_export(source)
     torch.set_num_threads(usable_threads())
-    prompts = read_samples(text, source, samples=1 << 30, length=PROMPT, vocab_size=export.geometry.vocab_size)
-    if len(prompts.ids) < 2:
-        raise UsageError(f"{text} is too short: {prompts.tokens} tokens, expected {2 * PROMPT}; give a longer text")
+    vocabulary = export.geometry.vocab_size
+    prompts = read_samples(text, source, samples=1 << 30, length=PROMPT, vocab_size=vocabulary, remedy="")
     folder, device = output / RUN, "cuda" if torch.cuda.is_available() else "cpu"
     if output.exists() and not (folder / STATE).exists() and not set(os.listdir(output)) <= {RUN}:
         raise UsageError(f"{output} exists, and no distillation made it; choose another output folder")

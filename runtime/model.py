@@ -31,13 +31,13 @@ from llmc.errors import DraftError, EngineClosedError, GrammarError, UsageError,
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
-from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
+from llmc.runtime.api.options import PREFIX_OPTIONS, Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.encoder import TextEncoder
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.input_processor import text_tokens
-from llmc.runtime.host.huge_pages import gather_soon, list_anonymous
+from llmc.runtime.host.huge_pages import gather_soon, note_others
 from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import available_memory, resident_bytes, usable_threads
 from llmc.runtime.kv.budget import check_load, opening_bytes, plan_load
@@ -134,7 +134,7 @@ def load(
         check_load(folder, manifest, context, memory)
         for part, its_manifest in {folder: manifest, **before}.items():
             check_files(part, its_manifest, False if verify is None and self_test is False else verify)
-        others = list_anonymous()
+        others = note_others(manifest.memory.weights)
         with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
             tokenizer = pool.submit(load_tried_tokenizer, folder)
             runner: SingleRunner | TextEncoder
@@ -150,7 +150,7 @@ def load(
                 placed = {"stages": opener} if manifest.stage.before else {}
                 runner = SingleRunner(open_session(folder, manifest, workers, device, **placed), context, chunk)
             model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory, tower)
-        gather_soon(others, manifest.memory.weights)
+        gather_soon(others)
         try:
             check_once(model, self_test)
             if engine_options.draft is not None:
@@ -178,7 +178,7 @@ def _check_options(
     folder: Path, manifest: Manifest, context: int, options: EngineOptions, given: Mapping[str, Any]
 ) -> None:
     row_limit(manifest, options)
-    kept = [name for name in ("prefix_cache_bytes", "prefix_cache_folder") if given.get(name)]
+    kept = [name for name in PREFIX_OPTIONS if given.get(name)]
     if manifest.geometry.diffusion and kept:
         raise UsageError(f"{kept[0]} is for a bundle that keeps prefixes, and {folder} fills masks; leave it out")
     if options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
@@ -772,7 +772,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
         )
     cache = runner.session.cache
     form, states = cache.form(BLOCK), None if cache.can_rewind else cache.states_form
-    key = prefix_key(manifest, options.determinism)
+    key = prefix_key(manifest, options.determinism, runner.session.exact)
     return Engine(
         runner.session,
         manifest,
@@ -787,10 +787,11 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     )
 
 
-def prefix_key(manifest: Manifest, level: Determinism) -> str:
-    """Everything that cached keys and values depend on: weights, graphs, the cache's type, and the shapes of calls."""
+def prefix_key(manifest: Manifest, level: Determinism, exact: bool) -> str:
+    """Everything that cached keys and values depend on: weights, graphs, the cache's type, the shapes of calls, and if
+    stages handed on ``exact`` hidden states."""
     hashes = [*manifest.stage.before, *(file.sha256 for _, file in sorted(manifest.files.items()))]
-    parts = [manifest.source.fingerprint, manifest.cache, level.value, *hashes]
+    parts = [manifest.source.fingerprint, manifest.cache, level.value, *([] if exact else ["float16"]), *hashes]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

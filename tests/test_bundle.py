@@ -399,6 +399,12 @@ def test_a_manifest_that_is_no_regular_file_is_refused_at_once(folder: Path, mak
         bundle.read_bundle(folder)
 
 
+def test_a_checkpoint_in_the_place_of_an_export_is_refused_with_the_command_that_exports_it(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BundleError, match=rf"{tmp_path} is a checkpoint, .*: llmc export {tmp_path} -o EXPORT$"):
+        bundle.read_export(tmp_path)
+
+
 def test_an_export_without_its_graph_is_refused(tmp_path: Path, export_manifest: ExportManifest):
     bundle.write_manifest(export_manifest, tmp_path)
     with pytest.raises(BundleError, match=r"decoder.onnx is missing; export the checkpoint again"):

@@ -95,6 +95,9 @@ def _read_eagle(folder: Path, of: Path, model: Checkpoint, stored: Tensors) -> t
             "architectures", named, f"['{EAGLE}'], or the same folder as --of, of a model with its own head"
         )
     borders, normed = _read_borders(keys, len(model.config.layers)), keys.flag("norm_before_residual")
+    input_norm = keys.flag("norm_before_fc")
+    for name in filter(keys.flag, ("fc_norm", "norm_output")):
+        raise keys.error(name, True, "false: of norms around the first linear and the result llmc has norm_before_fc")
     keys.skip(*EAGLE_KEYS)
     if SPECULATORS in keys:
         keys.skip(*SPECULATORS_KEYS)
@@ -112,7 +115,7 @@ def _read_eagle(folder: Path, of: Path, model: Checkpoint, stored: Tensors) -> t
             raise CheckpointError(f"{of}: its embedding is quantized; give the checkpoint that it was made from")
         found[EMBEDDING] = MadeTensor(table.dtype, table.shape, partial(read_pieces, of, table))
     vocab, rows = model.config.vocab_size, found[HEAD].shape[0] if HEAD in found else 0
-    head = HeadConfig(borders, model.config.hidden_size, beside=True, normed=normed)
+    head = HeadConfig(borders, model.config.hidden_size, beside=True, normed=normed, input_norm=input_norm)
     if offsets is not None:
         head = replace(head, tokens=_read_tokens(folder, offsets, rows, vocab), rows=rows)
     layer = replace(config.layers[0], placement=BESIDE)

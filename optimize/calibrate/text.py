@@ -78,7 +78,7 @@ def read_samples(
         length: tokens per window, at least 2.
         vocab_size: of the model; ids beyond are refused.
         held_out: of the default text take the part that quality is judged on, not the one for calibration.
-        remedy: what helps a text that is too short, beside a longer one.
+        remedy: what helps a text that is too short, beside a longer one; empty if nothing does.
     """
     source = DEFAULT_TEXT if path is None else path
     text, sha256 = _read(source)
@@ -93,8 +93,9 @@ def read_samples(
     fewest = 1 if path is None else min(samples, FEWEST_WINDOWS)
     needed = fewest * step
     if len(ids) < needed:
+        beside = f", or {remedy}" if remedy else ""
         raise UsageError(
-            f"{source} is too short: {len(ids)} tokens, expected at least {needed}; give a longer text, or {remedy}"
+            f"{source} is too short: {len(ids)} tokens, expected at least {needed}; give a longer text{beside}"
         )
     return CalibrationSamples(
         ids=_windows(ids, step, samples, prefix),

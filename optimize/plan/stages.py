@@ -64,7 +64,7 @@ def _of_build(
             parts = memory_plan(geometry, limits, once, tokenizer).parts(limits.max_context, batch)
             run = replace(run, smaller=(name, sum(parts.values())))
         runs = [
-            replace(plan_run(cut.memory, wider, limits.max_context, batch), box=box, stage=f"run stage {number}")
+            plan_run(cut.memory, wider, limits.max_context, batch).of_stage(number, cut.layers, box)
             for number, (cut, box) in enumerate(zip(cuts, boxes, strict=True))
         ]
         return [replace(build, seconds=seconds), *(runs or [run])]

@@ -1,7 +1,7 @@
 """Options of an engine."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 
@@ -75,6 +75,9 @@ class EngineOptions:
                 "draft is set and determinism is 'batch', which cannot promise the same tokens with speculation as "
                 "without; use 'strict', or 'fast'"
             )
+
+
+PREFIX_OPTIONS = sorted(option.name for option in fields(EngineOptions) if option.name.startswith("prefix_cache"))
 
 
 def _is_path(value: object) -> bool:

@@ -69,7 +69,10 @@ def benchmark(
     manifest = read_bundle(folder)
     context = manifest.limits.max_context
     if manifest.geometry.diffusion:
-        raise UsageError(f"{folder} fills masks, block by block, and has neither prefill nor decode to time")
+        raise UsageError(
+            f"{folder} fills masks, block by block, and has neither prefill nor decode to time; llmc run {folder} "
+            "--stats says how fast an answer came, and recipes/benchmarks/diffusion.py compares it with another model"
+        )
     if prompt_length < 1 or new_tokens < 2 or repeats < 1 or prompt_length + new_tokens > context:
         raise UsageError(
             f"prompt_length {prompt_length}, new_tokens {new_tokens}, repeats {repeats}: expected at least 1, 2 and 1, "

@@ -81,6 +81,8 @@ def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[Mem
         if value is not None and value > most:
             raise UsageError(f"{name} is {value}, the bundle was built for {most}; build with a larger one")
     run = plan_load(manifest, context, batch)
+    if manifest.stage.borders[1:]:
+        run = run.of_stage(manifest.stage.number, manifest.list_layers())
     if manifest.device is None:
         return [run]
     # An engine's cache has the size that it was built for, whatever the context.

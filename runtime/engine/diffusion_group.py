@@ -25,6 +25,7 @@ class Diffused(Sample):
     def sample(self, logits: Logits) -> SamplerOutput["Sample"]:
         output: SamplerOutput[Sample] = SamplerOutput(self)
         self.cached = self.denoiser.length
+        self.request.timeline.calls += 1
         try:
             output.choices += map(Choice, self.denoiser.take(logits))
         except BaseException as error:  # noqa: BLE001  # raised again where the request is known

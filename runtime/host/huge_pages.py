@@ -51,10 +51,16 @@ def list_anonymous() -> list[Span]:
     return [_span(found) for found in map(_ANONYMOUS.fullmatch, _read_lines("maps")) if found]
 
 
-def gather_soon(before: Sequence[Span], weights: int) -> None:
-    """Have the kernel gather what was allocated since ``before`` in huge pages, in a thread that takes its time;
-    ``weights`` are its bytes. Where the kernel cannot, nothing happens."""
-    if weights < LEAST or not PAGE_SIZE.exists():
+def note_others(weights: int) -> list[Span] | None:
+    """:func:`list_anonymous` before so many bytes of weights come; None where these are left alone, or the kernel
+    cannot gather them."""
+    return list_anonymous() if weights >= LEAST and PAGE_SIZE.exists() else None
+
+
+def gather_soon(before: Sequence[Span] | None) -> None:
+    """Have the kernel gather what was allocated since :func:`note_others` in huge pages, in a thread that takes its
+    time."""
+    if before is None:
         return
     stopped = threading.Event()
     _gatherers.add(stopped)

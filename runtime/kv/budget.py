@@ -104,6 +104,7 @@ class MemoryEstimate:
 
     Attributes:
         stage: export, build, run or :data:`GPU`.
+        layers: that it runs of a model in stages; None of a whole one.
         context, batch: cached tokens of a row, and rows, that the parts are for.
         limits: the largest of both that the model or the bundle can serve.
         needed: total bytes for another context and batch.
@@ -123,10 +124,15 @@ class MemoryEstimate:
     per_layer_table: int = 0
     smaller: tuple[str, int] | None = None
     box: int = 0
+    layers: range | None = None
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
+
+    def of_stage(self, number: int, layers: range, box: int = 0) -> "MemoryEstimate":
+        """This as that of a stage of a model, which its name says."""
+        return replace(self, stage=f"run stage {number}", layers=layers, box=box)
 
     def verdict(self, available: int) -> Verdict:
         context = largest(self.limits.max_context, lambda n: self.needed(n, self.batch), available)

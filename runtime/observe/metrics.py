@@ -40,6 +40,7 @@ class RequestMetrics:
         cached_tokens: tokens of the prompt that were taken from the prefix cache.
         drafted, accepted: tokens proposed by speculation, and those of them that the model agreed with.
         overflows: how often its context was cut, as its overflow policy allows.
+        calls: of a diffusion model, to fill the masks of its answer; 0 of any other model.
     """
 
     queue_s: float | None
@@ -56,6 +57,7 @@ class RequestMetrics:
     accepted: int
     overflows: int
     finish_reason: str | None
+    calls: int = 0
 
 
 @dataclass
@@ -221,6 +223,7 @@ class RequestTimeline:
         self.drafted = 0
         self.accepted = 0
         self.overflows = 0
+        self.calls = 0
 
     def admit(self, cached_tokens: int = 0) -> None:
         """The request gets a place; ``cached_tokens`` of its prompt came from the prefix cache."""
@@ -288,6 +291,7 @@ class RequestTimeline:
             accepted=self.accepted,
             overflows=self.overflows,
             finish_reason=self.finish_reason,
+            calls=self.calls,
         )
 
 

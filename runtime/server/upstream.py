@@ -91,6 +91,21 @@ class Upstream:
         self._refusals = count("llmc_upstream_refusals", "Requests that a rule keeps here.", ("reason", "rule"))
         self._failures = count("llmc_upstream_failures", "Requests that the upstream failed.", ("reason", "failure"))
 
+    async def check_base(self) -> None:
+        """Log it where the upstream's models are listed behind ``/v1`` of the address alone. One that cannot be asked
+        now may be there for requests, whose failures are told with them."""
+        if not (self._base.endswith("/v1") or await self._lists_models("")) and await self._lists_models("/v1"):
+            log.warning("upstream lists its models at /v1/models of the address alone; give it with /v1 at the end")
+
+    async def _lists_models(self, below: str) -> bool:
+        url, patience = f"{self._base}{below}/models", self._config.upstream_timeout_s
+        try:
+            async with self._make_client() as client:
+                answer = await client.get(url, headers=self._key_headers(""), timeout=patience)
+        except (httpx.HTTPError, httpx.InvalidURL, UsageError):
+            return False
+        return answer.status_code == 200 and _media(answer) == JSON
+
     # ------------------------------------------------------------------------------------------ which requests go there
 
     async def claim(self, request: Request) -> None:
@@ -189,13 +204,16 @@ class Upstream:
                 (b"via", ", ".join([*_list_passed(request), self._via]).encode()),
                 *self._key_headers(path),
             ]
-            # Neither proxies and names of the environment, nor cookies of other requests, nor redirects.
-            client = httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None, follow_redirects=False)
+            client = self._make_client()
             await held.enter_async_context(client)
             url = self._base + path.removeprefix("/v1") + "?beta=true" * bool(request.query_params)
             answer = await client.send(client.build_request("POST", url, content=content, headers=headers), stream=True)
         _check_answer(answer)
         return answer
+
+    def _make_client(self) -> httpx.AsyncClient:
+        """Neither with proxies and names of the environment, nor with cookies of other requests, nor redirects."""
+        return httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None, follow_redirects=False)
 
     def _key_headers(self, path: str) -> list[tuple[bytes, bytes]]:
         if self._config.upstream_key_file is None:

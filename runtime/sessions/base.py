@@ -72,6 +72,7 @@ class Session(ABC):
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
         turns: groups of rows whose steps it computes at the same time, if those are begun ahead of :meth:`run`.
+        exact: whether hidden states keep their bits on the way through a model in stages.
         diffuses: whether the model is one that fills masks: all tokens of a call see one another.
         hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, or [B, O, N] of
             such a head; the next call may reuse the array.
@@ -83,6 +84,7 @@ class Session(ABC):
     changes_kernels = False
     packs_rows = False
     turns = 1
+    exact = True
     hidden: NDArray[np.float32] | None = None
 
     def __init__(self, geometry: Geometry) -> None:

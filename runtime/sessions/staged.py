@@ -54,6 +54,14 @@ def read_stages(folder: Path, manifest: Manifest) -> dict[Path, Manifest]:
     return {folder / STAGE_FOLDER.format(stage[0]): read_stage(folder, *stage) for stage in before}
 
 
+def find_stages(folder: Path, manifest: Manifest) -> dict[int, Manifest | None]:
+    """The stages of the model that a bundle answers for, by number: their manifests, None where the folder is elsewhere
+    (see :func:`read_stage`). Of a model in one piece, and of a stage before the last, its own alone."""
+    before = enumerate(manifest.stage.before)
+    here = {it[0]: read_stage(folder, *it) if (folder / STAGE_FOLDER.format(it[0])).is_dir() else None for it in before}
+    return {**here, manifest.stage.number: manifest}
+
+
 def plan_together(manifest: Manifest, stages: Mapping[Path, Manifest]) -> Manifest:
     """The manifest of the last stage with the memory of all, in one process."""
     plans = (stage.memory for stage in stages.values())
@@ -82,9 +90,10 @@ def ask(session: Session, name: str, arguments: Sequence[Any]) -> Any:
 
 class Stages:
     """The stages before the last, in this process: to check them, and where memory has room for all.
-    ``read`` are their manifests, if they were. ``apart`` says that they compute while others do."""
+    ``read`` are their manifests, if they were; ``exact``: hidden states go on in float32; ``apart``: they compute while
+    others do."""
 
-    apart = False
+    exact, apart = True, False
 
     def __init__(
         self, folder: Path, manifest: Manifest, threads: int, read: Mapping[Path, Manifest] | None = None
@@ -168,7 +177,7 @@ class StagedSession(Session):
 
     def __init__(self, manifest: Manifest, own: Session, stages: Stages) -> None:
         super().__init__(manifest.geometry)
-        self._own, self._stages, self.packs_rows = own, stages, own.packs_rows
+        self._own, self._stages, self.packs_rows, self.exact = own, stages, own.packs_rows, stages.exact
         self.cache: StagedCache = StagedCache(manifest, own, stages)
         self.engine_version, self.processor = own.engine_version, own.processor
         self.turns = count_turns(manifest) if stages.apart else 1

@@ -137,7 +137,7 @@ def test_stages_are_a_number_of_them_or_the_memory_of_their_boxes(llmc, library:
     for given, wanted in (("3", (0, 0, 0)), ("8GB,1.5GiB", (8 * 10**9, 3 << 29))):
         assert llmc("build", export_folder, "-o", f"out{given}", "--stages", given).code == 0
         assert library.built[-1]["stages"] == wanted
-    for given in ("", "two", "8GB,", "-1", "8GB;8GB"):
+    for given in ("", "two", "0", "1", "8GB,", "-1", "8GB;8GB"):
         assert llmc("build", export_folder, "-o", "out", "--stages", given).code == 2
     refused = llmc("build", export_folder, "-o", "out", "--auto", "--max-kl", "1", "--stages", "2")
     assert (refused.code, "--auto measures on this machine alone" in refused.err) == (2, True)

@@ -120,7 +120,7 @@ def test_choices_that_a_rebuild_does_not_look_at_are_refused(
     llmc: Any, library: Any, export_folder: Path, tmp_path: Path, option: click.Option
 ):
     (tmp_path / "notes.txt").write_text("words")
-    value = tmp_path / VALUES[option.name] if option.name in VALUES else "1"
+    value = tmp_path / VALUES[option.name] if option.name in VALUES else "2"
     flag = option.opts[-1]
     ran = llmc("build", "--rebuild", export_folder, flag, *([] if option.is_flag else [value]))
     assert (ran.code, library.rebuilt) == (2, [])

@@ -1,6 +1,7 @@
 """``llmc`` with a bundle of a diffusion model."""
 
 import json
+import re
 from pathlib import Path
 
 
@@ -11,6 +12,10 @@ def test_run_takes_its_parameters_and_refuses_others_by_name(llmc, diffusion_mod
     assert whole.code == 0 and len(json.loads(whole.out)["outputs"][0]["token_ids"]) == 20, whole.err
     said = llmc(*asked, "--chat", "--diffusion-steps", 5)
     assert said.code == 0 and said.out.strip(), said.err
+    stats = llmc(*asked, "--block-length", 8, "--diffusion-steps", 5, "--stats").err
+    said = r"prompt: 2 tokens; completion: 20 tokens in (.*) s \((.*) tok/s, prompt included\) and 5 calls \(4.0 .*\n"
+    found = re.fullmatch(said, stats)
+    assert found and 0 < float(found[2]) < 20 / (float(found[1]) - 0.001), stats  # one digit less than it prints
     refused = llmc(*asked, "--num-beams", 2)
     assert refused.code == 2 and "--num-beams=2 cannot be had of a diffusion model" in refused.err
 

@@ -1,6 +1,7 @@
 """``llmc inspect``: the right numbers for a checkpoint, an export and a bundle, without an engine."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,30 @@ def test_a_bundle_shows_what_it_was_built_for(llmc, bundle_folder: Path):
     assert shown["decode quality"].startswith("KL 0.00200 mean, ")
     assert shown["decode.onnx"] == "1.5 kB"
     assert shown["note"] == "generation_config.json: num_beams=4 is not supported and was left out"
+
+
+def test_of_a_model_in_stages_each_that_is_here_is_shown_and_planned_and_the_others_are_named(
+    llmc, bundle_folder: Path, manifest: bundle.Manifest
+):
+    """The first of three stages lies beside the last, and the second is on another box."""
+    geometry = uniform("llama", 6, 64, 128, 4, 2, 16, 320, 512, True, (0,) * 6)
+    first = replace(manifest, geometry=geometry, stage=bundle.Stage(0, (0, 1, 4)), golden=(), quality=None)
+    first = replace(first, memory=replace(manifest.memory, weights=7_000_000), files=read_bundle(bundle_folder).files)
+    (bundle_folder / "stage-0").mkdir()
+    shutil.copy(bundle_folder / "decode.onnx", bundle_folder / "stage-0")
+    bundle.write_manifest(first, bundle_folder / "stage-0")
+    hashed = bundle.sha256_file(bundle_folder / "stage-0" / bundle.BUNDLE_MANIFEST)
+    last = replace(first, stage=bundle.Stage(2, (0, 1, 4), (hashed, "0" * 64)), memory=manifest.memory)
+    bundle.write_manifest(last, bundle_folder)
+    shown = rows(llmc("inspect", bundle_folder).out)
+    assert shown["stage 0"].startswith("layers 0 to 0: 7.0 MB = 500 B engine + 50 B tokenizer + 7.0 MB weights")
+    assert shown["stage 1"] == "layers 1 to 3: elsewhere"
+    assert shown["memory at 512 tokens x 1"].endswith(" (this stage alone)")
+    assert shown["stage-0/decode.onnx"] == "1.5 kB" and "3.0 kB graphs" in shown["on disk"]
+    planned = json.loads(llmc("plan", bundle_folder, "--json").out)
+    assert {it["stage"]: it["layers"] for it in planned["stages"]} == {"run stage 0": [0, 0], "run stage 2": [4, 5]}
+    assert planned["elsewhere"] == [{"number": 1, "first": 1, "last": 3, "memory": None}]
+    assert llmc("plan", bundle_folder).out.endswith("elsewhere: stage 1, layers 1 to 3\n")
 
 
 def test_a_bundle_shows_its_adapters_and_what_its_weights_were_made_from(llmc, bundle_folder):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,10 +56,12 @@ def fail_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None
 # ------------------------------------------------------------------------------------------------------------- help
 
 
-def test_help_lists_every_verb_in_the_order_of_use(llmc):
+def test_help_lists_every_verb_in_the_order_of_use_each_in_a_sentence_on_a_line(llmc, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
     ran = llmc("--help")
-    listed = [line.split()[0] for line in ran.out.partition("Commands:")[2].splitlines() if line.strip()]
-    assert (ran.code, listed) == (0, list(VERBS))
+    lines = [line for line in ran.out.partition("Commands:")[2].splitlines() if line.strip()]
+    assert (ran.code, [line.split()[0] for line in lines]) == (0, list(VERBS))
+    assert [line for line in lines if not re.fullmatch(r"  \w+ +[A-Z].*[^.]\.", line) or len(line) > 80] == []
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -61,6 +61,8 @@ def test_stages_are_planned_for_a_box_each(llmc, tiny_export: Path, tiny_bundle:
     assert list(found) == ["build", "run stage 0", "run stage 1"]
     whole = stages(llmc("plan", tiny_export, "--json").out)["run"]
     weights = [found[f"run stage {number}"]["parts"]["weights"] for number in range(2)]
+    assert [found[f"run stage {number}"]["layers"] for number in range(2)] == [[0, 3], [4, 5]]
+    assert "run stage 1: layers 4 to 5, 2048 tokens x 1" in llmc("plan", tiny_export, "--stages", "2").out
     assert max(weights) < whole["parts"]["weights"] <= sum(weights)
     tight = found["run stage 0"]["total"]
     assert llmc("plan", tiny_export, "--stages", f"{tight},2GB").code == 0

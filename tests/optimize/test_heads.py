@@ -224,6 +224,7 @@ def compute(made: Made, ids: Tensor, given: Tensor, own: Tensor, *, normed: bool
         return x.view(len(x), -1, HEADS[made.kind][1]).transpose(0, 1)
 
     if made.kind == "eagle":
+        given = rms(given, w["input_norm.weight"]) if "input_norm.weight" in w else given
         at, x = "midlayer", given @ w["fc.weight"].T + own
         weights = {name: w[f"{at}.{name}.weight"] for name in NORMS}
         stream = rms(x, weights["hidden_norm"])
@@ -371,15 +372,20 @@ def test_the_head_computes_the_published_rule(made: Made):
     compare_with_rule(made, made.bundles[1])
 
 
-def test_the_layout_of_speculators_is_read(eagle: Made, tmp_path: Path):
-    """Its stream goes on from its norm, its layers are numbered by what they read, and its own may be Qwen 3's."""
+@pytest.mark.parametrize("input_norm", [False, True])
+def test_the_layout_of_speculators_is_read(eagle: Made, tmp_path: Path, input_norm: bool):
+    """Its stream goes on from its norm, its layers are numbered by what they read, and its own may be Qwen 3's; that of
+    gpt-oss norms what it is given."""
     made, random = copy(eagle), torch.Generator().manual_seed(4)
     normed = {f"midlayer.self_attn.{part}_norm.weight": 1 + torch.randn(16, generator=random) / 4 for part in "qk"}
+    if input_norm:
+        normed["input_norm.weight"] = 1 + torch.randn(3 * N, generator=random) / 4
     made.weights, made.head = eagle.weights | normed, tmp_path / "speculator"
     made.head.mkdir()
     layer = {name: value for name, value in EAGLE.items() if name not in ("architectures", *EAGLE_KEYS)}
     layer |= {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
-    (made.head / "config.json").write_text(json.dumps(SPECULATOR | {"transformer_layer_config": layer}))
+    flags = {"norm_before_fc": input_norm, "fc_norm": False, "norm_output": False}
+    (made.head / "config.json").write_text(json.dumps(SPECULATOR | flags | {"transformer_layer_config": layer}))
     renamed = {name.replace("midlayer", "layers.0"): tensor for name, tensor in made.weights.items()}
     save_file(renamed | {"t2d": torch.zeros(V, dtype=torch.bool)}, made.file)
     export(made.head, tmp_path / "export", of=made.model)
@@ -544,7 +550,9 @@ def eagle(make: Callable[..., Made]) -> Made:
 CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"architectures": ["LlamaForCausalLM"]}, {}, "architectures=.* expected .*LlamaForCausalLMEagle3"),
     ({"num_hidden_layers": 2}, {}, "num_hidden_layers=2"),
-    ({"norm_before_fc": True}, {}, "norm_before_fc=True is not known"),
+    ({"norm_before_fc": True}, {}, "tensor model.input_norm.weight is missing"),
+    ({"fc_norm": True}, {}, "fc_norm=True is unsupported; expected false"),
+    ({"norm_output": True}, {}, "norm_output=True is unsupported; expected false"),
     ({"speculators_model_type": "dflash"}, {}, "speculators_model_type='dflash' is unsupported"),
     (
         {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 from doubles.stages import TOKENIZER, borders, cut
 
-from llmc.bundle import STAGE_FOLDER, WEIGHTS_FILE, list_unlisted_files, read_bundle, write_manifest
+from llmc.bundle import STAGE_FOLDER, WEIGHTS_FILE, Manifest, list_unlisted_files, read_bundle, write_manifest
 from llmc.errors import BuildError, BundleError, ResourceError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.plan.memory import ROTATIONS, memory_plan
@@ -23,7 +23,7 @@ from llmc.runtime.model import verify
 from llmc.runtime.selftest import VECTOR_TOLERANCE, replay_stage
 from llmc.runtime.server.models.loading import Loader
 from llmc.runtime.sessions import Batch, Phase, open_engine, open_session, staged
-from llmc.runtime.sessions.staged import WIRE_BITS, pack, unpack
+from llmc.runtime.sessions.staged import WIRE_BITS, Stages, pack, unpack
 
 GB = 10**9
 # Of a value that float16 rounds to nearest, with 11 bits; and of a token's largest, where that leaves values too small
@@ -87,6 +87,22 @@ def test_requests_get_the_answers_of_the_whole_with_drafts_and_cached_prefixes(w
                 answers[-1] += [handle.result() for handle in handles]
             assert sum(answer.usage.cached_tokens for answer in answers[-1]) > 0
     assert [it.outputs[0].logprobs for it in answers[0]] == [it.outputs[0].logprobs for it in answers[1]]
+
+
+def test_prefixes_that_halves_on_the_wire_made_are_not_those_of_the_whole_states(chain: Path, tmp_path: Path):
+    class Halved(Stages):
+        """Told to hand on halves, as between boxes at fast."""
+
+        def __init__(self, folder: Path, manifest: Manifest, threads: int, exact: bool) -> None:
+            super().__init__(folder, manifest, threads)
+            self.exact = exact
+
+    cached = []
+    for opener in (None, Halved, Halved, None):
+        options = {"stages": opener, "prefix_cache_folder": tmp_path, "prefix_cache_bytes": 1 << 26}
+        with load(chain, threads=1, self_test=False, **options) as model:
+            cached.append(model.generate("def f(x): return x\n" * 9, max_tokens=1).usage.cached_tokens > 0)
+    assert cached == [False, False, True, True]
 
 
 @pytest.mark.parametrize("name", ["qwen3_5-delta-and-gates", "falcon_h1-both-mixers-multipliers"])

@@ -172,6 +172,7 @@ class Remembering:
     engine_version = "0"
     packs_rows = False
     turns = 1
+    exact = True
     cache_type = Tokens
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ class StagesOnRay(Stages):
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int, exact: bool) -> None:
         self._folder, self._threads, self._hashes = folder, threads, manifest.stage.before
-        self._exact = exact
+        self.exact = exact
         self._places = [find_place(number) for number in range(len(self._hashes))]
         self._actors, self._opening = dict[int, Any](), dict[int, Any]()
         self._reserved: Sequence[Any] = ()
@@ -80,7 +80,7 @@ class StagesOnRay(Stages):
     def fetch(self, promise: Any) -> Any:
         """See :class:`Stages`. Raises TornError: a stage was lost, and with it what all rows of the cache held."""
         found = self._get(promise)
-        return found if self._exact else unpack(found)
+        return found if self.exact else unpack(found)
 
     def _get(self, promise: Any) -> Any:
         """The value that a reference of Ray's, or several, stand for."""
@@ -117,7 +117,7 @@ class StagesOnRay(Stages):
         options = {"num_cpus": 0, "resources": self._places[number], "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(StageActor).options(**options).remote()
         self._actors[number] = actor
-        asked = self._folder, number, self._hashes[number], self._threads, self._exact
+        asked = self._folder, number, self._hashes[number], self._threads, self.exact
         self._opening[number] = [actor.open.remote(*asked)]
         if self._reserved:
             self._opening[number].append(actor.ask.remote("reserve", self._reserved[number]))

@@ -96,26 +96,28 @@ class Keyring:
 
 def read_keys(path: Path) -> tuple[Key, ...]:
     """The keys of a TOML file: a table for each, named after its client, with ``key`` or ``sha256``."""
-    tables, status = _read(path, parse_toml)
-    _check_access(path, status, any("key" in table for table in tables.values() if isinstance(table, Mapping)))
+    named = f"keys_file {path}"
+    tables, status = _read(named, path, parse_toml)
+    _check_access(named, path, status, any("key" in table for table in tables.values() if isinstance(table, Mapping)))
     if not 1 <= len(tables) <= MOST_KEYS:
-        raise UsageError(f"the keys' file {path} has {len(tables)} keys, expected 1 ... {MOST_KEYS}")
-    keys = tuple(_key(path, name, table) for name, table in tables.items())
+        raise UsageError(f"{named} has {len(tables)} keys, expected 1 ... {MOST_KEYS}")
+    keys = tuple(_key(named, name, table) for name, table in tables.items())
     if len({key.digest for key in keys}) < len(keys):
-        raise UsageError(f"the keys' file {path} has one key under two names; give each client its own")
+        raise UsageError(f"{named} has one key under two names; give each client its own")
     return keys
 
 
 def read_upstream_key(path: Path) -> str:
     """The one key that a file holds. Raises UsageError: others may read it, or it holds something else."""
-    key, status = _read(path, lambda content: content.decode("utf-8").strip())
-    _check_access(path, status, plain=True)
+    named = f"upstream_key_file {path}"
+    key, status = _read(named, path, lambda content: content.decode("utf-8").strip())
+    _check_access(named, path, status, plain=True)
     if not _SENT.fullmatch(key):
-        raise UsageError(f"the keys' file {path} holds no key, expected one line of printable ASCII, without spaces")
+        raise UsageError(f"{named} holds no key, expected one line of printable ASCII, without spaces")
     return key
 
 
-def _read(path: Path, parse: Callable[[bytes], T]) -> tuple[T, os.stat_result]:
+def _read(named: str, path: Path, parse: Callable[[bytes], T]) -> tuple[T, os.stat_result]:
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
@@ -124,31 +126,31 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> tuple[T, os.stat_result]:
             raise ValueError(f"it has more than {MOST_BYTES} bytes")
         return parse(content), status
     except OSError as error:
-        raise UsageError(f"the keys' file {path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{named} cannot be read: {error.strerror}") from error
     except TomlError as error:  # its message shows characters of the file
         line = re.search(r"at line \d+", str(error))
-        raise UsageError(f"the keys' file {path} is no TOML{f' {line[0]}' if line else ''}") from None
+        raise UsageError(f"{named} is no TOML{f' {line[0]}' if line else ''}") from None
     except ValueError as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error
-        raise UsageError(f"the keys' file {path} cannot be read: {reason}") from None
+        raise UsageError(f"{named} cannot be read: {reason}") from None
 
 
-def _check_access(path: Path, status: os.stat_result, plain: bool) -> None:
+def _check_access(named: str, path: Path, status: os.stat_result, plain: bool) -> None:
     """Keys that others can replace are nobody's, and those that others can read are everybody's; hashes may be read."""
     if not hasattr(os, "getuid"):
         return
     if status.st_uid not in (0, os.getuid()):
-        raise UsageError(f"the keys' file {path} is another user's (uid {status.st_uid}); make it yours or root's")
+        raise UsageError(f"{named} is another user's (uid {status.st_uid}); make it yours or root's")
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o022:
-        raise UsageError(f"the keys' file {path} has mode {mode:o}, others may write it; run chmod 600 {path}")
+        raise UsageError(f"{named} has mode {mode:o}, others may write it; run chmod 600 {path}")
     if plain and mode & 0o004:
         said = f"everybody may read the keys in it; run chmod 600 {path}, or let it hold hashes alone"
-        raise UsageError(f"the keys' file {path} has mode {mode:o}, {said}")
+        raise UsageError(f"{named} has mode {mode:o}, {said}")
 
 
-def _key(path: Path, name: str, table: Any) -> Key:
-    where = f"the keys' file {path}, [{name:.64}]"
+def _key(named: str, name: str, table: Any) -> Key:
+    where = f"{named}, [{name:.64}]"
     if not _NAME.fullmatch(name):
         raise UsageError(f"{where}: expected a name of letters, digits and . _ -, at most 64")
     if not isinstance(table, dict):

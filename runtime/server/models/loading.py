@@ -10,14 +10,13 @@ from typing import Any
 
 from llmc.bundle import Manifest, publication, read_bundle
 from llmc.errors import BundleError, LlmcError, RequestError, UsageError, text_of
-from llmc.runtime.api.options import EngineOptions, row_limit
+from llmc.runtime.api.options import PREFIX_OPTIONS, EngineOptions, row_limit
 from llmc.runtime.model import MemoryNeed, Model, load, memory_need
 from llmc.runtime.sessions.staged import plan_together, read_stages
 
 log = logging.getLogger(__name__)
 
 _ENGINE_OPTIONS = {option.name for option in fields(EngineOptions)}
-_OF_PREFIXES = {name for name in _ENGINE_OPTIONS if name.startswith("prefix_cache")}
 
 
 class Loader:
@@ -44,7 +43,7 @@ class Loader:
     def options_of(self, manifest: Manifest) -> dict[str, Any]:
         """Arguments of ``load`` for a bundle: those of an engine only if it has one, which may keep no prefixes."""
         geometry = manifest.geometry
-        left_out = _ENGINE_OPTIONS if geometry.encoder else _OF_PREFIXES if geometry.diffusion else set()
+        left_out = _ENGINE_OPTIONS if geometry.encoder else PREFIX_OPTIONS if geometry.diffusion else ()
         return {name: value for name, value in self.options.items() if name not in left_out}
 
     def check_options(self, folder: Path) -> None:
@@ -67,7 +66,7 @@ class Loader:
             LlmcError: as :func:`llmc.runtime.load`.
         """
         manifest = self.read(folder)
-        if manifest.geometry.diffusion and (given := sorted(name for name in _OF_PREFIXES if self.options.get(name))):
+        if manifest.geometry.diffusion and (given := [name for name in PREFIX_OPTIONS if self.options.get(name)]):
             log.warning("%s fills masks, so it keeps no prefixes: no use of %s", folder, " and ".join(given))
         try:
             model = load(folder, memory=memory, adapters=adapters, **self.options_of(manifest))

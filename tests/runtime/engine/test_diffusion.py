@@ -46,7 +46,7 @@ def test_windows_of_one_length_share_calls_at_fast_and_at_no_other_level(model: 
 
 def test_prefixes_are_refused_by_load_and_named_by_a_service(diffusion_models: Path, tmp_path: Path, caplog):
     folder = diffusion_models / "llada-fp32"
-    for given in ({"prefix_cache_bytes": 1 << 20}, {"prefix_cache_folder": tmp_path}):
+    for given in ({"prefix_cache_bytes": 1 << 20}, {"prefix_cache_folder": tmp_path}, {"prefix_cache_disk_bytes": 9}):
         with pytest.raises(UsageError, match=f"{next(iter(given))} is for a bundle that keeps prefixes"):
             load(folder, self_test=False, **given)
     options = {"prefix_cache_folder": tmp_path, "prefix_cache_bytes": None, "threads": 1, "self_test": False}
@@ -107,7 +107,7 @@ def test_tools_are_refused_by_name_and_its_parameters_elsewhere(model: Model, fp
 def test_it_neither_drafts_nor_is_timed_token_by_token(fp32_bundle: Path, diffusion_models: Path):
     with pytest.raises(DraftError, match="does not go on token by token"):
         load(fp32_bundle, threads=1, self_test=False, draft=diffusion_models / "llada-fp32")
-    with pytest.raises(UsageError, match="has neither prefill nor decode to time"):
+    with pytest.raises(UsageError, match=r"has neither prefill nor decode to time; llmc run .*llada-fp32 --stats"):
         benchmark(diffusion_models / "llada-fp32")
 
 

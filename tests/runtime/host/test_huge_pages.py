@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmc.runtime.host import huge_pages as room
-from llmc.runtime.host.huge_pages import LEAST, PAGE_SIZE, gather, gather_soon, list_anonymous, subtract
+from llmc.runtime.host.huge_pages import LEAST, PAGE_SIZE, gather, gather_soon, list_anonymous, note_others, subtract
 
 MB = 1 << 20
 
@@ -139,10 +139,8 @@ def test_it_ends_where_no_page_is_free(monkeypatch):
 
 def test_a_fork_ends_it(monkeypatch):
     started = threading.Event()
-    monkeypatch.setattr(room, "LEAST", 0)
-    monkeypatch.setattr(room, "PAGE_SIZE", Path(__file__))
     monkeypatch.setattr(room, "gather", lambda before, stopped: (started.set(), stopped.wait(30)))
-    gather_soon([], 0)
+    gather_soon([])
     assert started.wait(30)
     [thread] = [thread for thread in threading.enumerate() if thread.name == room.NAME]
     if not os.fork():
@@ -160,13 +158,14 @@ def test_names_of_mapped_files_are_any_bytes(tmp_path):
         list(room._list_full())
 
 
-def test_small_models_are_left_alone(monkeypatch):
-    started = []
+def test_small_models_are_left_alone_and_nothing_is_read_for_them(monkeypatch):
+    read, started = [], []
+    monkeypatch.setattr(room, "_read_lines", lambda name: read.append(name) or [])
     monkeypatch.setattr(room.threads, "start", lambda *given: started.append(given))
-    gather_soon([], LEAST - 1)
-    assert not started
-    gather_soon([], LEAST)
-    assert bool(started) == PAGE_SIZE.exists()
+    gather_soon(note_others(LEAST - 1))
+    assert read == started == []
+    gather_soon(note_others(LEAST))
+    assert (read == ["maps"]) == bool(started) == PAGE_SIZE.exists()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The upstream: what is refused here is answered by another service, and what shall stay here does."""
 
+import asyncio
 import json
 import logging
 import ssl
@@ -611,10 +612,34 @@ class TestFailures:
             assert box.ask("/v1/completions", body).json() == ANSWER
 
 
+@pytest.mark.parametrize(
+    ("base", "asked", "warned"),
+    [("", ["GET /models", "GET /v1/models"], True), ("/v1", [], False), ("/api/v2", ["GET /api/v2/models"], False)],
+)
+def test_an_address_is_told_whose_models_are_behind_v1_alone(
+    box: Box,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    base: str,
+    asked: list[str],
+    warned: bool,
+):
+    monkeypatch.setattr(box.upstream, "_base", box.server.url + base)
+    box.server.lists = f"{base or '/v1'}/models"
+    box.server.answer = lambda _: [response(404, {})]
+    asyncio.run(box.upstream.check_base())
+    assert [it.line.removesuffix(" HTTP/1.1") for it in box.server.asked] == asked
+    assert ("give it with /v1 at the end" in caplog.text) == warned
+    monkeypatch.setattr(box.upstream, "_base", "http://127.0.0.1:9")  # nobody is there
+    caplog.clear()
+    asyncio.run(box.upstream.check_base())
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("content", ["", "two words", "two\nlines", "ключ"])
 def test_a_key_that_is_none_is_refused_at_the_start(box: Box, tmp_path: Path, content: str):
     path = secret_file(tmp_path, content)
-    with pytest.raises(UsageError, match="holds no key") as refusal:
+    with pytest.raises(UsageError, match=r"upstream_key_file .*/secret holds no key") as refusal:
         Upstream(replace(box.upstream._config, upstream_key_file=path), box.app.state.service, None)  # type: ignore[arg-type]
     assert not content or content not in str(refusal.value)
     path.chmod(0o644)

@@ -91,7 +91,7 @@ class TestFile:
     def test_that_is_no_regular_file_is_refused_at_once(self, tmp_path: Path):
         os.mkfifo(tmp_path / "pipe")
         for path in (tmp_path / "pipe", tmp_path, tmp_path / "none"):
-            with pytest.raises(UsageError, match="cannot be read"):
+            with pytest.raises(UsageError, match=rf"^keys_file {path} cannot be read"):
                 read_keys(path)
 
 
