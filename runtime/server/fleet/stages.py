@@ -11,6 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from llmc.bundle import STAGE_FOLDER, Manifest
 from llmc.errors import LlmcError, ResourceError
+from llmc.runtime.host.huge_pages import gather_soon, note_others
 from llmc.runtime.host.integrity import check_files
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.kv.budget import check_load
@@ -35,7 +36,9 @@ class StageActor:
         place, manifest = folder / STAGE_FOLDER.format(number), read_stage(folder, number, wanted)
         check_load(place, manifest, manifest.limits.max_context)
         check_files(place, manifest, None)
+        others = note_others(manifest.memory.weights)
         self._session, self._exact = open_engine(place, manifest, min(threads, usable_threads())), exact
+        gather_soon(others)
 
     def run(self, batch: Batch, hidden: Any) -> Any:
         hidden = hidden if self._exact or hidden is None else unpack(hidden)
