@@ -70,8 +70,8 @@ class Session(ABC):
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
         diffuses: whether the model is one that fills masks: all tokens of a call see one another.
-        hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, or [B, O, N] of
-            such a head; the next call may reuse the array.
+        hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, [B, O, W] where
+            layers read caches of others, and [B, O, N] of such a head; the next call may reuse the array.
     """
 
     cache: KVCache
