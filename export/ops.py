@@ -220,7 +220,7 @@ SharedAttention
 # The same over the cache of another model, which ends before the token of the query: it sees what lies before its own
 # position, and with a window W the last W of that. Nodes of this form have the attribute ``behind``, which does no
 # more.
-_BORROWING_ATTENTION = _SHARED_ATTENTION.replace("magnitude>", "magnitude, behind>").replace(
+_BORROWING_ATTENTION = _SHARED_ATTENTION.replace("interleaved, magnitude>", "interleaved, magnitude, behind>").replace(
     "position_column = Unsqueeze (positions, axes_1_3)",
     """
     last = Sub (positions, one)
