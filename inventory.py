@@ -756,6 +756,8 @@ class Geometry:
             and len(caches) == len(self.caches)
             and all(cache.kind == "state" or len(cache.shape) == 2 for cache in self.caches)
             and all(item.heads % item.kv_heads == 0 for item in self.attentions)
+            and self.borrows == (self.head is not None and self.shares)
+            and not (self.borrows and (self.writing or self.recurrents))
             and all((item.rope is None) == (item.rotary_dim == 0) for item in self.attentions)
             and all(item.rotary_dim % 2 == 0 and item.rotary_dim <= item.head_dim for item in self.attentions)
             and all(

@@ -120,11 +120,13 @@ class AssistantDrafter(HeadDrafter):
 
     def __init__(self, model: Any, target: Any) -> None:
         super().__init__(model, target)
-        ours, theirs = ({cache.name: cache.shape for cache in it.manifest.geometry.caches} for it in (model, target))
-        if not ours.items() <= theirs.items() or model.manifest.cache != target.manifest.cache:
+        mine, kinds = model.manifest.geometry.caches, (model.manifest.cache, target.manifest.cache)
+        known = {replace(cache, lent=False) for cache in mine} <= {*target.manifest.geometry.caches}
+        if not known or kinds[0] != kinds[1]:
             raise DraftError(
-                f"{model.folder} reads a cache {ours} of {model.manifest.cache}, {target.folder} has {theirs} of "
-                f"{target.manifest.cache}; build the head for that model, and both with the same cache"
+                f"{model.folder} reads caches of layers {' and '.join(it.name for it in mine)} in {kinds[0]}, "
+                f"{target.folder} has {'them' if known else 'others'} in {kinds[1]}; export the head --of that model, "
+                "and build both with one type of cache, float32 or float16"
             )
         self._session.borrow(target.runner.session.cache)
         self._seen: dict[int, tuple[Any, int, Floats]] = {}
