@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from doubles.assistants import write_assistant
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
 
-from llmc.bundle import read_bundle, write_manifest
+from llmc.bundle import DECODER_FILE, read_bundle, write_manifest
 from llmc.errors import BuildError, CheckpointError, DraftError, UsageError
 from llmc.export import export
 from llmc.export.sources.heads import read_head
@@ -29,7 +30,10 @@ from llmc.optimize import recipe
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
 from llmc.runtime.model import verify
+from llmc.runtime.runner.prefill import batch
+from llmc.runtime.sessions import Phase
 from llmc.runtime.speculation.head_drafter import AssistantDrafter
+from llmc.runtime.vision.rows import Embedded
 
 # Of a vector's length: both sides sum in other orders, which costs about 1e-6; another position, key or norm costs more
 # than 1e-3.
@@ -185,6 +189,29 @@ def test_drafts_are_those_of_transformers(made: Made, level: str, always: None, 
         apart = [np.abs(logits - reference.draft(tokens, drafts, **error)) for tokens, drafts, logits in heard[::5]]
         reference.assistant.config.text_config.sliding_window -= window
         assert max(it[np.isfinite(it)].max() for it in apart) > 10 * RELATIVE_TOLERANCE, (error, window)
+
+
+def test_the_portable_graph_computes_the_same(made: Made):
+    """Its attention is in standard operators, over caches in which anything may follow what is seen."""
+    random, past = np.random.default_rng(3), 30
+    with load(made.bundles[1]) as head:
+        session, width = head.runner.session, head.manifest.geometry.row_width
+        session.cache.reserve(1, 40)
+        (count,), _ = session.cache.form(40)
+        session.cache.write(0, 0, 40, random.standard_normal(count).astype(np.float32))
+        rows = random.standard_normal((1, width)).astype(np.float32)
+        call = batch(Phase.DECODE, np.array([[7]]), [past], [0])
+        logits = session.run(replace(call, embedded=Embedded(np.array([[0]]), rows)))[0].copy()
+        hidden = session.hidden[0].copy()
+        caches = {tensor.past: array for tensor, array in zip(session.cache.tensors, session.cache.arrays, strict=True)}
+        graph = onnxruntime.InferenceSession(made.exports[1] / DECODER_FILE, providers=["CPUExecutionProvider"])
+        for seen, alike in ((past, True), (past - 1, False)):
+            numbers = {"input_ids": [[7]], "past_lengths": [seen], "logit_indices": [[0]], "embedding_indices": [[0]]}
+            feeds = {**{name: np.array(value) for name, value in numbers.items()}, "embeddings": rows, **caches}
+            found = graph.run(["logits", "hidden"], feeds)
+            pairs = zip((logits, hidden), found, strict=True)
+            close = [np.allclose(*both, RELATIVE_TOLERANCE, RELATIVE_TOLERANCE) for both in pairs]
+            assert close == [alike, alike]
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
