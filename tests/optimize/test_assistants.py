@@ -221,6 +221,7 @@ def test_rounded_models_that_share_caches_are_drafted_for(
     bundles = make(MODELS[1]).build(tmp_path, precision)
     draft(bundles, monkeypatch, "strict")
     assert verify(bundles[1]).largest_difference == 0
+    assert read_bundle(bundles[1]).recipe.phases == "shared"  # it reads one token at a time
 
 
 def test_a_cache_in_float16_is_read_as_it_is(
