@@ -409,7 +409,7 @@ def shared_attention(
         numbers |= {"behind": 1} if behind else {}
         return emit_node(SHARED_ATTENTION, [q, *present, positions, inv_freq], numbers, q)[0]
     queries = _rotate(_heads(q, q.shape[-1] // knobs.num_heads), positions, inv_freq, knobs)
-    return _attend(queries, *present, _mask(present[0].shape[2], positions - behind, knobs), knobs)
+    return _attend(queries, *present, _mask(present[0].shape[2], positions - int(behind), knobs), knobs)
 
 
 def self_attention(

@@ -17,6 +17,7 @@ import onnxruntime
 import pytest
 import torch
 from doubles.assistants import write_assistant
+from doubles.decoders import load_decoder
 from doubles.speculators import Always
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -191,8 +192,8 @@ def test_drafts_are_those_of_transformers(made: Made, level: str, always: None, 
         assert max(it[np.isfinite(it)].max() for it in apart) > 10 * RELATIVE_TOLERANCE, (error, window)
 
 
-def test_the_portable_graph_computes_the_same(made: Made):
-    """Its attention is in standard operators, over caches in which anything may follow what is seen."""
+def test_the_portable_graph_and_its_module_compute_the_same(made: Made):
+    """Attention is in standard operators there, over caches in which anything may follow what is seen."""
     random, past = np.random.default_rng(3), 30
     with load(made.bundles[1]) as head:
         session, width = head.runner.session, head.manifest.geometry.row_width
@@ -204,14 +205,20 @@ def test_the_portable_graph_computes_the_same(made: Made):
         logits = session.run(replace(call, embedded=Embedded(np.array([[0]]), rows)))[0].copy()
         hidden = session.hidden[0].copy()
         caches = {tensor.past: array for tensor, array in zip(session.cache.tensors, session.cache.arrays, strict=True)}
+        decoder = load_decoder(made.head, read_head(made.head, made.model))
         graph = onnxruntime.InferenceSession(made.exports[1] / DECODER_FILE, providers=["CPUExecutionProvider"])
         for seen, alike in ((past, True), (past - 1, False)):
             numbers = {"input_ids": [[7]], "past_lengths": [seen], "logit_indices": [[0]], "embedding_indices": [[0]]}
             feeds = {**{name: np.array(value) for name, value in numbers.items()}, "embeddings": rows, **caches}
-            found = graph.run(["logits", "hidden"], feeds)
-            pairs = zip((logits, hidden), found, strict=True)
+            tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
+            places = [tensors[name] for name in ("input_ids", "past_lengths", "logit_indices")]
+            pasts = [tuple(tensors[name] for name in cache.inputs) for cache in head.manifest.geometry.caches]
+            with torch.no_grad():
+                eager, given, *_ = decoder(*places, pasts, None, (tensors["embedding_indices"], tensors["embeddings"]))
+            found = [*graph.run(["logits", "hidden"], feeds), eager.numpy(), given[-1][0].numpy()]
+            pairs = zip((logits, hidden, logits, hidden), found, strict=True)
             close = [np.allclose(*both, RELATIVE_TOLERANCE, RELATIVE_TOLERANCE) for both in pairs]
-            assert close == [alike, alike]
+            assert close == [alike] * 4
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
