@@ -324,9 +324,8 @@ class Decoder(nn.Module):
             ahead = self.tokens_ahead(input_ids, past_lengths, seen_lengths)
         shown = ops.Shown(None if positions is None else (positions, self.config.axes), ahead)
         x, places, inputs = borders[0], past_lengths, self.embed_per_layer(input_ids, borders[0])
-        lent = dict(
-            zip([cache.name for cache in self.config.head.lent] if self.config.head else (), pasts, strict=False)
-        )
+        others = self.config.head.lent if self.config.head else ()
+        lent = {cache.name: past for cache, past in zip(others, pasts, strict=False)}
         for index, layer in enumerate(self.model.layers):
             past, own = () if lent else pasts[index], inputs[index] if inputs else None
             if index == self.config.first_shared:
