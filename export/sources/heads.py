@@ -17,6 +17,7 @@ from llmc import bundle
 from llmc.errors import CheckpointError
 from llmc.export.config import BESIDE, AttentionConfig, DecoderConfig, HeadConfig
 from llmc.export.families import read_config
+from llmc.export.families.gemma4 import MORE, OTHER_PARTS
 from llmc.export.keys import Keys
 from llmc.export.sources.checkpoint import (
     CONFIG_FILE,
@@ -97,15 +98,17 @@ def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors
     count, best = keys.integer("num_centroids", 2048), keys.integer("centroid_intermediate_top_k", 32)
     tied, text = keys.flag("tie_word_embeddings", True), keys.inside("text_config")
     stated = {**(values := keys.raw("text_config")), "num_kv_shared_layers": 0, "vocab_size_per_layer_input": None}
+    keys.skip("bos_token_id", "eos_token_id", "image_token_id", *OTHER_PARTS, *MORE)  # the model's count
     keys.finish()
     config = read_config(Keys(stated, text.where))
     if config.per_layer or values.get("use_double_wide_mlp") or any(layer.experts for layer in config.layers):
         raise keys.error("text_config", values, "dense layers without inputs of their own or wider MLPs")
     base = model.config
-    if (width, config.vocab_size) != (base.hidden_size, base.vocab_size) or "gemma4" not in base.model_type:
+    expected = base.hidden_size, base.vocab_size, base.norm.eps
+    if (width, config.vocab_size, config.norm.eps) != expected or "gemma4" not in base.model_type:
         raise CheckpointError(
-            f"{folder} drafts for a Gemma 4 of {width} values and {config.vocab_size} tokens, the model is a "
-            f"{base.model_type} of {base.hidden_size} and {base.vocab_size}; give --of its model"
+            f"{folder} drafts for a Gemma 4 of {width} values, {config.vocab_size} tokens and {config.norm.eps} in norms, "
+            f"the model is a {base.model_type} of {expected[0]}, {expected[1]} and {expected[2]}; give --of its model"
         )
     writers = {bool(item.window): item for item in base.geometry.writing}
     listed = {cache.name: replace(cache, lent=True) for cache in base.geometry.caches}

@@ -250,8 +250,9 @@ def test_a_cache_in_float16_is_read_as_it_is(
 
 
 CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"backbone_hidden_size": 32}, {}, "drafts for a Gemma 4 of 32 values and 96 tokens, .* is a gemma4_text of 64"),
-    ({}, {"vocab_size": 128}, "drafts for a Gemma 4 of 64 values and 128 tokens"),
+    ({"backbone_hidden_size": 32}, {}, "drafts for a Gemma 4 of 32 values, 96 tokens and .* is a gemma4_text of 64"),
+    ({}, {"vocab_size": 128}, "drafts for a Gemma 4 of 64 values, 128 tokens"),
+    ({}, {"rms_norm_eps": 1e-3}, "and 0.001 in norms"),
     ({"use_ordered_embeddings": True}, {}, "token_ordering is no tensor I64"),
     ({"more": 1}, {}, "more=1 is not known"),
     ({}, {"more": 1}, "text_config: more=1 is not known"),
@@ -280,7 +281,9 @@ def test_what_does_not_fit_is_refused_by_name_and_a_nested_config_is_not(make: C
     tensors = load_file(nested / "model.safetensors")
     tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     save_file(tensors, nested / "model.safetensors")
-    assert read_head(made.head, nested).config == read_head(made.head, made.model).config
+    more = shutil.copytree(made.head, tmp_path / "more")
+    (more / "config.json").write_text(json.dumps(stated | {"eos_token_id": [1], "image_token_id": 9}))
+    assert read_head(more, nested).config == read_head(made.head, made.model).config
     clustered = shutil.copytree(make(MODELS[1]).head, tmp_path / "clustered")
     tensors = load_file(clustered / "model.safetensors")
     tensors["masked_embedding.token_ordering"][0] = tensors["masked_embedding.token_ordering"][1]
