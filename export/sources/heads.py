@@ -108,7 +108,8 @@ def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors
     if (width, config.vocab_size, config.norm.eps) != expected or "gemma4" not in base.model_type:
         raise CheckpointError(
             f"{folder} drafts for a Gemma 4 of {width} values, {config.vocab_size} tokens and {config.norm.eps} in "
-            f"norms, the model is a {base.model_type} of {expected[0]}, {expected[1]} and {expected[2]}; give --of its model"
+            f"norms, the model is a {base.model_type} of {expected[0]}, {expected[1]} and {expected[2]}; give --of "
+            "its model"
         )
     writers = {bool(item.window): item for item in base.geometry.writing}
     listed = {cache.name: replace(cache, lent=True) for cache in base.geometry.caches}
