@@ -23,6 +23,10 @@ SENSITIVE = "sensitive"
 TOWER = "vision"
 # The linear of a draft head that its rows go through.
 HEAD_INPUT = "model.fc"
+# Of one whose hidden states are not as wide as the model's, that which makes them so.
+HEAD_OUTPUT = "model.post_projection"
+# Of one that first chooses clusters of tokens.
+CENTROIDS = "model.centroids"
 # What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
 DENSE, SCORE = "dense", "score"
 
@@ -279,12 +283,14 @@ class Cache:
         kind: ``kv`` holds a key and a value for each position, ``state`` holds one state whatever the length.
         shape: of one position, [kv_heads, head_dim] for ``kv``; of the state of one row for ``state``.
         window: positions that are ever read, 0 for all.
+        lent: whether it is another model's, which a draft head reads and does not write.
     """
 
     name: str
     kind: CacheKind
     shape: Annotated[tuple[Width, ...], range(1, 5)]
     window: Annotated[int, range(1 << 28)]
+    lent: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -295,13 +301,18 @@ class Cache:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the graph's outputs that it goes out in, as :attr:`inputs`."""
+        """Names of the graph's outputs that it goes out in, as :attr:`inputs`; none of one that is lent."""
+        if self.lent:
+            return ()
         if self.kind == "kv":
             return f"present.{self.name}.key", f"present.{self.name}.value"
         return (f"present_state.{self.name}",)
 
     def bytes(self, positions: int, bytes_per_value: int) -> int:
-        """Bytes of one row with room for ``positions``; a state is float32 whatever the type of keys and values."""
+        """Bytes of one row with room for ``positions``; a state is float32 whatever the type of keys and values. What
+        is lent is the other model's."""
+        if self.lent:
+            return 0
         if self.kind == "state":
             return STATE_BYTES * prod(self.shape)
         return 2 * positions * prod(self.shape) * bytes_per_value
@@ -530,10 +541,12 @@ class DraftHead:
     Attributes:
         borders: of the hidden states that it reads of each token: those after so many layers.
         width: of each of them.
+        own_width: of its own hidden states, and of the embedding.
     """
 
     borders: Annotated[tuple[Annotated[int, range(1, 1 << 12)], ...], range(1, 17)]
     width: Width
+    own_width: Width
 
 
 @dataclass(frozen=True)
@@ -581,13 +594,14 @@ class Geometry:
     @property
     def table(self) -> Linear:
         """The embedding's table as if it were a linear: a row for each token."""
-        return Linear(EMBEDDING, self.vocab_size, self.hidden_size, False, EMBEDDING, "", None)
+        width = self.head.own_width if self.head else self.hidden_size
+        return Linear(EMBEDDING, self.vocab_size, width, False, EMBEDDING, "", None)
 
     @property
     def row_width(self) -> int:
         """Values of a row of an image: an embedding, and what is added behind layers; or of a draft head's."""
         if self.head is not None:
-            return len(self.head.borders) * self.head.width + self.hidden_size
+            return len(self.head.borders) * self.head.width + self.head.own_width
         return self.hidden_size * (1 + (self.vision.deep if self.vision else 0))
 
     @cached_property
@@ -696,6 +710,11 @@ class Geometry:
         return [cache for cache in self.caches if cache.name in names]
 
     @property
+    def borrows(self) -> bool:
+        """True of a draft head whose layers read the caches of its model."""
+        return any(cache.lent for cache in self.caches)
+
+    @property
     def has_states(self) -> bool:
         """True if some cache is a state: the graph then asks how many of each row's new tokens count."""
         return any(cache.kind == "state" for cache in self.caches)
@@ -737,6 +756,8 @@ class Geometry:
             and len(caches) == len(self.caches)
             and all(cache.kind == "state" or len(cache.shape) == 2 for cache in self.caches)
             and all(item.heads % item.kv_heads == 0 for item in self.attentions)
+            and self.borrows == (self.head is not None and self.shares)
+            and not (self.borrows and (self.writing or self.recurrents))
             and all((item.rope is None) == (item.rotary_dim == 0) for item in self.attentions)
             and all(item.rotary_dim % 2 == 0 and item.rotary_dim <= item.head_dim for item in self.attentions)
             and all(

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     "--of",
     type=source_path,
     metavar="MODEL",
-    help="Export the draft head of CHECKPOINT, an EAGLE-3 folder or MODEL itself (Qwen3.5), for the checkpoint MODEL.",
+    help="Export the draft head of CHECKPOINT, an EAGLE-3 folder, a Gemma 4 assistant or MODEL itself (Qwen3.5), for "
+    "the checkpoint MODEL.",
 )
 @output_option
 @force_option

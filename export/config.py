@@ -6,10 +6,12 @@ from typing import Literal
 
 from llmc.export.vision import PatchTowerConfig, TowerConfig
 from llmc.inventory import (
+    CENTROIDS,
     DENSE,
     EMBEDDING,
     HEAD,
     HEAD_INPUT,
+    HEAD_OUTPUT,
     PER_LAYER,
     PER_LAYER_PROJECTION,
     POSITIONS,
@@ -95,6 +97,7 @@ class AttentionConfig:
         value_norm: whether the heads of values are normalised too, without a weight.
         keys_are_values: whether values are what ``k_proj`` makes, before its norm and rotation.
         source: the layer whose keys and values it reads, which has the same heads; None if it makes its own.
+        lent: whether that is a layer of another model, which has not seen the token: positions before its own are seen.
         sinks: whether each head has a learned logit more, whose share of the softmax falls away.
         latent, value_dim: width of the vector that keys and values of a token are expanded from, and of the values of
             a head; 0 without one.
@@ -118,6 +121,7 @@ class AttentionConfig:
     value_norm: bool = False
     keys_are_values: bool = False
     source: int | None = None
+    lent: bool = False
     sinks: bool = False
     latent: int = 0
     value_dim: int = 0
@@ -345,6 +349,9 @@ class HeadConfig:
         tokens: for each token the row of the head that is its logit, one behind the last for none; empty where every
             token has its own.
         rows: of the head.
+        lent: the caches of the model that its layers read, of Gemma 4's assistants. A linear then makes its own hidden
+            states, as wide as the model's, of what the last norm gives.
+        clusters: for each token its cluster; those of the ``best`` clusters alone have logits. Empty where all have.
     """
 
     borders: tuple[int, ...]
@@ -354,15 +361,20 @@ class HeadConfig:
     input_norm: bool = False
     tokens: tuple[int, ...] = ()
     rows: int = 0
+    lent: tuple[Cache, ...] = ()
+    clusters: tuple[int, ...] = ()
+    best: int = 0
 
     @property
     def norms(self) -> tuple[str, ...]:
         """Of what the stream begins with, in the order of computation."""
-        return () if self.beside else ("target_norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        names = "target_norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"
+        return () if self.beside else names[:1] if self.lent else names
 
-    def inputs(self, hidden_size: int) -> int:
-        """Width of what the first linear of a head of this hidden size reads."""
-        return len(self.borders) * self.width if self.beside else 2 * hidden_size
+    @property
+    def inputs(self) -> int:
+        """Width of what the first linear reads."""
+        return (len(self.borders) if self.beside else 2) * self.width
 
 
 @dataclass(frozen=True)
@@ -457,8 +469,13 @@ class DecoderConfig:
             layer_scalars=self.layer_scalars,
             vision=self.vision,
             diffusion=self.diffusion,
-            head=DraftHead(self.head.borders, self.head.width) if self.head else None,
+            head=DraftHead(self.head.borders, self.head.width, self.own_width) if self.head else None,
         )
+
+    @property
+    def own_width(self) -> int:
+        """Width of an embedding, and of a draft head's own hidden states."""
+        return self.head.width if self.head and self.head.lent else self.hidden_size
 
     @property
     def head_rows(self) -> int:
@@ -490,8 +507,13 @@ def linears(config: DecoderConfig) -> tuple[Linear, ...]:
     if config.encoder is not None:
         return (*found, *_end_linears(config.encoder, config.hidden_size))
     if config.head is not None:
-        inputs = config.head.inputs(config.hidden_size)
+        inputs, last = config.head.inputs, len(config.layers) - 1
         found.insert(0, Linear(HEAD_INPUT, config.hidden_size, inputs, False, f"{HEAD_INPUT}.rows", "", 0))
+        if config.head.lent:
+            found.append(Linear(HEAD_OUTPUT, config.own_width, config.hidden_size, False, FINAL_NORM, FINAL_NORM, last))
+        if config.head.clusters:
+            count, hidden = 1 + max(config.head.clusters), config.hidden_size
+            found.append(Linear(CENTROIDS, count, hidden, False, FINAL_NORM, FINAL_NORM, last, exact=True))
     head = Linear(HEAD, config.head_rows, config.hidden_size, config.head_bias, FINAL_NORM, FINAL_NORM, None)
     return (*found, head)
 
@@ -589,7 +611,7 @@ def norms(config: DecoderConfig) -> tuple[Norm, ...]:
     all_rows = config.encoder is not None and config.encoder.pooling == "mean"  # nothing is gathered before it
     if config.head is not None:
         names = (f"model.{name}" for name in config.head.norms)
-        found = [*(Norm(name, config.norm.kind, config.hidden_size, False, False, 0) for name in names), *found]
+        found = [*(Norm(name, config.norm.kind, config.head.width, False, False, 0) for name in names), *found]
     if config.head is not None and config.head.input_norm:
         width = len(config.head.borders) * config.head.width
         found.insert(0, Norm("model.input_norm", config.norm.kind, width, False, False, 0))
@@ -702,6 +724,8 @@ def caches(config: DecoderConfig) -> tuple[Cache, ...]:
     """Every cache in the order of the graph's inputs, layer by layer; an encoder has none."""
     if config.encoder is not None:
         return ()
+    if config.head is not None and config.head.lent:
+        return config.head.lent
     found = [
         (item.layer, Cache(item.cache, "kv", (item.kv_heads, item.head_dim), item.window))
         for item in attentions(config)
@@ -715,7 +739,7 @@ def caches(config: DecoderConfig) -> tuple[Cache, ...]:
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of :mod:`llmc.export.decoder`, and of its tower, computed without torch."""
-    shapes: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (config.vocab_size, config.own_width)}
     if config.learned_positions:
         shapes[f"{POSITIONS}.weight"] = (config.max_positions, config.hidden_size)
     for linear in linears(config):

@@ -99,6 +99,8 @@ class HeadInput(nn.Module):
         if self.config.beside:
             return stack.fc(given) + own, embedded
         hidden = stack.target_norm(given) + own
+        if self.config.lent:
+            return stack.fc(torch.cat((embedded, hidden), -1)), None
         both = stack.pre_fc_norm_embedding(embedded), stack.pre_fc_norm_hidden(hidden)
         return stack.fc(torch.cat(both, -1)), None
 
@@ -114,6 +116,21 @@ class TokenRows(nn.Module):
 
     def forward(self, logits: Tensor) -> Tensor:
         return functional.pad(logits, (0, 1), value=-torch.inf).index_select(2, self.index)
+
+
+class BestClusters(nn.Module):
+    """logits (B, O, V), scores of clusters (B, O, C) -> the logits of the best clusters' tokens."""
+
+    cluster: Tensor  # (V)
+
+    def __init__(self, clusters: Sequence[int], best: int) -> None:
+        super().__init__()
+        self.best = best
+        self.register_buffer("cluster", torch.tensor(clusters), persistent=False)
+
+    def forward(self, logits: Tensor, scores: Tensor) -> Tensor:
+        chosen = scores >= scores.topk(self.best).values[..., -1:]
+        return torch.where(chosen.index_select(2, self.cluster), logits, -torch.inf)
 
 
 class DecoderLayer(nn.Module):
@@ -228,18 +245,22 @@ class Stack(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.own_width)
         self.embed_positions = None
         if config.learned_positions:
             self.embed_positions = PositionEmbedding(config.max_positions, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(len(config.layers)))
         self.norm = Norm(config.hidden_size, config.norm)
         if config.head is not None:
-            self.fc = Linear(config.head.inputs(config.hidden_size), config.hidden_size)
+            self.fc = Linear(config.head.inputs, config.hidden_size)
             for name in config.head.norms:
-                self.add_module(name, Norm(config.hidden_size, config.norm))
-        if config.head is not None and config.head.input_norm:
-            self.input_norm = Norm(len(config.head.borders) * config.head.width, config.norm)
+                self.add_module(name, Norm(config.head.width, config.norm))
+            if config.head.lent:
+                self.post_projection = Linear(config.hidden_size, config.own_width)
+            if config.head.clusters:
+                self.centroids = Linear(config.hidden_size, 1 + max(config.head.clusters))
+            if config.head.input_norm:
+                self.input_norm = Norm(len(config.head.borders) * config.head.width, config.norm)
         if config.per_layer:
             width = len(config.layers) * config.per_layer
             self.embed_tokens_per_layer = Embedding(config.vocab_size, width)
@@ -269,6 +290,9 @@ class Decoder(nn.Module):
         )
         self.head_input = HeadInput(config.head) if config.head else None
         self.token_rows = TokenRows(config.head.tokens) if config.head and config.head.tokens else nn.Identity()
+        self.best_clusters = None
+        if config.head and config.head.clusters:
+            self.best_clusters = BestClusters(config.head.clusters, config.head.best)
         self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
 
     def forward(
@@ -287,7 +311,7 @@ class Decoder(nn.Module):
         B, S), and of a diffusion model how many positions a row's tokens see (B) -> logits (B, O, V), caches, and the
         values (B, S, N) before the first layer and after each, and each layer's own input. They are outputs so that the
         graph can be cut there. Layers that read caches of others compute only rows whose logits are wanted. Behind the
-        caches of a draft head are its hidden states (B, O, N)."""
+        caches of a draft head are its hidden states (B, O, N); ``pasts`` are those of the caches that it is lent."""
         ropes = [rope.inv_freq for rope in self.rotary_emb]
         embedded = self.embed(input_ids, past_lengths)
         beside = None
@@ -304,12 +328,15 @@ class Decoder(nn.Module):
             ahead = self.tokens_ahead(input_ids, past_lengths, seen_lengths)
         shown = ops.Shown(None if positions is None else (positions, self.config.axes), ahead)
         x, places, inputs = borders[0], past_lengths, self.embed_per_layer(input_ids, borders[0])
-        for index, (layer, past) in enumerate(zip(self.model.layers, pasts, strict=True)):
-            own = inputs[index] if inputs else None
+        others = self.config.head.lent if self.config.head else ()
+        lent = {cache.name: past for cache, past in zip(others, pasts, strict=False)}
+        for index, layer in enumerate(self.model.layers):
+            past, own = () if lent else pasts[index], inputs[index] if inputs else None
             if index == self.config.first_shared:
                 x, places = self.shared_rows(x, logit_indices), self.logit_positions(past_lengths, logit_indices)
             if (attention := self.config.layers[index].attention) and attention.source is not None:
-                past, own = presents[attention.source], own if own is None else self.shared_inputs(own, logit_indices)
+                past = lent[str(attention.source)] if lent else presents[attention.source]
+                own = own if own is None else self.shared_inputs(own, logit_indices)
             x, present = layer(x, past, places, ropes, new_lengths, own, shown, beside)
             if rows is not None and index < len(self.deep_rows):
                 x = self.deep_rows[index](x, rows[1], rows[0])
@@ -318,9 +345,13 @@ class Decoder(nn.Module):
         picked = x if self.config.first_shared is not None else self.logit_rows(x, logit_indices)
         x = self.model.norm(picked)
         if self.config.head is not None:
-            presents.append((picked if self.config.head.beside else x,))
+            own_states = self.model.post_projection(x) if lent else x
+            presents.append((picked if self.config.head.beside else own_states,))
+        scores = self.model.centroids(x) if self.best_clusters is not None else None
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
         logits = self.token_rows(self.logit_softcap(self.logit_scale(self.lm_head(x, *tied_weight))))
+        if self.best_clusters is not None:
+            logits = self.best_clusters(logits, scores)
         return logits, presents, borders, inputs
 
     def empty_caches(self, rows: int, capacity: int) -> list[Tensors]:

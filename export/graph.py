@@ -9,7 +9,8 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
   the inputs, ``P.weight.order``; the only computed ones are frequencies: those of the
   decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and zeros for an attention that encodes no
   positions, or reads what ``P.q_rope`` and ``P.k_rope`` turned already, ``P.rotary_emb.inv_freq`` (an ONNX function
-  cannot leave out an input, and to turn by zero is exact), and of a draft head ``token_rows.index``;
+  cannot leave out an input, and to turn by zero is exact), and of a draft head ``token_rows.index`` and
+  ``best_clusters.cluster``;
 * a MatMul, RMSNormalization, LayerNormalization, CachedAttention, CausalConv, LinearAttention, Experts, Gather or
   GatherND node is named like its module, ``P``;
 * a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
@@ -63,7 +64,7 @@ _RECURRENT = (recurrent_ops.CAUSAL_CONV, recurrent_ops.LINEAR_ATTENTION)
 _NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, *_RECURRENT, ops.ROTATED_HEADS, expert_ops.EXPERTS}
 _NAMED_LIKE_MODULE |= {"Gather", "GatherND"}
 # Attributes that some forms of a function have and others have not.
-_FORMS = frozenset({"activation", "axes", "both_ways"})
+_FORMS = frozenset({"activation", "axes", "behind", "both_ways"})
 # Sizes to trace with: at least 2 (torch specialises 0 and 1), and all different, so that none is confused with another.
 _BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY, _ROWS = 2, 5, 3, 7, 11
 
@@ -78,9 +79,12 @@ def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base
     _name_contract(graph, geometry)  # first: the next step finds by the dimensions' names what a Reshape keeps
     for name, frequencies in _frequencies(config).items():
         graph.initializers[name].const_value = ir.tensor(frequencies, name=name)
-    if config.head and config.head.tokens:
-        index = ir.tensor(np.array(config.head.tokens), name="token_rows.index")
-        graph.initializers["token_rows.index"].const_value = index
+    of_tokens = (
+        {"token_rows.index": config.head.tokens, "best_clusters.cluster": config.head.clusters} if config.head else {}
+    )
+    for name, numbers in of_tokens.items():
+        if numbers:
+            graph.initializers[name].const_value = ir.tensor(np.array(numbers), name=name)
     finish_graph(model, tensors, base)
     for i, hidden in enumerate(borders):  # so that the graph can be cut between layers
         hidden.name = f"hidden.{i}"
@@ -183,8 +187,9 @@ def _samples(geometry: inventory.Geometry) -> tuple[tuple[Any, ...], tuple[Any, 
         return (ids, lengths), ({0: batch, 1: sequence}, {0: batch})
 
     pasts, cache_dims = [], []
-    for layer in range(geometry.layers):
-        held = [cache for cache in geometry.caches_of(layer) for _ in cache.inputs]
+    layers = [geometry.caches_of(layer) for layer in range(geometry.layers)]
+    for caches in [[cache] for cache in geometry.caches] if geometry.borrows else layers:
+        held = [cache for cache in caches for _ in cache.inputs]
         pasts.append(tuple(torch.zeros(cache.shape_of(_BATCH, _CAPACITY)) for cache in held))
         cache_dims.append(tuple({0: batch, 2: capacity} if cache.kind == "kv" else {0: batch} for cache in held))
     arguments = (ids, lengths, torch.zeros(_BATCH, _OUTPUTS, dtype=torch.int64), pasts)

@@ -101,6 +101,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_kv_shared_layers": (0, 1023),
     "hidden_size_per_layer_input": (0, (1 << 16) - 1),
     "vocab_size_per_layer_input": (1, 1 << 24),
+    "backbone_hidden_size": (1, 1 << 20),
+    "num_centroids": (1, 1 << 20),
+    "centroid_intermediate_top_k": (1, 1 << 20),
     # Of recurrent layers: heads, their widths, and taps of a convolution (3 and 4 in published models).
     "linear_num_key_heads": (1, 4095),
     "linear_num_value_heads": (1, 4095),

@@ -217,6 +217,17 @@ SharedAttention
     + _SEEN
 )
 
+# The same over the cache of another model, which ends before the token of the query: it sees what lies before its own
+# position, and with a window W the last W of that. Nodes of this form have the attribute ``behind``, which does no
+# more.
+_BORROWING_ATTENTION = _SHARED_ATTENTION.replace("interleaved, magnitude>", "interleaved, magnitude, behind>").replace(
+    "position_column = Unsqueeze (positions, axes_1_3)",
+    """
+    last = Sub (positions, one)
+    position_column = Unsqueeze (last, axes_1_3)
+    """,
+)
+
 # The same for a whole text in one call: q (B, S, H*D); k, v (B, S, KV*D); lengths (B). A query sees the positions of
 # its row's length; if causal, none after its own; and with a window W only those less than W away. A position beyond
 # its row's length sees at least itself, so that its (unused) result is finite.
@@ -339,7 +350,7 @@ def functions() -> list[onnx.FunctionProto]:
         onnx.parser.parse_function(text)
         for text in (
             *(_CACHED_ATTENTION, _SINKING_ATTENTION, _TURNED_BY_AXES, _BOTH_WAYS_ATTENTION),
-            *(_SHARED_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS),
+            *(_SHARED_ATTENTION, _BORROWING_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS),
         )
     ]
 
@@ -379,18 +390,26 @@ def cached_attention(
 
 
 def shared_attention(
-    q: Tensor, present: tuple[Tensor, Tensor], positions: Tensor, inv_freq: Tensor, knobs: Knobs
+    q: Tensor,
+    present: tuple[Tensor, Tensor],
+    positions: Tensor,
+    inv_freq: Tensor,
+    knobs: Knobs,
+    *,
+    behind: bool = False,
 ) -> Tensor:
-    """Rotate q (B, S, H*D) for its positions (B, S) and attend to a cache of another layer -> (B, S, H*D).
+    """Rotate q (B, S, H*D) for its positions (B, S) and attend to a cache of another layer -> (B, S, H*D); if
+    ``behind``, to one of another model, which ends before that position.
 
     While torch exports, it emits one ``llmc::SharedAttention`` node instead of computing.
     """
     if torch.compiler.is_exporting():
         numbers = _attributes(inv_freq, knobs)
         numbers = {name: value for name, value in numbers.items() if name not in ("growth", "period")}
+        numbers |= {"behind": 1} if behind else {}
         return emit_node(SHARED_ATTENTION, [q, *present, positions, inv_freq], numbers, q)[0]
     queries = _rotate(_heads(q, q.shape[-1] // knobs.num_heads), positions, inv_freq, knobs)
-    return _attend(queries, *present, _mask(present[0].shape[2], positions, knobs), knobs)
+    return _attend(queries, *present, _mask(present[0].shape[2], positions - int(behind), knobs), knobs)
 
 
 def self_attention(

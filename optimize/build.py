@@ -152,10 +152,11 @@ def _check_support(order: Order) -> None:
     geometry = order.export.geometry
     linears = (*(geometry.vision.linears if geometry.vision else ()), *geometry.linears)
     check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in linears)])
-    if geometry.shares and order.recipe.cache != "float32":
+    able = ("float32", "float16")[: 1 + geometry.borrows]
+    if geometry.shares and order.recipe.cache not in able:
         raise BuildError(
             f"cache = {order.recipe.cache!r}: layers of {geometry.model_type} read the caches of others, which are "
-            "float32; leave cache out of the recipe"
+            f"{' or '.join(able)}; leave cache out of the recipe"
         )
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
         check_head_sizes(geometry)

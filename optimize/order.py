@@ -118,8 +118,11 @@ def take_order(
 
 def _list_borders(export: ExportManifest, target: Capabilities, folder: Path) -> tuple[int, ...]:
     """The borders of the hidden states that the draft head reads whose export ``folder`` is."""
-    geometry, head = export.geometry, read_export(folder).geometry.head
-    barred = target.name != "cpu" or geometry.head or geometry.encoder or geometry.shares
+    geometry, other = export.geometry, read_export(folder).geometry
+    head, least = other.head, 1
+    if geometry.shares:  # its last layers compute the rows of logits alone, which is enough for heads without a cache
+        least = geometry.layers if other.borrows else geometry.layers + 1
+    barred = target.name != "cpu" or geometry.head or geometry.encoder or (head and min(head.borders) < least)
     if barred or not head or head.width != geometry.hidden_size or max(head.borders) > geometry.layers:
         reads = f"reads {head.width} values after {max(head.borders)} layers" if head else "is no draft head"
         raise UsageError(

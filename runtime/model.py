@@ -53,7 +53,7 @@ from llmc.runtime.sessions.adapters import AdapterInfo
 from llmc.runtime.sessions.onnxruntime.stateless import StatelessSession
 from llmc.runtime.sessions.staged import Stages, plan_together, read_stages
 from llmc.runtime.speculation.drafters import Drafter, PromptLookup
-from llmc.runtime.speculation.head_drafter import HeadDrafter
+from llmc.runtime.speculation.head_drafter import AssistantDrafter, HeadDrafter
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -816,7 +816,9 @@ def make_drafter(model: Model, options: EngineOptions) -> Drafter | None:
     try:
         if draft.manifest.geometry.diffusion or draft.manifest.geometry.encoder:
             raise DraftError(f"{draft.folder} does not go on token by token, as a draft model must; name another one")
-        return (HeadDrafter if draft.manifest.geometry.head else ModelDrafter)(draft, model)
+        borrows = draft.manifest.geometry.borrows
+        kind = AssistantDrafter if borrows else HeadDrafter if draft.manifest.geometry.head else ModelDrafter
+        return kind(draft, model)
     except BaseException:
         draft.close()
         raise

@@ -160,6 +160,9 @@ def run_head(session: Session, manifest: Manifest) -> list[NDArray[np.float32]]:
     rows = np.random.default_rng(0).standard_normal((STAGE_TOKENS + 1, geometry.row_width), np.float32)
     ids = np.arange(len(rows))[None] % geometry.vocab_size
     session.cache.reserve(1, len(rows))
+    if geometry.borrows:
+        (count,), dtype = session.cache.form(len(rows))
+        session.cache.write(0, 0, len(rows), np.random.default_rng(1).standard_normal(count).astype(dtype))
     for phase, part in ((Phase.PREFILL, slice(STAGE_TOKENS)), (Phase.DECODE, slice(STAGE_TOKENS, None))):
         places = np.arange(len(rows[part]))[None]
         past = np.full(1, part.start or 0)

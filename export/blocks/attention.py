@@ -66,7 +66,8 @@ class Attention(nn.Module):
         config, gate = self.config, None
         if config.source is not None:
             assert past is not None and config.rope is not None
-            attn = ops.shared_attention(self.q_norm(self.q_proj(x)), past, lengths, ropes[config.rope], self.knobs)
+            queries = self.q_norm(self.q_proj(x))
+            attn = ops.shared_attention(queries, past, lengths, ropes[config.rope], self.knobs, behind=config.lent)
             return self.o_proj(attn), ()
         q, k, inv_freq = self.q_proj(x), self.k_proj(x), None if config.rope is None else ropes[config.rope]
         v = k if config.keys_are_values else self.v_proj(x)

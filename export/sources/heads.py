@@ -1,7 +1,9 @@
-"""Reads draft heads of published checkpoints: EAGLE-3's, a folder of its own, and Qwen3.5's, a part of the model's.
+"""Reads draft heads of published checkpoints: EAGLE-3's and Gemma 4's assistants, in folders of their own, and
+Qwen3.5's, a part of the model's.
 
 Layouts: https://github.com/SafeAILab/EAGLE (``eagle/model/cnets.py``; arXiv 2503.01840), speculators' ``models/eagle3``
-(https://github.com/vllm-project/speculators), and vLLM's ``llama_eagle3.py`` and ``qwen3_5_mtp.py``.
+(https://github.com/vllm-project/speculators), vLLM's ``llama_eagle3.py`` and ``qwen3_5_mtp.py``, and transformers'
+``models/gemma4_assistant``.
 """
 
 from dataclasses import replace
@@ -13,8 +15,9 @@ import numpy as np
 
 from llmc import bundle
 from llmc.errors import CheckpointError
-from llmc.export.config import BESIDE, DecoderConfig, HeadConfig
+from llmc.export.config import BESIDE, AttentionConfig, DecoderConfig, HeadConfig
 from llmc.export.families import read_config
+from llmc.export.families.gemma4 import MORE, OTHER_PARTS
 from llmc.export.keys import Keys
 from llmc.export.sources.checkpoint import (
     CONFIG_FILE,
@@ -29,9 +32,10 @@ from llmc.export.sources.checkpoint import (
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.parameters import Tensors, decoder_tensors, read_pieces, rename_tensors
 from llmc.export.sources.safetensors import StoredTensor, read_shards
+from llmc.inventory import CENTROIDS, HEAD_INPUT, HEAD_OUTPUT, Cache
 from llmc.origin import find_own_file
 
-EAGLE = "LlamaForCausalLMEagle3"
+EAGLE, ASSISTANT = "LlamaForCausalLMEagle3", "gemma4_assistant"
 FINAL_NORM = "model.norm.weight"
 # Keys of EAGLE-3's configs that its tensors say, too, or that the layout has of training and of how many to draft.
 EAGLE_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_config")
@@ -50,10 +54,13 @@ def read_head(folder: Path, of: Path) -> Checkpoint:
     model = read_checkpoint(of, text_only=True)
     shards = read_shards(folder)
     stored: Tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    keys = Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
     if folder.samefile(of):
         config, found = _read_part(folder, model.config, stored)
+    elif keys.raw("model_type") == ASSISTANT:
+        config, found = _read_assistant(folder, keys, model, stored)
     else:
-        config, found = _read_eagle(folder, of, model, stored)
+        config, found = _read_eagle(folder, keys, model, stored)
     tensors = match_tensors(folder, config, decoder_tensors(folder, config, found))
     files = tuple(shard.path for shard in shards)
     texts = {CONFIG_FILE: (folder / CONFIG_FILE).read_text(encoding="utf-8")}
@@ -74,7 +81,7 @@ def _read_part(folder: Path, base: DecoderConfig, stored: Tensors) -> tuple[Deco
         what = "with experts, which llmc does not read of heads" if found else "without tensors mtp.*"
         raise CheckpointError(
             f"{folder} is a {base.model_type} {what}; expected a dense Qwen3.5 with them, or the folder of an EAGLE-3 "
-            "head and --of its model"
+            "head or a Gemma 4 assistant and --of its model"
         )
     found |= {"model.target_norm.weight": renamed[FINAL_NORM], EMBEDDING: renamed[EMBEDDING]}
     if not base.tied_head and HEAD in renamed:
@@ -83,16 +90,95 @@ def _read_part(folder: Path, base: DecoderConfig, stored: Tensors) -> tuple[Deco
     return replace(base, layers=(layer,), axes=(), renamed=(), left_out=(), head=head), found
 
 
-def _read_eagle(folder: Path, of: Path, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
+def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
+    """Gemma 4's: layers of queries, which read keys and values of the model's last layer of their kind, behind a linear
+    of the last token's embedding, of the model's table, and of the model's last hidden state, normed; after a step it
+    reads its own, which a linear makes as wide."""
+    width, clustered = keys.integer("backbone_hidden_size"), keys.flag("use_ordered_embeddings")
+    count, best = keys.integer("num_centroids", 2048), keys.integer("centroid_intermediate_top_k", 32)
+    tied, text = keys.flag("tie_word_embeddings", True), keys.inside("text_config")
+    stated = {**(values := keys.raw("text_config")), "num_kv_shared_layers": 0, "vocab_size_per_layer_input": None}
+    keys.skip("bos_token_id", "eos_token_id", "image_token_id", *OTHER_PARTS, *MORE)  # the model's count
+    keys.finish()
+    config = read_config(Keys(stated, text.where))
+    if config.per_layer or values.get("use_double_wide_mlp") or any(layer.experts for layer in config.layers):
+        raise keys.error("text_config", values, "dense layers without inputs of their own or wider MLPs")
+    base = model.config
+    expected = base.hidden_size, base.vocab_size, base.norm.eps
+    if (width, config.vocab_size, config.norm.eps) != expected or "gemma4" not in base.model_type:
+        raise CheckpointError(
+            f"{folder} drafts for a Gemma 4 of {width} values, {config.vocab_size} tokens and {config.norm.eps} in "
+            f"norms, the model is a {base.model_type} of {expected[0]}, {expected[1]} and {expected[2]}; give --of "
+            "its model"
+        )
+    writers = {bool(item.window): item for item in base.geometry.writing}
+    listed = {cache.name: replace(cache, lent=True) for cache in base.geometry.caches}
+    used = dict[str, Cache]()
+
+    def borrow(index: int, own: AttentionConfig) -> AttentionConfig:
+        item = writers.get(bool(own.window))
+        if item is None or (own.kv_heads, own.head_dim, own.window) != (item.kv_heads, item.head_dim, item.window):
+            raise CheckpointError(
+                f"{folder}: layer {index} reads {own.kv_heads} heads of {own.head_dim} values in a window of "
+                f"{own.window} (0: all), which no last layer of the model has; give --of its model"
+            )
+        used[item.cache] = listed[item.cache]
+        return replace(own, source=item.layer, lent=True, window=own.window and own.window + 1)
+
+    config = config.change_attentions(borrow)
+    renamed = {
+        "pre_projection.weight": f"{HEAD_INPUT}.weight",
+        "post_projection.weight": f"{HEAD_OUTPUT}.weight",
+        "masked_embedding.centroids.weight": f"{CENTROIDS}.weight",
+    }
+    found = {renamed.get(name, name): tensor for name, tensor in stored.items()}
+    table, ordering = found.pop(EMBEDDING, None), found.pop("masked_embedding.token_ordering", None)
+    if tied and table is not None:
+        found[HEAD] = table
+    found |= {EMBEDDING: _copy(model, EMBEDDING), "model.target_norm.weight": _copy(model, FINAL_NORM)}
+    head = HeadConfig(
+        (len(base.layers),), width, beside=False, lent=tuple(cache for cache in listed.values() if cache.name in used)
+    )
+    if clustered:
+        head = replace(head, clusters=_read_clusters(folder, ordering, base.vocab_size, count), best=min(best, count))
+    scale, positions = base.embedding_scale, base.max_positions
+    config = replace(config, head=head, embedding_scale=scale, max_positions=positions, tied_head=False)
+    return replace(config, logit_softcap=0.0), found
+
+
+def _copy(model: Checkpoint, name: str) -> MadeTensor:
+    """A tensor of the model, for a head that has none."""
+    found = model.tensors[name]
+    if not isinstance(found, StoredTensor | MadeTensor):
+        raise CheckpointError(f"{model.folder}: {name} is quantized; give the checkpoint that it was made from")
+    return MadeTensor(found.dtype, found.shape, partial(read_pieces, model.folder, found))
+
+
+def _read_clusters(folder: Path, ordering: Any, vocab: int, count: int) -> tuple[int, ...]:
+    """For each token its cluster, from the tokens of one cluster after the other."""
+    if not isinstance(ordering, StoredTensor) or (ordering.dtype, ordering.shape) != ("I64", (vocab,)) or vocab % count:
+        raise CheckpointError(
+            f"{folder}: token_ordering is no tensor I64 [{vocab}] of {count} clusters with as many tokens each"
+        )
+    tokens = np.memmap(folder / ordering.file, array_type("I64"), "r", ordering.offset, (vocab,))
+    if not np.array_equal(np.sort(tokens), np.arange(vocab)):
+        raise CheckpointError(f"{folder}: token_ordering does not name each of the {vocab} tokens once")
+    clusters = np.empty(vocab, np.int64)
+    clusters[tokens] = np.arange(vocab) // (vocab // count)
+    return tuple(clusters.tolist())
+
+
+def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
     """EAGLE-3: a layer whose attention reads the next token's normed embedding beside the stream, which begins with a
     linear of three of the model's hidden states; after a step it reads its own, before its last norm."""
-    keys = Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
     named = keys.raw("architectures")
     if SPECULATORS in keys:
         keys.choice(SPECULATORS, ("eagle3",))
     elif named != [EAGLE]:
         raise keys.error(
-            "architectures", named, f"['{EAGLE}'], or the same folder as --of, of a model with its own head"
+            "architectures",
+            named,
+            f"['{EAGLE}'], model_type {ASSISTANT}, or the same folder as --of, of a model with its own head",
         )
     borders, normed = _read_borders(keys, len(model.config.layers)), keys.flag("norm_before_residual")
     input_norm = keys.flag("norm_before_fc")
@@ -110,10 +196,7 @@ def _read_eagle(folder: Path, of: Path, model: Checkpoint, stored: Tensors) -> t
     found = {own if own.startswith("lm_head.") else f"model.{own}": stored[name] for name, own in names.items()}
     offsets, _ = found.pop("model.d2t", None), found.pop("model.t2d", None)
     if EMBEDDING not in found:
-        table = model.tensors[EMBEDDING]
-        if not isinstance(table, StoredTensor | MadeTensor):
-            raise CheckpointError(f"{of}: its embedding is quantized; give the checkpoint that it was made from")
-        found[EMBEDDING] = MadeTensor(table.dtype, table.shape, partial(read_pieces, of, table))
+        found[EMBEDDING] = _copy(model, EMBEDDING)
     vocab, rows = model.config.vocab_size, found[HEAD].shape[0] if HEAD in found else 0
     head = HeadConfig(borders, model.config.hidden_size, beside=True, normed=normed, input_norm=input_norm)
     if offsets is not None:

@@ -201,7 +201,7 @@ def settle(
     calibrated = calibrated and not geometry.head  # no text holds another model's hidden states
     recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
-        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures)),
+        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures or geometry.borrows)),
     )
     if asked.cache is None and _halves_cache(recipe, geometry, target):
         recipe = replace(recipe, cache="float16")
@@ -232,13 +232,13 @@ def resolve(
     calibrated: bool = False,
     coded: bool = False,
     rotates: bool = True,
-    mixture: bool = False,
+    one_graph: bool = False,
 ) -> tuple[Recipe, Limits]:
     """Fill in the defaults and refuse what the target or the model cannot do.
 
     ``calibrated`` tells that the build can calibrate, ``coded`` that the checkpoint stores integers, ``rotates`` that
-    the model's residual stream can be rotated, ``mixture`` that it has experts: most of its weights, which two graphs
-    would hold twice.
+    the model's residual stream can be rotated, ``one_graph`` that two would hold most of its weights twice, as those of
+    experts, or that it is a draft head which reads one token at a time.
 
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.
@@ -254,7 +254,7 @@ def resolve(
     layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
     stored = {rest, head, *layers.values()}
     _refuse_integer_keys(request, precision, stored)
-    phases = _phases(request.phases, target, integers=rest in QUANTIZED, one=mixture)
+    phases = _phases(request.phases, target, integers=rest in QUANTIZED, one=one_graph)
     compute = _compute(request.compute, precision, target)
     activations = _activations(request.activations, phases, stored, target)
     # For W8A8 of a smoothed stream a text chooses nothing that is better than the nearest.

@@ -26,7 +26,7 @@ class CacheTensor:
     """A tensor of the cache.
 
     Attributes:
-        past, present: its names among a graph's inputs and outputs.
+        past, present: its names among a graph's inputs and outputs; empty where it is read alone.
         kind: of its entry: ``kv`` has positions, ``state`` has none.
         shape: [kv_heads, head_dim] of one position, or the shape of one row's state.
         window: positions that are ever read, 0 for all.
@@ -51,7 +51,7 @@ def tensors_of(caches: Sequence[Cache]) -> tuple[CacheTensor, ...]:
     return tuple(
         CacheTensor(past, present, cache.kind, cache.shape, cache.window)
         for cache in caches
-        for past, present in zip(cache.inputs, cache.outputs, strict=True)
+        for past, present in zip(cache.inputs, cache.outputs or ("", ""), strict=True)
     )
 
 
@@ -183,6 +183,16 @@ class KVCache(ABC):
     @abstractmethod
     def _grow(self, rows: int, capacity: int) -> None:
         """Move to memory of another size, with what is written; a failure changes nothing."""
+
+    def tell(self, reader: Callable[[], None]) -> None:
+        """Call ``reader``, too, before memory moves."""
+        forget = self._forget
+
+        def tell_both() -> None:
+            forget()
+            reader()
+
+        self._forget = tell_both
 
     def close(self) -> None:
         """Free everything; the cache then has no rows."""

@@ -121,6 +121,24 @@ class HostCache(KVCache):
         self.arrays = self._pages = ()
 
 
+class LentCache(HostCache):
+    """The part of another model's cache that a draft head reads, wherever that lies; nothing is written."""
+
+    def __init__(self, manifest: Manifest, of: HostCache) -> None:
+        super().__init__(manifest)
+        names = [tensor.past for tensor in of.tensors]
+        self._of, self._places = of, [names.index(tensor.past) for tensor in self.tensors]
+        of.tell(self.close)
+
+    def begin(self, first_row: int, past_lengths: Sequence[int], count: int) -> list[int]:
+        """The position after each row's new tokens, which have no keys and values."""
+        self.arrays = tuple(self._of.arrays[place] for place in self._places)
+        return [past + count for past in past_lengths]
+
+    def note_computed(self, first_row: int, ends: Sequence[int]) -> None:
+        """Nothing was written."""
+
+
 def _give_back(pages: mmap.mmap, positions: tuple[int, int], size: int) -> None:
     """Give back the whole pages among positions of ``size`` bytes each; they are zeros then."""
     first, last = -(-positions[0] * size // mmap.PAGESIZE), positions[1] * size // mmap.PAGESIZE

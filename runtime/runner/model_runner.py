@@ -110,13 +110,15 @@ class ModelRunner:
         self._metrics = metrics
         self._policy = Policy.of(level, session, manifest, max_rows)
         self._has_states = manifest.geometry.has_states
+        self._gives_last_rows = manifest.geometry.shares
         self._strict = level is Determinism.STRICT
         self._last = _zeros(0, Phase.DECODE, 0)  # step without drafts
         turns = self._policy.turns
         self._ahead: StepsAhead[Any] | None = StepsAhead(self._begin, turns) if turns > 1 else None
         self._begun: Batch | None = None  # the call of the group that :meth:`divide` named
         self.watch: Callable[[Slot, int, Floats], None] | None = None
-        """Gets the hidden states [n, W] of the tokens of each row of a call, if the session gives them."""
+        """Gets the hidden states [n, W] of the tokens of each row of a call, if the session gives them; where layers
+        read caches of others, of those with logits, which follow one another."""
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make room for so many rows and positions, and for the dummies that the policy adds."""
@@ -244,11 +246,12 @@ class ModelRunner:
         if call.begun is None:  # a part of others was computed meanwhile
             self.costs.observe(call.phase, *shape, seconds)
         self._metrics.step(call.phase.value, seconds, rows)
-        if self.watch is not None and self.session.hidden is not None:
+        if self.watch is not None and self.session.hidden is not None and self.session.hidden.size:
             counts = [tokens] * rows if call.new_lengths is None else call.new_lengths.tolist()
             for row, (past, count) in enumerate(zip(call.past_lengths.tolist(), counts, strict=True)):
                 if (slot := self._rows.at(call.first_row + row)) is not None:
-                    self.watch(slot, past, self.session.hidden[row, :count])
+                    first = past + int(call.logit_indices[row, 0]) if self._gives_last_rows else past
+                    self.watch(slot, first, self.session.hidden[row, :count])
         return logits
 
 

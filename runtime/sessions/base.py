@@ -74,8 +74,8 @@ class Session(ABC):
         turns: groups of rows whose steps it computes at the same time, if those are begun ahead of :meth:`run`.
         exact: whether hidden states keep their bits on the way through a model in stages.
         diffuses: whether the model is one that fills masks: all tokens of a call see one another.
-        hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, or [B, O, N] of
-            such a head; the next call may reuse the array.
+        hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, [B, O, W] where
+            layers read caches of others, and [B, O, N] of such a head; the next call may reuse the array.
     """
 
     cache: KVCache

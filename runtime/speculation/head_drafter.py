@@ -1,4 +1,4 @@
-"""A draft head as drafter: a layer or so that reads the hidden states of the model that it guesses for."""
+"""Draft heads as drafters: a layer or so that reads the hidden states of the model that it guesses for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from llmc.errors import DraftError
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions.base import Phase
+from llmc.runtime.speculation.drafters import LONGEST
 from llmc.runtime.speculation.model_drafter import DraftedSequence, ModelDrafter
 from llmc.runtime.vision.rows import Embedded
 
@@ -37,7 +38,7 @@ class HeadDrafter(ModelDrafter):
 
     def __init__(self, model: Any, target: Any) -> None:
         super().__init__(model, target)
-        geometry, head = model.manifest.geometry, model.manifest.geometry.head
+        head, width = model.manifest.geometry.head, model.manifest.geometry.row_width
         given = target.manifest.hidden, target.manifest.geometry.hidden_size
         if given != (head.borders, head.width):
             raise DraftError(
@@ -45,7 +46,7 @@ class HeadDrafter(ModelDrafter):
                 f"layers, {target.folder} gives {given[1]} after each of {list(given[0])}; build it with --head and "
                 "the head's export"
             )
-        self._row_width, self._given = geometry.row_width, geometry.row_width - geometry.hidden_size
+        self._row_width, self._given = width, width - head.own_width
 
     def watch(self, slot: Any, past: int, hidden: Floats) -> None:
         """Take in the hidden states [n, W] of tokens that were just fed to the model, from the position ``past`` on, if
@@ -104,6 +105,54 @@ class HeadDrafter(ModelDrafter):
 
     def _make_sequence(self, row: int) -> "_Sequence":
         return _Sequence([], row=row)
+
+
+class AssistantDrafter(HeadDrafter):
+    """Proposes the tokens that a head without keys and values of its own finds most probable.
+
+    It reads those of its model as they lie in that one's cache, so a cached prefix too, and the hidden states before
+    the last token; then its own, at the same position. Source: ``SinglePositionMultiTokenCandidateGenerator`` of
+    transformers.
+
+    Raises:
+        DraftError: as above, or the model's cache is of another shape or type.
+    """
+
+    def __init__(self, model: Any, target: Any) -> None:
+        super().__init__(model, target)
+        mine, kinds = model.manifest.geometry.caches, (model.manifest.cache, target.manifest.cache)
+        known = {replace(cache, lent=False) for cache in mine} <= {*target.manifest.geometry.caches}
+        if not known or kinds[0] != kinds[1]:
+            raise DraftError(
+                f"{model.folder} reads caches of layers {' and '.join(it.name for it in mine)} in {kinds[0]}, "
+                f"{target.folder} has {'them' if known else 'others'} in {kinds[1]}; export the head --of that model, "
+                "and build both with one type of cache, float32 or float16"
+            )
+        self._session.borrow(target.runner.session.cache)
+        self._seen: dict[int, tuple[Any, int, Floats]] = {}
+
+    def watch(self, slot: Any, past: int, hidden: Floats) -> None:
+        """Keep the last hidden states [n, W] of a sequence, as many as drafts and the token before them have."""
+        if slot.speculates and slot.images is None:
+            skipped = max(0, len(hidden) - LONGEST - 1)
+            self._seen[slot.key] = slot, past + skipped, hidden[skipped:].copy()
+
+    def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` most probable tokens after ``tokens``; none beyond its context, or without the hidden states
+        of the last but one."""
+        slot, first, hidden = self._seen.get(key, (None, 0, np.empty((0, 0), np.float32)))
+        past, drafts = len(tokens) - 1, list[int]()
+        if not 0 <= past - 1 - first < len(hidden) or past >= self._context or slot.cached != past:
+            return []
+        rows, place = hidden[past - 1 - first], slice(self._given)
+        for _ in range(count):
+            logits = self._run(slot.row, [*tokens[-1:], *drafts][-1:], past, rows, place)
+            drafts.append(int(logits[: self._vocab_size].argmax()))
+            rows, place = self._session.hidden[0, -1], slice(self._given, None)
+        return drafts
+
+    def forget(self, key: int) -> None:
+        self._seen.pop(key, None)
 
 
 @dataclass(eq=False)

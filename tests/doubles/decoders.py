@@ -7,7 +7,7 @@ import torch
 
 from llmc.bundle import MADE_FILE
 from llmc.export.decoder import Decoder
-from llmc.export.sources.checkpoint import read_checkpoint
+from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.codes import flatten_tensors
 from llmc.export.sources.made import write_made
 from llmc.export.sources.safetensors import StoredTensor
@@ -15,8 +15,8 @@ from llmc.export.sources.safetensors import StoredTensor
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_decoder(folder: Path) -> Decoder:
-    checkpoint = read_checkpoint(folder)
+def load_decoder(folder: Path, checkpoint: Checkpoint | None = None) -> Decoder:
+    checkpoint = checkpoint or read_checkpoint(folder)
     decoder = Decoder(checkpoint.config)
     with TemporaryDirectory() as scratch:
         places, _ = write_made(flatten_tensors(checkpoint.tensors), Path(scratch))

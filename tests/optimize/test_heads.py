@@ -1,4 +1,5 @@
-"""Draft heads go the whole way: EAGLE-3's for a Llama, Qwen3.5's own; read, built, and drafting without a trace.
+"""Draft heads go the whole way: EAGLE-3's for a Llama, Qwen3.5's own and Gemma 4's assistants (whose rules are in
+test_assistants.py); read, built, and drafting without a trace.
 
 Weights are random, so a head is right by chance alone; the planted ones guess what a model whose layers add little does
 next.
@@ -18,6 +19,7 @@ import onnx
 import pytest
 import torch
 from doubles.adapters import draw_factors, write_adapter
+from doubles.assistants import write_assistant
 from doubles.speculators import Always
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -36,7 +38,7 @@ from llmc.runtime.model import verify
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.selftest import VECTOR_TOLERANCE
 from llmc.runtime.sessions import Phase
-from llmc.runtime.speculation.head_drafter import HeadDrafter
+from llmc.runtime.speculation.head_drafter import AssistantDrafter, HeadDrafter
 from llmc.runtime.vision.rows import Embedded
 
 # Of a vector's length: both sides sum in other orders, which costs about 1e-6; a norm, a tensor or a position that is
@@ -45,6 +47,7 @@ RELATIVE_TOLERANCE = 1e-4
 # Of hidden states in 8 and 4 bits, of random weights: 0.08 was seen; in another basis they are off by 1.4.
 ROUNDED_TOLERANCE = 0.2
 KINDS = ("eagle", "mtp")
+ALL_KINDS = (*KINDS, "assistant")
 V, N, ROWS, EPS = 96, 64, 48, 1e-6
 HEADS = {"eagle": (4, 16, 16), "mtp": (2, 32, 8)}  # of keys, their width, and what of it is rotated
 GENERATOR = np.random.default_rng(5)
@@ -65,16 +68,21 @@ class Made:
             for name, tensor in tensors.items():
                 if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
                     tensor *= 0.002
+                if kind == "assistant" and "_layernorm" in name and "post_" in name:  # norms behind these
+                    tensor *= 0.002
             config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
             (self.model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
             tensors["lm_head.weight"] = torch.randn(V, N, generator=random)
-        make = {"eagle": make_eagle, "mtp": make_mtp}[kind]
-        self.weights = make(tensors, random, planted=planted)
         self.tensors = tensors
-        if kind == "mtp":
+        if kind == "assistant":
+            save_file(tensors, self.model / "model.safetensors")
+            self.head = write_assistant(folder / "head", self.model, planted=planted)
+        elif kind == "mtp":
+            self.weights = make_mtp(tensors, random, planted=planted)
             self.head = self.model
             save_file(tensors | {f"mtp.{name}": tensor for name, tensor in self.weights.items()}, self.file)
         else:
+            self.weights = make_eagle(tensors, random, planted=planted)
             save_file(tensors, self.model / "model.safetensors")
             self.head = folder / "head"
             self.head.mkdir()
@@ -273,6 +281,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5-delta-and-gates",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
     ),
+    "assistant": ("gemma4-keys-are-values", {}),
 }
 
 
@@ -293,7 +302,7 @@ def made(request: pytest.FixtureRequest, make: Callable[..., Made]) -> Made:
     return make(request.param, planted=False)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=ALL_KINDS)
 def planted(request: pytest.FixtureRequest, make: Callable[..., Made]) -> Made:
     """A model of which the head guesses much."""
     return make(request.param, planted=True)
@@ -394,7 +403,7 @@ def test_the_layout_of_speculators_is_read(eagle: Made, tmp_path: Path, input_no
     compare_with_rule(made, tmp_path / "bundle", normed=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_change_of_any_weight_of_a_head_is_found(make: Callable[..., Made], kind: str, tmp_path: Path):
     bundle = make(kind, planted=False).bundles[1]
     assert verify(bundle).largest_difference == 0
@@ -466,7 +475,11 @@ def test_what_ends_or_is_cancelled_leaves_nothing_in_the_drafter(planted: Made, 
         for handle in handles:
             handle.result()
         drafter = model.engine.call(lambda: model.engine._runner.watch.__self__)  # type: ignore[union-attr]
-        assert not drafter._sequences and sorted(drafter._free) == list(range(len(drafter._free)))
+        assert (
+            not drafter._sequences
+            and not getattr(drafter, "_seen", ())
+            and sorted(drafter._free) == list(range(len(drafter._free)))
+        )
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -476,7 +489,7 @@ def test_rounded_models_and_heads_draft_too(planted: Made, precision: str, tmp_p
     planted.build(places, precision)
     assert verify(places[1]).largest_difference == 0
     with load(planted.bundles[0]) as exact, load(places[0]) as rounded:
-        assert rounded.manifest.recipe.rotated
+        assert bool(rounded.manifest.recipe.rotated) == (planted.kind != "assistant")
         for prompt in PROMPTS:
             assert relative(feed(rounded, prompt), feed(exact, prompt)) < ROUNDED_TOLERANCE
             assert relative(feed(rounded, prompt[:2], 0), feed(exact, prompt[:2], 0)) < ROUNDED_TOLERANCE
@@ -497,8 +510,9 @@ def test_a_head_drafts_for_rows_with_adapters(
 ):
     """It reads the hidden states of the model with the adapter, as if this were a part of its weights."""
     seen: list[np.ndarray] = []
-    watch = HeadDrafter.watch
-    monkeypatch.setattr(HeadDrafter, "watch", lambda *args: [seen.append(args[3].copy()), watch(*args)])
+    kind = AssistantDrafter if planted.kind == "assistant" else HeadDrafter
+    watch = kind.watch
+    monkeypatch.setattr(kind, "watch", lambda *args: [seen.append(args[3].copy()), watch(*args)])
     folder = write_adapter(
         tmp_path / "sql", draw_factors(read_export(planted.exports[0]).geometry, 4, deviation=0.01), r=4
     )

@@ -48,6 +48,7 @@ class Shared:
         zero, one = (scalar(first.graph, value, np.int64) for value in (0, 1))
         slots = emit("Range", zero, emit("Squeeze", provider.slots(emit)), one)
         last = emit("Add", positions, first.inputs[6]) if "both_ways" in first.attributes else positions
+        last = emit("Sub", positions, one) if "behind" in first.attributes else last
         return cls(provider, positions, emit("Unsqueeze", last, vector(first.graph, [1, 2, 4])), slots)
 
 

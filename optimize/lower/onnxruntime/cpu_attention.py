@@ -6,6 +6,7 @@ import onnx_ir as ir
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import QUANTIZED_CACHES, group_query_attention, rotate_before
 from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention, shared_attention
+from llmc.optimize.lower.onnxruntime.hidden import LAST_ROWS
 from llmc.optimize.lower.rewrite import (
     LLMC,
     Emitter,
@@ -53,6 +54,7 @@ def _ask_for_a_row(graph: ir.Graph) -> None:
     last = next(node for node in graph if node.name == "model.norm")
     rows = Emitter(last, "logit_rows")("Slice", last.inputs[0], vector(graph, [0]), count, vector(graph, [1]))
     last.replace_input_with(0, rows)
+    graph.meta[LAST_ROWS] = rows
 
 
 def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:

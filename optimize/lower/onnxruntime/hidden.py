@@ -9,17 +9,22 @@ from llmc.optimize.quantize.rotation import rotation
 
 # Where a graph of packed rows keeps the value of which token that counts lies in which place of the rows.
 SLOTS = "slots"
+# Where a graph whose last layers compute only rows whose logits are wanted keeps what these give.
+LAST_ROWS = "last_rows"
 
 
 def give_hidden(graph: ir.Graph, context: LoweringContext) -> int:
     """``hidden`` float32 [B, S, borders * H]: the residual stream after so many layers, side by side and in the basis
-    of the checkpoint; the number of borders."""
+    of the checkpoint, or only that behind the last, [B, O, H], where layers read caches of others; the number of
+    borders."""
     width, count = context.geometry.hidden_size, len(context.hidden)
     if not count:
         return 0
     values = {value.name: value for node in graph for value in node.outputs}
-    emit = Emitter(node_after(values[f"hidden.{max(context.hidden)}"]), HIDDEN)
-    found = emit("Concat", *(values[f"hidden.{border}"] for border in context.hidden), axis=-1)
+    last = graph.meta.get(LAST_ROWS, values[f"hidden.{max(context.hidden)}"])
+    emit = Emitter(node_after(last), HIDDEN)
+    given = [last] if LAST_ROWS in graph.meta else [values[f"hidden.{border}"] for border in context.hidden]
+    found = emit("Concat", *given, axis=-1)
     if context.rotated:
         (tensor,) = context.weights.add([f"rotation.{width}"], lambda: [rotation(width)])
         apart = emit("Reshape", found, vector(graph, [0, 0, count, width]))
@@ -28,6 +33,6 @@ def give_hidden(graph: ir.Graph, context: LoweringContext) -> int:
     if SLOTS in graph.meta:
         found = emit("Gather", emit("Squeeze", found, vector(graph, [0])), graph.meta[SLOTS], axis=0)
     found.name, found.type = HIDDEN, ir.TensorType(ir.DataType.FLOAT)
-    found.shape = ir.Shape(["batch", "sequence", count * width])
+    found.shape = ir.Shape(["batch", "outputs" if LAST_ROWS in graph.meta else "sequence", count * width])
     graph.outputs.append(found)
     return count

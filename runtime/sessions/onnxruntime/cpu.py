@@ -24,7 +24,7 @@ from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory
 from llmc.runtime.host.read_ahead import read_ahead
 from llmc.runtime.host.threads import on_leaving
-from llmc.runtime.kv.host_cache import HostCache
+from llmc.runtime.kv.host_cache import HostCache, LentCache
 from llmc.runtime.sessions.base import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime.factors import RowFactors
 from llmc.runtime.sessions.onnxruntime.library import inference_session, session_options
@@ -119,6 +119,11 @@ class OnnxRuntimeSession(Session):
                 self._replay.accept(tokens, self._fed, states, self._options)
         self.cache.note_computed(row, [past + tokens])
 
+    def borrow(self, cache: HostCache) -> None:
+        """Read, of a draft head, the keys and values of its model's cache from now on, and write nothing."""
+        self.cache = LentCache(self._manifest, cache)
+        cache.tell(self._bound.clear)
+
     def open_adapters(self) -> None:
         graph = self._manifest.adapter_graph
         if graph is None or self._factors is not None:
@@ -198,8 +203,9 @@ class OnnxRuntimeSession(Session):
         """The shape of the hidden states that a call gives, () if none."""
         geometry, borders = self._manifest.geometry, self._manifest.hidden
         if geometry.head is not None:
-            return (*batch.logit_indices.shape, geometry.hidden_size)
-        return (*batch.input_ids.shape, len(borders) * geometry.hidden_size) if borders else ()
+            return (*batch.logit_indices.shape, geometry.head.own_width)
+        rows = batch.logit_indices if geometry.shares else batch.input_ids
+        return (*rows.shape, len(borders) * geometry.hidden_size) if borders else ()
 
     def _list_caches(self, row: int, count: int) -> States:
         rows = slice(row, row + count)
@@ -247,7 +253,8 @@ class _Binding:
             bind(self.io.bind_input, name, getattr(self, name))
         for tensor, array in caches:
             bind(self.io.bind_input, tensor.past, array)
-            bind(self.io.bind_output, tensor.present, array)
+            if tensor.present:
+                bind(self.io.bind_output, tensor.present, array)
 
     def bind_logits(self, logits: NDArray[np.float32]) -> None:
         self.logits = logits

@@ -14,7 +14,7 @@ from llmc.bundle import Limits, Manifest
 from llmc.errors import ResourceError, UsageError
 from llmc.inventory import BACK, Cache
 from llmc.runtime.kv import host_cache as module
-from llmc.runtime.kv.host_cache import HostCache
+from llmc.runtime.kv.host_cache import HostCache, LentCache
 from llmc.runtime.kv.rows import Rows
 
 LIMITS = Limits(2048, 8, 64)
@@ -55,6 +55,22 @@ def test_what_is_written_is_read_and_lies_tensor_after_tensor(made: Made, kind: 
     assert np.array_equal(cache.arrays[3][1, :, 3:8].reshape(-1), given[5 * 22 : 5 * 28])
     assert not any(array[[0, 2]].any() for array in cache.arrays)
     assert tuple(cache._written) == (0, 8, 0)
+
+
+def test_a_lent_cache_shows_some_layers_of_another_and_lets_it_move(made: Made, manifest: Manifest):
+    caches, told = tuple(replace(cache, lent=True) for cache in RAGGED[1:]), list[int]()
+    cache = made(forget=lambda: told.append(0))
+    lent = LentCache(replace(manifest, geometry=replace(manifest.geometry, caches=caches), limits=LIMITS), cache)
+    cache.tell(lambda: told.append(len(lent.arrays)))
+    told.clear()
+    for capacity in (32, 64):
+        cache.reserve(3, capacity)
+        assert lent.begin(2, [200], 1) == [201]
+        assert all(mine is its for mine, its in zip(lent.arrays, cache.arrays[2:], strict=True))
+        lent.note_computed(2, [201])
+        assert tuple(cache._written) == (0, 0, 0)
+    assert told == [0, 0], "nothing of the old memory is held when it moves"
+    assert not any(it.bytes(32, 4) or it.outputs for it in caches)
 
 
 def test_a_copied_range_reaches_its_row_and_no_other(made: Made):
