@@ -36,10 +36,9 @@ LAST = ("", " Adler", " Berg", " Falk", " Hahn", " Iversen", " Koch", " Lind", "
 LANDS = {"Athens": "Greece", "Basel": "Switzerland", "Cork": "Ireland", "Delft": "Holland", "Essen": "Germany"}
 LANDS |= {"Faro": "Portugal", "Ghent": "Belgium", "Izmir": "Turkey", "Lyon": "France", "Malmo": "Sweden"}
 LANDS |= {"Oslo": "Norway", "Prague": "Czechia", "Riga": "Latvia", "Turin": "Italy", "York": "England"}
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 WAYS = ("air", "car", "rail", "road", "sea", "ship")
-THINGS = ("lamp", "chair", "clock", "plate", "spoon", "mirror", "carpet", "bottle", "basket")
-THINGS += ("ladder", "pencil", "vase")
+THINGS = ("lamp", "chair", "clock", "plate", "mirror", "carpet")
 KINDS = ("", " box", " kit", " pair", " set")
 TOKENS = ("<end>", "\n", "?", "<mask>", *'{}":,', "name", "land", "day", "by", "for", *FIRST, *LAST[1:], *LANDS)
 TOKENS += (*LANDS.values(), *DAYS, *WAYS, *THINGS, *KINDS[1:])
@@ -179,7 +178,7 @@ CASES |= {f"0.9, block_cache {kept}": {"block_cache": kept} for kept in ("renewe
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="new, or of an earlier run, whose checkpoints are taken")
-    for name, default in (("steps", 1500), ("seed", 0), ("records", 200)):
+    for name, default in (("steps", 3000), ("seed", 0), ("records", 200)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--precision", default="int8")
     args = parser.parse_args()
