@@ -113,11 +113,11 @@ def measure_confidence(row: Logits, token: int, way: str) -> float:
     """The probability of ``token`` by logits [V]; with ``margin`` how far the likeliest is ahead of the next, with
     ``entropy`` minus that, in nats."""
     weights = weigh(row)
-    mass = float(weights.sum())
+    likeliest, chosen = int(weights.argmax()), float(weights[token])
+    weights[likeliest] = 0.0
+    mass = 1.0 + float(weights.sum())  # a sum in float32 would take a token ahead by 17 nats for certain
     if way == "low_confidence":
-        return float(weights[token]) / mass
-    likeliest = int(weights.argmax())
+        return chosen / mass
     if way == "entropy":
         return float(weights @ (row - row[likeliest])) / mass - math.log(mass)
-    weights[likeliest] = 0.0
     return (1.0 - float(weights.max())) / mass

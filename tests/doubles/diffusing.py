@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,11 +45,22 @@ LLADA_NAMES = (
 )
 
 
-def _model(family: str) -> nn.Module:
+def _own_names(family: str) -> dict[str, str]:
+    return {name: own for own, name in KEYS.items()} if family == "llada" else {}
+
+
+def _read_sizes(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The family of a checkpoint, and its sizes by the names of :data:`SIZES`."""
+    config = json.loads((folder / "config.json").read_text())
+    names = _own_names(config["model_type"])
+    return config["model_type"], {name: config[names.get(name, name)] for name in SIZES}
+
+
+def _model(family: str, found: dict[str, Any]) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {key: value for key, value in SIZES.items() if key != "rope_theta"}
-    sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": SIZES["rope_theta"]}}
+    sizes = {key: value for key, value in found.items() if key != "rope_theta"}
+    sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": found["rope_theta"]}}
     if family == "llada":
         return LlamaForCausalLM(LlamaConfig(**sizes)).eval()  # type: ignore[arg-type]
     return Qwen2ForCausalLM(Qwen2Config(**sizes)).eval()  # type: ignore[arg-type]
@@ -63,7 +75,7 @@ def _rename(name: str) -> str:
 def write_checkpoint(folder: Path, family: str) -> Path:
     """A new ``folder`` with random weights of ``llada`` or ``Dream`` and the small model's tokenizer."""
     folder.mkdir(parents=True)
-    names = {name: own for own, name in KEYS.items()} if family == "llada" else {}
+    names = _own_names(family)
     sizes = {names.get(name, name): value for name, value in SIZES.items()}
     ids = {"vocab_size": VOCAB, "mask_token_id": MASK, "bos_token_id": EOS, "eos_token_id": EOS}
     (folder / "config.json").write_text(json.dumps({**CONFIGS[family], **sizes, **ids}))
@@ -72,7 +84,7 @@ def write_checkpoint(folder: Path, family: str) -> Path:
     cut = {"do_sample": True, "temperature": 0.2, "top_p": 0.95}  # which no diffusion model can do
     (folder / "generation_config.json").write_text(json.dumps(cut if family == "Dream" else {}))
     generator, tensors = torch.Generator().manual_seed(0), dict[str, Tensor]()
-    for name, tensor in _model(family).state_dict().items():  # far from ties, and confident enough for thresholds
+    for name, tensor in _model(family, SIZES).state_dict().items():  # far from ties, sure enough for thresholds
         around = 1.0 if "norm" in name else 0.0
         tensors[name] = torch.randn(tensor.shape, generator=generator) * 0.25 + around
     tensors["lm_head.weight"] *= 2.0
@@ -83,16 +95,16 @@ def write_checkpoint(folder: Path, family: str) -> Path:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The checkpoint's tensors by transformers' names of Llama and Qwen2."""
-    family = json.loads((folder / "config.json").read_text())["model_type"]
-    stored = load_file(folder / "model.safetensors")
-    return {name: stored[_rename(name) if family == "llada" else name] for name in _model(family).state_dict()}
+    (family, sizes), stored = _read_sizes(folder), load_file(folder / "model.safetensors")
+    names = _model(family, sizes).state_dict()
+    return {name: stored[_rename(name) if family == "llada" else name].float() for name in names}
 
 
 class Transformers:
     """Logits (S, V) of a text (S), each position of which sees all, by transformers in float32."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = _model(json.loads((folder / "config.json").read_text())["model_type"])
+        self._model = _model(*_read_sizes(folder))
         self._model.load_state_dict(read_weights(folder))
 
     def __call__(self, ids: list[int]) -> NDArray[np.float32]:
@@ -108,11 +120,13 @@ class Plain:
     length, D) of each layer lie in ``held``: all of them are seen, whenever they were written."""
 
     def __init__(self, folder: Path) -> None:
-        self.weights = read_weights(folder)
+        self.weights, (_, self.sizes) = read_weights(folder), _read_sizes(folder)
+        self.width = self.sizes["hidden_size"] // self.sizes["num_attention_heads"]
         self.held: list[Tensor] = []
 
     def begin(self, length: int) -> None:
-        self.held = [torch.zeros(2, 2, length, 16) for _ in range(SIZES["num_hidden_layers"])]
+        shape = (2, self.sizes["num_key_value_heads"], length, self.width)
+        self.held = [torch.zeros(shape) for _ in range(self.sizes["num_hidden_layers"])]
 
     def __call__(self, ids: list[int], start: int = 0) -> NDArray[np.float32]:
         with torch.inference_mode():
@@ -128,20 +142,21 @@ class Plain:
             return found
 
     def _attend(self, x: Tensor, at: str, places: Tensor, held: Tensor) -> Tensor:
-        q, k, v = (self._linear(x, f"{at}.{part}_proj").view(len(x), -1, 16).transpose(0, 1) for part in "qkv")
+        q, k, v = (self._linear(x, f"{at}.{part}_proj").view(len(x), -1, self.width) for part in "qkv")
+        q, k, v = (part.transpose(0, 1) for part in (q, k, v))  # (H or KV, S, D)
         held[0][:, places], held[1][:, places] = self._turn(k, places), v
-        keys, values = held.repeat_interleave(2, dim=1)  # (H, length, D)
-        weights = (self._turn(q, places) @ keys.mT / 4.0).softmax(-1)
+        keys, values = held.repeat_interleave(len(q) // len(k), dim=1)  # (H, length, D)
+        weights = (self._turn(q, places) @ keys.mT / self.width**0.5).softmax(-1)
         return self._linear((weights @ values).transpose(0, 1).flatten(1), f"{at}.o_proj")
 
     def _turn(self, x: Tensor, places: Tensor) -> Tensor:
-        angles = places[:, None] * SIZES["rope_theta"] ** -(torch.arange(0, 16, 2) / 16)
+        angles = places[:, None] * self.sizes["rope_theta"] ** -(torch.arange(0, self.width, 2) / self.width)
         first, second = x.chunk(2, -1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
     def _norm(self, x: Tensor, at: str) -> Tensor:
-        return x * (x.pow(2).mean(-1, keepdim=True) + SIZES["rms_norm_eps"]).rsqrt() * self.weights[f"{at}.weight"]
+        return x * (x.pow(2).mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).rsqrt() * self.weights[f"{at}.weight"]
 
     def _linear(self, x: Tensor, at: str) -> Tensor:
         y = x @ self.weights[f"{at}.weight"].T

@@ -75,6 +75,14 @@ def test_confidence_is_what_its_name_says(way: str):
     assert measure_confidence(row, 9, way) == pytest.approx(wanted[way], rel=SHARE_TOLERANCE)
 
 
+def test_no_token_is_certain_that_others_could_be():
+    row = np.zeros(4096, np.float32)
+    row[9] = 30.0  # a sum in float32 loses the others
+    doubt = 4095 * np.exp(-30.0)
+    assert 1 - measure_confidence(row, 9, "low_confidence") == pytest.approx(doubt, rel=SHARE_TOLERANCE)
+    assert 1 - measure_confidence(row, 9, "margin") == pytest.approx(doubt * 4096 / 4095, rel=SHARE_TOLERANCE)
+
+
 def test_a_mask_is_never_chosen_and_logits_stay_as_they_are():
     denoiser = Denoiser(Diffusion(3, 0), SamplingParams(max_tokens=2, temperature=0), [5])
     logits = np.zeros((2, 8), np.float32)
