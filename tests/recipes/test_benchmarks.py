@@ -39,6 +39,16 @@ def test_ways_take_turns_after_a_round_that_does_not_count(script):
     assert "".join(order) == "baabba"
 
 
+def test_a_message_arrives_its_latency_and_its_bytes_over_the_rate_after_it_was_sent(script, monkeypatch):
+    pytest.importorskip("ray.serve", reason="needs Ray Serve")
+    stages, waited = script("stages"), list[float]()
+    monkeypatch.setattr(stages, "time", SimpleNamespace(time=lambda: 100.0, sleep=waited.append))
+    values = np.zeros((1, 500), np.float16), np.zeros((1, 1), np.int32)
+    assert stages.receive(stages.send((0.005, 8e-8), values)) is values
+    assert stages.receive((99.0, (0.005, 8e-8), None)) is None
+    assert waited == pytest.approx([0.005 + 8e-8 * 1004, 0])
+
+
 def test_ratios_are_taken_within_rounds(script):
     assert script("machine").ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0]) == "3.00x; 2.00 to 4.00"
 
