@@ -164,6 +164,8 @@ def refuse_other(folder: Path) -> None:
         raise BundleError(explain_absent(folder) or said)
     if kind := _find_kind(folder):
         raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
+    if folder.is_file():
+        raise BundleError(f"{folder} is a file, expected a bundle; give the folder that llmc build wrote")
 
 
 def explain_absent(path: Path) -> str | None:

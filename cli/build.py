@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.bundle import ADAPTER_FILE, CONFIG_FILE, EXPORT_MANIFEST, refuse_bundle
+from llmc.bundle import ADAPTER_FILE, CONFIG_FILE, EXPORT_MANIFEST, STAGE_FOLDER, refuse_bundle
 from llmc.cli import output as show
 from llmc.cli.inspect import adapter_rows, bundle_rows
 from llmc.cli.options import (
@@ -214,6 +214,8 @@ def print_report(report: BuildReport) -> None:
     ]
     show.print_rows(rows)
     click.echo(f"wrote {report.output}")
+    if before := [f"{report.output / STAGE_FOLDER.format(number)}" for number in range(len(manifest.stage.before))]:
+        click.echo(f"the sizes above are of the last stage; before it: {', '.join(before)}")
     if manifest.engine is not None and not manifest.engine.file:
         click.echo(f"its engine is made where it is to run: llmc build --rebuild {report.output}")
 

@@ -17,7 +17,9 @@ from llmc.errors import require
 @click.option("--student", type=int, required=True, metavar="N", help="Layers of the draft model.")
 @click.option("--narrow", is_flag=True, help="Half of its neurons and, where KV heads are even, of its heads.")
 @click.option("--text", type=EXISTING_FILE, required=True, help="Text, or JSONL of chats, to take prompts out of.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=30, help="Time to train.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), default=30, help="Time to train, after the first texts."
+)
 @click.option(
     "--steps", type=click.IntRange(1), help="Train up to this step instead, which gives the same result again."
 )

@@ -122,13 +122,14 @@ def by_layers(values: Sequence[str]) -> str:
 
 def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
     target, it, own = manifest.target, manifest.stage, manifest.list_layers()
+    name = f"{it.number}{', the last' if it.is_last else ''}"  # numbers begin with 0
     return [
         ("target", f"{target.name}, {engine_of(target)}"),
         *(engine_rows(manifest.engine) if manifest.engine else []),
         ("recipe", show.recipe(manifest.recipe)),
         *prompt_rows(manifest),
         *show.calibration_rows(manifest.recipe),
-        *([("stage", f"{it.number} of {len(it.borders)}: layers {own[0]} to {own[-1]}")] if it.borders[1:] else []),
+        *([("stage", f"{name} of {len(it.borders)}: layers {own[0]} to {own[-1]}")] if it.borders[1:] else []),
         ("limits", limits_of(manifest)),
         *show.quality_rows(manifest.quality),
         *_image_rows(manifest),

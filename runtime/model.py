@@ -27,7 +27,7 @@ from llmc.bundle import (
     read_undisturbed,
     verify_files,
 )
-from llmc.errors import DraftError, EngineClosedError, GrammarError, UsageError, format_value
+from llmc.errors import BundleError, DraftError, EngineClosedError, GrammarError, UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
@@ -210,7 +210,13 @@ def verify(
             with closing(open_engine(place, manifest, _default_threads(threads))) as session:
                 return replay_stage(place, manifest, session)
         for number in range(len(manifest.stage.before)):
-            verify(place / STAGE_FOLDER.format(number), threads=threads, progress=progress)
+            stage = place / STAGE_FOLDER.format(number)
+            if not stage.is_dir():
+                raise BundleError(
+                    f"{place} has whole files of its own, and {stage} is not there; its golden prompts go through all "
+                    "stages: verify it where they all are"
+                )
+            verify(stage, threads=threads, progress=progress)
         with load(place, threads=threads, self_test=False, verify=False, emulate=emulate) as model:
             return replace(replay(model, progress), unlisted=list_unlisted_files(place, manifest))
 

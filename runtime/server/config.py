@@ -429,7 +429,7 @@ def _check_together(config: ServerConfig) -> None:
     if open_to_others and config.keys_file is None and not config.allow_no_keys:
         raise UsageError(
             f"host is {format_value(config.host)}, which other machines reach, and no key would be asked for; "
-            "give keys_file, or allow_no_keys if everybody may use the service"
+            "give keys_file or, if everybody may use the service, allow_no_keys"
         )
     for origin in config.cors_origins:
         if not _ORIGIN.fullmatch(origin):

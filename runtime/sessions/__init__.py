@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmc.bundle import Manifest, Target
+from llmc.bundle import STAGE_FOLDER, Manifest, Target
 from llmc.errors import BundleError, UsageError
 from llmc.runtime.sessions.base import Batch, Phase, Session
 
@@ -27,7 +27,10 @@ def open_session(folder: Path, manifest: Manifest, threads: int, device: int = 0
     """Open a bundle as :func:`open_engine` does; a model's last stage with those before it, which ``stages`` opens."""
     stage = manifest.stage
     if not stage.is_last:
-        raise BundleError(f"{folder} is stage {stage.number} of {len(stage.borders)}; load the last, which answers")
+        raise BundleError(
+            f"{folder} is stage {stage.number} of {len(stage.borders)}, expected the last, which answers; load the "
+            f"folder that llmc build wrote, in which {STAGE_FOLDER.format(stage.number)} was"
+        )
     session = open_engine(folder, manifest, threads, device)
     if not stage.before:
         return session

@@ -39,8 +39,8 @@ def read_stage(folder: Path, number: int, wanted: str) -> Manifest:
     place = folder / STAGE_FOLDER.format(number)
     if not place.is_dir():
         raise BundleError(
-            f"{place} is not there, and {folder} is a model in stages; put this stage there, or serve the model with "
-            "--ray, which runs each stage on the box that has it"
+            f"{place} is not there, and {folder} is a model in stages; put this stage there, or start Ray with "
+            f"--resources '{{\"{place.name}\": 1}}' on the box that has it, and serve the model with --ray"
         )
     manifest = read_bundle(place)
     if sha256_file(place / BUNDLE_MANIFEST) != wanted:

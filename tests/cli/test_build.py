@@ -1,6 +1,7 @@
 """``llmc build``: one call with the same names; a checkpoint is exported on the way, and nothing of that stays."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,9 @@ def test_report_shows_recipe_quality_and_sizes(llmc, library: Any, export_folder
         assert text in ran.out
     assert "num_beams=4 is not supported and was left out" in ran.out, "what the bundle notes"
     assert ran.err == ""
+
+
+def test_of_a_model_in_stages_the_report_says_where_the_others_are(llmc, library: Any, export_folder: Path):
+    library.manifest = replace(library.manifest, stage=bundle.Stage(1, (0, 1), ("0" * 64,)))
+    lines = llmc("build", export_folder, "-o", "out", "--stages", "2").out.splitlines()
+    assert lines[-1] == "the sizes above are of the last stage; before it: out/stage-0"

@@ -93,7 +93,7 @@ def test_of_a_model_in_stages_each_that_is_here_is_shown_and_planned_and_the_oth
     bundle.write_manifest(last, bundle_folder)
     shown = rows(llmc("inspect", bundle_folder).out)
     assert shown["stage 0"].startswith("layers 0 to 0: 7.0 MB = 500 B engine + 50 B tokenizer + 7.0 MB weights")
-    assert shown["stage 1"] == "layers 1 to 3: elsewhere"
+    assert shown["stage"] == "2, the last of 3: layers 4 to 5" and shown["stage 1"] == "layers 1 to 3: elsewhere"
     assert shown["memory at 512 tokens x 1"].endswith(" (this stage alone)")
     assert shown["stage-0/decode.onnx"] == "1.5 kB" and "3.0 kB graphs" in shown["on disk"]
     planned = json.loads(llmc("plan", bundle_folder, "--json").out)

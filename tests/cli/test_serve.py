@@ -55,6 +55,7 @@ def test_flags_go_before_the_file(llmc, served: list[ServerConfig], tmp_path: Pa
     [
         (["--port", "70000"], "--port is 70000, expected 0 ... 65535"),
         (["--host", "0.0.0.0"], "--host is '0.0.0.0', which other machines reach, and no key would be asked for"),
+        (["--host", "0.0.0.0"], "give --keys-file or, if everybody may use the service, --allow-no-keys"),
         (["--tls-cert", "c"], "--tls-cert is given without --tls-key"),
         (["--max-body-bytes", "big"], "'big' is no size"),
         (["--config", "none.toml"], "'none.toml' does not exist"),

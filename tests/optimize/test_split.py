@@ -181,7 +181,7 @@ def test_a_stage_that_computes_something_else_is_found_alone(chain: Path, tmp_pa
 
 
 def test_a_stage_answers_nothing_by_itself_and_none_of_another_build_is_taken(chain: Path, tmp_path: Path):
-    with pytest.raises(BundleError, match="stage 0 of 3; load the last, which answers"):
+    with pytest.raises(BundleError, match="stage 0 of 3, expected the last, which answers; load the folder"):
         load(chain / "stage-0")
     other = Path(shutil.copytree(chain, tmp_path / "chain"))
     inner = read_bundle(other / "stage-0")
@@ -191,6 +191,8 @@ def test_a_stage_answers_nothing_by_itself_and_none_of_another_build_is_taken(ch
     shutil.rmtree(other / "stage-0")
     with pytest.raises(BundleError, match=r"stage-0 is not there, and .* is a model in stages; put this stage there"):
         load(other)
+    with pytest.raises(BundleError, match=r"whole files of its own, and .*stage-0 is not there.* verify it where they"):
+        verify(other)
 
 
 def test_a_manifest_that_no_cut_writes_is_refused(chain: Path, tmp_path: Path):

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,6 +65,12 @@ def connect_ray(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
+def find_cause(message: str) -> str:
+    """The last error of llmc's own in a message of Ray's, which has a traceback before it; else the whole message."""
+    found: list[str] = re.findall(r"\bllmc\.errors\.\w+: (.+)", message)
+    return found[-1] if found else message
+
+
 class Fleet:
     """The replicas, deployed by :meth:`warm`, as the front and the server see them."""
 
@@ -83,7 +90,7 @@ class Fleet:
         while (state := (await asyncio.to_thread(ray_serve.status)).applications[NAME]).status != "RUNNING":
             if state.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
                 said = " ".join([state.message, *(one.message for one in state.deployments.values())])
-                raise ResourceError(f"the replicas cannot be started: {said}")
+                raise ResourceError(f"the replicas cannot be started: {find_cause(said)}")
             if asyncio.get_running_loop().time() - told > TOLD_S:
                 told += TOLD_S
                 log.warning("waiting for replicas: %s", " ".join(one.message for one in state.deployments.values()))

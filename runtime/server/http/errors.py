@@ -137,7 +137,8 @@ async def refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) ->
 
 def no_route(scope: Mapping[str, Any]) -> ApiError:
     """The refusal of an address that is none of this server's."""
-    return ApiError(404, f"there is no route {scope['path'][:200]!r}; GET /openapi.json lists those there are")
+    said = "OpenAI's clients take this address with /v1 behind it, Anthropic's and Ollama's without"
+    return ApiError(404, f"there is no route {scope['path'][:200]!r}; {said}; GET /openapi.json lists those there are")
 
 
 # ------------------------------------------------------------------------------------------------------ as documented

@@ -21,6 +21,7 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import BILL, make_call
 from llmc.runtime.server.fleet.cluster import replicas_of
 from llmc.runtime.server.fleet.replica import Replica
+from llmc.runtime.server.fleet.run import find_cause
 from llmc.runtime.server.fleet.stages import SHARE, StagesOnRay, find_place
 from llmc.runtime.sessions import Batch, Phase
 
@@ -132,6 +133,12 @@ def test_a_stage_runs_on_the_box_that_has_its_name(chain: Path):
     assert [find_place(number) for number in range(3)] == [{"stage-0": SHARE}, {}, {"stage-2": SHARE}]
     deployed = replicas_of(ServerConfig(models={"m": chain}, ray=True, threads=1))
     assert deployed._bound_deployment.ray_actor_options["resources"] == {"stage-2": SHARE}
+
+
+def test_of_a_message_of_rays_the_cause_is_told_without_the_traceback():
+    cause = "chain/stage-0 is not there; put this stage there"
+    said = f"failed to start. Error: ray::Replica()\n  File 'x.py'\n    raise\nllmc.errors.BundleError: {cause}\n"
+    assert find_cause(said) == cause and find_cause("no node has the CPUs") == "no node has the CPUs"
 
 
 async def test_a_replica_serves_the_stages_and_tells_clients_that_one_was_lost(chain: Path):
