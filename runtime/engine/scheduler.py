@@ -366,8 +366,8 @@ class Scheduler:
             self.release(sequence)
 
     def abandon(self, requests: Iterable[RequestState]) -> list[RequestState]:
-        """Free all rows after a failed call; return the requests that lost one."""
-        held = [sequence for request in requests for sequence in request.group.sequences if sequence.row >= 0]
+        """Free all rows after a failed call; return the requests that lost one, or were about to get one."""
+        held = [sequence for request in requests for sequence in request.group.sequences]
         self._rows.clear()
         for sequence in held:  # one that was about to leave may be in no row's place any more
             sequence.row = -1

@@ -49,7 +49,7 @@ class StepsAhead(Generic[_S]):
         all that decode, in rows side by side."""
         self._under_way = deque(step for step in self._under_way if step.holds)
         busy = {sequence.row for step in self._under_way for sequence in step.group}
-        count = max(1, min(self._most, len(sequences) // LEAST_ROWS))
+        count = min(self._most, len(sequences) // LEAST_ROWS)
         borders = [len(sequences) * i // count for i in range(count + 1)]
         for start, end in pairwise(borders):
             group = [*sequences[start:end]]

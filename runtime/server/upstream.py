@@ -100,11 +100,11 @@ class Upstream:
     async def _lists_models(self, below: str) -> bool:
         url, patience = f"{self._base}{below}/models", self._config.upstream_timeout_s
         try:
-            async with self._make_client() as client:
-                answer = await client.get(url, headers=self._key_headers(""), timeout=patience)
+            request = {"headers": self._key_headers(""), "timeout": patience}
+            async with self._make_client() as client, client.stream("GET", url, **request) as answer:
+                return answer.status_code == 200 and _media(answer) == JSON  # whose list may have no end
         except (httpx.HTTPError, httpx.InvalidURL, UsageError):
             return False
-        return answer.status_code == 200 and _media(answer) == JSON
 
     # ------------------------------------------------------------------------------------------ which requests go there
 

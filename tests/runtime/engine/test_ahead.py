@@ -31,7 +31,7 @@ def session(in_stages: Any) -> Any:
     return session
 
 
-@pytest.mark.parametrize(("rows", "turns", "wanted"), [(3, 2, (1, 3)), (4, 2, (2, 2)), (7, 3, (3, 3)), (8, 6, (4, 2))])
+@pytest.mark.parametrize(("rows", "turns", "wanted"), [(4, 2, (2, 2)), (5, 3, (2, 3)), (7, 3, (3, 3)), (8, 6, (4, 2))])
 def test_there_are_as_many_groups_as_asked_for_or_fewer_of_two_rows(
     make_engine: Any, session: Any, alone: Callable[..., Any], rows: int, turns: int, wanted: tuple[int, int]
 ):
@@ -44,6 +44,14 @@ def test_there_are_as_many_groups_as_asked_for_or_fewer_of_two_rows(
     found = ask(engine, [20] * rows)
     assert found[-1] == alone([50 * (rows - 1) + 10, 11], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
     assert max(calls) == wanted
+
+
+def test_the_cost_of_whole_steps_is_known_without_which_nobody_drafts(make_engine: Any, session: Any):
+    engine = make_engine(session)
+    ask(engine, [20] * 3)
+    assert not session.seen and engine._runner.step_seconds(1)
+    ask(make_engine(session), [20] * 4)
+    assert session.seen
 
 
 def test_beams_whose_rows_go_on_together_take_no_turns(make_engine: Any, session: Any):
@@ -61,7 +69,7 @@ def test_a_step_that_goes_on_after_its_rows_moved_is_noticed(
     make_engine: Any, session: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """The planted error, which the tests of determinism would find too."""
-    lengths = [3, 9, 12, 6, 15, 20]
+    lengths = [3, 9, 12, 6, 15, 20, 20, 20]
     wanted = ask(make_engine(session), lengths)
     assert session.seen
     monkeypatch.setattr(ahead._Step, "holds", True)

@@ -10,6 +10,7 @@ from doubles.speculators import Always
 
 from llmc.errors import ResourceError
 from llmc.runtime.api.request import Request
+from llmc.runtime.kv.rows import TornError
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
 
@@ -202,6 +203,22 @@ def test_memory_that_ends_while_the_cache_grows_fails_who_needs_it(make_engine: 
         tokens(handles[1])
     assert tokens(handles[0]) == alone(modest.prompt, modest.params)
     assert tokens(engine.submit(modest)) == alone(modest.prompt, modest.params)
+
+
+def test_a_stage_that_is_lost_while_the_cache_grows_fails_who_waits_for_the_room(
+    make_engine: Any, session: Any, alone: Alone
+):
+    reserve = session.cache.reserve
+
+    def lose(rows: int, capacity: int) -> None:
+        session.cache.reserve = reserve
+        raise TornError("lost") from ResourceError("a stage was lost")
+
+    session.cache.reserve = lose
+    engine, asked = make_engine(session), Request(prompt(10, 5), params())
+    with pytest.raises(ResourceError, match="a stage was lost"):
+        engine.submit(asked).result(PATIENCE)
+    assert tokens(engine.submit(asked)) == alone(asked.prompt, asked.params)
 
 
 def test_a_step_that_fails_inside_the_engine_fails_its_requests_and_no_later_ones(

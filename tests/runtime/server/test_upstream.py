@@ -636,6 +636,17 @@ def test_an_address_is_told_whose_models_are_behind_v1_alone(
     assert caplog.text == ""
 
 
+def test_a_list_of_models_is_not_read_for_it_may_have_no_end(
+    box: Box, settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    settings(upstream_timeout_s=0.3)
+    monkeypatch.setattr(box.upstream, "_base", box.server.url)
+    listed = [HEAD % (b"200 OK", b"application/json", 99, b"") + b'{"half', STALL]
+    box.server.lists, box.server.answer = "", lambda it: listed if "/v1/" in it.line else [response(404, {})]
+    asyncio.run(box.upstream.check_base())
+    assert "give it with /v1 at the end" in caplog.text
+
+
 @pytest.mark.parametrize("content", ["", "two words", "two\nlines", "ключ"])
 def test_a_key_that_is_none_is_refused_at_the_start(box: Box, tmp_path: Path, content: str):
     path = secret_file(tmp_path, content)
