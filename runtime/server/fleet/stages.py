@@ -70,7 +70,10 @@ class StagesOnRay(Stages):
         self._reserved: Sequence[Any] = ()
         for number in range(len(self._hashes)):
             self._start(number)
-        self._wait()
+        try:
+            self._wait()
+        except TornError as error:  # whose cause is what users read
+            raise error.__cause__ or error from None
 
     def submit(self, batch: Batch) -> Any:
         """See :class:`Stages`; hidden states go from box to box, and not by way of this one."""
