@@ -80,7 +80,7 @@ class Record:
         return f"{known}\n{self.name},{self.city},{LANDS[self.city]}:{self.thing},{self.way},{self.day}"
 
     def judge(self, answer: str) -> tuple[bool, float]:
-        """Whether it says what is known, in the right form, and the share of what is free that it says twice alike."""
+        """True if it says what is known, in the right form; and the share of what is free that it says twice alike."""
         found = FREE.fullmatch(answer)
         if not found:
             return False, 0.0

@@ -71,13 +71,6 @@ def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch
 # ------------------------------------------------------------------------------------------------------------ scripts
 
 
-@pytest.mark.parametrize("measurement", ["concurrency", "overhead", "prefixes", "speculation"])
-def test_engine_runs_on_the_small_model(run, tiny_bundle: Path, measurement: str):
-    sizes = ("--prompt", 16, "--new-tokens", 8, "--long-prompt", 64, "--prefix", 200)
-    found = run("engine", measurement, tiny_bundle, "--threads", 1, "--rounds", 1, *sizes)
-    assert len(found["rows"]) >= 3 and all("x; " in row[-1] for row in found["rows"][1:])
-
-
 def test_service_runs_on_the_small_model(run, tiny_bundle: Path):
     pytest.importorskip("uvicorn")
     sizes = ("--rounds", 1, "--requests", 1, "--new-tokens", 3, "--concurrency", 2, "--threads", 1)

@@ -34,7 +34,7 @@ class Scripted:
 
     engine_version = "0"
     packs_rows = False
-    exact = True
+    exact, turns = True, 1
     hidden = None
 
     def __init__(self, manifest: Manifest, script: Sequence[int]) -> None:

@@ -47,7 +47,7 @@ class Recording:
     engine_version = "0"
     substitutes = False
     packs_rows = False
-    exact = True
+    exact, turns = True, 1
 
     def __init__(self, manifest: Manifest) -> None:
         self.cache = HostCache(manifest)
