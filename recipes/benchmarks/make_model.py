@@ -1,7 +1,7 @@
 """Write a random-weight Hugging Face checkpoint with a real model's geometry: speeds are meaningful, texts are not.
 
-Needs torch and transformers. The tokenizer is the small model's of recipes/tiny, so nothing is downloaded. Weights are
-made and written a layer at a time, so a model larger than memory can be made.
+Needs torch, transformers and safetensors. The tokenizer is the small model's of recipes/tiny, so nothing is downloaded.
+Weights are made and written a layer at a time, so a model larger than memory can be made.
 """
 
 import argparse
