@@ -347,6 +347,7 @@ class Decoder(nn.Module):
         if self.config.head is not None:
             own_states = self.model.post_projection(x) if lent else x
             presents.append((picked if self.config.head.beside else own_states,))
+        # Before the head, as the inventory lists them.
         scores = self.model.centroids(x) if self.best_clusters is not None else None
         tied_weight = (self.model.embed_tokens.weight,) if self.config.tied_head else ()
         logits = self.token_rows(self.logit_softcap(self.logit_scale(self.lm_head(x, *tied_weight))))

@@ -33,7 +33,8 @@ class StepsAhead(Generic[_S]):
     """Groups of rows that take turns: while the last stage computes one's step, those before it compute the others'.
 
     A step of which a row has moved meanwhile is forgotten and begun anew, which writes the same positions of the caches
-    again.
+    again. With drafts, and where rows go on together, steps go through whole; and those of few rows, which also tell
+    what a step costs: without that nobody drafts.
 
     Args:
         begin: starts the step of a group, in the stages before the last, where so many rows decode in all.
@@ -44,12 +45,15 @@ class StepsAhead(Generic[_S]):
         self._begin, self._most = begin, most
         self._under_way: deque[_Step[_S]] = deque()
 
-    def next(self, sequences: Sequence[_S]) -> tuple[list[_S], Batch]:
-        """The group whose step is to be finished now, and its call, after the others' were begun; ``sequences`` are
-        all that decode, in rows side by side."""
+    def next(self, sequences: Sequence[_S]) -> tuple[list[_S], Batch] | None:
+        """The group whose step is to be finished now, and its call, after the others' were begun; None for a step in
+        one piece. ``sequences`` are all that decode, in rows side by side."""
+        count = min(self._most, len(sequences) // LEAST_ROWS)
+        if count < 2 or any(sequence.drafts or sequence.together for sequence in sequences):
+            self._under_way.clear()
+            return None
         self._under_way = deque(step for step in self._under_way if step.holds)
         busy = {sequence.row for step in self._under_way for sequence in step.group}
-        count = min(self._most, len(sequences) // LEAST_ROWS)
         borders = [len(sequences) * i // count for i in range(count + 1)]
         for start, end in pairwise(borders):
             group = [*sequences[start:end]]
@@ -58,7 +62,3 @@ class StepsAhead(Generic[_S]):
                 self._under_way.append(_Step(group, places, self._begin(group, len(sequences))))
         step = self._under_way.popleft()
         return step.group, step.call
-
-    def forget(self) -> None:
-        """Begin all steps anew."""
-        self._under_way.clear()

@@ -20,7 +20,7 @@ from llmc.inventory import MOST_MASKS
 from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot, Window
 from llmc.runtime.observe.metrics import EngineMetrics
-from llmc.runtime.runner.ahead import LEAST_ROWS, StepsAhead
+from llmc.runtime.runner.ahead import StepsAhead
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
 from llmc.runtime.sessions import Batch, Phase, Session
@@ -150,14 +150,10 @@ class ModelRunner:
 
         Where groups of rows take turns, only those whose turn it is; :meth:`execute` is to be called before the next.
         """
-        if self._ahead is not None:
-            # Whole steps tell what one costs, without which nobody drafts.
-            whole = len(sequences) < 2 * LEAST_ROWS
-            if not (whole or any(sequence.drafts or sequence.together for sequence in sequences)):
-                group, self._begun = self._ahead.next(sequences)
-                yield group
-                return
-            self._ahead.forget()
+        if self._ahead is not None and (turn := self._ahead.next(sequences)) is not None:
+            group, self._begun = turn
+            yield group
+            return
 
         def kind(sequence: _S) -> tuple[bool, int, bool]:
             apart = self._policy.adapters_apart and sequence.adapter is not None

@@ -6,7 +6,6 @@ The last stage, whose logits are many, runs in the engine's own process, those b
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +190,8 @@ class StagedSession(Session):
         sequence = batch.input_ids.shape[1]
         self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         new = sequence if batch.new_lengths is None else batch.new_lengths
-        under_way = [(batch, batch.begun)] if batch.begun is not None else []
-        under_way = under_way or [(piece, self._stages.submit(piece)) for piece in divide(batch)]
-        found = [self._own.run(replace(piece, hidden=self._stages.fetch(it))).copy() for piece, it in under_way]
+        pieces = [self.begin(piece) for piece in divide(batch)] if batch.begun is None else [batch]
+        found = [self._own.run(replace(piece, hidden=self._stages.fetch(piece.begun))).copy() for piece in pieces]
         if not batch.provisional:
             self.cache.note_computed(batch.first_row, (batch.past_lengths + new).tolist())
         return found[0] if len(found) == 1 else np.concatenate(found, 1)
@@ -212,9 +210,8 @@ class StagedSession(Session):
 def count_turns(manifest: Manifest) -> int:
     """Groups of rows that take turns in the stages without keeping the slowest of them longer than all take in a row:
     its share of the weights, which it reads for each group, comes to :data:`MOST_READ` in all at most."""
-    geometry, borders = manifest.geometry, manifest.stage.borders
-    parts = [geometry.of_layers(range(*pair)).linears for pair in pairwise((*borders, geometry.layers))]
-    weights = [sum(linear.outputs * linear.inputs for linear in linears) for linears in parts]
+    parts = [manifest.geometry.of_layers(manifest.list_layers(n)) for n in range(len(manifest.stage.borders))]
+    weights = [sum(linear.outputs * linear.inputs for linear in part.linears) for part in parts]
     return min(len(parts), int(MOST_READ * sum(weights) / max(weights)))
 
 
