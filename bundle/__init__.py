@@ -47,6 +47,7 @@ from llmc.bundle.manifest import SCHEMA_VERSION as SCHEMA_VERSION
 from llmc.bundle.manifest import STAGE_FOLDER as STAGE_FOLDER
 from llmc.bundle.manifest import TOKENIZER_FILE as TOKENIZER_FILE
 from llmc.bundle.manifest import TOKENIZER_FILES as TOKENIZER_FILES
+from llmc.bundle.manifest import TWO_OF_FOUR as TWO_OF_FOUR
 from llmc.bundle.manifest import VISION_FILE as VISION_FILE
 from llmc.bundle.manifest import WEIGHTS_FILE as WEIGHTS_FILE
 from llmc.bundle.manifest import Budget as Budget

@@ -19,6 +19,7 @@ WEIGHTS_FILE = "weights.bin"
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+TWO_OF_FOUR = "2:4"  # pruned weights: two of every four consecutive inputs stay
 PROMPTS_FILE = "config_sentence_transformers.json"
 # Everything the runtime may need to speak the model's language; only the first one must exist.
 TOKENIZER_FILES = (
@@ -275,6 +276,8 @@ class Recipe:
         budget, calibration: what quality was to be kept; the text that was used, None where none was needed.
         compute: type of activations and of float weights: float32, float16 or bfloat16.
         rotated: phases whose graph has the residual stream in another basis.
+        sparsity: pattern of pruned weights, 2:4 or the share of zeros; empty where none was pruned.
+        pruning: rule that chose them, magnitude or wanda; empty where none was pruned.
     """
 
     name: str
@@ -293,6 +296,8 @@ class Recipe:
     calibration: Calibration | None
     compute: str = "float32"
     rotated: tuple[str, ...] = ()
+    sparsity: str = ""
+    pruning: str = ""
 
     def precisions(self) -> set[str]:
         """Precisions of the stored linears."""

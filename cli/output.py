@@ -127,6 +127,7 @@ def recipe(recipe: Recipe) -> str:
         f"head {recipe.head}": recipe.head != recipe.precision,
         f"{recipe.phases} phases": True,
         "static activations": recipe.activations == "static",
+        f"{recipe.sparsity} zeros by {recipe.pruning}": recipe.sparsity != "",
         f"cache {recipe.cache}": recipe.cache != "float32",
         f"layers {', '.join(f'{pattern} {precision}' for pattern, precision in recipe.layers.items())}": bool(
             recipe.layers

@@ -11,6 +11,7 @@ from llmc.bundle import (
     GRAPH_CONTRACT_VERSION,
     SCHEMA_VERSION,
     TOKENIZER_FILE,
+    TWO_OF_FOUR,
     Budget,
     EngineConfig,
     Graph,
@@ -218,6 +219,13 @@ def _notes(order: Order) -> list[str]:
         found.append(
             f"the checkpoint stores the weights of {len(geometry.coded)} linears or mixtures as codes, from which "
             f"those of {recipe.precision} were made: what both roundings lost adds up"
+        )
+    if recipe.sparsity:
+        zeros = "2 of 4 weights" if recipe.sparsity == TWO_OF_FOUR else f"{float(recipe.sparsity):.0%} of the weights"
+        found.append(
+            f"{zeros} of the layers' linears were set to zero by the rule {recipe.pruning}: the distance from the "
+            "unquantized model counts what that cost. Only engines with sparse kernels (TensorRT's, of 2:4) may be "
+            "faster for it"
         )
     turned = recipe.smoothing or recipe.rotated or geometry.coded or geometry.head
     if recipe.activations == "per-token" and not turned:

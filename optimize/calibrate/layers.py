@@ -27,6 +27,7 @@ from llmc.optimize.lower.tensorrt.weights import fit_grid
 from llmc.optimize.progress import Progress, make_counter
 from llmc.optimize.quantize import gptq, rtn, smoothquant
 from llmc.optimize.quantize.grid import Grid, Quantized, stack
+from llmc.optimize.quantize.pruning import keep_mask
 from llmc.optimize.weights.store import PROMPTS, Store, arrays_of, layer_part
 from llmc.runtime.host.machine import usable_threads
 
@@ -155,8 +156,11 @@ class _Layer:
     def decide(self, hidden: Tensor) -> tuple[dict[str, NDArray[Any]], Tensor]:
         """Results by name, and the activations [n, length, hidden] after the quantized layer, in the place of
         ``hidden``."""
-        changes = bool(self.recipe.smoothing or self.mixtures or any(map(_is_chosen, self.quant.values())))
+        foldings = self.recipe.smoothing or self.recipe.sparsity
+        changes = bool(foldings or self.mixtures or any(map(_is_chosen, self.quant.values())))
         observed, read = self._observe(hidden, self._run if changes else self._advance)
+        if self.recipe.sparsity:
+            self._prune(observed)
         # Fold before quantizing anything: a folding also changes linears of earlier mappings.
         folded = {mapping: self._fold_linears(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
         for mapping in self.mappings:
@@ -173,6 +177,17 @@ class _Layer:
         if changes:
             self._advance(hidden)
         return self.arrays, hidden
+
+    def _prune(self, observed: Mapping[SmoothingMapping, InputStatistics]) -> None:
+        """Prune the weights as the checkpoint has them, which the bundle's are pruned from, too."""
+        for mapping, statistics in observed.items():
+            norms = as_array(statistics.norms) if self.recipe.pruning == "wanda" else None
+            for name in mapping.linears:
+                parameter = self.module.get_parameter(f"{name}.weight")
+                kept = keep_mask(as_array(parameter), self.recipe.sparsity, norms)
+                parameter.data = parameter * torch.from_numpy(kept).to(parameter.device)
+                if norms is not None:
+                    self.arrays[f"norms:{self.prefix}{name}.weight"] = norms
 
     def _fold_linears(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
         """Apply the recipe's foldings to the mapping's linears; return the statistics of the scaled activation."""
@@ -235,7 +250,8 @@ class _Layer:
     def _decide_linears(self, names: list[str], grid: Grid, statistics: InputStatistics) -> None:
         """Quantize linears that read the same to one grid, all rows at once."""
         parameters = [self.module.get_parameter(f"{name}.weight") for name in names]
-        quantized = quantize(torch.cat(parameters), grid, self.recipe.scheme, statistics)
+        pruned = bool(self.recipe.sparsity)
+        quantized = quantize(torch.cat(parameters), grid, self.recipe.scheme, statistics, pruned)
         rows = list(accumulate((len(parameter) for parameter in parameters), initial=0))
         for name, parameter, (start, stop) in zip(names, parameters, pairwise(rows), strict=True):
             part = quantized.rows(start, stop)
@@ -377,11 +393,12 @@ def _keys_and_values(presents: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
     return ((end, found) for name, found in presents.items() if (end := name.rpartition(".")[2]) in ("key", "value"))
 
 
-def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics) -> Quantized:
-    """Quantize weights [N, K] to ``grid`` by ``scheme``, for inputs with these statistics."""
+def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics, pruned: bool = False) -> Quantized:
+    """Quantize weights [N, K] to ``grid`` by ``scheme``, for inputs with these statistics; zeros of ``pruned`` ones
+    stay."""
     if scheme == "rtn":
         return rtn.quantize(weights.cpu().numpy(), grid)
-    return gptq.quantize(weights, statistics.inputs, grid)
+    return gptq.quantize(weights, statistics.inputs, grid, pruned)
 
 
 def choose_stored_config(recipe: Recipe, configs: QuantConfigs, module: str, inputs: int) -> QuantConfig:

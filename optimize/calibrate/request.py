@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmc import __version__
-from llmc.bundle import Calibration, ExportManifest, Recipe
+from llmc.bundle import Calibration, ExportManifest, Geometry, Recipe
 from llmc.errors import ResourceError, UsageError, require
 from llmc.exported import weights_identity
 from llmc.optimize.lower.context import quant_configs
 from llmc.optimize.progress import Progress
+from llmc.optimize.quantize.pruning import Pruning
 from llmc.optimize.recipe import needs_calibration
 from llmc.optimize.weights.store import Calibrated
 
@@ -78,11 +79,12 @@ def calibrate_weights(
     source: Path, export: ExportManifest, recipe: Recipe, request: CalibrationRequest | None, progress: Progress
 ) -> tuple[Calibrated, Calibration | None]:
     """The weights that a build lowers, and the calibration text (None if the recipe uses none)."""
+    pruning = Pruning(recipe.sparsity, list_pruned(export.geometry) if recipe.sparsity else ())
     wish = needs_calibration(recipe)
     if wish is None:
         if request is not None and request.asked is not None:
             raise UsageError(f"{request.asked} is given for calibration, but the recipe asks for none; leave it out")
-        return Calibrated(), None
+        return Calibrated(pruning=pruning), None
     if request is None:
         raise UsageError(
             f"{wish} needs calibration; leave --no-calibration out, or give build(..., "
@@ -116,7 +118,12 @@ def calibrate_weights(
             f"{folder}: the disk of the cache is full; free some space there, or set LLMC_CACHE to another folder"
         ) from error
     disk_cache.prune("calibration", KEPT_BYTES)
-    return Calibrated(store), replace(used, experts=calibrated, nearest=nearest)
+    return Calibrated(store, pruning), replace(used, experts=calibrated, nearest=nearest)
+
+
+def list_pruned(geometry: Geometry) -> frozenset[str]:
+    """The tensors of the layers' linears; the embedding and the head stay whole."""
+    return frozenset(f"{linear.name}.weight" for linear in geometry.linears if linear.layer is not None)
 
 
 def check_windows(request: CalibrationRequest, longest: int) -> tuple[int, int]:

@@ -24,10 +24,12 @@ class InputStatistics:
     Attributes:
         second_moment: X^T X / tokens, float32 [K, K]; None where it was not collected.
         absmax: largest magnitude of each channel, float32 [K].
+        norms: root mean square of each channel, float32 [K].
     """
 
     second_moment: Tensor | None
     absmax: Tensor
+    norms: Tensor
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -39,7 +41,7 @@ class InputStatistics:
         """The statistics of X * factors, for positive factors [K]."""
         moment = self.second_moment
         scaled = None if moment is None else moment * factors * factors[:, None]
-        return InputStatistics(scaled, self.absmax * factors)
+        return InputStatistics(scaled, self.absmax * factors, self.norms * factors)
 
 
 class Accumulator:
@@ -48,15 +50,16 @@ class Accumulator:
     def __init__(self, inputs: int, device: torch.device | str = "cpu", moments: bool = True) -> None:
         self._moment = torch.zeros(inputs, inputs, device=device) if moments else None
         self._absmax = torch.zeros(inputs, device=device)
+        self._mean_square = torch.zeros(inputs, device=device)
         self._tokens = 0
 
     def update(self, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1]).float()
         self._tokens += len(rows)
         self._absmax = torch.maximum(self._absmax, rows.abs().amax(0))
+        share = len(rows) / self._tokens  # a running mean keeps sums small enough for float32
+        self._mean_square.lerp_(rows.square().mean(0), share)
         if self._moment is not None:
-            # A running mean keeps the sum small enough for float32.
-            share = len(rows) / self._tokens
             for start, stop in self._panels():  # on and above the diagonal
                 panel = self._moment[start:stop, start:]
                 panel.addmm_(rows[:, start:stop].T, rows[:, start:], beta=1 - share, alpha=share / len(rows))
@@ -68,4 +71,4 @@ class Accumulator:
         if self._moment is not None:
             for start, stop in self._panels():
                 self._moment[stop:, start:stop] = self._moment[start:stop, stop:].T
-        return InputStatistics(self._moment, self._absmax)
+        return InputStatistics(self._moment, self._absmax, self._mean_square.sqrt())

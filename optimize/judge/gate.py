@@ -53,6 +53,8 @@ def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
 def name_better(recipe: Recipe, phases: Collection[str], excess: float = 1.0) -> str:
     """The option with the next recipe by purpose, which loses less in these phases than ``recipe``; of recipes for
     CPUs one that may divide KL by ``excess``."""
+    if recipe.sparsity:
+        return "less sparsity in the recipe"
     if recipe.compute != "float32":  # a GPU's
         return "--int8" if recipe.precision == "int4" else "--fp16"
     four_bits = recipe.precision == "int4" and ("decode" in phases or recipe.phases == "shared")
@@ -87,7 +89,7 @@ def check(quality: Quality, recipe: Recipe, explain: Callable[[], Sequence[Layer
 
 def check_unrounded(quality: Quality, recipe: Recipe) -> None:
     """Raise BuildError if a build without rounding differs from the unquantized model."""
-    rounds = recipe.precisions() != {"fp32"} or recipe.cache != "float32"
+    rounds = recipe.precisions() != {"fp32"} or recipe.cache != "float32" or recipe.sparsity
     kl = quality.mean_kl
     if not rounds and kl is not None and not kl <= UNROUNDED_KL:
         raise BuildError(

@@ -246,7 +246,7 @@ def plan_build(
 
 def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> MemoryEstimate:
     """The peak of making a bundle's engine anew: nothing is calibrated this time; ``one_memory`` as above."""
-    recipe = replace(manifest.recipe, scheme="rtn", smoothing=0.0, activations="none")
+    recipe = replace(manifest.recipe, scheme="rtn", smoothing=0.0, activations="none", sparsity="", pruning="")
     device = manifest.device
     plan = plan_build(manifest.geometry, recipe, manifest.limits, 0, device=device, one_memory=one_memory)
     return replace(plan, stage="rebuild")

@@ -46,8 +46,9 @@ class Inputs:
         return feedback_factor(self.moment, self.order)
 
 
-def quantize(weights: Tensor, inputs: Inputs, grid: Grid) -> Quantized:
-    """Quantize weights [N, K] for ``inputs``. Channels that were never seen are rounded to nearest.
+def quantize(weights: Tensor, inputs: Inputs, grid: Grid, pruned: bool = False) -> Quantized:
+    """Quantize weights [N, K] for ``inputs``. Channels that were never seen are rounded to nearest. With ``pruned``
+    weights that are zero stay zero.
 
     Raises:
         BuildError: the second moment is not finite or cannot be factorized.
@@ -56,11 +57,14 @@ def quantize(weights: Tensor, inputs: Inputs, grid: Grid) -> Quantized:
         raise BuildError("the second moment of a layer's inputs is not finite; calibrate with another text")
     weights = weights.float()
     scales, zeros = clip.search(weights, inputs.moment, grid)
-    return clip.make_quantized(_round_in_turn(weights, scales, zeros, grid, inputs), scales, zeros, grid)
+    kept = weights.T[inputs.order] != 0 if pruned else None
+    return clip.make_quantized(_round_in_turn(weights, scales, zeros, grid, inputs, kept), scales, zeros, grid)
 
 
-def _round_in_turn(weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, inputs: Inputs) -> Tensor:
-    """Steps q - z [N, K]."""
+def _round_in_turn(
+    weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, inputs: Inputs, kept: Tensor | None
+) -> Tensor:
+    """Steps q - z [N, K], 0 where ``kept`` [K, N], in the order of rounding, is false."""
     order, factor = inputs.order.tolist(), inputs.factor
     errors = weights.T[inputs.order]  # (K, N): a channel is contiguous, and becomes its error
     scales, zeros = scales.T.contiguous(), zeros.T.contiguous()
@@ -72,6 +76,8 @@ def _round_in_turn(weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, i
         for i, channel in enumerate(order[start : start + LAZY_BLOCK]):
             group = channel // grid.width(len(order))
             found = torch.mul(wanted[i], inverses[group], out=steps[channel]).round_().clamp_(low[group], high[group])
+            if kept is not None:
+                found *= kept[start + i]
             error = errors[start + i].addcmul_(found, scales[group], value=-1)
             wanted[i + 1 :].addr_(factor[start + i, start + i + 1 : start + LAZY_BLOCK], error)
     return steps.T

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import llmc
-from llmc.bundle import MOST_ADAPTERS, MOST_RANK, Budget, Geometry, Limits, Recipe, version
+from llmc.bundle import MOST_ADAPTERS, MOST_RANK, TWO_OF_FOUR, Budget, Geometry, Limits, Recipe, version
 from llmc.errors import UsageError, format_value
 from llmc.inventory import SENSITIVE
 from llmc.optimize.recipe.engine import EngineRequest
@@ -42,6 +42,9 @@ COMPUTED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MOST_RECIPE = 1 << 20  # bytes of a recipe file; those that come with llmc have a thousand
 LARGEST_NUMBER = 1 << 53  # whole numbers beyond are no exact floats
 SCHEMES = ("rtn", "gptq")
+PRUNINGS = ("magnitude", "wanda")
+# A share beyond leaves no model; of 2:4 half is zero.
+LARGEST_SPARSITY = 0.9
 
 V = TypeVar("V")
 N = TypeVar("N", int, float)
@@ -76,6 +79,10 @@ class Request:
             TensorRT none (default) or static, one calibrated scale per tensor, with int8 and fp8.
         smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off, but 0.6 for per-token activations of a model whose
             residual stream cannot be rotated, where the build can calibrate.
+        sparsity: pruned weights of the layers' linears: "2:4", or the share of each row that becomes zero, as 0.5;
+            default none. Only engines with sparse kernels (TensorRT's, of 2:4) may gain speed.
+        pruning: rule that chooses them: wanda (magnitude times the norm of the input; default where the build can
+            calibrate) or magnitude.
         cache: KV cache in float16, float32, int8 (a scale per tensor) or int8-channel (a scale per channel); default:
             float16 of integers in split phases whose every attention has groups of query heads and neither windows nor
             sinks, else float32; on GPUs in the type of ``compute``.
@@ -102,6 +109,8 @@ class Request:
     phases: str | None = None
     activations: str | None = None
     smoothing: float | None = None
+    sparsity: str | float | None = None
+    pruning: str | None = None
     cache: str | None = None
     compute: str | None = None
     layers: dict[str, str] | None = None
@@ -165,7 +174,8 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 
 def _read_value(hint: Any, value: Any, where: str) -> Any:
-    kind = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kind = next((kind for kind in kinds if type(value) is kind), kinds[0])
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         return _read_table(kind, value, f"{where}:")
     if typing.get_origin(kind) is dict and isinstance(value, dict):
@@ -198,6 +208,8 @@ def settle(
         asked, calibrated = for_encoder(asked, target, geometry.max_positions), False
     if geometry.diffusion:
         asked = _for_diffusion(asked, geometry)
+    if asked.sparsity is not None and geometry.mixtures:
+        raise UsageError(f"sparsity is given, but experts, as of {geometry.model_type}, are not pruned; leave it out")
     calibrated = calibrated and not geometry.head  # no text holds another model's hidden states
     recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
@@ -303,6 +315,7 @@ def resolve(
         calibration=None,
         compute=compute,
         rotated=rotated,
+        **_sparsity(request, calibrated),
     )
     return recipe, limits
 
@@ -322,11 +335,26 @@ def _room_for_adapters(request: Request, target: Capabilities) -> dict[str, int]
     }
 
 
+def _sparsity(request: Request, calibrated: bool) -> dict[str, str]:
+    asked = request.sparsity
+    if asked is None:
+        if request.pruning is not None:
+            raise UsageError(f"pruning is {request.pruning!r}, but sparsity is missing; give sparsity, too")
+        return {}
+    if asked != TWO_OF_FOUR:
+        share = asked if isinstance(asked, float | int) else 0.0
+        if not 0 < share <= LARGEST_SPARSITY:
+            expected = f'expected "{TWO_OF_FOUR}" or a share above 0, {LARGEST_SPARSITY} at most'
+            raise UsageError(f"sparsity is {format_value(asked)}, {expected}")
+    rule = either(request.pruning, "wanda" if calibrated else "magnitude")
+    return {"sparsity": str(asked), "pruning": _one_of("pruning", rule, PRUNINGS)}
+
+
 def _check_source(request: Request, coded: bool) -> None:
     """Integers that are kept leave nothing to choose."""
     if not coded:
         raise UsageError("precision is 'source', but the checkpoint is not quantized; expected one that is, or --int8")
-    for key, plain in (("scheme", "rtn"), ("smoothing", 0.0)):
+    for key, plain in (("scheme", "rtn"), ("smoothing", 0.0), ("sparsity", None)):
         if getattr(request, key) not in (None, plain):
             raise UsageError(
                 f"{key} is {getattr(request, key)!r}, but the precision is source, which keeps the checkpoint's own "
@@ -341,7 +369,8 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
         raise UsageError(
             f"the target is {target.name}, but a model that embeds or ranks is built for cpu; leave it out"
         )
-    asked = {name: getattr(request, name) for name in ("activations", "cache", "budget", "adapters", "rank")}
+    names = ("activations", "cache", "budget", "adapters", "rank", "sparsity", "pruning")
+    asked = {name: getattr(request, name) for name in names}
     asked |= {"scheme": None if request.scheme == "rtn" else request.scheme, "smoothing": request.smoothing or None}
     asked |= {"phases": None if request.phases == "shared" else request.phases}
     for name, value in asked.items():
@@ -429,6 +458,7 @@ def needs_calibration(recipe: Recipe) -> str | None:
         f"smoothing = {recipe.smoothing}": recipe.smoothing > 0,
         f"cache = {recipe.cache!r}": recipe.cache.startswith("int8"),
         "activations = 'static'": recipe.activations == "static",
+        "pruning = 'wanda'": recipe.pruning == "wanda",
     }
     return next((wish for wish, holds in wishes.items() if holds), None)
 

@@ -107,6 +107,8 @@ def _config(work: _Work, monitor: Monitor) -> Any:
     library, asked = work.spec.library, work.spec.config
     config = work.builder.create_builder_config()
     config.clear_flag(library.BuilderFlag.TF32)  # on by default; who asks for float32 does not want 10 bits of it
+    if work.spec.sparse:
+        config.set_flag(library.BuilderFlag.SPARSE_WEIGHTS)
     if asked.workspace is not None:
         config.set_memory_pool_limit(library.MemoryPoolType.WORKSPACE, asked.workspace)
     if asked.optimization_level is not None:

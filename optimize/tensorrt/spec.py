@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.bundle import EngineConfig, Geometry, Limits, Profile, Recipe, version
+from llmc.bundle import TWO_OF_FOUR, EngineConfig, Geometry, Limits, Profile, Recipe, version
 from llmc.errors import UsageError
 from llmc.optimize.recipe import check_between
 from llmc.optimize.recipe.engine import EngineRequest
@@ -39,12 +39,14 @@ class EngineSpec:
         version: of the library; none where there is none.
         gpu: the GPU here, None where there is none.
         config: what the manifest will say of the engine, as yet without its files.
+        sparse: weights are pruned to 2:4, for which the library may choose sparse kernels.
     """
 
     library: Any
     version: str
     gpu: Device | None
     config: EngineConfig
+    sparse: bool = False
 
 
 def resolve_engine(
@@ -98,7 +100,8 @@ def resolve_engine(
     )
     if gpu is not None:
         _warn_of_other(gpu, config, library, target)
-    return EngineSpec(library, library_version(library) if library is not None else "none", gpu, config)
+    found = library_version(library) if library is not None else "none"
+    return EngineSpec(library, found, gpu, config, recipe.sparsity == TWO_OF_FOUR)
 
 
 def bucket_sizes(max_context: int) -> tuple[int, ...]:

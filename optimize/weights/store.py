@@ -1,8 +1,8 @@
 """The weights that a lowering reads: the checkpoint's, as calibration left them.
 
 Calibration writes one file per part of the model (each layer, and the head) into a folder: factors folded into rows
-and columns of float weights, integers that were chosen, and ranges of activations. Whatever it
-did not decide is the checkpoint's own: the weight as stored, rounded to nearest.
+and columns of float weights, norms of inputs that pruning weighs weights with, integers that were chosen, and ranges of
+activations. Whatever it did not decide is the checkpoint's own: the weight as stored, rounded to nearest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from llmc.errors import BuildError
 from llmc.exported import CodedTensor, Weight, codes_of, in_parallel, pieces, rows_of, sizes
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import SMALLEST_SCALE, Float, Grid, Quantized, pack_rows, stack, unpack_rows
+from llmc.optimize.quantize.pruning import Pruning
 from llmc.runtime.host import disk_cache
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -118,10 +119,12 @@ def quantize_matrix(matrix: Float, grid: Grid) -> Quantized:
 
 
 class Calibrated:
-    """Float weights and integers of a checkpoint. Without a store, all weights are as the checkpoint has them."""
+    """Float weights and integers of a checkpoint. Without a store, all weights are as the checkpoint has them, but for
+    those that are pruned."""
 
-    def __init__(self, store: Store | None = None) -> None:
+    def __init__(self, store: Store | None = None, pruning: Pruning | None = None) -> None:
         self._store = store
+        self._pruning = pruning or Pruning()
 
     def _arrays(self, tensor: str) -> Arrays:
         return self._store.read(part_of(tensor)) if self._store else {}
@@ -130,7 +133,7 @@ class Calibrated:
         """Rows of a tensor [N, K] or [N] as float32: stored values, times their factors, pruned ones zero."""
         assert tensor.name is not None
         arrays = self._arrays(tensor.name)
-        rows = rows_of(tensor, start, stop)
+        rows = self._pruning.prune(tensor.name, rows_of(tensor, start, stop), arrays.get(f"norms:{tensor.name}"))
         span = slice(start, start + len(rows))
         if (factors := arrays.get(f"rows:{tensor.name}")) is not None:
             rows *= factors[span] if rows.ndim == 1 else factors[span, None]
@@ -143,11 +146,11 @@ class Calibrated:
         return np.concatenate([self.rows(t, *span) for t in tensors for span in pieces(sizes(t))])
 
     def keeps(self, tensor: CodedTensor, grid: Grid) -> bool:
-        """True if the checkpoint's own integers are on ``grid``, and calibration changed nothing."""
+        """True if the checkpoint's own integers are on ``grid``, and neither calibration nor pruning changed them."""
         assert tensor.name is not None
         arrays, (_, inputs) = self._arrays(tensor.name), sizes(tensor)
         changed = any(f"{kind}:{tensor.name}" in arrays for kind in ("rows", "columns", f"values:{grid_name(grid)}"))
-        return not changed and grid.holds(tensor.kind, inputs)
+        return not changed and tensor.name not in self._pruning.tensors and grid.holds(tensor.kind, inputs)
 
     def chosen_for_prompts(self, tensors: Sequence[str], grid: Grid) -> Quantized | None:
         """The integers that calibration chose for stacked matrices of W8A8's graph; None if for some it chose none."""

@@ -53,6 +53,15 @@ KINDS = [
 ]
 
 
+@pytest.mark.parametrize("recipe", [Request(sparsity=0.5, precision="fp32"), Request(sparsity="2:4", phases="shared")])
+def test_a_pruned_bundle_says_so(exported, tmp_path, recipe):
+    report = build(exported(UNTIED).export, tmp_path / "bundle", recipe=recipe)
+    manifest = report.manifest
+    assert (manifest.recipe.sparsity, manifest.recipe.pruning) == (str(recipe.sparsity), "magnitude")
+    assert any("set to zero by the rule magnitude" in note for note in manifest.notes)
+    assert verify(report.output, threads=1).equal_tokens > 0
+
+
 # -------------------------------------------------------------------------------------------------- what is published
 
 

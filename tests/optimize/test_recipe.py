@@ -54,6 +54,8 @@ head = "int8"
 phases = "split"
 activations = "static"
 smoothing = 0.5
+sparsity = "2:4"
+pruning = "wanda"
 cache = "int8-channel"
 compute = "float32"
 max_context = 9
@@ -89,8 +91,8 @@ decode_top1_agreement = 0.99
     assert request.expected == Expected(0.01, 0.0, 0.99)
     assert request.engine == EngineRequest("8.6", False, 2_000_000, 3)
     assert replace(request, layers=None, budget=None, engine=None, expected=None) == Request(
-        "all keys", "int4", "gptq", 64, False, "int8", "split", "static", 0.5, "int8-channel", "float32",
-        None, 9, 2, 5, 4, 8,
+        "all keys", "int4", "gptq", 64, False, "int8", "split", "static", 0.5, "2:4", "wanda", "int8-channel",
+        "float32", None, 9, 2, 5, 4, 8,
     )  # fmt: skip
 
 
@@ -123,6 +125,33 @@ def test_a_wrong_recipe_is_refused_with_its_path(written, text, sentence):
 
 def resolved(calibrated: bool = False, **request: Any) -> Recipe:
     return resolve(Request(**request), CPU, 2048, "x", calibrated)[0]
+
+
+@pytest.mark.parametrize(("calibrated", "rule"), [(False, "magnitude"), (True, "wanda")])
+@pytest.mark.parametrize(("text", "pattern"), [('"2:4"', "2:4"), ("0.5", "0.5")])
+def test_sparsity_is_a_pattern_or_a_share_by_the_rule_that_the_build_can_follow(
+    written, text, pattern, calibrated, rule
+):
+    request = replace(read_recipe(written(f"sparsity = {text}")), precision="fp32")
+    recipe = resolve(request, CPU, 2048, "x", calibrated)[0]
+    assert (recipe.sparsity, recipe.pruning) == (pattern, rule)
+    assert needs_calibration(recipe) == ("pruning = 'wanda'" if calibrated else None)
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        ({"sparsity": "4:8"}, "sparsity is '4:8', expected \"2:4\" or a share above 0, 0.9 at most"),
+        ({"sparsity": 1.0}, "sparsity is 1.0"),
+        ({"sparsity": float("nan")}, "sparsity is nan"),
+        ({"sparsity": 0.5, "pruning": "random"}, "pruning is 'random', expected one of magnitude, wanda"),
+        ({"pruning": "wanda"}, "sparsity is missing"),
+    ],
+)
+def test_a_sparsity_that_means_nothing_is_refused(request_, sentence):
+    with pytest.raises(UsageError) as refused:
+        resolved(**request_)
+    assert sentence in str(refused.value)
 
 
 @pytest.mark.parametrize(

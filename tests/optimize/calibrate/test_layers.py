@@ -13,10 +13,12 @@ from doubles.lowerings import varied
 from llmc.bundle import read_export
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.calibrate.layers import STATE, calibrate, choose_stored_config
+from llmc.optimize.calibrate.request import list_pruned
 from llmc.optimize.lower.context import Float32, QuantConfig, QuantConfigs, WeightOnly, quant_configs
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.quantize.pruning import Pruning
+from llmc.optimize.recipe import PRUNINGS, Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights.store import Calibrated, Store, layer_part
 
@@ -58,9 +60,10 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def lowered_logits(lowering, decoder, case, form: QuantConfig, store: Store | None) -> np.ndarray:
+def lowered_logits(lowering, decoder, case, form: QuantConfig, store: Store | Calibrated | None) -> np.ndarray:
     """Logits [n, length, vocab] of the lowered graph with exact arithmetic, for the samples."""
-    lowered = lowering(case.export, form, Float32(), calibrated=Calibrated(store))
+    calibrated = store if isinstance(store, Calibrated) else Calibrated(store)
+    lowered = lowering(case.export, form, Float32(), calibrated=calibrated)
     lowered.apply("remove dead nodes")
     lowered.exact()
     graph = decoder(lowered.write(), lowered.geometry)
@@ -108,7 +111,15 @@ SCHEMES = {
     "gptq": ({"scheme": "gptq"}, FOUR),
     "smoothing + gptq": ({"scheme": "gptq", "smoothing": 0.5}, FOUR_ASYMMETRIC),
     "smoothing + rtn": ({"scheme": "rtn", "smoothing": 0.5}, FOUR),
+    "pruning + gptq": ({"scheme": "gptq", "sparsity": "2:4", "pruning": "wanda"}, FOUR_ASYMMETRIC),
+    "pruning + smoothing + rtn": ({"scheme": "rtn", "smoothing": 0.5, "sparsity": 0.5, "pruning": "wanda"}, FOUR),
+    "pruning by magnitude": ({"scheme": "rtn", "sparsity": 0.5, "pruning": "magnitude"}, Float32()),
 }
+
+
+def calibrated_of(case: Any, store: Store | None, request: dict[str, Any]) -> Calibrated:
+    pattern = recipe_of(**request).sparsity
+    return Calibrated(store, Pruning(pattern, list_pruned(read_export(case.export).geometry) if pattern else ()))
 
 
 def logits_of_calibration(case: Any, store: Store) -> np.ndarray:
@@ -125,8 +136,33 @@ def logits_of_calibration(case: Any, store: Store) -> np.ndarray:
 def test_the_lowered_graph_computes_what_calibration_computed(exported, lowering, decoder, tmp_path, name, scheme):
     case, (request, form) = exported(name), SCHEMES[scheme]
     store = run(case, tmp_path / "store", form, **request)
-    found = lowered_logits(lowering, decoder, case, form, store)
+    found = lowered_logits(lowering, decoder, case, form, calibrated_of(case, store, request))
     assert distance(found, logits_of_calibration(case, store)) <= FLOAT_TOLERANCE
+
+
+@pytest.mark.parametrize("rule", PRUNINGS)
+def test_pruned_weights_are_those_that_torch_prunes(exported, tmp_path, rule):
+    """Wanda's rule from the paper: |W| times the norm of the inputs, each row alone; quantized zeros stay zero."""
+    case, name = exported(BIASES), "model.layers.0.self_attn.q_proj"
+    request = {"scheme": "gptq", "sparsity": "2:4", "pruning": rule}
+    store = run(case, tmp_path / "store", **request)
+    source = StreamedDecoder(case.export)
+    with torch.inference_mode():
+        layer = source.layer(0)
+        inputs = layer.get_submodule("input_layernorm")(source.embed(torch.from_numpy(samples()))).flatten(0, 1)
+        weight = layer.get_parameter("self_attn.q_proj.weight")
+        score = weight.abs() * (inputs.norm(dim=0) if rule == "wanda" else 1)
+        dropped = score.reshape(len(weight), -1, 4).argsort(dim=-1)[..., :2]
+        zero = torch.zeros_like(score.reshape(len(weight), -1, 4), dtype=torch.bool).scatter_(-1, dropped, True)
+    found = calibrated_of(case, store, request).chosen(f"{name}.weight", FOUR.grid).dequantize()
+    assert (found[zero.reshape(weight.shape).numpy()] == 0).all()
+    assert (found == 0).mean() < 0.65  # weights that stay may round to zero, too
+
+
+def test_a_weight_that_is_pruned_in_one_place_only_exceeds_the_tolerance(exported, lowering, decoder, tmp_path):
+    case, (request, form) = exported(BIASES), SCHEMES["pruning by magnitude"]
+    store = run(case, tmp_path / "store", form, **request)
+    assert distance(lowered_logits(lowering, decoder, case, form, store), logits_of_calibration(case, store)) > 0.01
 
 
 @pytest.mark.parametrize("what", ["values:int4x32:", "scales:int4x32:", "columns:"])

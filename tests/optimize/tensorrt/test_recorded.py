@@ -40,6 +40,12 @@ def test_every_option_is_one_that_it_has(decoder: Path, config: EngineConfig):
     assert library.arguments("IBuilderConfig", "builder_optimization_level=") == [(5,)]
 
 
+def test_weights_in_a_pattern_of_two_of_four_allow_sparse_kernels(decoder: Path, config: EngineConfig):
+    library = RecordedLibrary()
+    build_decoder(library, decoder, config, sparse=True)
+    assert library.arguments("IBuilderConfig", "set_flag") == [(library.BuilderFlag.SPARSE_WEIGHTS,)]
+
+
 def test_decode_is_the_first_profile_and_prefill_the_second(decoder: Path, config: EngineConfig):
     library = RecordedLibrary()
     build_decoder(library, decoder, config)
