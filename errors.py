@@ -27,8 +27,10 @@ enter, with ``raise ... from``; an ``assert`` marks a bug of our own.
 import importlib
 import reprlib
 import shlex
+from pathlib import Path
 from types import ModuleType
 
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 DISTRIBUTION = "llmc-deploy"  # as pip knows it; llmc is the name of another project there
 
 
@@ -174,9 +176,12 @@ def format_value(value: object) -> str:
 def install_command(extra: str) -> str:
     """The pip command that installs what an extra of llmc consists of.
 
-    It names the packages themselves, so that it works without a checkout, and wherever llmc itself came from.
+    It names the packages themselves, so that it works without a checkout, and wherever llmc itself came from; a torch
+    among them comes from an index of builds for CPUs, for the usual one brings gigabytes of CUDA.
     """
-    return " ".join(["pip install", *(shlex.quote(requirement) for requirement in _requirements(extra))])
+    wanted = _requirements(extra)
+    index = [f"--extra-index-url {TORCH_INDEX}"] if any(name.startswith("torch") for name in wanted) else []
+    return " ".join(["pip install", *index, *(shlex.quote(requirement) for requirement in wanted)])
 
 
 def _requirements(extra: str) -> list[str]:
@@ -184,8 +189,8 @@ def _requirements(extra: str) -> list[str]:
 
     try:
         declared = metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:  # run from a folder that nobody installed
-        return [f"{DISTRIBUTION}[{extra}]"]
+    except metadata.PackageNotFoundError:  # run from a folder that was not installed
+        return [f"{Path(__file__).resolve().parent}[{extra}]"]
     found: list[str] = []
     for line in declared:
         requirement, _, marker = line.partition("; ")

@@ -29,7 +29,7 @@ from llmc.bundle.manifest import (
     ExportManifest,
     Manifest,
 )
-from llmc.errors import BundleError, LlmcError
+from llmc.errors import BundleError, LlmcError, format_value
 from llmc.strict import decode, read_json
 
 # A bundle is replaced in two steps, between which the folder is missing for at most this long.
@@ -268,12 +268,12 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     if version < SCHEMA_VERSION:
         raise BundleError(
             f"{path} has schema version {version} of an older llmc ({writer}), this one reads "
-            f"{SCHEMA_VERSION}; make it again with: {remedy}"
+            f"{SCHEMA_VERSION}; {_name_origin(data)}make it again with: {remedy}"
         )
     if version > SCHEMA_VERSION:
         raise BundleError(
             f"{path} has schema version {version}, written by llmc {writer}; this llmc reads up to "
-            f"{SCHEMA_VERSION}: upgrade it with pip install -U llmc-deploy"
+            f"{SCHEMA_VERSION}; use that version of llmc or a newer one"
         )
     contract = data.get("graph_contract", GRAPH_CONTRACT_VERSION)
     if type(contract) is int and contract != GRAPH_CONTRACT_VERSION:  # first: its manifest may have other fields, too
@@ -284,6 +284,18 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
     except LlmcError as error:
         raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
     return manifest
+
+
+def _name_origin(data: dict[str, Any]) -> str:
+    """What an older manifest says of its source, recipe and target, as far as it says so in today's words."""
+    places = {"made of {}": ("source", "name"), "by the recipe {}": ("recipe", "name")}
+    places |= {"in {}": ("recipe", "precision"), "for {}": ("target", "name")}
+    words = []
+    for word, (table, key) in places.items():
+        value = data[table].get(key) if isinstance(data.get(table), dict) else None
+        if isinstance(value, str) and value:
+            words.append(word.format(format_value(value)))
+    return f"it was {' '.join(words)}; " if words and words[0].startswith("made") else ""
 
 
 def _load(path: Path, remedy: str) -> Any:

@@ -162,7 +162,7 @@ def test_a_manifest_that_is_no_json_object_is_refused(folder: Path, content: byt
 def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
     edit(folder, put(SCHEMA_VERSION + 1, "schema_version"))
     edit(folder, put("9.9.9", "llmc_version"))
-    said = rf"version {SCHEMA_VERSION + 1}, written by llmc 9.9.9.*up to {SCHEMA_VERSION}.*pip install -U llmc-deploy"
+    said = rf"version {SCHEMA_VERSION + 1}, written by llmc 9.9.9.*up to {SCHEMA_VERSION}; use that version"
     with pytest.raises(BundleError, match=said):
         bundle.read_bundle(folder)
 
@@ -170,8 +170,15 @@ def test_a_newer_schema_is_refused_with_the_version_that_wrote_it(folder: Path):
 def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(SCHEMA_VERSION - 1, "schema_version"))
-    said = rf"schema version {SCHEMA_VERSION - 1} of an older llmc \(0.1.0\), this one reads {SCHEMA_VERSION}; make it"
-    with pytest.raises(BundleError, match=said):
+    said = rf"schema version {SCHEMA_VERSION - 1} of an older llmc \(0.1.0\), this one reads {SCHEMA_VERSION}; "
+    with pytest.raises(BundleError, match=rf"{said}it was made of .* by the recipe .* for cpu; make it"):
+        bundle.read_bundle(folder)
+
+
+@pytest.mark.parametrize("origin", [{"source": None}, {"source": {"name": ["x"]}}, {"source": {"name": ""}}])
+def test_an_older_schema_that_names_no_source_is_refused_all_the_same(folder: Path, origin: Any):
+    edit(folder, lambda data: data.update(origin, schema_version=SCHEMA_VERSION - 1))
+    with pytest.raises(BundleError, match=rf"reads {SCHEMA_VERSION}; make it again with: llmc"):
         bundle.read_bundle(folder)
 
 

@@ -1,6 +1,7 @@
 """The error tree, its exit codes, and the sentence for a missing extra."""
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 
@@ -63,17 +64,19 @@ def test_the_pip_command_names_what_an_extra_and_the_extras_in_it_bring(monkeypa
     ]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: declared if name == "llmc-deploy" else [])
     assert errors.install_command("cpu") == "pip install 'onnxruntime>=1.23'"
-    assert errors.install_command("export") == "pip install 'onnx>=1.23' 'torch>=2.13'"
+    cpu = "--extra-index-url https://download.pytorch.org/whl/cpu"
+    assert errors.install_command("export") == f"pip install {cpu} 'onnx>=1.23' 'torch>=2.13'"
     both = """pip install 'onnxruntime>=1.23' 'onnx>=1.23' 'uvloop>=1; sys_platform != "win32"'"""
     assert errors.install_command("both") == both
 
 
-def test_the_pip_command_names_the_distribution_where_nothing_is_installed(monkeypatch):
+def test_the_pip_command_names_the_folder_where_nothing_is_installed(monkeypatch):
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.requires", missing)
-    assert errors.install_command("cpu") == "pip install 'llmc-deploy[cpu]'"
+    folder = Path(errors.__file__).parent
+    assert errors.install_command("cpu") == f"pip install '{folder}[cpu]'"
 
 
 def test_require_does_not_blame_the_extra_for_a_module_broken_inside(tmp_path, monkeypatch):
