@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 ENGINE = ("compute_capabilities", "deferred")
 CALIBRATION = ("calibration", "samples", "length", "no_calibration")
+ASKED = ("precision", "max_context", "max_batch", "adapters", "rank", "budget", "engine")  # of a recipe
 
 
 @click.command("build", short_help="Build a bundle from an export or a checkpoint, and verify it.")
@@ -182,22 +183,26 @@ def open_export(source: Path, output: Path, order: dict[str, Any], progress: sho
     from llmc.cli.plan import check_export
     from llmc.export import export
 
-    if geometry := check_export(source):
-        check_order(geometry, order)
+    if checked := check_export(source, memory=order["memory"]):
+        check_order(source, *checked, order)
     with work_folder(output) as folder:
         yield export(source, folder / source.resolve().name.removesuffix(".gguf"), progress=progress).output
 
 
-def check_order(geometry: Geometry, order: dict[str, Any]) -> None:
+def check_order(source: Path, geometry: Geometry, tokenizer_bytes: int, order: dict[str, Any]) -> None:
     """Refuse what a build of this model would refuse, before it is exported."""
+    from llmc.optimize.build import check_memory
     from llmc.optimize.recipe import Request, read_recipe, settle
     from llmc.optimize.targets import capabilities
 
-    asked = Request(**{name: order[name] for name in ("precision", "max_context", "max_batch", "budget", "engine")})
+    asked = Request(**{name: order[name] for name in ASKED})
     calibration: CalibrationRequest | None = order["calibration"]
     able = calibration is not None and calibration.is_possible
     written = read_recipe(order["recipe"]) if order["recipe"] else Request()
-    settle(asked.over(written), geometry, capabilities(order["target"]), "", able)
+    recipe, limits = settle(asked.over(written), geometry, capabilities(order["target"]), "", able)
+    judged = order["text"] is not None or bool(recipe.budget)
+    how = {"target": order["target"], "judged": judged, "memory": order["memory"]}
+    check_memory(source, geometry, recipe, limits, tokenizer_bytes, calibration, **how)
 
 
 def print_report(report: BuildReport) -> None:

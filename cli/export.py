@@ -92,7 +92,7 @@ def print_report(report: ExportReport) -> None:
         [
             ("model", f"{source.name} ({geometry.model_type}, {geometry.layers} layers)"),
             *adapter_rows(source),
-            ("weights", f"{show.amount(source.parameters)} parameters, {source.dtype}"),
+            ("weights", show.weights_of(source, geometry)),
             *((name, show.size(count)) for name, count in report.files.items()),
             ("new on disk", show.size(report.new_bytes)),
             ("time", f"{report.seconds:.1f} s"),

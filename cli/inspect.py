@@ -46,10 +46,9 @@ def inspect_command(path: Path, as_json: bool) -> None:
 def print_summary(summary: Summary) -> None:
     source, device = summary.source, summary.device_memory
     apart = " (this stage alone)" if summary.stages else "" if summary.bundle else " (float32); see llmc plan"
-    stored = f"made from {source.dtype}" if summary.bundle else source.dtype
     rows = [
         (summary.kind, str(summary.path)),
-        ("model", f"{source.name}, {show.amount(source.parameters)} parameters, {stored}"),
+        ("model", f"{source.name}, {show.weights_of(source, summary.geometry, summary.bundle is not None)}"),
         *adapter_rows(source),
         *geometry_rows(summary.geometry),
         *(bundle_rows(summary.bundle) if summary.bundle else []),

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from llmc.bundle import PhaseQuality, Quality, Recipe, Similarity
+from llmc.bundle import Geometry, PhaseQuality, Quality, Recipe, Similarity, Source
 from llmc.errors import printable
 
 Report = Callable[..., None]
@@ -93,6 +93,14 @@ def amount(count: int) -> str:
     if count >= 1_000_000_000:
         return f"{count / 1e9:.2f} billion"
     return f"{count / 1e6:.1f} million" if count >= 1_000_000 else f"{count:,}"
+
+
+def weights_of(source: Source, geometry: Geometry, built: bool = False) -> str:
+    """The number of parameters and their type, or the bits of their codes."""
+    codes = [*(linear.codes for linear in geometry.linears), *(item.codes for item in geometry.mixtures)]
+    bits = sorted({each.bits for each in codes if each})
+    stored = f"codes of {' and '.join(map(str, bits))} bits" if bits else source.dtype
+    return f"{amount(source.parameters)} parameters, {'made from ' if built else ''}{stored}"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.bundle import read_bundle, read_export
+from llmc.bundle import TOKENIZER_FILE, read_bundle, read_export
 from llmc.cli import output as show
 from llmc.cli.options import (
     SectionCommand,
@@ -65,8 +65,8 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
     from llmc.runtime.bench.stages import refusal
 
     precision = take_precision(asked)
-    with _source(path) as (folder, geometry):
-        ahead = _ahead(folder, geometry, precision=precision, **asked)
+    with _source(path) as (folder, geometry, copied):
+        ahead = _ahead(folder, geometry, copied, precision=precision, **asked)
     summary = summarize(path)
     on_disk, elsewhere = summary.disk, [stage for stage in summary.stages if stage.memory is None]
     if as_json:
@@ -76,7 +76,12 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
         report |= {"elsewhere": elsewhere} if elsewhere else {}
         show.print_json({**report, "disk": on_disk, "stages": [numbers(stage) for stage in ahead.stages]})
     else:
-        click.echo(f"on disk: {disk_row(on_disk)}\n")
+        click.echo(f"on disk: {disk_row(on_disk)}")
+        if writes := [f"{it.plan.stage} {show.size(it.plan.writes)}" for it in ahead.stages if it.plan.writes]:
+            precision = next(stage.plan.precision for stage in ahead.stages if stage.plan.precision)
+            words = "the checkpoint's own" if precision == "source" else precision
+            click.echo(f"writes: {', '.join(writes).replace('build', 'bundle')}, precision {words}")
+        click.echo()
         print_stages(ahead)
         for stage in elsewhere:
             click.echo(f"elsewhere: stage {stage.number}, layers {stage.first} to {stage.last}")
@@ -87,6 +92,7 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
 def _ahead(
     path: Path,
     geometry: Geometry | None,
+    copied: int,
     *,
     target: str,
     max_context: int | None,
@@ -107,7 +113,8 @@ def _ahead(
         on_gpu = capabilities(target).has_gpu
         found = find_memories(on_gpu, memory, gpu_memory, unified)
         build = {"context": max_context, "batch": max_batch, "target": target, "unified": found.unified}
-        return hold(plan_stages(path, geometry, boxes=stages, **build, **how), found, on_gpu)  # type: ignore[arg-type]
+        plans = plan_stages(path, geometry, boxes=stages, copied=copied, **build, **how)  # type: ignore[arg-type]
+        return hold(plans, found, on_gpu)
     manifest = read_bundle(path)
     on_gpu = manifest.device is not None
     found = find_memories(on_gpu, memory, gpu_memory, unified)
@@ -131,8 +138,9 @@ def _estimate_rebuilding(manifest: Manifest, unified: bool) -> list[MemoryEstima
 
 
 @contextmanager
-def _source(path: Path) -> Iterator[tuple[Path, Geometry | None]]:
-    """The folder of an export's or a checkpoint's tokenizer and its geometry, which of a bundle is None."""
+def _source(path: Path) -> Iterator[tuple[Path, Geometry | None, int]]:
+    """The folder of an export's or a checkpoint's tokenizer, its geometry (None for a bundle), and the bytes of weights
+    that an export would copy."""
     from llmc.cli.summary import kind_of
 
     kind = kind_of(path)
@@ -141,9 +149,9 @@ def _source(path: Path) -> Iterator[tuple[Path, Geometry | None]]:
 
         checkpoint = read_checkpoint(path)
         with _tokenizer_folder(checkpoint) as folder:
-            yield folder, checkpoint.geometry
+            yield folder, checkpoint.geometry, checkpoint.made_bytes
     else:
-        yield path, read_export(path).geometry if kind == "export" else None
+        yield path, read_export(path).geometry if kind == "export" else None, 0
 
 
 @contextmanager
@@ -158,9 +166,9 @@ def _tokenizer_folder(checkpoint: Checkpoint) -> Iterator[Path]:
         yield Path(name)
 
 
-def check_export(checkpoint: Path, text_only: bool = False) -> Geometry | None:
-    """Refuse to export where memory does not suffice, or a tokenizer that does not work; else the model's geometry. A
-    broken checkpoint, of which that is None, is the exporter's to report."""
+def check_export(checkpoint: Path, text_only: bool = False, memory: int | None = None) -> tuple[Geometry, int] | None:
+    """Refuse to export if memory does not suffice, or a tokenizer that does not work. Return the model's geometry and
+    the bytes of its tokenizer; None for a broken checkpoint, which the exporter reports."""
     from llmc.export.sources.checkpoint import read_checkpoint
     from llmc.runtime.bench.stages import Stage, export_plan, refusal
     from llmc.runtime.kv.budget import usable_memory
@@ -170,12 +178,13 @@ def check_export(checkpoint: Path, text_only: bool = False) -> Geometry | None:
         found = read_checkpoint(checkpoint, text_only=text_only)
     except LlmcError:
         return None
-    plan = export_plan(found.geometry)
-    if problem := refusal([Stage(plan, plan.verdict(usable_memory(0)))]):
-        raise ResourceError(f"{checkpoint}: {problem}")
     with _tokenizer_folder(found) as folder:
         try_tokenizer(folder)
-    return found.geometry
+        tokenizer_bytes = (folder / TOKENIZER_FILE).stat().st_size
+    plan = export_plan(found.geometry, tokenizer_bytes)
+    if problem := refusal([Stage(plan, plan.verdict(usable_memory(0, memory)))]):
+        raise ResourceError(f"{checkpoint}: {problem}")
+    return found.geometry, tokenizer_bytes
 
 
 def numbers(stage: Stage) -> dict[str, object]:
@@ -191,6 +200,8 @@ def numbers(stage: Stage) -> dict[str, object]:
         "total": plan.total,
         "per_layer_table": plan.per_layer_table,
         **({"seconds": round(plan.seconds)} if plan.seconds else {}),
+        **({"writes": plan.writes} if plan.writes else {}),
+        **({"precision": plan.precision} if plan.precision else {}),
         **({"smaller": dict(zip(("recipe", "total"), plan.smaller, strict=True))} if plan.smaller else {}),
         **{name: getattr(verdict, name) if verdict else None for name in known},
     }

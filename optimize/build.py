@@ -14,8 +14,11 @@ from llmc.bundle import (
     TWO_OF_FOUR,
     Budget,
     EngineConfig,
+    Geometry,
     Graph,
+    Limits,
     Manifest,
+    Recipe,
     Target,
     write_chunks,
 )
@@ -33,6 +36,7 @@ from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import Request
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.split import split
+from llmc.optimize.targets import capabilities
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, stage_folder
 from llmc.runtime.kv.budget import usable_memory
@@ -119,11 +123,12 @@ def build(
         progress=progress,
     )
     check_places(source, output)
-    _check_memory(order, memory)
+    tokenizer, geometry = (source / TOKENIZER_FILE).stat().st_size, order.export.geometry
+    parts = (geometry, order.recipe, order.limits, tokenizer, order.calibration)
+    check_memory(source, *parts, target=target, judged=order.judged, memory=memory)
     try_tokenizer(source)
     order = order.with_engine(wishes)
     _check_support(order)
-    tokenizer, geometry = (source / TOKENIZER_FILE).stat().st_size, order.export.geometry
     if stages and head is not None:
         raise UsageError("stages give no hidden states to a draft head; leave out stages or the head")
     cuts = choose_borders(geometry, order.limits, order.recipe, tokenizer, stages, target) if stages else []
@@ -133,19 +138,23 @@ def build(
     return BuildReport(output, manifest, time.perf_counter() - start)
 
 
-def _check_memory(order: Order, memory: int | None) -> None:
-    calibration, geometry = order.calibration, order.export.geometry
+def check_memory(
+    source: Path,
+    geometry: Geometry,
+    recipe: Recipe,
+    limits: Limits,
+    tokenizer_bytes: int,
+    calibration: CalibrationRequest | None,
+    *,
+    target: str,
+    judged: bool,
+    memory: int | None,
+) -> None:
+    """Raise ResourceError, which names ``source``, if building takes more bytes than ``memory``, or than there are."""
     windows = check_windows(calibration, geometry.max_positions) if calibration is not None else (0, 0)
-    plan = plan_build(
-        geometry,
-        order.recipe,
-        order.limits,
-        (order.source / TOKENIZER_FILE).stat().st_size,
-        *windows,
-        judged=order.judged,
-        device=device_plan(geometry, order.limits, order.recipe) if order.target.has_gpu else None,
-    )
-    plan.check(order.source, usable_memory(plan.parts["engine"], memory))
+    device = device_plan(geometry, limits, recipe) if capabilities(target).has_gpu else None
+    plan = plan_build(geometry, recipe, limits, tokenizer_bytes, *windows, judged=judged, device=device)
+    plan.check(source, usable_memory(plan.parts["engine"], memory))
 
 
 def _check_support(order: Order) -> None:

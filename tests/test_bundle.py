@@ -171,7 +171,9 @@ def test_an_older_schema_is_refused_before_its_missing_fields_are(folder: Path):
     edit(folder, drop("recipe", "scheme"))
     edit(folder, put(SCHEMA_VERSION - 1, "schema_version"))
     said = rf"schema version {SCHEMA_VERSION - 1} of an older llmc \(0.1.0\), this one reads {SCHEMA_VERSION}; "
-    with pytest.raises(BundleError, match=rf"{said}it was made of 'tiny' by the recipe 'default' in 'int8' for 'cpu'; make it"):
+    with pytest.raises(
+        BundleError, match=rf"{said}it was made of 'tiny' by the recipe 'default' in 'int8' for 'cpu'; make it"
+    ):
         bundle.read_bundle(folder)
 
 

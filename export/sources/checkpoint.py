@@ -64,6 +64,11 @@ class Checkpoint:
     def weights(self) -> dict[str, int]:
         return weight_bytes(flatten_tensors(self.tensors).values())
 
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of the weights that an export converts and copies; it refers to all others where they lie."""
+        return sum(it.nbytes for it in flatten_tensors(self.tensors).values() if isinstance(it, MadeTensor))
+
 
 def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bundle.Geometry:
     """The inventory with the codes of those linears whose weights are quantized."""

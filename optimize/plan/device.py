@@ -6,15 +6,8 @@ from pathlib import Path
 from llmc.bundle import CACHE_BYTES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
 from llmc.inventory import HEAD
 from llmc.optimize.lower.context import Computed, choose_embedding_config, quant_configs
-from llmc.optimize.plan.memory import (
-    HOST,
-    INTERPRETER,
-    LOGITS_COPIES,
-    MB,
-    TOKENIZER_FACTOR,
-    activation_bytes,
-    linear_bytes,
-)
+from llmc.optimize.plan.memory import HOST, INTERPRETER, LOGITS_COPIES, MB, activation_bytes, linear_bytes
+from llmc.runtime.bench.stages import TOKENIZER_FACTOR
 
 # The driver's context and the libraries' kernels: 300 to 600 MB are usual.
 CONTEXT = 500 * MB

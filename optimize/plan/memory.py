@@ -29,6 +29,7 @@ from llmc.optimize.lower.context import (
 from llmc.optimize.lower.onnxruntime.experts import fit_block
 from llmc.optimize.quantize.grid import OFFSETS
 from llmc.optimize.recipe import needs_calibration
+from llmc.runtime.bench.stages import TOKENIZER_FACTOR
 from llmc.runtime.kv.budget import MemoryEstimate
 from llmc.runtime.vision.tower import KEPT_BYTES
 
@@ -37,9 +38,6 @@ MB = 1_000_000
 INTERPRETER = 72 * MB
 # Nodes, kernels, threads and buffers of an opened graph.
 OPENED_GRAPH = 11 * MB
-# The tokenizers library keeps vocabulary and merges in hash maps: 10 ... 16 bytes for each of tokenizer.json's,
-# most in files without indentation.
-TOKENIZER_FACTOR = 13
 # MatMulNBits packs, beside the scales that stay mapped, a copy of them and the sum of each block, in float32 as well.
 BLOCK_COPIES = 3
 # QMoE packs its weights and keeps what it packed them from: 137 MB of 90. MoE multiplies floats as they are mapped.
@@ -145,6 +143,34 @@ def adapter_graph_bytes(geometry: Geometry, recipe: Recipe) -> int:
     """Bytes of the weights of the graph for adapters: packed once more for its kernels."""
     *_, found = weight_bytes(geometry, without_rotation(recipe), BLOCK_COPIES).values()
     return found
+
+
+def bundle_bytes(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_bytes: int) -> int:
+    """Bytes of a bundle on disk. Weights that both graphs store alike count once."""
+    stored = dict[tuple[str, QuantConfig, bool], int]()
+    for phase, configs in quant_configs(recipe, geometry).items():
+        rotated = recipe.rotates(phase)
+        for linear in geometry.linears:
+            config = configs.of(linear.name)
+            stored[linear.name, config, rotated and linear.name != HEAD] = _file_bytes(linear, config)
+        for item in geometry.mixtures:
+            config = configs.stored(item.name)
+            parts = item.count * sum(_file_bytes(part, config) for part in item.parts)
+            stored[item.name, config, rotated] = _coded_bytes(item) if isinstance(config, Mxfp4) else parts
+        table = choose_embedding_config(configs, geometry.tied_head)
+        if not geometry.tied_head:
+            stored["", table, False] = _file_bytes(geometry.table, table)
+        if geometry.per_layer:
+            rows = replace(geometry.table, inputs=geometry.layers * geometry.per_layer)
+            stored[" ", table, False] = _file_bytes(rows, table)
+    tower, linears = choose_tower_configs(configs), geometry.vision.linears if geometry.vision else ()
+    seen = sum(_file_bytes(linear, tower.of(linear.name)) for linear in linears)
+    adapters = sum(weight_bytes(geometry, without_rotation(recipe)).values()) if limits.adapters else 0
+    return sum(stored.values()) + seen + adapters + tokenizer_bytes
+
+
+def _file_bytes(linear: Linear, config: QuantConfig) -> int:
+    return 2 * linear.size if isinstance(config, Float16) else linear_bytes(linear, config)
 
 
 def activation_bytes(geometry: Geometry, tokens: int, size: int) -> int:

@@ -10,7 +10,7 @@ from llmc.errors import BundleError
 from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES, can_calibrate
 from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan
-from llmc.optimize.plan.memory import memory_plan, plan_build
+from llmc.optimize.plan.memory import bundle_bytes, memory_plan, plan_build
 from llmc.optimize.plan.time import estimate_build
 from llmc.optimize.recipe import Request, check_context, find_recipe, read_recipe, settle
 from llmc.optimize.targets import capabilities
@@ -33,15 +33,21 @@ def plan_stages(
     target: str = "cpu",
     unified: bool = False,
     boxes: Sequence[int] | None = None,
+    copied: int = 0,
 ) -> list[MemoryEstimate]:
-    """Plan the stages ahead of an export or a checkpoint; ``unified`` counts what building takes on a GPU in, and
-    ``boxes`` are those that run a part of the model each."""
+    """Plan the stages ahead of an export or a checkpoint.
+
+    Args:
+        unified: count what building takes on a GPU, too.
+        boxes: memory of the boxes that run a part of the model each.
+        copied: bytes of weights that exporting the checkpoint copies.
+    """
     asked = Request(precision=precision, max_context=context, max_batch=batch)
     file = find_recipe(recipe)
     asked = asked.over(read_recipe(file)) if file else asked
     if context is not None:
         check_context(context, geometry.max_positions)
-    exporting = [] if (path / EXPORT_MANIFEST).exists() else [export_plan(geometry)]
+    exporting = [] if (path / EXPORT_MANIFEST).exists() else [export_plan(geometry, _tokenizer_bytes(path), copied)]
     return [*exporting, *_of_build(path, geometry, asked, target, unified, boxes or ())]
 
 
@@ -53,6 +59,7 @@ def _of_build(
     tokenizer, windows, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
     cuts = choose_borders(geometry, limits, chosen, tokenizer, boxes, target) if boxes else []
+    on_disk = bundle_bytes(geometry, chosen, limits, tokenizer)
     if not abilities.has_gpu:
         judged = bool(chosen.budget)
         build = plan_build(geometry, chosen, limits, tokenizer, *windows, judged=judged)
@@ -67,11 +74,12 @@ def _of_build(
             plan_run(cut.memory, wider, limits.max_context, batch).of_stage(number, cut.layers, box)
             for number, (cut, box) in enumerate(zip(cuts, boxes, strict=True))
         ]
-        return [replace(build, seconds=seconds), *(runs or [run])]
+        return [replace(build, seconds=seconds, writes=on_disk, precision=chosen.precision), *(runs or [run])]
     device = device_plan(geometry, limits, chosen)
     one_memory = unified and abilities.makes_engine  # the engine's builder runs kernels on the GPU
+    build = plan_build(geometry, chosen, limits, tokenizer, *windows, device=device, one_memory=one_memory)
     return [
-        plan_build(geometry, chosen, limits, tokenizer, *windows, device=device, one_memory=one_memory),
+        replace(build, writes=on_disk, precision=chosen.precision),
         plan_run(host_plan(geometry, tokenizer), wider, limits.max_context, batch),
         plan_device(device, wider, limits.max_context, batch),
     ]

@@ -22,6 +22,9 @@ from llmc.runtime.kv.budget import (
 
 # torch, its graph exporter and onnxscript once imported, and what a layer's nodes take; weights are never read.
 EXPORTER, EXPORTED_LAYER = 380_000_000, 3_000_000
+# The tokenizers library keeps vocabulary and merges in hash maps: 10 ... 16 bytes for each of tokenizer.json's, most in
+# files without indentation.
+TOKENIZER_FACTOR = 13
 EXPORT = "export"
 ONE_MEMORY = "run in one memory"  # the stage that stands for both of a run where CPU and GPU share their memory
 LARGER_MACHINE = "free memory or export on a larger machine"  # no precision makes the exporter smaller
@@ -66,12 +69,18 @@ def hold(plans: list[MemoryEstimate], found: Memories, on_gpu: bool) -> Ahead:
     return Ahead(tuple(found.stage(plan) for plan in plans), found, on_gpu)
 
 
-def export_plan(geometry: Geometry) -> MemoryEstimate:
-    """Exporting with fake tensors: libraries and the graph, whatever the weights weigh."""
-    parts = {"exporter": EXPORTER, "graph": EXPORTED_LAYER * geometry.layers}
+def export_plan(geometry: Geometry, tokenizer_bytes: int, copied: int = 0) -> MemoryEstimate:
+    """Exporting with fake tensors: libraries, graph and tokenizer, whatever the weights weigh.
+
+    Args:
+        tokenizer_bytes: of tokenizer.json, which is read to try it.
+        copied: bytes of weights that are converted and written.
+    """
+    tokenizer, writes = TOKENIZER_FACTOR * tokenizer_bytes, tokenizer_bytes + copied
+    parts = {"exporter": EXPORTER, "graph": EXPORTED_LAYER * geometry.layers, "tokenizer": tokenizer}
     limits = Limits(geometry.max_positions, LARGEST_BATCH, 1)
     total = sum(parts.values())
-    return MemoryEstimate(EXPORT, parts, geometry.max_positions, 1, limits, lambda context, batch: total)
+    return MemoryEstimate(EXPORT, parts, geometry.max_positions, 1, limits, lambda context, batch: total, writes=writes)
 
 
 def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[MemoryEstimate]:

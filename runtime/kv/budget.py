@@ -112,6 +112,7 @@ class MemoryEstimate:
         per_layer_table: bytes of a table beside, of whose file rows are read; the system takes their pages back.
         smaller: the recipe that holds weights once, where this one holds them twice, and the bytes taken with it.
         box: bytes of the box that it is for, 0 where that is this machine.
+        writes: bytes that the stage writes to disk, 0 for none; ``precision`` of the weights among them.
     """
 
     stage: str
@@ -125,6 +126,8 @@ class MemoryEstimate:
     smaller: tuple[str, int] | None = None
     box: int = 0
     layers: range | None = None
+    writes: int = 0
+    precision: str = ""
 
     @property
     def total(self) -> int:

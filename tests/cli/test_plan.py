@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from llmc.runtime.bench.stages import ONE_MEMORY, Memories, find_memories
 from llmc.runtime.host.machine import Available
 
 MB = 1_000_000
+# Norms, graphs and manifests are not counted; of a model with a small vocabulary they are the most.
+DISK_TOLERANCE = 0.1
 
 
 def stages(out: str) -> dict[str, dict]:
@@ -41,6 +44,32 @@ def test_a_bundles_plan_is_the_one_its_export_was_promised(llmc, tiny_export: Pa
     built = stages(llmc("plan", tiny_bundle, "--json").out)["run"]
     assert built["parts"] == promised["parts"]
     assert built["total"] == sum(built["parts"].values())
+
+
+@pytest.mark.usefixtures("roomy")
+def test_bytes_on_disk_are_told_before_they_are_written(
+    llmc, tiny_checkpoint: Path, tiny_export: Path, tiny_bundle: Path
+):
+    found = stages(llmc("plan", tiny_checkpoint, "--json", "--int8").out)
+    written = sum(path.stat().st_size for path in tiny_bundle.iterdir())
+    assert found["build"]["writes"] == pytest.approx(written, rel=DISK_TOLERANCE)
+    assert found["build"]["precision"] == "int8"
+    files = [path for path in tiny_export.iterdir() if path.suffix != ".safetensors"]
+    small = sum(path.stat().st_size for path in files) - (tiny_export / "decoder.onnx").stat().st_size
+    assert found["export"]["writes"] == pytest.approx(small, rel=DISK_TOLERANCE)
+    out = llmc("plan", tiny_checkpoint).out
+    assert re.search(r"^writes: export [\d.]+ [kM]B, bundle [\d.]+ [kM]B, precision int8$", out, re.M)
+    assert "writes" not in llmc("plan", tiny_bundle).out
+
+
+@pytest.mark.usefixtures("roomy")
+def test_too_little_memory_is_told_before_the_export(llmc, tiny_checkpoint: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("llmc.export.export", lambda *args, **options: pytest.fail("exported"))
+    monkeypatch.setattr("llmc.runtime.bench.stages.EXPORTER", 1)  # so that less is enough than to build
+    for memory, stage in (("5MB", "export"), ("100MB", "build")):
+        ran = llmc("build", tiny_checkpoint, "-o", tmp_path / "bundle", "--memory", memory)
+        assert (ran.code, list(tmp_path.iterdir())) == (1, [])
+        assert ran.err.startswith(f"llmc: error: {tiny_checkpoint}: to {stage} it needs ")
 
 
 @pytest.mark.usefixtures("roomy")
