@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     from llmc.runtime import GenerationResult, Model
     from llmc.runtime.api.chat import ChatHandle
 
-COMMANDS = {
-    "/system": "TEXT   what the model is told before everything else; without TEXT, nothing",
-    "/image": "FILE  a PNG, JPEG or WebP before the next question",
-    "/save": "FILE   write the conversation",
-    "/load": "FILE   go on with a saved conversation",
-    "/clear": "       forget what was said, keep the system text",
-    "/set": "NAME VALUE   a parameter, as /set temperature 0.5 or /temperature 0.5; without VALUE, its default again",
-    "/stats": "       counts and times of the last answer, and of all",
-    "/help": "       this list",
-    "/exit": "       leave, as /quit and Ctrl-D do",
+COMMANDS = {  # with the names of their arguments
+    "/system": ("TEXT", "tell the model this before everything else; without TEXT, nothing"),
+    "/image": ("FILE", "put a PNG, JPEG or WebP before the next question"),
+    "/save": ("FILE", "write the conversation"),
+    "/load": ("FILE", "go on with a saved conversation"),
+    "/clear": ("", "forget what was said, keep the system text"),
+    "/set": ("NAME VALUE", "set a parameter, as /set temperature 0.5 or /temperature 0.5; without VALUE, its default"),
+    "/stats": ("", "show counts and times of the last answer, and of all"),
+    "/help": ("", "show this list"),
+    "/exit": ("", "leave, as /quit and Ctrl-D do; the conversation is kept"),
 }
+LAST = "last-chat.json"  # the conversation that was left last
 LEAVING = ("/exit", "/quit")
 
 
@@ -51,9 +52,9 @@ LEAVING = ("/exit", "/quit")
 def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bool, **options: Any) -> None:
     """Talk with BUNDLE: a question, an answer, and so on. /help lists the commands.
 
-    Enter sends, what is pasted stays whole, and a line that ends with a backslash goes on. Ctrl-C stops an answer; at
-    the prompt, twice, it leaves. What is piped to stdin is answered line by line. The last questions are kept for the
-    arrow keys in ~/.local/state/llmc.
+    Enter sends, a paste stays whole, and a line that ends with a backslash goes on. What you type during an answer
+    waits in the next prompt. Ctrl-C stops an answer; at the prompt, twice, it leaves. Lines on stdin are answered one
+    by one. The last questions and the last conversation are kept in ~/.local/state/llmc.
     """
     from llmc.runtime import load
 
@@ -80,9 +81,12 @@ def converse(
             from llmc.cli.prompt import questions
 
             click.echo("/help lists the commands; Ctrl-C stops an answer, /exit or Ctrl-D leaves", err=True)
-        for line in questions(keys) if interactive else stdin_lines(stdin_limit(model.engine.max_context)):
-            if not talk.take(line):
-                return
+        try:
+            for line in questions(keys) if interactive else stdin_lines(stdin_limit(model.engine.max_context)):
+                if not talk.take(line):
+                    break
+        finally:
+            talk.keep()
 
 
 def refuse_without_template(model: Model) -> None:
@@ -239,6 +243,16 @@ class Conversation:
         write_messages(path, self._model.manifest.source.name, self.messages)
         click.echo(f"{len(self.messages)} messages saved in {path}", err=True)
 
+    def keep(self) -> None:
+        """Keep a conversation that a person leaves, so that a key pressed too often loses nothing."""
+        if self._interactive and any(message["role"] == "assistant" for message in self.messages):
+            from llmc.cli.prompt import state_folder
+
+            path = state_folder() / LAST
+            with suppress(LlmcError):  # as where no home can be written
+                write_messages(path, self._model.manifest.source.name, self.messages)
+                click.echo(f"kept: llmc chat {self._model.folder} --load {path} goes on", err=True)
+
     def load(self, path: Path) -> None:
         """Go on with a saved conversation in place of this one."""
         self.messages = read_messages(path)
@@ -269,6 +283,8 @@ class Conversation:
         click.echo(f"all answers: {counted.output_tokens} tokens; {cached}", err=True)
 
     def help(self, _: str) -> None:
-        click.echo("\n".join(f"{name:8} {what}" for name, what in COMMANDS.items()), err=True)
-        click.echo(f"{'//...':8}        say a line that begins with a slash", err=True)
+        rows = [(f"{name} {argument}", what) for name, (argument, what) in COMMANDS.items()]
+        rows.append(("//...", "say a line that begins with a slash"))
+        width = max(len(name) for name, _ in rows)
+        click.echo("\n".join(f"{name:{width}}  {what}" for name, what in rows), err=True)
         click.echo("a line that ends with \\ goes on in the next one; Alt-Enter begins one, too", err=True)

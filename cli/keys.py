@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from llmc.cli.typed_ahead import TypedAhead
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -19,6 +21,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.handle: Handle | None = None
         self.pressed = False
+        self.ahead = TypedAhead()
 
     def press(self, number: int, frame: FrameType | None) -> None:
         self.pressed = True
@@ -38,7 +41,8 @@ class Interrupts:
         try:
             if self.pressed:
                 handle.cancel()
-            yield
+            with self.ahead.hold():
+                yield
         finally:
             self.handle = None
             self.pressed = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from llmc.cli.keys import Interrupts
 
 PROMPT = "> "
+WARNING_S = 5.0  # in which a second Ctrl-C leaves; later it warns again
 
 
 def questions(keys: Interrupts) -> Iterator[str]:
@@ -35,20 +37,20 @@ def questions(keys: Interrupts) -> Iterator[str]:
         reserve_space_for_menu=0,  # nothing is completed
         output=output,
     )
-    warned = False
+    warned_s = -WARNING_S
     while True:
         try:
             keys.refuse_pressed()
-            text = session.prompt()
+            text = session.prompt(default=keys.ahead.take())
         except EOFError:
             return
         except KeyboardInterrupt:
-            if warned:
+            if time.monotonic() - warned_s < WARNING_S:
                 return
-            warned = True
+            warned_s = time.monotonic()
             click.echo("Ctrl-C again or Ctrl-D leaves", err=True)
         else:
-            warned = False
+            warned_s = -WARNING_S
             if any("\ud800" <= character <= "\udfff" for character in text):
                 click.echo("error: this is no UTF-8", err=True)
             else:
@@ -83,10 +85,14 @@ class _Questions(FileHistory):
             super().store_string(string)
 
 
+def state_folder() -> Path:
+    """The folder for what is kept between talks, as XDG says."""
+    return Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "llmc"
+
+
 def former_questions() -> History:
     """The questions of former talks, in a file where XDG says; of this one only, where that cannot be written."""
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    path = Path(state) / "llmc" / "chat-history"
+    path = state_folder() / "chat-history"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))  # its owner alone may read it

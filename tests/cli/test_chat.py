@@ -256,6 +256,24 @@ def test_former_questions_come_back_with_the_arrow_keys(
     assert talk("Hello", terminal=True).code == 0
 
 
+def test_a_conversation_that_is_left_is_kept(talk, model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    file = tmp_path / "state" / "llmc" / "last-chat.json"
+    talk("/help", terminal=True)
+    assert not file.exists()  # nothing was said
+    assert f"--load {file} goes on" in talk("Hello", terminal=True).err
+    assert json.loads(file.read_text())["messages"] == [user("Hello"), assistant("ab")]
+
+
+@pytest.mark.parametrize(("expires_s", "asked"), [(60.0, 0), (0.0, 1)])
+def test_a_second_ctrl_c_leaves_only_soon_after_the_first(
+    talk, model: FakeModel, monkeypatch: pytest.MonkeyPatch, expires_s: float, asked: int
+):
+    monkeypatch.setattr("llmc.cli.prompt.WARNING_S", expires_s)
+    talk("\x03\x03Hello", terminal=True)
+    assert len(model.asked) == asked
+
+
 def test_parameters_change_during_a_talk(talk, model: FakeModel):
     lines = ("/temperature 0.5", "/set top-k 3", "Hello", "/set stop x", "/temperature", "Again", "/set")
     ran = talk(*lines, options=("--seed", 1))

@@ -89,6 +89,24 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(terminal: Ter
     assert terminal.process.wait(LIMIT_S) == 0
 
 
+def test_what_is_pasted_during_an_answer_waits_whole_in_the_next_prompt(terminal: Terminal):
+    terminal.type("Hello\r")
+    terminal.wait_for("\x1b[?2004l")
+    terminal.wait_for("\n")
+    terminal.wait_for("\n")  # some of the answer
+    terminal.type("/set\nfirst line\n/exit\n" + 200 * "a long line of a paste\n" + "its end\n")
+    time.sleep(0.5)
+    terminal.type("\x03")
+    terminal.wait_for("(stopped)")
+    terminal.wait_for("its end")
+    assert "all parameters" not in terminal.make_arguments
+    terminal.type("\x03")  # clears the prompt
+    terminal.wait_for("Ctrl-C again")
+    terminal.wait_for(PROMPT)
+    terminal.type("/exit\r")
+    assert terminal.process.wait(LIMIT_S) == 0
+
+
 def test_ctrl_c_at_the_prompt_says_how_to_leave_and_the_second_one_leaves(terminal: Terminal):
     terminal.type("\x03")
     terminal.wait_for("Ctrl-C again or Ctrl-D leaves")
