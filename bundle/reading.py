@@ -166,6 +166,9 @@ def refuse_other(folder: Path) -> None:
         raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
     if folder.is_file():
         raise BundleError(f"{folder} is a file, expected a bundle; give the folder that llmc build wrote")
+    if not os.path.lexists(folder / BUNDLE_MANIFEST):
+        said = f"{folder}: no {BUNDLE_MANIFEST} here, not written by llmc; make it with: {build_command('CHECKPOINT')}"
+        raise BundleError(said)
 
 
 def explain_absent(path: Path) -> str | None:

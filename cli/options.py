@@ -28,13 +28,12 @@ def new_path(text: str) -> Path:
 
 
 def bundle_path(text: str) -> Path:
-    """A path where a bundle may be."""
-    if not (found := Path(text)).is_dir():
-        try:
-            refuse_other(found)
-        except BundleError as error:
-            raise UsageError(str(error)) from error
-    return found
+    """The path of a bundle; another one is wrong usage, whatever lies there."""
+    try:
+        refuse_other(Path(text))
+    except BundleError as error:
+        raise UsageError(str(error)) from error
+    return Path(text)
 
 
 def source_path(text: str) -> Path:
@@ -165,20 +164,45 @@ def take(options: dict[str, Any], wanted: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in taken.items() if value is not None and value != ()}
 
 
+COMMON = "Common parameters"
+SHOWN = ("Options", COMMON, "Where it listens")  # sections of --help; --help-all shows all
+_ALL = "llmc.help_all"
+
+
+def _help(ctx: click.Context, option: click.Parameter, given: bool) -> None:
+    if given and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
 class SectionCommand(click.Command):
     """Lists its options in sections, and names flags where an error of the library names parameters."""
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The options with ``--help-all`` before ``--help``, where there are sections to show."""
+        found = super().get_params(ctx)
+        if not any(hasattr(option, "section") for option in found):
+            return found
+        text = "Show this message with all options, and exit."
+        every = click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_help, help=text)
+        return [*found[:-1], every, found[-1]]
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The plain options first, then each section, in the order of declaration."""
+        """The plain options first, then each section, in the order of declaration; rare ones for ``--help-all``."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None and isinstance(parameter, click.Option):
                 sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
+        rare = [] if ctx.meta.get(_ALL) else [title for title in sections if title not in SHOWN]
         for title, records in sections.items():
-            if records:
+            if records and title not in rare:
                 with formatter.section(title):
                     formatter.write_dl(records)
+        if rare:
+            formatter.write_paragraph()
+            formatter.write_text(f"--help-all lists more: {'; '.join(rare)}.")
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmc.cli.options import (
+    COMMON,
     ENGINE_NAMES,
     ENGINE_OPTIONS,
     SectionOption,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from llmc.runtime import GenerationResult
 
 MAX_FILE_BYTES = 64_000_000
-COMMON = "Common parameters"
+
 SAMPLING_NAMES = frozenset(PARAMETERS)
 LOADING = ("threads", "max_context", "memory", "self_test", "verify", "emulate", "device")
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import click
 
-from llmc.cli.options import EXISTING_FILE, SectionCommand, SectionOption, add_options, debug_option, size, with_flags
+from llmc.cli.options import (
+    EXISTING_FILE,
+    SectionCommand,
+    SectionOption,
+    add_options,
+    bundle_path,
+    debug_option,
+    size,
+    with_flags,
+)
 from llmc.errors import UsageError, require
 from llmc.runtime.server.config import Setting, read_config, settings
 
@@ -59,7 +68,7 @@ def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:
             raise UsageError(
                 f"the bundle {given!r} names no folder; expected one that llmc build wrote, or NAME=FOLDER"
             )
-        path = Path(folder if sign else given)
+        path = bundle_path(folder if sign else given)
         name = name if sign else path.resolve().name
         if name in found:
             raise UsageError(f"two bundles are called {name!r}; name them, as NAME={path}")

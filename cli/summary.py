@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmc import bundle
 from llmc.bundle import CONFIG_FILE, Geometry, Manifest, Source
-from llmc.errors import BundleError
+from llmc.errors import UsageError
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.runtime.kv.budget import plan_load, round_up
 from llmc.runtime.sessions.staged import find_stages
@@ -83,7 +83,7 @@ def kind_of(path: Path) -> str:
     for name, kind in kinds.items():
         if (path / name).exists():
             return kind
-    raise BundleError(
+    raise UsageError(
         f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
         f"{CONFIG_FILE} (a Hugging Face checkpoint) is here"
     )

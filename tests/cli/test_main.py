@@ -74,6 +74,16 @@ def test_every_verb_explains_itself(llmc, verb: str):
     assert ("\n  --json " in ran.out) == (verb not in ("adapter", "chat", "embed", "rank", "serve"))
 
 
+@pytest.mark.parametrize(
+    ("verb", "rare"), [("run", "--presence-penalty"), ("chat", "--draft"), ("serve", "--max-queue-s")]
+)
+def test_rare_options_are_in_the_longer_help(llmc, verb: str, rare: str):
+    short, whole = llmc(verb, "--help"), llmc(verb, "--help-all")
+    assert (short.code, whole.code) == (0, 0)
+    assert rare not in short.out and "--help-all" in short.out
+    assert f" {rare} " in whole.out and len(short.out.splitlines()) < 90
+
+
 # ----------------------------------------------------------------------------------------------------------- errors
 
 
@@ -85,6 +95,12 @@ def test_every_verb_explains_itself(llmc, verb: str):
         (["inspect", "--nonsense"], "llmc: error: No such option"),
         (["inspect", "/no/such/folder"], "llmc: error: Invalid value for 'PATH': Path '/no/such/folder' does not"),
         (["plan", "--max-batch", "0", "."], "llmc: error: Invalid value for '--max-batch'"),
+        (["inspect", "."], "llmc: error: .: neither llmc.json"),
+        *(
+            ([*verb.split(), place], f"llmc: error: {place}{what}")
+            for verb in ("run", "chat", "verify", "bench", "serve", "embed", "rank", "doctor")
+            for place, what in [(".", ": no llmc.json here"), ("/no/such", ": there is no such folder")]
+        ),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exits_with_two(llmc, arguments: list[str], sentence: str):

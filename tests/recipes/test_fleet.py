@@ -85,4 +85,27 @@ class TestInferenceService:
         (port,) = container["ports"]
         assert port == {"name": "http1", "containerPort": given["port"], "protocol": "TCP"}
         assert given["bundles"] == ("tiny=/mnt/models",) and given["host"] == "0.0.0.0"
-        compile(container["readinessProbe"]["exec"]["command"][2], "probe", "exec")
+        assert container["imagePullPolicy"] == "IfNotPresent"
+        assert {"name": "PORT", "value": str(given["port"])} in container["env"]
+        assert container["readinessProbe"]["exec"]["command"][1:] == ["/etc/llmc/health.py", "/ready"]
+
+
+class TestDeployment:
+    def test_runs_the_container_with_settings_that_llmc_has(self) -> None:
+        text = (RECIPES / "k3s" / "llmc.yaml").read_text(encoding="utf-8")
+        claim, deployment, service = yaml.safe_load_all(text)
+        pod = deployment["spec"]["template"]
+        (container,) = pod["spec"]["containers"]
+        check_pod(pod["spec"], container)
+        with serve_command.make_context("serve", list(container["args"])) as context:
+            given = {name: value for name, value in context.params.items() if value not in (None, ())}
+        (port,) = container["ports"]
+        assert given["bundles"] == ("default=/bundles/default",) and port["containerPort"] == given["port"]
+        assert container["imagePullPolicy"] == "IfNotPresent"
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["exec"]["command"][1] == "/etc/llmc/health.py"
+        assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+        labels = deployment["spec"]["selector"]["matchLabels"]
+        assert service["spec"]["selector"] == labels == pod["metadata"]["labels"]
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        assert volumes["bundles"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]

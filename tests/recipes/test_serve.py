@@ -3,14 +3,19 @@
 import json
 import re
 import shutil
+import ssl
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import pytest
+from doubles.listening import make_certificate
 
 from llmc.cli.main import cli
+from llmc.runtime.observe.metrics import EngineSnapshot, Gauges
 from llmc.runtime.server.config import read_config
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "serve"
@@ -69,10 +74,55 @@ def test_the_container_runs_a_command_that_exists_as_nobody_of_note(stages: list
     assert int(user) > 1000 and int(group) > 1000
     copied = [rest.split() for name, rest in last if name == "COPY"]
     assert copied[0] == ["--from=build", "/opt/llmc", "/opt/llmc"] and copied[1][1] == command[-1]
-    assert (FOLDER.parents[1] / copied[1][0]).is_file()
+    assert json.loads(instruction(last, "HEALTHCHECK").partition("CMD ")[2])[1] == copied[2][1]
+    assert all((FOLDER.parents[1] / copy[0]).is_file() for copy in copied[1:])
     extras = re.findall(r"\[([\w,]+)\]", instruction(build, "RUN"))[0].split(",")
     declared = (FOLDER.parents[1] / "pyproject.toml").read_text()
     assert all(re.search(rf"^{extra} = \[", declared, re.M) for extra in extras)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_health_check_asks_with_and_without_tls_and_with_a_key(tls: bool, tmp_path: Path, monkeypatch):
+    asked: list[tuple[str, str | None]] = []
+
+    class Service(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append((self.path, self.headers["authorization"]))
+            self.send_response(200 if self.path == "/health" else 503)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    if tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*make_certificate(tmp_path))
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    Thread(target=server.serve_forever, daemon=True).start()
+    environment = {"PORT": str(server.server_port), "PROBE_KEY": "k"}
+    codes = [
+        subprocess.run([sys.executable, FOLDER / "health.py", *path], env=environment, capture_output=True).returncode
+        for path in ([], ["/ready"])
+    ]
+    server.shutdown()
+    server.server_close()
+    assert codes == [0, 1] and asked == [("/health", "Bearer k"), ("/ready", "Bearer k")]
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    dashboard = json.loads((FOLDER / "grafana.json").read_text())
+    kinds = (EngineSnapshot, Gauges)
+    hints = [hint for kind in kinds for hint in get_type_hints(kind, include_extras=True).values()]
+    stated = [hint.__metadata__[0] for hint in hints if get_origin(hint) is Annotated]
+    known = {f"llmc_{metric.name}" for metric in stated}
+    known |= {"llmc_http_requests_total", "llmc_model_state"}
+    known |= {f"{name}{end}" for name in known for end in ("_bucket", "_total")}
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert asked and {name for text in asked for name in re.findall(r"llmc_\w+", text)} <= known
+    labels = {metric.label for metric in stated} | {"le", "model_name", "route", "status"}
+    grouped = {name for text in asked for by in re.findall(r"by \((.*?)\)", text) for name in by.split(", ")}
+    assert grouped <= labels
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
 def secret_file(compose: Any) -> str:
