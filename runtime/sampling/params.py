@@ -41,7 +41,7 @@ _STOPS = texts(128, 8_192)  # looked for after every token: 0.15 ms; a million t
 _BREAKERS = texts(64, 1_024)  # looked for in the bytes of the prompt, 0.3 s for half a megabyte at the worst
 _BAD_WORDS = texts(1_024, 8_192)  # 4 us per token for a thousand usual ones
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint has defaults for
-_CUTS = ("top_k", "top_p", "min_p", "top_n_sigma", "xtc_probability")
+_CUTS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
 GUIDES = ("json_schema", "regex", "grammar", "choice")  # parameters that say which form the output has
 
 # The headings of the tables in runtime/README.md, which a test holds against the fields below.
@@ -98,6 +98,12 @@ class SamplingParams:
     min_tokens: int = _end(
         0, integer(0), "new tokens before one that ends the output may come", short="0 to `max_tokens`"
     )
+    typical_p: float = _shape(
+        1.0,
+        above(0, 1),
+        "keep a token if those whose surprise is nearer to the entropy hold less than this mass",
+        source="[Meister et al.](https://arxiv.org/abs/2202.00666)",
+    )
     top_n_sigma: float = _shape(
         0.0,
         number(0, note="0 is off"),
@@ -116,6 +122,15 @@ class SamplingParams:
         "probability that marks a top choice; above 0.5 nothing happens",
         more=". The checkpoint's end-of-sequence tokens are protected, line ends, unlike in the original, are not",
     )
+    mirostat: int = _shape(
+        0,
+        integer(0, 2, note="0 is off"),
+        "version of Mirostat, which steers the surprise of the output in place of the cuts",
+        more=", see [Mirostat](#mirostat)",
+        source="[Basu et al.](https://arxiv.org/abs/2007.14966)",
+    )
+    mirostat_tau: float = _shape(5.0, above(0, 100), "surprise that Mirostat aims at, in bits")
+    mirostat_eta: float = _shape(0.1, above(0, 1), "learning rate of Mirostat")
     repetition_penalty: float = _bias(
         1.0,
         number(0.01, 100),
@@ -278,7 +293,7 @@ _TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", 
 _OF_DIFFUSION = {name for name, stated in PARAMETERS.items() if stated.section == "Diffusion"}
 _OF_BOTH = {"max_tokens", "temperature", "seed", "stop", "stop_token_ids", "ignore_eos", "on_overflow"}
 _OF_BOTH |= {"include_stop_str_in_output", "detokenize"}
-_NEEDS_CHANCE = {"n", "best_of", "consensus", *_CUTS}
+_NEEDS_CHANCE = {"n", "best_of", "consensus", "mirostat", *_CUTS}
 
 
 def _as_tuple(name: str, value: Any) -> Any:
@@ -311,11 +326,12 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
 # ------------------------------------------------------------------------------------------------------ combinations
 
 _ONE_OUTPUT = ("n", "best_of", "consensus")
-_NOT_WITH_BEAMS = (*_ONE_OUTPUT, *_CUTS, "stop", *GUIDES, "logprobs", "on_overflow")
+_NOT_WITH_BEAMS = (*_ONE_OUTPUT, *_CUTS, "mirostat", "stop", *GUIDES, "logprobs", "on_overflow")
 # What a request is when a condition holds, and what it cannot be with.
 _MODES: tuple[tuple[str, Callable[[SamplingParams], bool], tuple[str, ...]], ...] = (
     ("beam search", lambda p: p.num_beams > 1, _NOT_WITH_BEAMS),
     ("consensus decoding", lambda p: p.consensus is not None, ("best_of",)),
+    ("Mirostat", lambda p: p.mirostat > 0, _CUTS),
 )
 # A parameter that means nothing without another.
 _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
@@ -331,6 +347,9 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
     ("best_of", "n of at most as many", lambda p: p.n <= (p.best_of or p.n)),
     ("n", "temperature above 0", lambda p: p.temperature > 0),
     ("best_of", "temperature above 0", lambda p: p.temperature > 0),
+    ("mirostat", "temperature above 0", lambda p: p.temperature > 0),
+    ("mirostat_tau", "mirostat of 1 or 2", lambda p: p.mirostat > 0),
+    ("mirostat_eta", "mirostat of 1 or 2", lambda p: p.mirostat > 0),
     ("diffusion_steps", "no confidence_threshold", lambda p: p.confidence_threshold is None),
     (
         "confidence_threshold",
