@@ -1,9 +1,9 @@
 """Cuts of a distribution: which tokens of some logits stay.
 
 All take finite or -inf float32 logits [n] of which one is finite, leave them as they are, and return a mask of what
-stays. The most probable token does, but for :func:`typical_p` and :func:`xtc`. Arithmetic is float32, with sums in float64: only
-a token within about 1e-6 of an edge (of probability or of mass) may fall on the other side of it. Tokens equally
-probable stay or go together.
+stays. The most probable token does, but for :func:`typical_p` and :func:`xtc`. Arithmetic is float32, with sums in
+float64: only a token within about 1e-6 of an edge (of probability, of mass or of surprise) may fall on the other side
+of it. Tokens equally probable stay or go together.
 """
 
 import math
