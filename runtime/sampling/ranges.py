@@ -151,7 +151,7 @@ def words(most: int, longest: int) -> Range:
     """Tuples of at most ``most`` texts and tuples of token ids, with ``longest`` characters and ids in all."""
 
     def is_word(value: Any) -> bool:
-        return _is_text(value) or (value != () and _is_tuple(value, _is_token))
+        return _is_text(value) or (_is_tuple(value, _is_token) and len(value) > 0)
 
     def holds(value: Any) -> bool:
         return _is_tuple(value, is_word, most) and sum(map(len, value)) <= longest
