@@ -92,7 +92,7 @@ def _are_tokens(given: object) -> bool:
 def _drop_rowless(keys: Keys, name: str, items: list[Any], has_rows: list[bool]) -> list[Any]:
     """The items for whose tokens the model has rows: it never gives the others."""
     if not all(has_rows):
-        keys.note(f"{name}: {has_rows.count(False)} name tokens that the model has no rows for, and were left out")
+        keys.note(f"{name}: entries with tokens that the model has no rows for were left out ({has_rows.count(False)})")
     return [item for item, has in zip(items, has_rows, strict=True) if has]
 
 
