@@ -20,6 +20,7 @@ from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import ANY, Body
 from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
+from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service
@@ -31,6 +32,7 @@ router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 SPOKEN_VERSION = "0.12.6"
 # Penalties by llmc's names, and the value with which each does nothing.
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+MIROSTAT, CUTS = ("mirostat", "mirostat_tau", "mirostat_eta"), ("top_k", "top_p", "min_p", "typical_p")
 
 
 class Options(Body):
@@ -38,7 +40,7 @@ class Options(Body):
     IGNORED = frozenset(
         {"num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "low_vram"}
         | {"f16_kv", "vocab_only", "numa", "logits_all", "embedding_only"}
-        | {"tfs_z", "penalize_newline", "mirostat_tau", "mirostat_eta"}
+        | {"tfs_z", "penalize_newline"}
     )
 
     num_predict: Annotated[
@@ -54,19 +56,27 @@ class Options(Body):
     repeat_last_n: Annotated[int | None, Field(description="0 or -1: penalties look at no token, or at all")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    mirostat: Annotated[Literal[0] | None, Field(exclude=True)] = None
+    typical_p: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
 
     def plain(self) -> dict[str, Any]:
         """The parameters by llmc's names. Raises ApiError: a penalty shall look at the last tokens only."""
         given = self.model_dump(exclude_none=True, by_alias=True)
         last = given.pop("repeat_last_n", -1)
         if last == 0:
-            given = {name: value for name, value in given.items() if name not in PENALTIES}
+            given |= PENALTIES
         elif last > 0 and any(given.get(name, idle) != idle for name, idle in PENALTIES.items()):
             said = f"options.repeat_last_n is {last}, but penalties look at all tokens; give -1, or leave it out"
             raise ApiError(400, said, param="options.repeat_last_n")
         if given.get("max_tokens", 0) < 0:
             given["max_tokens"] = ANY
+        # As llama.cpp does it: Mirostat replaces the cuts, and temperature 0 leaves it nothing to choose.
+        steers = given.get("mirostat") and given.get("temperature") != 0
+        for name in CUTS if steers else MIROSTAT:
+            if given.pop(name, None):
+                ignore(name)
         return given
 
 
