@@ -173,6 +173,11 @@ def format_value(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def format_name(name: str) -> str:
+    """A name of somebody else's as an error shows it: as it is, or quoted where it is long or not printable."""
+    return name if len(name) <= 80 and name.isprintable() else format_value(name)
+
+
 def install_command(extra: str) -> str:
     """The pip command that installs what an extra of llmc consists of.
 

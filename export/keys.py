@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmc.errors import CheckpointError
+from llmc.errors import CheckpointError, format_name
 
 # Keys that do not change what a decoder computes when it generates. Weights carry their own dtypes; defaults of
 # generation stand in generation_config.json; auto_map names code, which llmc never runs.
@@ -347,8 +347,8 @@ class Keys:
                 continue
             if name not in NEUTRAL:
                 raise CheckpointError(
-                    f"{self.where}: {name}={value!r:.80} is not known to llmc, which does not guess whether it changes "
-                    "the result; if it does not, remove it from the file"
+                    f"{self.where}: {format_name(name)}={value!r:.80} is not known to llmc, which does not guess "
+                    "whether it changes the result; if it does not, remove it from the file"
                 )
             if value not in NEUTRAL[name]:
                 raise self.error(name, value, " or ".join(repr(neutral) for neutral in NEUTRAL[name]))

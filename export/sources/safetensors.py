@@ -108,10 +108,10 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
 
 
 def _locate_tensor(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
-    if len(name) > LONGEST_NAME:
+    if len(name) > LONGEST_NAME or not name.isprintable():
         raise CheckpointError(
-            f"{path}: {name:.50}... is a tensor's name of {len(name)} characters, expected at most {LONGEST_NAME}; get "
-            "the checkpoint from somebody else"
+            f"{path}: {name[:50]!r}... is a tensor's name of {len(name)} characters, expected at most {LONGEST_NAME} "
+            "printable ones; get the checkpoint from somebody else"
         )
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]

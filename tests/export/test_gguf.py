@@ -145,6 +145,15 @@ def test_experts_of_gpt_oss_come_back_bit_for_bit(random_checkpoint, tmp_path):
         np.testing.assert_array_equal(values(tensors[1], name), values(tensors[0], name))
 
 
+@pytest.mark.parametrize("name", ["llama-biases", "phi-head-bias-fp16"])
+@pytest.mark.parametrize("width", [0, 1, 3, [-1]], ids=str)
+def test_a_head_of_an_odd_width_is_refused_by_a_sentence(random_checkpoint, tmp_path, name, width):
+    changes = {"attention.key_length": width, "attention.value_length": None, "rope.dimension_count": None}
+    path = write_gguf(random_checkpoint(name), tmp_path / "model.gguf", metadata=changes)
+    with pytest.raises(CheckpointError):
+        read_checkpoint(path)
+
+
 def test_experts_of_gpt_oss_in_other_types_are_refused(random_checkpoint, tmp_path):
     folder = random_checkpoint.__wrapped__("gpt_oss-sinks-clamped-experts-bf16", dtype="float32")
     mxfp4.quantize(folder)

@@ -84,6 +84,24 @@ def test_special_tokens_and_the_ends_of_a_text_are_named():
     assert "[PAD7]" not in found.json["model"]["vocab"]
 
 
+@pytest.mark.parametrize("kind", [1, 3, 4, 5], ids=["normal", "control", "user-defined", "unused"])
+def test_tokens_of_turns_are_special_whatever_type_the_file_gives_them(kind):
+    """As llama.cpp has it: <|im_end|> ends an answer by its text."""
+    tokens = [*WORDS["tokens"][:3], "<|im_start|>", *WORDS["tokens"][4:]]
+    found = rebuilt({**WORDS, "tokens": tokens, "token_type": [3, 3, kind, kind, 1, 1, 1, 5]})
+    assert found.ends == (1, 2)
+    assert {token["content"] for token in found.json["added_tokens"] if token["special"]} == {*tokens[:4]}
+    backend = tokenizers.Tokenizer.from_str(json.dumps(found.json))
+    assert backend.encode("<|im_start|>ab<|im_end|>").ids == [3, 6, 2]
+
+
+@pytest.mark.parametrize(("other", "ends"), [("<|call|>", {1, 2, 3}), ("<think>", {1, 3, 7})])
+def test_harmonys_messages_end_before_its_answers(other, ends):
+    tokens = ["<bos>", "<eos>", other, "<|return|>", "a", "b", "ab", "<|end|>"]
+    found = rebuilt({**WORDS, "tokens": tokens, "token_type": [3, 3, 3, 3, 1, 1, 1, 3]})
+    assert {*found.ends} == ends
+
+
 def test_several_chat_templates_keep_their_names():
     templates = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b"}
     found = rebuilt({**WORDS, **templates, "tokenizer.chat_templates": ["tool_use"]}).config["chat_template"]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import CheckpointError
+from llmc.errors import CheckpointError, format_name
 
 _COMMON = {
     "block_count": "num_hidden_layers",
@@ -96,15 +96,16 @@ class Metadata:
                 continue
             if key not in _NEUTRAL:
                 raise CheckpointError(
-                    f"{self.where}: {name}={value!r:.80} is not known to llmc, which does not guess whether it changes "
-                    "the result; export the checkpoint that the file was converted from"
+                    f"{self.where}: {format_name(name)}={value!r:.80} is not known to llmc, which does not guess "
+                    "whether it changes the result; export the checkpoint that the file was converted from"
                 )
             if isinstance(value, np.ndarray | list) or value != _NEUTRAL[key]:
                 raise self.error(key, repr(value), repr(_NEUTRAL[key]))
 
     def error(self, key: str, value: str, expected: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.where}: {self.architecture}.{key} is {value:.80}, which is unsupported; expected {expected}"
+            f"{self.where}: {format_name(f'{self.architecture}.{key}')} is {value:.80}, which is unsupported; expected "
+            f"{expected}"
         )
 
 
@@ -116,6 +117,8 @@ def read_common(data: Metadata, differing: Collection[str] = ()) -> dict[str, An
     config["tie_word_embeddings"] = "output.weight" not in data.shapes
     if data.get("vocab_size", config["vocab_size"]) != config["vocab_size"]:
         raise data.error("vocab_size", str(data.get("vocab_size")), f"the {config['vocab_size']} rows of the embedding")
+    if type(width := config.get("head_dim", 1)) is not int or width < 1:
+        raise data.error("attention.key_length", repr(width), "the width of a head, 1 or more")
     check_width(data, config, "attention.value_length")
     return config
 
@@ -180,7 +183,7 @@ def _llama3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     the model was trained with), low and high; low is 1 in every published model."""
     width, theta = head_dim(config), config.get("rope_theta", 10_000.0)
     name = "rope_freqs.weight"
-    if type(theta) is not float or not theta > 1:
+    if type(theta) is not float or not 1 < theta < float("inf"):
         raise data.error("rope.freq_base", repr(theta), "a number above 1")
     factors = np.array(read_factors(data, name, width // 2))
     turns = theta ** -(np.arange(0, width, 2) / width) / (2 * np.pi)  # per position: 1 / wavelength

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from llmc.errors import CheckpointError
+from llmc.errors import CheckpointError, format_value
 from llmc.export.sources.safetensors import LONGEST_NAME
 from llmc.origin import MOST_HEADER
 from llmc.strict import open_regular
@@ -177,8 +177,10 @@ class _Reader:
         [name] = self._texts(1)
         if len(name) > LONGEST_NAME:
             raise self._corrupt(
-                f"{name:.50}... is a {what} of {len(name)} characters, at most {LONGEST_NAME} are expected"
+                f"{name[:50]!r}... is a {what} of {len(name)} characters, at most {LONGEST_NAME} are expected"
             )
+        if not name.isprintable():  # it stands in messages
+            raise self._corrupt(f"{format_value(name)} is a {what} with characters that are not printable")
         return name
 
     def _value(self, key: str, kind: int) -> Any:

@@ -263,7 +263,8 @@ def _order(entry: Entry, config: Mapping[str, Any]) -> Order | None:
     module = match["module"] if match else ""
     if family in _TURNED and module in ("attn_q", "attn_k"):
         width = head_dim(config)
-        return Order(_exchange(rows, (-1, width // 2, 2, 1))) if width and rows % width == 0 else None
+        pairs = width > 1 and width % 2 == 0 and rows % width == 0
+        return Order(_exchange(rows, (-1, width // 2, 2, 1))) if pairs else None
     if not family.startswith("qwen3_5") or module not in _OF_VALUE_HEADS:
         return None
     keys, values = (config[f"linear_num_{it}_heads"] for it in ("key", "value"))

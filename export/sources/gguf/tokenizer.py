@@ -29,13 +29,22 @@ _SPACE = "▁"
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 # Names of special tokens in a file and in tokenizer_config.json.
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-# Texts of control tokens that end an answer, as in llama.cpp.
+# Texts of control tokens that end an answer, and of others that make turns. Files exist that call them plain or added
+# tokens; as llama.cpp does, the text decides.
 # fmt: off
 _ENDS = frozenset({
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>",
-    "<｜end▁of▁sentence｜>", "<turn|>", "<|tool_response>",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
+    "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<turn|>", "<|tool_response>",
+    "<|return|>", "<|call|>",
+})
+_TURNS = frozenset({
+    "<|im_start|>", "<|im_sep|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>",
+    "<|user|>", "<|assistant|>", "<|system|>", "<|turn>", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>",
+    "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<|start_of_role|>", "<|end_of_role|>",
 })
 # fmt: on
+# Where a file has both, <|end|> ends a message and not the answer, as in OpenAI's harmony.
+_HARMONY = ("<|return|>", "<|call|>")
 # Special tokens after which Phi-3's tokenizer keeps spaces; after its others it drops them.
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -63,7 +72,8 @@ class _Reader:
         if self._kind not in ("gpt2", "llama", "gemma4"):
             raise self._error("model", self._kind, "gpt2, llama or gemma4")
         self._tokens = self._list("tokens", rows)
-        self._types = self._numbers("token_type", "iu")
+        turns = [token in _ENDS or token in _TURNS for token in self._tokens]
+        self._types = np.where(turns, _CONTROL, self._numbers("token_type", "iu"))
         self._vocab = self._vocabulary()
         defaults = _SENTENCEPIECE_IDS if self._kind == "llama" else {}
         self._ids = {name: self._id(name, defaults.get(name)) for name in (*_NAMED, "eot", "eom")}
@@ -233,8 +243,8 @@ class _Reader:
     def _ends(self) -> tuple[int, ...]:
         """Ids that end an answer: those that the file names, then those with a known text."""
         stated = [index for name in ("eos", "eot", "eom") if (index := self._ids[name]) is not None]
-        known = [self._vocab[text] for text in sorted(_ENDS & self._vocab.keys())]
-        return tuple(dict.fromkeys([*stated, *(index for index in known if self._types[index] == _CONTROL)]))
+        ends = _ENDS - {"<|end|>"} if self._vocab.keys() >= {*_HARMONY} else _ENDS
+        return tuple(dict.fromkeys([*stated, *(self._vocab[text] for text in sorted(ends & self._vocab.keys()))]))
 
     # ----------------------------------------------------------------------------------------------------- metadata
 
