@@ -13,6 +13,7 @@ from llmc.export.sources.codes import flatten_tensors
 from llmc.export.sources.heads import read_head
 from llmc.export.sources.made import write_made
 from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
+from llmc.export.sources.templates import place_templates
 from llmc.export.tower import build_tower
 from llmc.inventory import TOWER
 from llmc.origin import copy_own
@@ -81,4 +82,6 @@ def _place_files(source: Checkpoint, staging: Path) -> int:
         return new_bytes
     # Calibration needs the config to build the torch decoder.
     index = [INDEX_FILE] if source.files[0].name != SINGLE_FILE else []
-    return new_bytes + copy_own(source.folder, [bundle.CONFIG_FILE, *bundle.TOKENIZER_FILES, *index], staging)
+    new_bytes += copy_own(source.folder, [bundle.CONFIG_FILE, *bundle.TOKENIZER_FILES, *index], staging)
+    place_templates(source.folder, staging, source.config.tower is not None)
+    return new_bytes

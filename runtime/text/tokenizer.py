@@ -25,6 +25,8 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 PLAIN_CHARACTERS = 8
 # Tokens that a cut through the middle of a text may change.
 CUT_TOKENS = 64
+# Classes of transformers that put no token around a text, whatever tokenizer.json says.
+_BARE_CLASSES = ("GPTNeoXTokenizer", "GPTNeoXTokenizerFast")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,6 +55,8 @@ class Tokenizer:
         folder = Path(folder)
         backend = _load_backend(folder / TOKENIZER_FILE)
         config = read_tokenizer_config(folder)
+        if config.get("tokenizer_class") in _BARE_CLASSES:
+            backend.post_processor = tokenizers.processors.TemplateProcessing("$A", "$A $B", [])
         try:
             special_tokens = _add_special_tokens(backend, config)
         except (TypeError, ValueError, AttributeError) as error:

@@ -1,6 +1,7 @@
 """The export folder: what lies in it, what it costs, and that a failure leaves nothing behind."""
 
 import errno
+import json
 import os
 import sys
 
@@ -12,6 +13,8 @@ from llmc import __version__
 from llmc.bundle import GRAPH_CONTRACT_VERSION, read_export
 from llmc.errors import CheckpointError, MissingExtraError, ResourceError, UsageError
 from llmc.export import export
+from llmc.runtime.text.chat_template import ChatTemplate
+from llmc.runtime.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -32,6 +35,47 @@ def test_the_folder_holds_graph_weights_tokenizer_and_manifest(checkpoint, outpu
     assert manifest.geometry.model_type == "llama"
     assert (output / "model.safetensors").samefile(checkpoint.folder / "model.safetensors")
     assert report.new_bytes == sum(size for name, size in report.files.items() if name != "model.safetensors")
+
+
+PLACES = {
+    "chat_template.jinja": "plain {{ messages[0].content }}",
+    "chat_template.json": json.dumps({"chat_template": "json {{ messages[0].content }}"}),
+    "additional_chat_templates/tool_use.jinja": "tools {{ messages[0].content }}",
+    "tokenizer_config.json": json.dumps({"chat_template": "config {{ messages[0].content }}"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ((0,), ("plain", "plain")),
+        ((1,), ("json", "json")),
+        ((1, 3), ("config", "config")),  # of a model that sees it would be the processor's
+        ((0, 1, 3), ("plain", "plain")),
+        ((0, 2), ("plain", "tools")),
+        ((0, 2, 3), ("plain", "tools")),
+        ((1, 2), ("json", "tools")),
+        ((2, 3), ("config", "tools")),
+    ],
+)
+def test_chat_templates_are_found_wherever_transformers_keeps_them(checkpoint, output, files, words):
+    for name in [list(PLACES)[index] for index in files]:
+        path = checkpoint.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(PLACES[name])
+    export(checkpoint.folder, output)
+    template = ChatTemplate.from_folder(output, Tokenizer.from_folder(output))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    found = [template.render([{"role": "user", "content": "x"}], tools=tools) for tools in (None, [tool])]
+    assert found == [f"{word} x" for word in words]
+
+
+def test_a_chat_template_that_leads_out_of_the_folder_is_refused(checkpoint, output, tmp_path):
+    (tmp_path / "secret").write_text("key")
+    (checkpoint.folder / "additional_chat_templates").mkdir()
+    (checkpoint.folder / "additional_chat_templates" / "tool_use.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="out of its folder"):
+        export(checkpoint.folder, output)
 
 
 def test_weights_are_copied_where_they_cannot_be_linked(checkpoint, output, monkeypatch):
@@ -85,7 +129,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(checkpoint, output, monk
 def test_a_missing_extra_is_one_sentence(checkpoint, output, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        MissingExtraError, match=rf"{module} is not installed.*pip install 'onnx>=.* 'torch>=.* 'onnxscript>="
+        MissingExtraError, match=rf"{module} is not installed.*pip install .*cpu 'onnx>=.* 'torch>=.* 'onnxscript>="
     ):
         export(checkpoint.folder, output)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from llmc.errors import BundleError, RequestError
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -90,6 +91,22 @@ class TestParity:
     def test_of_what_the_configuration_adds(self, byte_level_folder: Path, tmp_path: Path, config: Any) -> None:
         texts = [*TEXTS[:4], "a<think>b <new>c", "<image> <late>x<pad> , <unk> ."]
         assert_parity(changed(byte_level_folder, tmp_path, **config), texts)
+
+    @pytest.mark.parametrize("kind", ["GPTNeoXTokenizer", "GPTNeoXTokenizerFast", "GPT2Tokenizer"])
+    @pytest.mark.parametrize("flag", [None, False])
+    def test_of_what_stands_around_a_text(self, tmp_path: Path, kind: str, flag: bool | None) -> None:
+        """GPT-NeoX's class puts nothing there, whatever tokenizer.json says."""
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE({"<eos>": 0, "a": 1, "b": 2, "ab": 3}, [("a", "b")]))
+        backend.add_special_tokens(["<eos>"])
+        single = tokenizers.processors.TemplateProcessing("$A <eos>", "$A $B <eos>", [("<eos>", 0)])
+        backend.post_processor, backend.decoder = single, tokenizers.decoders.ByteLevel()
+        backend.save(str(tmp_path / "tokenizer.json"))
+        named = {"tokenizer_class": kind, "eos_token": "<eos>", "unk_token": "<eos>", "pad_token": "<eos>"}
+        flags = {} if flag is None else {"add_eos_token": flag}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, **flags}))
+        (tmp_path / "config.json").write_text('{"model_type": "gpt_neox"}')
+        found = Tokenizer.from_folder(tmp_path).encode("ab")
+        assert found == transformers_tokenizer(tmp_path)("ab").input_ids == ([3, 0] if kind == "GPT2Tokenizer" else [3])
 
     def test_of_the_older_file_of_special_tokens(self, byte_level_folder: Path, tmp_path: Path) -> None:
         folder = changed(byte_level_folder, tmp_path)

@@ -1,0 +1,60 @@
+"""Chat templates in the places where transformers keeps them, as the two files that the runtime reads."""
+
+import json
+from pathlib import Path
+
+from llmc.errors import CheckpointError
+from llmc.export.sources.checkpoint import read_json
+from llmc.origin import find_own_file
+from llmc.strict import read_bytes
+
+PLAIN, OF_PROCESSOR, NAMED = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
+CONFIG_FILE = "tokenizer_config.json"
+MOST_TEMPLATE = 1 << 22  # bytes; those of today's models have 20,000
+MOST_NAMED = 64
+
+
+def place_templates(source: Path, staging: Path, sees: bool) -> None:
+    """Put a processor's ``chat_template.json``, and the named templates of ``additional_chat_templates``, into the
+    tokenizer's files that were copied to ``staging``.
+
+    Args:
+        source: the checkpoint.
+        sees: the model reads images, so its processor's template goes before the tokenizer's.
+
+    Raises:
+        CheckpointError: a template cannot be read.
+    """
+    config = read_json(source / CONFIG_FILE) if find_own_file(source, CONFIG_FILE) else {}
+    stated, plain = config.get("chat_template"), _read_text(source, PLAIN)
+    if plain is None and (sees or not stated) and find_own_file(source, OF_PROCESSOR):
+        plain = read_json(source / OF_PROCESSOR).get("chat_template")
+        if not isinstance(plain, str):
+            raise CheckpointError(f"{source / OF_PROCESSOR}: chat_template is missing, or no text; remove the file")
+        (staging / PLAIN).write_text(plain, encoding="utf-8")
+    named = _read_named(source)
+    if not named:
+        return
+    listed = stated if isinstance(stated, list) else [{"name": "default", "template": stated}] if stated else []
+    own = named if plain is None else {"default": plain, **named}
+    kept = [each for each in listed if not isinstance(each, dict) or each.get("name") not in own]
+    listed = [*kept, *({"name": name, "template": text} for name, text in own.items())]
+    (staging / CONFIG_FILE).write_text(json.dumps({**config, "chat_template": listed}), encoding="utf-8")
+    (staging / PLAIN).unlink(missing_ok=True)
+
+
+def _read_named(source: Path) -> dict[str, str]:
+    folder = source / NAMED
+    names = sorted(path.name for path in folder.glob("*.jinja")) if folder.is_dir() else []
+    if len(names) > MOST_NAMED:
+        raise CheckpointError(f"{folder} holds {len(names)} templates, expected at most {MOST_NAMED}; remove some")
+    return {name.removesuffix(".jinja"): _read_text(source, f"{NAMED}/{name}") or "" for name in names}
+
+
+def _read_text(folder: Path, name: str) -> str | None:
+    if not (path := find_own_file(folder, name)):
+        return None
+    try:
+        return read_bytes(path, MOST_TEMPLATE).decode()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / name} cannot be read ({error}); download it again") from error
