@@ -136,7 +136,7 @@ class _Connection:
             event = await _aside(len(frame) > LARGE, partial(check_json, frame))
             if not isinstance(event, dict):
                 raise ApiError(400, "the message is no JSON object, expected one of the type response.create")
-            stream = self._check_stream(event.get("stream_id"))
+            stream = _name_stream(event.get("stream_id"))
             if event.get("type") == "response.steer":
                 return await self.tell(_refuse_steering(event))
             if event.get("type") != "response.create":
@@ -146,7 +146,7 @@ class _Connection:
             if not isinstance(event.get("generate"), bool | None):
                 said = f"generate is {format_value(event['generate'])}, expected true or false"
                 raise ApiError(400, said, param="generate")
-            self._check_room(len(frame))
+            self._check_room(stream, len(frame))
         except ApiError as error:
             return await self.refuse(error, stream)
         turn = asyncio.ensure_future(self._answer(_Turn(self, event, stream), len(frame) > LARGE))
@@ -154,20 +154,12 @@ class _Connection:
         turn.add_done_callback(self._turns.pop)
         return None
 
-    def _check_stream(self, name: Any) -> str | None:
-        if name is None:
-            return None
-        if not isinstance(name, str) or not _STREAM.fullmatch(name):
-            said = f"stream_id is {format_value(name)}, expected 1 to 256 letters, digits and . _ -"
-            raise ApiError(400, said, param="stream_id", code="invalid_stream_id")
-        if name not in self._streams and len(self._streams.keys() - {None}) >= MOST_STREAMS:
-            said = f"stream_id is another one than the {MOST_STREAMS} of this connection; use one of them"
-            raise ApiError(400, said, param="stream_id", code="websocket_stream_limit_reached")
-        return name
-
-    def _check_room(self, size: int) -> None:
+    def _check_room(self, stream: str | None, size: int) -> None:
         if self._ends.is_set():
             raise ApiError(503, "this connection takes no more requests; open another one", retry_after_s=1)
+        if stream is not None and stream not in self._streams and len(self._streams.keys() - {None}) >= MOST_STREAMS:
+            said = f"stream_id is another one than the {MOST_STREAMS} of this connection; use one of them"
+            raise ApiError(400, said, param="stream_id", code="websocket_stream_limit_reached")
         waiting = sum(self._turns.values())
         if len(self._turns) >= MOST_UNANSWERED or (waiting and waiting + size > self._sockets.most_bytes):
             said = f"{len(self._turns)} messages of {waiting} bytes are not answered yet; wait for an answer"
@@ -262,10 +254,15 @@ class _Turn:
                 if told := await _aside(len(data) > LARGE, partial(self._rewrite, data)):
                     await self._connection.tell(told)
         elif not message.get("more_body", False):
-            self.ended = True
-            await self._connection.tell(
-                _make_error(self.status, json.loads(self._body)["error"], self._told, self.stream)
-            )
+            await self._refuse(json.loads(self._body)["error"])
+
+    async def _refuse(self, error: dict[str, Any]) -> None:
+        """Send what the answer is in place of a stream; what a conversation goes on from is OpenAI's own word."""
+        status, self.ended = self.status, True
+        if error.get("code") == "response_not_found":
+            own = {"code": "previous_response_not_found", "param": "previous_response_id"}
+            status, error = 400, {**error, **own, "type": "invalid_request_error"}
+        await self._connection.tell(_make_error(status, error, self._told, self.stream))
 
     def _rewrite(self, data: bytes) -> str | None:
         """The frame of an event of the answer; None: it is left out."""
@@ -304,6 +301,13 @@ class _Turn:
 
 async def _aside(is_large: bool, work: Callable[[], T]) -> T:
     return await apart(work) if is_large else work()
+
+
+def _name_stream(name: Any) -> str | None:
+    if name is not None and not (isinstance(name, str) and _STREAM.fullmatch(name)):
+        said = f"stream_id is {format_value(name)}, expected 1 to 256 letters, digits and . _ -"
+        raise ApiError(400, said, param="stream_id", code="invalid_stream_id")
+    return name
 
 
 def _data_of(event: bytes) -> bytes:
