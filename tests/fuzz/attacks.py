@@ -210,6 +210,7 @@ def attacks() -> dict[str, Attack]:
         "brackets": lambda: framed(b"[" * MOST),
         "64 requests": lambda: framed(written(turn)) * 64,
         "requests of no type": lambda: framed(b"{}") * 100_000,
+        "refused ones": lambda: framed(b" " * 70 + b"{}") * 50_000,
         "pings": lambda: framed(b"", 9) * 300_000,
         "parts of a byte": lambda: (b"\1\x81" + bytes(5)) + (b"\0\x81" + bytes(5)) * 300_000,
     }

@@ -127,6 +127,7 @@ class _Connection:
                 await self._take(bytes(message["bytes"]) if text is None else text.encode())
             elif message["type"] == GOING_DOWN:
                 self._ends.set()
+            await asyncio.sleep(0)  # one read may bring thousands of frames, between which others have their turn
         self._gone.set()
 
     async def _take(self, frame: bytes) -> None:

@@ -289,7 +289,7 @@ GARBAGE: dict[str, tuple[str | bytes, str]] = {
     "a list": ("[]", "is no JSON object"),
     "a number": ("1", "is no JSON object"),
     "nothing": ("", "is no JSON object"),
-    "no type": ("{}", "type is None, expected response.create"),
+    "no type": ("{}", "type is missing, expected response.create"),
     "another type": ('{"type": "response.cancel"}', "type is 'response.cancel', expected response.create"),
     "a type that is none": ('{"type": []}', "expected response.create"),
     "depth": ('{"a": ' + "[" * 70 + "]" * 70 + "}", "64 levels"),
