@@ -63,7 +63,7 @@ class _Connection:
 
     def __init__(self, sockets: Sockets, scope: Scope, receive: Receive, send: Send) -> None:
         self._sockets, self._scope, self._receive, self._send = sockets, scope, receive, send
-        self._owner, self._names = secrets.token_hex(8), list[str]()  # of what it remembers
+        self._owner, self._names = secrets.token_hex(8), set[str]()  # of what it remembers
         self._streams: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._slots = asyncio.Semaphore(MOST_AT_ONCE)
         self._turns: dict[asyncio.Task[None], int] = {}  # with the bytes of their frames
@@ -141,9 +141,8 @@ class _Connection:
             if event.get("type") == "response.steer":
                 return await self.tell(_refuse_steering(event))
             if event.get("type") != "response.create":
-                raise ApiError(
-                    400, f"type is {format_value(event.get('type'))}, expected response.create", param="type"
-                )
+                found = format_value(event["type"]) if "type" in event else "missing"
+                raise ApiError(400, f"type is {found}, expected response.create", param="type")
             if not isinstance(event.get("generate"), bool | None):
                 said = f"generate is {format_value(event['generate'])}, expected true or false"
                 raise ApiError(400, said, param="generate")
@@ -197,8 +196,10 @@ class _Connection:
         await self.tell(_make_error(error.status, error.body["error"], error.headers, stream))
 
     def remember(self, name: str, stored: Stored) -> None:
-        self._names.append(name)
-        self._sockets.memory.put(self._owner, name, stored)
+        """Remember a response for its conversation, unless an upstream uses its name again: it would have no end."""
+        if name not in self._names and name != stored.previous:
+            self._names.add(name)
+            self._sockets.memory.put(self._owner, name, stored)
 
     def recall(self, name: str | None) -> tuple[list[Item], str | None]:
         """The items of a conversation that this connection alone knows, and the response that they go on from."""
@@ -251,7 +252,7 @@ class _Turn:
         self._body += message.get("body", b"")
         if self._headers.get("content-type", "").startswith("text/event-stream"):
             *events, self._body = re.split(rb"\r?\n\r?\n", self._body)
-            for data in filter(None, map(_data_of, events)):
+            for data in filter(lambda data: data.startswith(b"{"), map(_data_of, events)):
                 if told := await _aside(len(data) > LARGE, partial(self._rewrite, data)):
                     await self._connection.tell(told)
         elif not message.get("more_body", False):
@@ -269,10 +270,9 @@ class _Turn:
         """The frame of an event of the answer; None: it is left out."""
         event = json.loads(data)
         response, kind = event.get("response"), event["type"]
-        self.ended |= kind in ENDS or kind == "error"
         if kind == "error":
-            return encode_json(_make_error(500, event.get("error") or event, self._told, self.stream))
-        if isinstance(response, dict):
+            event = _make_error(500, event.get("error") or event, self._told, self.stream)
+        elif isinstance(response, dict):
             response["previous_response_id"] = self.previous
             if self._warms:
                 self._empty(event, response)
@@ -282,6 +282,7 @@ class _Turn:
                 event["headers"] = self._told
         elif self._warms:
             return None
+        self.ended |= kind in (*ENDS, "error")
         return encode_json(event if self.stream is None else {**event, "stream_id": self.stream})
 
     def _empty(self, event: dict[str, Any], response: dict[str, Any]) -> None:
