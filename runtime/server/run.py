@@ -21,6 +21,7 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded, uvicorn_options
 from llmc.runtime.server.http.logs import RequestLog, log_to_stderr
 from llmc.runtime.server.models.pool import ModelPool
+from llmc.runtime.server.openai.socket import Sockets
 from llmc.runtime.server.supervisor import describe_reload, inherit_sockets, notify, watchdog_s
 from llmc.runtime.server.upstream import Upstream
 
@@ -76,7 +77,7 @@ def run(config: ServerConfig, models: Models, app: Guarded, upstream: Upstream |
         what :func:`serve` raises.
     """
     logged = RequestLog(app, bodies=config.log_prompts)
-    options = _uvicorn_config(config, logged)
+    options = _uvicorn_config(config, Sockets(logged, config))
     with open_sockets(config) as sockets:
         server = Server(options, models, config, app.reload, upstream)
         for address in map(_url(config), sockets):
@@ -87,7 +88,7 @@ def run(config: ServerConfig, models: Models, app: Guarded, upstream: Upstream |
     event(log, "stopped")
 
 
-def _uvicorn_config(config: ServerConfig, app: RequestLog) -> uvicorn.Config:
+def _uvicorn_config(config: ServerConfig, app: Sockets) -> uvicorn.Config:
     own: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "backlog": BACKLOG}
     drain: Any = config.drain_s + FAREWELL_S
     made = uvicorn.Config(app, timeout_graceful_shutdown=drain, **own, **uvicorn_options(config))

@@ -16,7 +16,9 @@ from llmc.bundle import read_bundle, write_manifest
 from llmc.publish import file_entries
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.guarded import uvicorn_options
 from llmc.runtime.server.models.pool import ModelPool
+from llmc.runtime.server.openai.socket import Sockets
 
 # Qwen 3's form of calls and thoughts, which are off unless asked for.
 ABLE_TEMPLATE = """\
@@ -68,8 +70,9 @@ def serving(
         pool = ModelPool(config.models, memory=config.memory, load_options=config.load_options)
         try:
             await pool.warm(*config.warm)
-            app = around(make_app(config, pool), config)
-            server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+            app = Sockets(around(make_app(config, pool), config), config)
+            own = {"port": 0, "log_config": None, "lifespan": "off"}
+            server = uvicorn.Server(uvicorn.Config(app, **own, **uvicorn_options(config)))
             serve = asyncio.create_task(server.serve())
             while not server.started and not serve.done():
                 await asyncio.sleep(0.01)

@@ -37,7 +37,7 @@ TOP = {"model": "tiny", "max_tokens": 1}
 
 @dataclass(frozen=True)
 class Attack:
-    """A body, or several in turn, sent ``times`` at once."""
+    """A body, or several in turn, sent ``times`` at once; ``GET``: frames, on a WebSocket."""
 
     path: str
     body: Callable[[], bytes]
@@ -70,6 +70,12 @@ def texted(value: Any, text: str = "a ", size: int = 7_990_000) -> bytes:
     inner = written(text)[1:-1]
     room = size - len(before) - len(after) - 2
     return before + b'"' + inner * (room // len(inner)) + b'"' + after
+
+
+def framed(content: bytes, kind: int = 1) -> bytes:
+    """A frame of a WebSocket, as clients send it."""
+    size = bytes([128 | len(content)]) if len(content) < 126 else b"\xff" + len(content).to_bytes(8, "big")
+    return bytes([128 | kind]) + size + bytes(4) + content
 
 
 def deep(opening: bytes, closing: bytes, levels: int) -> bytes:
@@ -197,6 +203,19 @@ def attacks() -> dict[str, Attack]:
         lambda: filled({"model": "rank", "query": "a", "documents": "@"}, {"text": "a"}, 32_000),
     )
     add("a query of 8 MB", "/v1/rerank", lambda: texted({"model": "rank", "query": "@", "documents": ["a"]}))
+    # ------------------------------------------------------------------------------------------------------ frames
+    turn = {"type": "response.create", **answer}
+    frames: dict[str, Callable[[], bytes]] = {
+        "a message of 8 MB": lambda: framed(texted({**turn, "input": "@"})),
+        "brackets": lambda: framed(b"[" * MOST),
+        "64 requests": lambda: framed(written(turn)) * 64,
+        "requests of no type": lambda: framed(b"{}") * 100_000,
+        "refused ones": lambda: framed(b" " * 70 + b"{}") * 50_000,
+        "pings": lambda: framed(b"", 9) * 300_000,
+        "parts of a byte": lambda: (b"\1\x81" + bytes(5)) + (b"\0\x81" + bytes(5)) * 300_000,
+    }
+    for name, body in frames.items():
+        add(f"frames: {name}", RESPONSES, body, method="GET")
     return found
 
 
@@ -312,6 +331,8 @@ class Watch:
         head = f"{attack.method} {attack.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += "anthropic-version: 2026-10-21\r\nContent-Type: application/json\r\n"
         pieces = []
+        if attack.method == "GET":
+            return self.converse(attack, body)
         with socket.create_connection((self._host, self._port), timeout=PATIENCE_S) as asked, suppress(ConnectionError):
             asked.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             while piece := asked.recv(1 << 20):
@@ -319,6 +340,18 @@ class Watch:
         status, _, said = b"".join(pieces).partition(b"\r\n\r\n")
         self._status = status[9:12].decode()
         return said
+
+    def converse(self, attack: Attack, body: bytes) -> bytes:
+        """The beginning of what answers frames on a WebSocket."""
+        head = f"GET {attack.path} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        head += f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {'a' * 22}==\r\n\r\n"
+        with socket.create_connection((self._host, self._port), timeout=PATIENCE_S) as asked:
+            asked.sendall(head.encode())
+            self._status = asked.recv(4096)[9:12].decode()
+            with suppress(ConnectionError):  # it hangs up on some of them
+                asked.sendall(body)
+                return asked.recv(4096)
+        return b""
 
 
 def main() -> None:

@@ -1,22 +1,32 @@
 """All that surrounds the application, in its order, and what uvicorn must be told."""
 
+import logging
 import re
 import secrets
 from typing import Any
 
+import httptools
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.arrival import Bodies
 from llmc.runtime.server.http.keys import Keyring, Keys
+from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.origins import Origins, cors
 from llmc.runtime.server.http.rates import Rates
 
 ANSWERED_BY = "x-llmc-answered-by"  # where there is an upstream, which may have done so
 MOST_HEADERS = 32 << 10  # bytes, a request's first line included
 IDLE_S = 75  # that a connection may stay open between requests: longer than proxies keep theirs
+SOCKET = "/v1/responses"  # the address that takes WebSockets
+OFFER = "llmc.offer"  # key of the scope of a request that is a WebSocket's handshake
+GOING_DOWN = "llmc.going_down"  # type of the message, among those of ASGI, with which a WebSocket's server goes down
+SLICE = 16 << 10  # bytes received that are parsed as frames of a WebSocket in one call
+MOST_FRAMES = 256  # in them; forty thousand empty ones, which one read may bring, would hold everybody up
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
@@ -27,6 +37,7 @@ class Guarded:
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._unguarded = app
         self._keyring = None if config.keys_file is None else Keyring(config.keys_file)
+        app = accept_offers(app)
         app = Bodies(app, config)  # the innermost: nobody who is refused for another reason makes us read a body
         app = Rates(app, config)  # of the key that was found
         app = Keys(app, config, self._keyring)
@@ -39,13 +50,27 @@ class Guarded:
             await self._app(scope, receive, send)
         elif scope["type"] == "lifespan":
             await self._unguarded(scope, receive, send)
-        else:  # WebSockets come through Ray's proxies alone
+        else:  # one that comes through Ray's proxies, which bound none of its messages
             await send({"type": "websocket.close"})
 
     def reload(self) -> None:
         """Read the keys anew; where their file cannot be used, those before stay. Raises UsageError: it cannot."""
         if self._keyring is not None:
             self._keyring.reload()
+
+
+def accept_offers(app: ASGIApp) -> ASGIApp:
+    """Accept the handshake of a WebSocket, which all guards let through;
+    :mod:`llmc.runtime.server.openai.socket` goes on with it."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope.get(OFFER):
+            return await app(scope, receive, send)
+        note(route=SOCKET)
+        await send({"type": "http.response.start", "status": 101, "headers": []})
+        return await send({"type": "http.response.body", "body": b""})
+
+    return call
 
 
 def name_requests(app: ASGIApp, marks: bool) -> ASGIApp:
@@ -93,8 +118,50 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._waiting = 0
 
+    def _should_upgrade_to_ws(self) -> bool:
+        """True for a WebSocket's address while there is room; any other offer is declined, as if there were none."""
+        most, used = self.limit_concurrency, max(len(self.connections), len(self.tasks))
+        if self.parser.get_method() != b"GET" or (most is not None and used >= most):
+            return False
+        return httptools.parse_url(self.url).path == SOCKET.encode() and super()._should_upgrade_to_ws()
+
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing of an offer of another protocol, which is declined; uvicorn would ask for a package."""
+
+
+class SocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's WebSocket within limits, which lets running answers end when the server goes down."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # It would log addresses with what clients write behind them, and a traceback for each frame that is no UTF-8.
+        self.logger = self.conn.logger = logging.Logger("silent", logging.CRITICAL + 1)
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), SLICE):
+            if not self.close_sent or not start:
+                super().data_received(data[start : start + SLICE])
+
+    def handle_events(self) -> None:
+        """Close a connection that sends more frames than bytes."""
+        if len(self.conn.events) > MOST_FRAMES:
+            self.conn.fail(CloseCode.POLICY_VIOLATION, "too many small frames")
+            self.handle_parser_exception()
+        else:
+            super().handle_events()
+
+    def handle_ping(self) -> None:
+        """Answer, unless the client reads no answers: they would pile up."""
+        answer = self.conn.data_to_send()
+        if self.writable.is_set():
+            self.transport.write(b"".join(answer))
+
+    def shutdown(self) -> None:
+        queue: Any = self.queue
+        if self.handshake_complete and not self.close_sent:
+            queue.put_nowait({"type": GOING_DOWN})
+        else:
+            super().shutdown()
 
 
 def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
@@ -102,7 +169,10 @@ def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     return {
         "http": BoundedProtocol,
         "limit_concurrency": config.max_connections,
-        "ws": "none",
+        "ws": SocketProtocol,
+        "ws_max_size": config.max_body_bytes,
+        "ws_ping_interval": config.heartbeat_s,
+        "ws_per_message_deflate": False,  # what is compressed may be a thousand times as large as what was sent
         "timeout_keep_alive": IDLE_S,
         "server_header": False,
         "proxy_headers": False,  # what a client says of its own address is not believed

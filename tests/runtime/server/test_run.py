@@ -21,6 +21,8 @@ import uvicorn
 from doubles.clocks import until
 from doubles.listening import make_certificate
 from doubles.services import Process, service_process
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect, unix_connect
 
 from llmc.errors import UsageError
 from llmc.runtime.server.config import ServerConfig
@@ -29,6 +31,7 @@ from llmc.runtime.server.supervisor import notify
 
 STEP_S = 0.02  # each step of these engines takes longer by so much
 ENDLESS = {"prompt": "def", "max_tokens": 500, "ignore_eos": True, "temperature": 0}  # at least ten seconds
+RESPONSE = json.dumps({"type": "response.create", "input": "def", "max_output_tokens": 400, "ignore_eos": True})
 FIRST_KEY, SECOND_KEY = "sk-first-0123456789", "sk-second-0123456789"
 SHORT = {"prompt": "def add(", "max_tokens": 12, "temperature": 0}
 
@@ -76,6 +79,16 @@ class TestRequests:
     def test_a_client_that_leaves_frees_its_row_at_once(self, process: Process, client: httpx.Client):
         before = gauge(client, "llmc_generation_tokens_total")
         opened(process.address, ENDLESS).close()
+        until(lambda: gauge(client, "llmc_num_requests_running") == 0)
+        assert gauge(client, "llmc_generation_tokens_total") - before < ENDLESS["max_tokens"] / 10
+
+    def test_a_websocket_that_is_closed_frees_its_row_at_once(self, process: Process, client: httpx.Client):
+        before = gauge(client, "llmc_generation_tokens_total")
+        address = process.address.replace("http", "ws", 1)
+        with connect(f"{address}/v1/responses") as connection:
+            connection.send(RESPONSE)
+            while "delta" not in json.loads(connection.recv()):
+                pass
         until(lambda: gauge(client, "llmc_num_requests_running") == 0)
         assert gauge(client, "llmc_generation_tokens_total") - before < ENDLESS["max_tokens"] / 10
 
@@ -267,14 +280,27 @@ class TestStop:
                 with process.client() as own:
                     return own.post("/v1/completions", json={**body, "stream": stream})
 
-            with ThreadPoolExecutor(4) as threads, process.client() as client:
+            def converse() -> tuple[list[str], int]:
+                found: list[str] = []
+                with unix_connect(str(place), "ws://localhost/v1/responses") as connection:
+                    connection.send(RESPONSE.replace("400", "40"))
+                    with pytest.raises(ConnectionClosed) as closed:
+                        while True:
+                            found.append(json.loads(connection.recv())["type"])
+                assert closed.value.rcvd is not None
+                return found, closed.value.rcvd.code
+
+            with ThreadPoolExecutor(5) as threads, process.client() as client:
                 asked = [threads.submit(ask, stream) for stream in (True, False, True, False)]
-                until(lambda: gauge(client, "llmc_num_requests_running") == 4)
+                conversing = threads.submit(converse)
+                until(lambda: gauge(client, "llmc_num_requests_running") == 5)
                 status = process.end()
             answers = [one.result() for one in asked]
             assert status == 0 and not place.exists()
             assert {answer.status_code for answer in answers} == {200}
             assert [answer.text.strip().endswith("data: [DONE]") for answer in answers[::2]] == [True, True]
+            kinds, code = conversing.result()
+            assert (kinds[-1], code) == ("response.incomplete", 1001)
             process.hear("STOPPING=1")
 
     def test_tells_requests_that_take_too_long_and_still_ends_well(

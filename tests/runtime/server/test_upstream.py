@@ -31,6 +31,7 @@ from doubles.planted_server import (
     text,
 )
 from doubles.serving import serving
+from websockets.sync.client import connect
 
 from llmc.errors import BundleError, EngineClosedError, ResourceError, UsageError
 from llmc.runtime import Request, SamplingParams
@@ -656,3 +657,25 @@ def test_a_key_that_is_none_is_refused_at_the_start(box: Box, tmp_path: Path, co
     path.chmod(0o644)
     with pytest.raises(UsageError, match="everybody may read"):
         Upstream(replace(box.upstream._config, upstream_key_file=path), box.app.state.service, None)  # type: ignore[arg-type]
+
+
+def test_a_websockets_answer_is_the_upstreams_and_goes_on_with_what_was_said(box: Box):
+    item = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]}
+    whole = {"id": "resp_there", "store": True, "output": [item], "usage": {"input_tokens": 4, "output_tokens": 8}}
+    event = (
+        b"event: response.completed\ndata: " + json.dumps({"type": "response.completed", "response": whole}).encode()
+    )
+    box.server.answer = lambda asked: [STREAM, chunked(event + b"\n\n"), END]
+    with connect(f"{box.url}/v1/responses".replace("http", "ws", 1), additional_headers=of("ann")) as socket:
+        for more in ({}, {"previous_response_id": "resp_there"}, {"previous_response_id": "resp_there"}):
+            socket.send(json.dumps({"type": "response.create", "model": "smart", "input": SAID, **more}))
+            found = json.loads(socket.recv(timeout=PATIENCE_S))
+            assert (found["type"], found["response"]["output"]) == ("response.completed", [item])
+        box.server.answer = lambda asked: [response(500, {})]
+        socket.send(json.dumps({"type": "response.create", "model": "smart", "input": SAID}))
+        failed = json.loads(socket.recv(timeout=PATIENCE_S))
+    assert (failed["status"], failed["error"]["code"]) == (502, "upstream_status")
+    first, *_, second, _ = box.server.asked  # the upstream uses a name again, which goes on from the first of them
+    user = {"role": "user", "content": SAID}
+    assert first.body == {"model": "gpt-5", "input": SAID, "stream": True}
+    assert (second.body["input"], second.body["previous_response_id"]) == ([user, item, user], None)

@@ -1,4 +1,4 @@
-"""OpenAI's agents: a tool is called and its result answered, over responses and over chats."""
+"""OpenAI's agents: a tool is called and its result answered, over responses, their WebSocket, and chats."""
 
 import asyncio
 from typing import Any, Literal
@@ -39,10 +39,11 @@ async def run(service_url: str, kind: str, streams: bool) -> tuple[Any, list[str
                 pass
         else:
             result = await agents.Runner.run(agent, "Write a function.", run_config=settings)
+        await model.close()
     return result, called
 
 
-@pytest.mark.parametrize("kind", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
+@pytest.mark.parametrize("kind", ["OpenAIResponsesModel", "OpenAIResponsesWSModel", "OpenAIChatCompletionsModel"])
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 def test_a_run_calls_the_tool_and_ends_with_an_answer(service_url: str, kind: str, streams: bool):
     result, called = asyncio.run(run(service_url, kind, streams))

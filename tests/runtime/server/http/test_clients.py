@@ -1,6 +1,7 @@
 """What a key may do, in one process and in a fleet: the same guards hold in both."""
 
 import asyncio
+import json
 import pickle
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import httpx2 as httpx
 import pytest
 from doubles.serving import serving
 from starlette.types import Message
+from websockets.sync.client import connect
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import Call
@@ -31,6 +33,7 @@ KEYS: dict[str, str] = {
     "greedy": "tokens_per_minute = 5",
     "modest": "tokens_per_minute = 200",
     "leaving": "tokens_per_minute = 400",
+    "talking": 'models = ["small"]\ntokens_per_minute = 400',
     "ann": "",
     "ben": "",
     "changed": "",
@@ -213,3 +216,30 @@ def test_prefixes_are_cached_for_each_key_alone(served: Served) -> None:
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     assert [cached(name) > 0 for name in ("ann", "ben", "ann", "ben")] == [False, False, True, True]
+
+
+def test_frames_of_a_websocket_are_requests_of_their_key(served: Served) -> None:
+    def converse(**body: Any) -> dict[str, Any]:
+        socket.send(json.dumps({"type": "response.create", **BODIES["/v1/responses"], **body}))
+        last: dict[str, Any] = {"type": ""}
+        while last["type"] not in ("error", "response.incomplete"):
+            last = json.loads(socket.recv(timeout=60))
+        return last
+
+    address = f"{served.http.base_url}/v1/responses".replace("http", "ws", 1)
+    try:
+        with connect(address, additional_headers=headers("talking")) as socket:
+            assert converse(model="secret")["error"]["code"] == "model_not_allowed"
+            first = converse()["response"]
+            assert first["model"] == "small" and not first["store"]
+            second = converse(previous_response_id=first["id"], max_output_tokens=300)["response"]
+            assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+            assert converse(max_output_tokens=300, ignore_eos=True)["status"] == 429
+            write(served.keys, {name: rest for name, rest in KEYS.items() if name != "talking"})
+            served.app.reload()
+            assert converse()["error"]["code"] == "invalid_api_key"
+    finally:
+        write(served.keys, KEYS)
+        served.app.reload()
+    counted = served.get("ann", "/metrics").text.splitlines()
+    assert any('route="/v1/responses"' in line and 'status="429"' in line for line in counted)
