@@ -240,7 +240,8 @@ def read_arguments(source: Source) -> Reading[None]:
     """Hand on the arguments that begin here: an object as it is, one written as a string decoded, none as ``{}``."""
     if not (yield from stream_value(source)):
         value = yield from read_value(source)
-        yield Arguments(_object_text(value))
+        if value is not None:
+            yield Arguments(_object_text(value))
 
 
 def _object_text(value: str | None) -> str:

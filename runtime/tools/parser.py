@@ -55,6 +55,7 @@ class ChatParser:
         self._new_id = new_id
         self._source = Source()
         self._is_plain = False  # all that comes is content
+        self._broke_off = False  # the last call, which became content
         self._reader = self._read(thinking)
         self._calls = 0
 
@@ -131,7 +132,7 @@ class ChatParser:
     def _read_answer(self, form: CallFormat) -> Reading[None]:
         """Content, and calls in it. Blanks are held until it is known whether they are next to a call."""
         source = self._source
-        called = bool(form.bare_starts) and (yield from self._read_bare(form))
+        called = bool(form.bare_starts) and (yield from self._read_bare(form)) and not self._broke_off
         held = ""
         while True:
             piece, at_mark = yield from source.before(form.begins)
@@ -143,7 +144,7 @@ class ChatParser:
             if at_mark:
                 start = source.at
                 if (yield from self._read_call(form, held)):
-                    held, called = "", True
+                    held, called = "", not self._broke_off
                 else:
                     source.at = start + 1
                     held += source.text[start]
@@ -195,10 +196,8 @@ class ChatParser:
         call: list[Event] = []
 
         def release(upto: int) -> Iterator[Event]:
-            if source.cut or not call or _is_whole(call):
-                yield from call
-            else:
-                yield Content(blanks + source.text[start:upto])
+            self._broke_off = not (source.cut or not call or _is_whole(call))
+            yield from [Content(blanks + source.text[start:upto])] if self._broke_off else call
 
         while True:
             try:

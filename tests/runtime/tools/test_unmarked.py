@@ -158,7 +158,7 @@ def test_none_is_read_where_no_call_may_come_or_the_answer_has_begun_or_a_form(t
         ("Well", "Well"),
         ("{", ""),
         ('{"na', ""),
-        ('{"answer":', '{"answer":'),
+        ('{"answer": 1', '{"answer": 1'),
         ('{"name": "Bob"', '{"name": "Bob"'),
         ("```py\npr", "```py\npr"),
         ("[1", "[1"),
