@@ -86,28 +86,6 @@ class GemmaCalls(CallFormat):
         return True
 
 
-def _anything(quote: str, spell: Spell) -> list[str]:
-    """The rules of values of any type. Texts cannot hold the mark that ends them."""
-    mark = spell(quote)
-    is_token = mark.startswith("<[")
-    return [
-        f"text: {mark} TEXT_VALUE {mark}" if is_token else f"text: {mark} quoted\nquoted[lazy]: TEXT_VALUE {mark}",
-        f"TEXT_VALUE: {text_without(quote)}",
-        f"anything: text | {' | '.join(_WORDS.values())} | list | map",
-        _list_of("list", "anything"),
-        _map_of("map", "anything"),
-        "KEY: /[A-Za-z0-9_.-]{1,64}/",
-    ]
-
-
-def _list_of(name: str, item: str) -> str:
-    return f'{name}: "[" ({item} ("," {item})*)? "]"'
-
-
-def _map_of(name: str, value: str) -> str:
-    return f'{name}: "{{" (KEY ":" {value} ("," KEY ":" {value})*)? "}}"'
-
-
 class _Rules:
     """Rules of a tool's values, added to ``written``; ``rule`` is the name of the arguments' own."""
 
@@ -163,6 +141,8 @@ class _Rules:
         if not alternatives or (union == "allOf" and len(schema[union]) > 1) or (union == "oneOf" and not differ):
             _refuse_but(schema, {"type"}, where)
         if "type" in schema:
+            if any(item.get("type", schema["type"]) != schema["type"] for item in alternatives):
+                _refuse_but(schema, {union}, where)
             alternatives = [{"type": schema["type"], **item} for item in alternatives]
         return self._rule(" | ".join([self._value(item, where, depth + 1) for item in alternatives]))
 

@@ -65,8 +65,8 @@ def serving(
     stop: list[Callable[[], None]] = []
 
     async def run() -> None:
-        options = {"load_options": config.load_options, "tool_formats": config.tool_formats}
-        pool = ModelPool(config.models, memory=config.memory, **options)
+        options, formats = config.load_options, config.tool_formats
+        pool = ModelPool(config.models, memory=config.memory, load_options=options, tool_formats=formats)
         try:
             await pool.warm(*config.warm)
             app = around(make_app(config, pool), config)

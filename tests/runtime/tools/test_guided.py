@@ -141,7 +141,8 @@ def test_a_named_tool_is_the_only_one_and_called_once(form: str, vocabulary: Voc
 def test_what_follows_an_opening_mark_is_guided_and_what_precedes_it_is_free(form: str, vocabulary: Vocabulary):
     plan = plan_of(form, few(form), "auto")
     once = plan_of(form, few(form), "auto", parallel=False)
-    free = ["", "Some é text\n{", "{}", '{"nam": 1}', "[1] <tool", "call"]
+    unmarked = '{"name": "now", "arguments": {}}'
+    free = ["", "Some é text\n{", "{}", '{"nam": 1}', "[1] <tool", "call", f"```json\n{unmarked}\n```", f"[{unmarked}]"]
     assert all(vocabulary.allows(plan, text) for text in free)
     call = ONE[form]
     several = call if form in ("llama3", "harmony") else TWO[form]
@@ -246,6 +247,11 @@ def test_forms_that_do_not_go_with_calls_are_refused(
         ("functiongemma", {"properties": {"a": {"type": "integer", "minimum": 1}}}, "a of x has 'minimum'"),
         ("functiongemma", {"properties": {"a": False}}, "a of x allows no value"),
         ("gemma4", {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, "a of x has 'oneOf'"),
+        (
+            "gemma4",
+            {"properties": {"a": {"type": "string", "anyOf": [{"type": "integer"}]}}},
+            "a of x has 'type', which",
+        ),
         ("gemma4", {"properties": {"a": {"allOf": [{"type": "string"}, {}]}}}, "a of x has 'allOf'"),
         ("gemma4", {"properties": {"a": {"not": {}, "type": "string"}}}, "a of x has 'not'"),
         ("gemma4", {"properties": {"a": {"type": ["string", "null"], "pattern": "a"}}}, "a of x has 'pattern'"),
