@@ -142,7 +142,30 @@ def test_messages_are_told_apart_by_their_headers_character_by_character(
 
 # ------------------------------------------------------------------------------------------------------------- pieces
 
-MARKS = ["<think>", "</think>", "\n", " ", "{", "}", "[", "]", '"', "\\", ",", ":", "now", "(", ")", "=", "'", "1", "é"]
+MARKS = [
+    "```json\n",
+    "```",
+    f"{NOW}",
+    "<think>",
+    "</think>",
+    "\n",
+    " ",
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    ",",
+    ":",
+    "now",
+    "(",
+    ")",
+    "=",
+    "'",
+    "1",
+    "é",
+]
 SCRAPS = [*MARKS, *(text[at : at + 9] for text in SPOKEN.values() for at in range(0, len(text), 9))]
 
 
@@ -156,7 +179,8 @@ def test_pieces_change_nothing(hear: Callable[..., Any], form: str, thinking: bo
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert hear(pieces, form, thinking) == hear(text, form, thinking) == hear(list(text), form, thinking)
+    given = {"form": form, "thinking": thinking, "whole": data.draw(st.booleans()), "cut": data.draw(st.booleans())}
+    assert hear(pieces, **given) == hear(text, **given) == hear(list(text), **given)
 
 
 @pytest.mark.parametrize("form", FORMATS)
