@@ -55,9 +55,10 @@ def main() -> None:
     before = [{"role": "system", "content": told.format(json.dumps(TOOLS))}] if args.teach else []
     options = {"temperature": 0, "max_tokens": 128, "repetition_penalty": args.repetition_penalty}
     with load(args.bundle) as model:
-        for text, expected in ASKED:
-            messages = [*before, {"role": "user", "content": text}]
-            result = model.chat(messages, tools=TOOLS, tool_format=args.teach, **options)
+        asked = [[*before, {"role": "user", "content": text}] for text, _ in ASKED]
+        handles = [model.stream_chat(each, tools=TOOLS, tool_format=args.teach, **options) for each in asked]
+        for (text, expected), handle in zip(ASKED, handles, strict=True):
+            result = handle.result()
             calls = [(call.name, _parse(call.arguments)) for call in result.message.tool_calls]
             written += len(NAMED.findall(result.outputs[0].text))
             read, wanted = read + len(calls), wanted + len(expected)
