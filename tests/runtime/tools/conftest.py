@@ -10,7 +10,8 @@ from doubles.hearing import Heard, merged
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import FORMATS
-from llmc.runtime.tools.parser import ChatParser
+from llmc.runtime.tools.gemma_calls import GemmaCalls
+from llmc.runtime.tools.plan import ChatPlan
 from llmc.runtime.tools.thinking import MARKS, ThinkingMarks
 
 WEATHER = {
@@ -35,6 +36,13 @@ def tools() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
+def unwritable() -> dict[str, str]:
+    """Texts that a format cannot write, for it has no quotes."""
+    quotes = {form: each.quote for form, each in FORMATS.items() if isinstance(each, GemmaCalls)}
+    return {"qwen3_coder": "</parameter>", "seed_oss": "</parameter>", **quotes}
+
+
+@pytest.fixture(scope="session")
 def hear() -> Callable[..., Heard]:
     """Reads an output, whole or in pieces."""
 
@@ -44,9 +52,12 @@ def hear() -> Callable[..., Heard]:
         thinking: bool = False,
         cut: bool = False,
         marks: ThinkingMarks = MARKS[0],
+        tools: Sequence[Any] = TOOLS,
+        parallel: bool = True,
+        **options: Any,
     ) -> Heard:
-        known = {tool.name: tool for tool in read_tools(TOOLS)}
-        parser = ChatParser(None if form is None else FORMATS[form], known, marks, thinking, str)
+        plan = ChatPlan(FORMATS.get(form or ""), read_tools(tools), False, parallel, marks, thinking)
+        parser = plan.parser(str, **options)
         pieces = [pieces] if isinstance(pieces, str) else pieces
         return merged([*map(parser.push, pieces), parser.finish(cut)])
 
