@@ -11,7 +11,7 @@ from typing import Any
 from llmc.errors import GrammarError, UsageError, require
 from llmc.runtime.guided.gbnf import is_gbnf, to_lark
 from llmc.runtime.guided.guide import CompiledGrammar
-from llmc.runtime.guided.json_schema import OPTIONS, check_schema, enforceable, schema_text
+from llmc.runtime.guided.json_schema import check_schema, enforceable, options, schema_text
 from llmc.runtime.guided.patterns import LONGEST_REGEX, MOST_REPETITIONS, check_regex, repetitions
 from llmc.runtime.guided.trial import Clock
 from llmc.runtime.guided.vocabulary import Vocabulary, shorten_reason
@@ -43,7 +43,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()
 
     def compile_grammar(self, params: SamplingParams, deadline_s: float | None = None) -> CompiledGrammar | None:
         """The grammar of the output that ``params`` asks for, None if they ask for none.
@@ -76,18 +76,18 @@ class Grammars:
         return Vocabulary.load(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
-def _source(params: SamplingParams) -> tuple[str, str] | None:
-    """A request's grammar as written: the name of its parameter, and its text."""
+def _source(params: SamplingParams) -> tuple[str, str, bool] | None:
+    """A request's grammar as written: the name of its parameter, its text, and whether JSON in it is compact."""
     kind = next((kind for kind in _READ if getattr(params, kind) is not None), None)
     if kind is None:
         return None
     text = _READ[kind](getattr(params, kind), kind)
     if len(text) > _LONGEST[kind]:
         raise GrammarError(f"{kind} has {len(text)} characters, expected at most {_LONGEST[kind]}")
-    return kind, text
+    return kind, text, params.compact_json
 
 
-def _library_grammar(kind: str, text: str) -> tuple[str, bool]:
+def _library_grammar(kind: str, text: str, compact: bool) -> tuple[str, bool]:
     """The grammar in the library's own format, and True if compiling that may take long."""
     matcher = require("llguidance", "guided").LLMatcher
     laborious = len(text) > _LONGEST_QUICK[kind]
@@ -98,11 +98,11 @@ def _library_grammar(kind: str, text: str) -> tuple[str, bool]:
             check_regex(text, "regex")
             return str(matcher.grammar_from_regex(text)), laborious
         if kind == "grammar":
-            lark, schemas = (to_lark(text), False) if is_gbnf(text) else _check_lark(text)
+            lark, schemas = (to_lark(text), False) if is_gbnf(text) else _check_lark(text, compact)
             return str(matcher.grammar_from_lark(lark)), laborious or schemas
         schema = json.loads(text)
         laborious |= check_schema(schema)
-        return str(matcher.grammar_from_json_schema(enforceable(schema), overrides=OPTIONS)), laborious
+        return str(matcher.grammar_from_json_schema(enforceable(schema), overrides=options(compact))), laborious
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"{kind} cannot be read: {shorten_reason(str(error))}") from error
 
@@ -113,7 +113,7 @@ def _choice_grammar(choices: list[str]) -> str:
     return f"start: CHOICE\nCHOICE: {literals}\n"
 
 
-def _check_lark(grammar: str) -> tuple[str, bool]:
+def _check_lark(grammar: str, compact: bool) -> tuple[str, bool]:
     """The grammar in llguidance's dialect of Lark as it is enforced, and whether a schema in it may take long."""
     counts = [int(digits[:20]) for match in _COUNT.finditer(grammar) for digits in match.groups("0")]
     found = max(repetitions(grammar), *counts, 0)
@@ -129,7 +129,7 @@ def _check_lark(grammar: str) -> tuple[str, bool]:
             raise GrammarError(f"grammar: what follows %json is no JSON: {error}") from error
         laborious |= check_schema(schema)
         if isinstance(schema, dict):
-            schema = {**enforceable(schema), "x-guidance": OPTIONS}
+            schema = {**enforceable(schema), "x-guidance": options(compact)}
         parts += [grammar[at : piece.end()], json.dumps(schema)]
         at = end
     return "".join([*parts, grammar[at:]]), laborious

@@ -7,12 +7,19 @@ such keywords are refused by name. Some values are spelt anew, for the library w
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from llmc.errors import GrammarError, UsageError
-from llmc.runtime.guided.patterns import UNNAMED_CONTROLS, check_regex, library_pattern
+from llmc.runtime.guided.patterns import (
+    ESCAPES,
+    UNNAMED_CONTROLS,
+    check_disjoint,
+    check_regex,
+    library_pattern,
+    list_matches,
+)
 
 # Keywords of JSON Schema (https://json-schema.org/draft/2020-12/schema, and draft 7) by what they hold. The library
 # enforces these, in the combinations that it does not refuse itself, and ignores every keyword that it does not know.
@@ -70,14 +77,15 @@ _NUMBERS = ("const", "enum", "multipleOf", *_BOUNDS)
 _MERGING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 
 # How the library reads schemas: strictly. One spelling for each character: with \u0061 for "a", a model could repeat a
-# property under a name that the schema's rules for "a" miss. Blanks are bounded, since models at a loss write them
-# without end; a line break and an indentation of 31 fit.
-OPTIONS = {
-    "lenient": False,
-    "coerce_one_of": False,
-    "json_allowed_escapes": '"\\bfnrt',
-    "whitespace_pattern": r"[ \n\r\t]{1,32}",
-}
+# property under a name that the schema's rules for "a" miss.
+_OPTIONS = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": ESCAPES}
+# Between two tokens of JSON, once: models at a loss write white space without end. Ten levels of four spaces fit.
+_WHITE_SPACE = r" |\r?\n(?: {0,40}|\t{0,10})"
+
+
+def options(compact: bool) -> dict[str, Any]:
+    """The library's options for a schema; ``compact`` allows no white space between the tokens of JSON."""
+    return {**_OPTIONS, **({"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITE_SPACE})}
 
 
 def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
@@ -120,7 +128,33 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
             node["pattern"] = library_pattern(node["pattern"], path)
         if isinstance(named := node.get("patternProperties"), dict):
             node["patternProperties"] = {library_pattern(name, path): value for name, value in named.items()}
+    _name_matches(list(_nodes(schema)))
     return schema
+
+
+def _name_matches(nodes: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Replace patterns that only match named properties, for the library would wait for further names after a comma."""
+    names = {name: None for _, node in nodes for key in ("properties", "required") for name in _strings(node.get(key))}
+    for path, node in nodes:
+        patterns = _mapping(node.get("patternProperties"))
+        for pattern, schema in list(patterns.items()):
+            matches = list_matches(pattern, names)
+            if matches is None:
+                continue
+            del patterns[pattern]
+            properties = node.setdefault("properties", {})
+            for name in (name for name in names if name in matches):
+                properties[name] = {"allOf": [properties[name], schema]} if name in properties else schema
+        if len(patterns) > 1:
+            check_disjoint(patterns, path)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _strings(value: Any) -> Iterator[str]:
+    return (item for item in (value if isinstance(value, dict | list) else ()) if isinstance(item, str))
 
 
 def without_unenforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

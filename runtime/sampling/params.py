@@ -187,6 +187,7 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | str | None = _form(
         None, optional(SCHEMA), "the output is JSON of this schema", common=True
     )
+    compact_json: bool = _form(False, FLAG, "JSON of a schema, also a tool's, has no white space between its tokens")
     regex: str | None = _form(None, optional(TEXT), "the output matches this regular expression")
     grammar: str | None = _form(None, optional(TEXT), "the output is derived from this grammar")
     choice: tuple[str, ...] | None = _form(None, optional(drop_empty(TEXTS)), "the output is one of these")
@@ -329,6 +330,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
     ("stop", "detokenize", lambda p: p.detokenize),
     ("include_stop_str_in_output", "detokenize", lambda p: p.detokenize),
     ("best_of", "n of at most as many", lambda p: p.n <= (p.best_of or p.n)),
+    ("compact_json", "json_schema, grammar or tools", lambda p: p.json_schema is not None or p.grammar is not None),
     ("n", "temperature above 0", lambda p: p.temperature > 0),
     ("best_of", "temperature above 0", lambda p: p.temperature > 0),
     ("diffusion_steps", "no confidence_threshold", lambda p: p.confidence_threshold is None),

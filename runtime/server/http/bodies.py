@@ -134,10 +134,12 @@ class StructuredOutputs(Body):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
 
     def form(self) -> dict[str, Any]:
         schema = {"type": "object"} if self.json_object and self.json_schema is None else self.json_schema
-        return {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        forms = {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return {**forms, "compact_json": self.disable_any_whitespace}
 
 
 class Sampled(_Sampling):
