@@ -45,7 +45,7 @@ from llmc.runtime.kv.prefix_cache import BLOCK, PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.neighbours import neighbour
-from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.params import GUIDES, SamplingParams
 from llmc.runtime.sampling.ranges import integer
 from llmc.runtime.selftest import VerifyReport, check_once, replay, replay_stage
 from llmc.runtime.sessions import emulate_target, open_engine, open_session
@@ -532,7 +532,11 @@ class Model:
 
     def _submit_chat(self, ids: list[int], plan: ChatPlan, read: ChatPlan, sampling: Mapping[str, Any]) -> ChatHandle:
         request = self.request(ids, **plan.make_sampling(self.tokenizer, sampling))
-        handle = self.engine.submit(request, partial(ChatHandle, parser=read.parser))
+        parameters = request.params
+        whole = bool(parameters.stop or parameters.stop_token_ids or request.stopping_criteria)
+        shaped = any(sampling.get(name) is not None for name in GUIDES)
+        parser = partial(read.parser, shaped=shaped, whole=whole)
+        handle = self.engine.submit(request, partial(ChatHandle, parser=parser))
         handle.owner = self
         return handle
 

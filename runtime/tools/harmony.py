@@ -11,6 +11,7 @@ from typing import Any
 
 from llmc.runtime.tools.calls import CallFormat, Spell, Tool
 from llmc.runtime.tools.grammar import literal, schema_of
+from llmc.runtime.tools.json_values import stream_value
 from llmc.runtime.tools.source import Arguments, Called, Content, Event, Reading, Source, Thought
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -64,17 +65,24 @@ class HarmonyCalls(CallFormat):
         if header is None:
             return False
         recipient = _RECIPIENT.search(header)
-        make: Callable[[str], Event] = Thought if "<|channel|>analysis" in header else Content
         if recipient and tools:
-            make = Arguments
             yield Called(recipient[1])
-        written, at_mark = "", False
-        while not at_mark and not (source.ended and not source.rest):
-            piece, at_mark = yield from source.before((*_ENDS, *_NEXT))
-            written = written or piece
-            if piece:
-                yield make(piece)
-        if make is Arguments and not written and (at_mark or not source.cut):
-            yield Arguments("{}")
+            yield from source.skip_blanks()
+            is_json = yield from stream_value(source)  # in whose texts marks end nothing
+            if (yield from _read_text(source, None if is_json else Arguments)) and not is_json:
+                yield Arguments("{}")
+        else:
+            yield from _read_text(source, Thought if "<|channel|>analysis" in header else Content)
         source.at += next((len(end) for end in _ENDS if source.rest.startswith(end)), 0)
         return True
+
+
+def _read_text(source: Source, make: Callable[[str], Event] | None) -> Reading[bool]:
+    """Hand the text before the next mark on, or skip it; True if there is none."""
+    empty, at_mark = True, False
+    while not at_mark and not (source.ended and not source.rest):
+        piece, at_mark = yield from source.before((*_ENDS, *_NEXT))
+        empty = empty and not piece
+        if piece and make is not None:
+            yield make(piece)
+    return empty and at_mark

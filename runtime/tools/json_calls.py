@@ -10,8 +10,8 @@ from llmc.runtime.tools.grammar import literal, schema_of
 from llmc.runtime.tools.json_values import read_string, read_value, stream_value
 from llmc.runtime.tools.source import Arguments, Called, Reading, Source
 
-_NAMES = ("name", "tool_name")
-_ARGUMENTS = ("arguments", "parameters")
+NAMES = ("name", "tool_name")
+ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class JsonCalls(CallFormat):
         begin = yield from take_any(source, self.begins)
         yield from source.skip_blanks()
         closing = "]" if begin.endswith("[") or (yield from source.take("[")) else ""
-        found = yield from self._read_objects(source, "," if closing else ";")
+        found = yield from self._read_objects(source, listed=bool(closing))
         if found and closing:
             yield from source.skip_blanks()
             yield from source.take(closing)
@@ -104,7 +104,7 @@ class JsonCalls(CallFormat):
             yield from take_after_blanks(source, self.end)
         return found
 
-    def _read_objects(self, source: Source, between: str) -> Reading[bool]:
+    def _read_objects(self, source: Source, listed: bool) -> Reading[bool]:
         found, end = False, source.at
         while True:
             yield from source.skip_blanks()
@@ -113,7 +113,7 @@ class JsonCalls(CallFormat):
                 return found
             found, end = True, source.at
             yield from source.skip_blanks()
-            if not (yield from source.take(between)):
+            if not (yield from take_any(source, (",",) if listed else (";", ","))) and listed:
                 return True
 
 
@@ -200,14 +200,14 @@ def read_object(source: Source) -> Reading[bool]:
     early: str | None = None  # arguments that came before the name
     called, more = False, True
     while more:
-        key = yield from _key(source)
+        key = yield from read_key(source)
         if key is None:
             return called
-        if key in _NAMES and name is None:
+        if key in NAMES and name is None:
             name = yield from read_string(source)
             if name is None:
                 return False
-        elif key in _ARGUMENTS and name is not None and not called:
+        elif key in ARGUMENTS and name is not None and not called:
             called = True
             yield Called(name)
             yield from read_arguments(source)
@@ -215,7 +215,7 @@ def read_object(source: Source) -> Reading[bool]:
             value = yield from read_value(source)
             if value is None:
                 return called
-            early = value if key in _ARGUMENTS else early
+            early = value if key in ARGUMENTS else early
         yield from source.skip_blanks()
         more = yield from source.take(",")
     if (yield from source.take("}")) and name is not None and not called:
@@ -225,7 +225,8 @@ def read_object(source: Source) -> Reading[bool]:
     return called
 
 
-def _key(source: Source) -> Reading[str | None]:
+def read_key(source: Source) -> Reading[str | None]:
+    """Read a key and its colon, with blanks around them; None if none follows."""
     yield from source.skip_blanks()
     key = yield from read_string(source)
     yield from source.skip_blanks()
@@ -239,7 +240,8 @@ def read_arguments(source: Source) -> Reading[None]:
     """Hand on the arguments that begin here: an object as it is, one written as a string decoded, none as ``{}``."""
     if not (yield from stream_value(source)):
         value = yield from read_value(source)
-        yield Arguments(_object_text(value))
+        if value is not None:
+            yield Arguments(_object_text(value))
 
 
 def _object_text(value: str | None) -> str:

@@ -1,11 +1,13 @@
 """An output as it comes, told apart into reasoning, answer and calls; of nothing is more handed on than is certain."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.runtime.tools.calls import CallFormat, Tool, ToolCallDelta
 from llmc.runtime.tools.source import BLANKS, Arguments, Called, Content, Event, Reading, Source, Thought
 from llmc.runtime.tools.thinking import ThinkingMarks
+from llmc.runtime.tools.unmarked import UnmarkedCalls
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class ChatParser:
         marks: what encloses reasoning; None reads none.
         thinking: True if the prompt has opened the reasoning already.
         new_id: gives the id of a call, by its index.
+        unmarked: reads an answer that is calls without the format's marks; None takes it for content.
+        whole: hand calls on when they are whole; the text of one that breaks off, other than by length, is content.
     """
 
     def __init__(
@@ -39,13 +43,19 @@ class ChatParser:
         marks: ThinkingMarks | None,
         thinking: bool,
         new_id: Callable[[int], str],
+        *,
+        unmarked: UnmarkedCalls | None = None,
+        whole: bool = False,
     ) -> None:
+        self._unmarked = unmarked
+        self._whole = whole
         self._format = calls
         self._tools = tools
         self._marks = marks
         self._new_id = new_id
         self._source = Source()
         self._is_plain = False  # all that comes is content
+        self._broke_off = False  # the last call, which became content
         self._reader = self._read(thinking)
         self._calls = 0
 
@@ -58,6 +68,8 @@ class ChatParser:
             if event is None:
                 break
             events.append(event)
+        if self._unmarked is not None:
+            events = list(self._unmarked.filter(events, self._source.ended))
         return self._collect_parsed(events)
 
     def finish(self, cut: bool = False) -> Parsed:
@@ -120,7 +132,7 @@ class ChatParser:
     def _read_answer(self, form: CallFormat) -> Reading[None]:
         """Content, and calls in it. Blanks are held until it is known whether they are next to a call."""
         source = self._source
-        called = bool(form.bare_starts) and (yield from self._read_bare(form))
+        called = bool(form.bare_starts) and (yield from self._read_bare(form)) and not self._broke_off
         held = ""
         while True:
             piece, at_mark = yield from source.before(form.begins)
@@ -131,8 +143,8 @@ class ChatParser:
                 yield Content(text[: len(text) - len(held)])
             if at_mark:
                 start = source.at
-                if (yield from self._read_call(form)):
-                    held, called = "", True
+                if (yield from self._read_call(form, held)):
+                    held, called = "", not self._broke_off
                 else:
                     source.at = start + 1
                     held += source.text[start]
@@ -145,24 +157,72 @@ class ChatParser:
         """Read an answer that is a call from its first character on; False if it is none."""
         source, start = self._source, self._source.at
         yield from source.skip_blanks()
-        if (yield from source.peek()) in form.bare_starts and (yield from self._read_call(form, bare=True)):
+        blanks = source.text[start : source.at]
+        if (yield from source.peek()) in form.bare_starts and (yield from self._read_call(form, blanks, bare=True)):
             return True
         source.at = start
         return False
 
-    def _read_call(self, form: CallFormat, bare: bool = False) -> Reading[bool]:
-        """Read calls; True also where the output was cut off while one could have followed, which is left out."""
+    def _read_call(self, form: CallFormat, blanks: str, bare: bool = False) -> Reading[bool]:
+        """Read calls after ``blanks``; True also where the output was cut off while one could have followed, which is
+        left out."""
         source, start, waited = self._source, self._source.at, False
         reading = form.read(source, self._tools)
+        if self._whole:
+            reading = self._read_whole(reading, blanks)
         while True:
             try:
                 event = next(reading)
             except StopIteration as ended:
                 found = bool(ended.value)
                 break
+            if bare and isinstance(event, Called) and event.name not in self._tools:
+                source.keeps = False
+                return False
             yield event
             waited = waited or (event is None and source.ended)
         if not waited or not source.cut or (bare and not found and not form.may_be_bare(source.text[start:])):
             return found
         source.at = len(source.text)
         return True
+
+    def _read_whole(self, reading: Reading[bool], blanks: str) -> Reading[bool]:
+        """Hand each call on when it is whole; one that is not, and was not cut off, is content with ``blanks`` before.
+
+        A later call of the same marks that breaks off is content from the end of the call before it.
+        """
+        source = self._source
+        start = end = source.at
+        call: list[Event] = []
+
+        def release(upto: int) -> Iterator[Event]:
+            self._broke_off = not (source.cut or not call or _is_whole(call))
+            yield from [Content(blanks + source.text[start:upto])] if self._broke_off else call
+
+        while True:
+            try:
+                event = next(reading)
+            except StopIteration as ended:
+                source.keeps = False
+                yield from release(source.at)
+                return bool(ended.value)
+            if isinstance(event, Called):
+                source.keeps = True
+                if call:
+                    yield from release(end)
+                    start, blanks = end, ""
+                call = [event]
+            elif isinstance(event, Arguments):
+                call.append(event)
+                end = source.at
+            else:
+                yield event
+
+
+def _is_whole(call: Sequence[Event]) -> bool:
+    """True if the arguments of a call are JSON."""
+    try:
+        json.loads("".join(event.text for event in call if isinstance(event, Arguments)), strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True

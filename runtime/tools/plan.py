@@ -14,6 +14,7 @@ from llmc.runtime.tools.formats import FORMATS, format_named, format_of
 from llmc.runtime.tools.grammar import answer_grammar, bare_grammar, literal, spell_run, value_of
 from llmc.runtime.tools.parser import ChatParser
 from llmc.runtime.tools.thinking import Thinking, ThinkingMarks, check_budget, marks_of, opens_reasoning
+from llmc.runtime.tools.unmarked import UnmarkedCalls
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ChatPlan:
         marks: what encloses reasoning; None reads none.
         thinking: the prompt ends inside the reasoning.
         budget: tokens of reasoning; None does not bound them.
+        goes_on: the prompt ends amid the answer.
     """
 
     calls: CallFormat | None
@@ -37,9 +39,18 @@ class ChatPlan:
     marks: ThinkingMarks | None
     thinking: bool
     budget: int | None = None
+    goes_on: bool = False
 
-    def parser(self, new_id: Callable[[int], str]) -> ChatParser:
-        return ChatParser(self._written, {tool.name: tool for tool in self.tools}, self.marks, self.thinking, new_id)
+    def parser(self, new_id: Callable[[int], str], *, shaped: bool = False, whole: bool = False) -> ChatParser:
+        """The reader of an answer.
+
+        Args:
+            shaped: an answer without calls has a form, which may look like a call without marks.
+            whole: something else than its end or length may end the answer amid a call.
+        """
+        tools = {tool.name: tool for tool in self.tools}
+        unmarked = UnmarkedCalls(tools, self.parallel) if tools and not (self.goes_on or shaped) else None
+        return ChatParser(self._written, tools, self.marks, self.thinking, new_id, unmarked=unmarked, whole=whole)
 
     @property
     def _written(self) -> CallFormat | None:
@@ -166,7 +177,8 @@ def plan_chat(
                 "leave one out"
             )
         marks = None
-    return ChatPlan(calls, callable_tools, required, parallel, marks, opens_reasoning(prompt, marks), reasoning_budget)
+    thinking = opens_reasoning(prompt, marks)
+    return ChatPlan(calls, callable_tools, required, parallel, marks, thinking, reasoning_budget, goes_on)
 
 
 def _calls(template: str, name: str | None) -> CallFormat:

@@ -56,14 +56,16 @@ class Source:
         self.at = 0
         self.ended = False
         self.cut = False  # where the end came too early
+        self.keeps = False  # text that was read, too
 
     @property
     def rest(self) -> str:
         return self.text[self.at :]
 
     def forget(self) -> None:
-        """Let go of what was read; nobody goes back before it."""
-        self.text, self.at = self.rest, 0
+        """Let go of what was read, unless somebody may go back before it."""
+        if not self.keeps:
+            self.text, self.at = self.rest, 0
 
     def peek(self) -> Reading[str]:
         """The next character; none at the end."""

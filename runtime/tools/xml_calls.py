@@ -106,10 +106,9 @@ class XmlCalls(CallFormat):
             first = False
             if not (yield from _read_value(source, _schema_of(schemas, key), self.pad)):
                 return True
-        if not source.ended or source.rest.strip():
+        closed = yield from take_after_blanks(source, "</function>")
+        if (yield from take_after_blanks(source, self.end)) or closed:
             yield Arguments("}")
-        yield from take_after_blanks(source, "</function>")
-        yield from take_after_blanks(source, self.end)
         return True
 
 

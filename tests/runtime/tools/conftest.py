@@ -10,7 +10,7 @@ from doubles.hearing import Heard, merged
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import FORMATS
-from llmc.runtime.tools.parser import ChatParser
+from llmc.runtime.tools.plan import ChatPlan
 from llmc.runtime.tools.thinking import MARKS, ThinkingMarks
 
 WEATHER = {
@@ -44,9 +44,12 @@ def hear() -> Callable[..., Heard]:
         thinking: bool = False,
         cut: bool = False,
         marks: ThinkingMarks = MARKS[0],
+        tools: Sequence[Any] = TOOLS,
+        parallel: bool = True,
+        **options: Any,
     ) -> Heard:
-        known = {tool.name: tool for tool in read_tools(TOOLS)}
-        parser = ChatParser(None if form is None else FORMATS[form], known, marks, thinking, str)
+        plan = ChatPlan(FORMATS.get(form or ""), read_tools(tools), False, parallel, marks, thinking)
+        parser = plan.parser(str, **options)
         pieces = [pieces] if isinstance(pieces, str) else pieces
         return merged([*map(parser.push, pieces), parser.finish(cut)])
 

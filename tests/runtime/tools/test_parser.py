@@ -152,6 +152,21 @@ def test_of_a_call_that_the_length_cut_off_no_markup_is_content(form: str, hear:
         assert {name for name, _ in calls} <= {"get_weather", "now"}
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_call_that_something_else_than_the_length_ended_is_content(form: str, hear: Callable[..., Any]):
+    for end in range(len(SPOKEN[form])):
+        text = SPOKEN[form][:end]
+        content, _, calls = heard = hear(text, form, whole=True)
+        assert heard == hear(list(text), form, whole=True)
+        assert [(name, json.loads(given)) for name, given in calls] == [
+            ("get_weather", {"city": "Paris", "days": 3}),
+            ("now", {}),
+        ][: len(calls)]
+        assert text.rstrip().endswith(content.rstrip().removeprefix("ok")) and (calls or content == text)
+        cut = hear(text, form, cut=True, whole=True)
+        assert cut == hear(text, form, cut=True)
+
+
 @pytest.mark.parametrize("text", ['{"total": {"a": [1, 2', "a < b", "<tool_call> no call", "[1, 2"])
 @pytest.mark.parametrize("form", ["hermes", "llama3", "pythonic"])
 def test_any_other_text_that_the_length_cut_off_is_whole(form: str, text: str, hear: Callable[..., Any]):

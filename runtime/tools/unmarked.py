@@ -1,0 +1,180 @@
+"""Calls without a format's marks: an answer that is JSON objects of calls and nothing else, fenced or bare.
+
+Small models often write calls so, whatever their chat template teaches.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from llmc.runtime.tools.json_calls import ARGUMENTS, NAMES, read_key, read_name
+from llmc.runtime.tools.json_values import read_string, read_value
+from llmc.runtime.tools.source import Arguments, Called, Content, Event, Reading, Source, Thought
+
+# Keys beside name and arguments that objects of calls have in OpenAI's and Cohere's messages.
+_OTHER_KEYS = ("id", "index", "tool_call_id", "type")
+
+Call = dict[str, str]
+"""The ``name`` of a tool, and the ``arguments`` as JSON text."""
+
+
+class UnmarkedCalls:
+    """Holds content back as long as all of it may be calls, and turns it into calls where it ends as such.
+
+    Args:
+        tools: names that may be called.
+        parallel: False reads one call; an answer with several stays content.
+    """
+
+    def __init__(self, tools: Collection[str], parallel: bool) -> None:
+        self._source = Source()
+        self._reading = _read_answer(self._source, tools, parallel)
+        self._undecided = True
+
+    def filter(self, events: Iterable[Event], ended: bool) -> Iterator[Event]:
+        """The events with content held back, or turned into calls; ``ended``: they are the last ones."""
+        for event in events:
+            if self._undecided and isinstance(event, Content):
+                self._source.text += event.text
+                yield from self._decide()
+            else:
+                if self._undecided and not isinstance(event, Thought):  # a call with marks: the text before is content
+                    self._undecided = False
+                    yield Content(self._source.text)
+                yield event
+        if ended and self._undecided:
+            self._source.ended = True
+            yield from self._decide()
+
+    def _decide(self) -> Iterator[Event]:
+        try:
+            next(self._reading)
+        except StopIteration as read:
+            self._undecided = False
+            if not read.value:
+                yield Content(self._source.text)
+            for call in read.value or ():
+                yield Called(call["name"])
+                yield Arguments(call["arguments"])
+
+
+def _read_answer(source: Source, tools: Collection[str], parallel: bool) -> Reading[list[Call] | None]:
+    """The calls that the whole text is; None as soon as it is something else."""
+    calls: list[Call] = []
+    yield from source.skip_blanks()
+    while (yield from source.peek()):
+        found = yield from _read_block(source, tools)
+        if found is None or (len(calls) + len(found) > 1 and not parallel):
+            return None
+        calls += found
+        yield from source.skip_blanks()
+    return calls
+
+
+def _read_block(source: Source, tools: Collection[str]) -> Reading[list[Call] | None]:
+    """The calls of a fenced block, or of one without a fence."""
+    closing = yield from _read_fence(source)
+    calls = None if closing is None else (yield from _read_calls(source, tools))
+    if calls and closing:
+        yield from source.skip_blanks()
+        if not (yield from source.take(closing)) and (yield from source.peek()):  # the answer may end in the block
+            return None
+    return calls
+
+
+def _read_fence(source: Source) -> Reading[str | None]:
+    """Read the fence that begins here, such as ``` and a word, or ``<tools>``. Return the mark that closes it; it is
+    empty where there is no fence, and None where something else begins."""
+    start, first = source.at, (yield from source.peek())
+    if first == "<":
+        source.at += 1
+        name = yield from read_name(source)
+        if not name or not (yield from source.take(">")):
+            return None
+        closing = f"</{name}>"
+    elif first in ("`", "~"):
+        while (yield from source.take(first)):
+            pass
+        closing = source.text[start : source.at]
+        while (yield from source.take(" ")):
+            pass
+        yield from read_name(source)
+    else:
+        return ""
+    yield from source.skip_blanks()
+    return closing
+
+
+def _read_calls(source: Source, tools: Collection[str]) -> Reading[list[Call] | None]:
+    """The calls of a list, or of objects with commas, semicolons or nothing between them."""
+    listed = yield from source.take("[")
+    calls: list[Call] = []
+    more = True
+    while more:
+        yield from source.skip_blanks()
+        call = yield from _read_call(source, tools)
+        if call is None or len(call) < 2:
+            return None
+        calls.append(call)
+        yield from source.skip_blanks()
+        more = yield from source.take(",")
+        if not more and not listed:
+            more = (yield from source.take(";")) or (yield from source.peek()) == "{"
+    return None if listed and not (yield from source.take("]")) else calls
+
+
+def _read_call(source: Source, tools: Collection[str]) -> Reading[Call | None]:
+    """What an object says of a call; None as soon as it holds something else."""
+    call: Call = {}
+    more = yield from source.take("{")
+    while more:
+        found = yield from _read_member(source, tools)
+        if found is None or found.keys() & call.keys():
+            return None
+        call |= found
+        yield from source.skip_blanks()
+        more = yield from source.take(",")
+    return call if call and (yield from source.take("}")) else None
+
+
+def _read_member(source: Source, tools: Collection[str]) -> Reading[Call | None]:
+    """What one member of an object says of a call, which may be nothing; None if no call has such a member."""
+    key = yield from read_key(source)
+    if key == "function" and (yield from source.peek()) == "{":
+        return (yield from _read_call(source, tools))
+    if key in (*NAMES, "function"):
+        name = yield from read_string(source)
+        return {"name": name} if name is not None and name in tools else None
+    if key in ARGUMENTS:
+        is_object = (yield from source.peek()) in ("{", '"')
+        text = (yield from read_value(source)) if is_object else None
+        arguments = None if text is None else _object_text(text)
+        return None if arguments is None else {"arguments": arguments}
+    return {} if key in _OTHER_KEYS and (yield from read_value(source)) is not None else None
+
+
+def _object_text(text: str) -> str | None:
+    """An object, or a string that spells one, as JSON text: as it is written, where that is strict JSON. None for any
+    other value."""
+    try:
+        value = _parse(text, strict=False)
+        if isinstance(value, str):
+            value, text = _parse(value, strict=False), ""
+        if not isinstance(value, dict):
+            return None
+        with suppress(ValueError):
+            _parse(text, strict=True)
+            return text
+        return json.dumps(value)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _parse(text: str, strict: bool) -> Any:
+    """A JSON value; ``strict``: without line ends in strings. Raises ValueError: it is none, as NaN."""
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(name)
+
+    return json.loads(text, strict=strict, parse_constant=refuse)
