@@ -57,7 +57,7 @@ class Grammars:
             MissingExtraError: llguidance is not installed.
         """
         clock = Clock(deadline_s)
-        source = _source(params)
+        source = read_source(params)
         if source is None:
             return None
         with self._lock:
@@ -76,7 +76,7 @@ class Grammars:
         return Vocabulary.load(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
-def _source(params: SamplingParams) -> tuple[str, str, bool] | None:
+def read_source(params: SamplingParams) -> tuple[str, str, bool] | None:
     """A request's grammar as written: the name of its parameter, its text, and whether JSON in it is compact."""
     kind = next((kind for kind in _READ if getattr(params, kind) is not None), None)
     if kind is None:
@@ -93,7 +93,7 @@ def _library_grammar(kind: str, text: str, compact: bool) -> tuple[str, bool]:
     laborious = len(text) > _LONGEST_QUICK[kind]
     try:
         if kind == "choice":
-            return str(matcher.grammar_from_lark(_choice_grammar(json.loads(text)))), laborious
+            return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choice_terminal(text)}\n")), laborious
         if kind == "regex":
             check_regex(text, "regex")
             return str(matcher.grammar_from_regex(text)), laborious
@@ -107,10 +107,14 @@ def _library_grammar(kind: str, text: str, compact: bool) -> tuple[str, bool]:
         raise GrammarError(f"{kind} cannot be read: {shorten_reason(str(error))}") from error
 
 
-def _choice_grammar(choices: list[str]) -> str:
-    # One terminal, which the lexer follows in a table, instead of a rule with many.
-    literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return f"start: CHOICE\nCHOICE: {literals}\n"
+def compile_bytes(kind: str, text: str) -> CompiledGrammar:
+    """A grammar over bytes as tokens. Raises GrammarError: it cannot be enforced."""
+    return CompiledGrammar(kind, *_library_grammar(kind, text, False), Vocabulary.of_bytes(), Clock())
+
+
+def choice_terminal(choices: str) -> str:
+    """Texts, a list in JSON, as one terminal, which the lexer follows in a table, instead of a rule with many."""
+    return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(choices))
 
 
 def _check_lark(grammar: str, compact: bool) -> tuple[str, bool]:

@@ -6,7 +6,6 @@ such keywords are refused by name. Some values are spelt anew, for the library w
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -15,7 +14,7 @@ from llmc.errors import GrammarError, UsageError
 from llmc.runtime.guided.patterns import (
     ESCAPES,
     UNNAMED_CONTROLS,
-    check_disjoint,
+    check_patterns,
     check_regex,
     library_pattern,
     list_matches,
@@ -69,8 +68,6 @@ _FORMAT_PATTERNS["date-time"] = f"(?:{_FORMAT_PATTERNS['date']})[tT](?:{_FORMAT_
 _LONGEST_HOSTNAME = 253
 # Those above, and those of which the library knows what they say.
 _FORMATS = {*_FORMAT_PATTERNS, "duration", "email", "ipv4", "ipv6", "unknown", "uri", "uuid"}
-# Beginnings of what looks around, and references to groups: regular expressions have none.
-_UNREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]")
 _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
 _NUMBERS = ("const", "enum", "multipleOf", *_BOUNDS)
 # Keywords beside which another one with subschemas makes the library enforce both at once.
@@ -146,7 +143,7 @@ def _name_matches(nodes: Sequence[tuple[str, dict[str, Any]]]) -> None:
             for name in (name for name in names if name in matches):
                 properties[name] = {"allOf": [properties[name], schema]} if name in properties else schema
         if len(patterns) > 1:
-            check_disjoint(patterns, path)
+            check_patterns(patterns, path)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -158,10 +155,10 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def without_unenforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A schema without the keywords that cannot be enforced, and their names; of ``oneOf`` the alternatives are left.
-    Raises GrammarError: it is no schema."""
+    """A schema without the keywords that cannot be enforced, and their places, such as ``properties.a.pattern``; of
+    ``oneOf`` the alternatives are left. Raises GrammarError: it is no schema."""
     found = json.loads(json.dumps(schema))
-    names = []
+    places = []
     for path, node in _nodes(found):
         for name in list(node):
             if name == "oneOf" and "anyOf" not in node:
@@ -170,18 +167,18 @@ def without_unenforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], li
                 continue
             else:
                 del node[name]
-            names.append(name)
-    return found, names
+            places.append(f"{path}/{name}".removeprefix("#/").replace("/", "."))
+    return found, places
 
 
 def _is_enforceable(path: str, node: dict[str, Any], name: str) -> bool:
     """True if a keyword of a subschema may be enforced, as far as its value tells."""
     if name == "oneOf" or (name == "format" and node[name] not in _FORMATS):
         return False
-    if any(_UNREGULAR.search(pattern) for pattern in _patterns({name: node[name]})):
-        return False
+    patterns = _patterns({name: node[name]})
     try:
         _check_keywords(path, {key: node[key] for key in ("additionalProperties", name) if key in node})
+        check_patterns([library_pattern(pattern, path) for pattern in patterns], path)
     except GrammarError:
         return False
     return True
@@ -192,7 +189,7 @@ def without_rules(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     named, required = schema.get("properties"), schema.get("required")
     properties: dict[str, Any] = {name: {} for name in named} if isinstance(named, Mapping) else {}
     needed = [name for name in required if name in properties] if isinstance(required, list | tuple) else []
-    return {"type": "object", "properties": properties, "required": needed}, ["parameters"]
+    return {"type": "object", "properties": properties, "required": needed}, [""]
 
 
 def _spell_format(path: str, node: dict[str, Any]) -> None:

@@ -89,10 +89,11 @@ def _match_bytes(schema: dict[str, Any]) -> "LLMatcher":
     return matcher
 
 
-def check_disjoint(patterns: Collection[str], where: str) -> None:
-    """Refuse patterns of properties of which two match the same name. Raises GrammarError: naming ``where``."""
+def check_patterns(patterns: Collection[str], where: str) -> None:
+    """Refuse patterns of the schema at ``where`` that the library does not know, or of which two match the same text.
+    Raises GrammarError: naming the place."""
     error = _match_bytes({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}).get_error()
-    if "disjoint" in error:
+    if error:
         raise GrammarError(f"json_schema: keyword 'patternProperties' at {where} cannot be enforced: {error:.300}")
 
 

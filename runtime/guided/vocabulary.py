@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,15 @@ class Vocabulary:
         eos[list(known)] = True
         writable = exists[:vocab_size] & ~eos
         return cls(tokens, vocab_size, known, *(np.packbits(flags, bitorder="little") for flags in (eos, writable)))
+
+    @classmethod
+    @cache
+    def of_bytes(cls) -> "Vocabulary":
+        """The bytes, each a token, and one that ends."""
+        tokens = require("llguidance", "guided").LLTokenizer("byte")
+        eos = np.arange(tokens.vocab_size) == tokens.eos_token
+        bits = (np.packbits(flags, bitorder="little") for flags in (eos, ~eos))
+        return cls(tokens, tokens.vocab_size, (tokens.eos_token,), *bits)
 
 
 class _Spellings:

@@ -166,6 +166,15 @@ class Sampled(_Sampling):
             found = {**found, "top_p": None, "temperature": 0}
         return found
 
+    @property
+    def form_names(self) -> dict[str, str]:
+        """Names of a form's parameters where the request has them in vLLM's words or in llmc's own."""
+        if self.structured_outputs is not None:
+            vllm = {name: f"structured_outputs.{name}" for name in ("regex", "choice", "grammar")}
+            return {**vllm, "json_schema": "structured_outputs.json", "compact_json": "structured_outputs"}
+        given = ("json_schema", "regex", "choice", "grammar")
+        return {name: name for name in given if getattr(self, name) is not None}
+
     def sampling(self, **own: Any) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream`: the parameters given here, and ``own`` before them.
         Raises ApiError: a parameter is given under two names."""

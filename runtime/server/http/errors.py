@@ -103,11 +103,16 @@ def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingPro
     if about and (among := _AMONG.search(said)):
         param = among[1] or among[2]
     elif about and (named := _NAMED.match(said)):
-        param = names.get(named[1], named[1]) + named[2]
+        param = rename_schema(names.get(named[1], named[1]) + named[2], names)
         said = param + said[named.end(2) :]
     elif said.startswith("the prompt ") and isinstance(error, UsageError | RequestError):
         param = names.get("prompt")
     return ApiError(status, said, param=param, code="queue_full" if status == 429 else None, retry_after_s=retry)
+
+
+def rename_schema(place: str, names: Mapping[str, str]) -> str:
+    """A place in a tool's schema by the dialect's own name of that, ``parameters`` among ``names``."""
+    return place.replace(".function.parameters", f".{names.get('parameters', 'function.parameters')}")
 
 
 @contextmanager

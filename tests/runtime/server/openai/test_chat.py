@@ -242,6 +242,7 @@ def test_what_an_answer_carried_may_come_back(able_http: httpx.Client, able_open
     assert found[0] == found[1] == found[2]
 
 
+PLACE = "tools[0].function.parameters"
 # As pydantic and zod write them.
 LOOSE: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -265,10 +266,14 @@ def test_a_tool_that_need_not_be_called_may_have_rules_that_cannot_be_enforced(a
 
     answer = ask()
     assert answer.status_code == 200, answer.text
-    named = {name.removeprefix("tools.") for name in answer.headers["x-llmc-ignored"].split(", ")}
-    assert named == {"uniqueItems", "propertyNames", "format", "pattern", "oneOf"}
+    named = {name.removeprefix(f"{PLACE}.properties.") for name in answer.headers["x-llmc-ignored"].split(", ")}
+    assert named == {
+        "tags.uniqueItems", "by.propertyNames", "tags.items.format", "price.anyOf.1.pattern", "one.oneOf"
+    }  # fmt: skip
     for refused in (ask(strict=True), ask(tool_choice="required")):
-        assert refused.status_code == 400 and "cannot be enforced" in refused.json()["error"]["message"]
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and "cannot be enforced" in error["message"]
+        assert error["param"] == PLACE and error["message"].startswith(f"{PLACE}: ")
 
 
 def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_http: httpx.Client):
