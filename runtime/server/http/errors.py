@@ -36,7 +36,8 @@ STATUSES: tuple[tuple[type[LlmcError], int], ...] = (
 )
 # Sentences about a parameter begin with it: "top_p is 2, expected ...", "messages[1] has the role ...".
 _NAMED = re.compile(
-    r"([a-z][a-z0-9_]*)((?:\[\d+\]|\.\w+)*)(?=:|(?:=\S+)? (?:is|are|has|holds|asks|and|cannot|needs|takes)\b)"
+    r"([a-z][a-z0-9_]*)((?:\[\d+\]|\.\w+)*)"
+    r"(?=:|(?:=\S+)? (?:is|are|has|holds|asks|and|cannot|could|needs|takes|repeats|allows)\b)"
 )
 # Those about several begin with what one of them makes of the request: "beam search cannot be combined with n=2".
 _AMONG = re.compile(r"(?<=combined with )([a-z][a-z0-9_]*)(?==)|(?<=, so )([a-z][a-z0-9_]*)(?==)")
