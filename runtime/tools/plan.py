@@ -1,9 +1,11 @@
 """A conversation's request: what the template teaches and what the client asks for, as a parser and as parameters."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from llmc.errors import GrammarError, UsageError
@@ -22,6 +24,7 @@ from llmc.runtime.tools.unmarked import UnmarkedCalls
 
 # What errors about a schema or a grammar begin with.
 _SUBJECT = re.compile(r"^(json_schema|grammar):? ")
+_LONGEST_KEPT = 8 * 1024  # characters of a tool's schema, of which it is remembered whether it can be enforced
 
 
 @dataclass(frozen=True)
@@ -171,15 +174,23 @@ def _loosen_tool(calls: CallFormat, tool: Tool, allowed: bool) -> tuple[Tool, li
                 looser = replace(tool, parameters=schema)
                 if _check_call(calls, looser) is None:
                     return looser, [f"{tool.place}.{place}".rstrip(".") for place in places]
-    raise GrammarError(f"{tool.place}: {_SUBJECT.sub('', str(refused))}") from refused
+    raise GrammarError(f"{tool.place}: {refused}")
 
 
-def _check_call(calls: CallFormat, tool: Tool) -> GrammarError | None:
+def _check_call(calls: CallFormat, tool: Tool) -> str | None:
     """The reason why a call of the tool cannot be enforced; None if it can."""
+    text = json.dumps(tool.parameters)
+    return (_refuse_call if len(text) <= _LONGEST_KEPT else _refuse_call.__wrapped__)(calls, tool.name, text)
+
+
+@lru_cache(1024)  # an agent sends the same tools with every turn
+def _refuse_call(calls: CallFormat, name: str, parameters: str) -> str | None:
     try:
-        compile_bytes("grammar", f"start: calls\n{calls.grammar((tool,), literal, False)}")
+        compile_bytes(
+            "grammar", f"start: calls\n{calls.grammar((Tool(name, json.loads(parameters)),), literal, False)}"
+        )
     except GrammarError as error:
-        return error
+        return _SUBJECT.sub("", str(error))
     return None
 
 
