@@ -120,6 +120,7 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
     schema = json.loads(json.dumps(schema))
     for path, node in list(_nodes(schema)):
         _spell_format(path, node)
+        _spell_names(node)
     for path, node in list(_nodes(schema)):
         if isinstance(node.get("pattern"), str):
             node["pattern"] = library_pattern(node["pattern"], path)
@@ -127,6 +128,28 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
             node["patternProperties"] = {library_pattern(name, path): value for name, value in named.items()}
     _name_matches(list(_nodes(schema)))
     return schema
+
+
+def _listed_names(node: dict[str, Any]) -> list[str] | None:
+    """The names that ``propertyNames`` lists; none where it allows all; None where it cannot be spelt otherwise."""
+    names = node["propertyNames"]
+    if names is True or (isinstance(names, dict) and names.items() <= {"type": "string"}.items()):
+        return []
+    if not isinstance(names, dict) or not {"enum"} <= names.keys() <= {"enum", "type"} or "patternProperties" in node:
+        return None
+    listed = names["enum"]
+    return listed if isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed) else None
+
+
+def _spell_names(node: dict[str, Any]) -> None:
+    """Write ``propertyNames`` as properties that may be there, and no others."""
+    names = _listed_names(node) if "propertyNames" in node else None
+    node.pop("propertyNames", None)
+    if names:
+        own, others = _mapping(node.get("properties")), node.get("additionalProperties", True)
+        kept = {name: schema if name in names else False for name, schema in own.items()}
+        node["properties"] = {**kept, **{name: others for name in names if name not in own}}
+        node["additionalProperties"] = False
 
 
 def _name_matches(nodes: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -246,6 +269,8 @@ def _nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def _check_keywords(path: str, node: dict[str, Any]) -> None:
     # The vendors' own annotations begin with x-, but x-guidance instructs the library not to enforce.
     for name in node:
+        if name == "propertyNames" and _listed_names(node) is not None:
+            continue
         if name not in _KEYWORDS and (not name.startswith("x-") or name == "x-guidance"):
             raise GrammarError(f"json_schema: keyword {name!r} at {path} cannot be enforced; correct or remove it")
     # The library counts a property again that is written twice, and prevents that only for those it knows by name.

@@ -20,7 +20,7 @@ _DIRECTIVE = re.compile(r"^\s*%(?!json\b)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer without calls has to be: ``text`` as the request's parameter ``name`` writes it."""
+    """The form of an answer without calls: ``text`` as the request's parameter ``name`` writes it."""
 
     name: str
     text: str

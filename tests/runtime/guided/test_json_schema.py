@@ -15,6 +15,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"maxLenght": 3}, "keyword 'maxLenght' at # cannot be enforced"),
     ({"uniqueItems": True}, "'uniqueItems'"),
     ({"nullable": True}, "'nullable'"),
+    ({"propertyNames": {"pattern": "a"}}, "'propertyNames'"),
+    ({"propertyNames": {"enum": [1]}}, "'propertyNames'"),
     ({"x-guidance": {"lenient": True}}, "'x-guidance'"),
     ({"properties": {"not": {"if": {}}}}, "'if' at #/properties/not "),
     ({"$defs": {"a": {"anyOf": [{}, {"then": {}}]}}}, "'then' at #/\\$defs/a/anyOf/1 "),
@@ -154,6 +156,9 @@ PATTERNS: list[dict[str, Any]] = [
     {"properties": {"ab": {}}, "patternProperties": {"[^\\s\\S]": {}}, "additionalProperties": False},
     {"properties": {"\n": {}, 'é"': {}}, "patternProperties": {'^(\\n|é")$': _LARGE}, "additionalProperties": False},
     {"allOf": [{"properties": {"ab": _SMALL}}, {"patternProperties": {"^ab$": _LARGE}, "additionalProperties": False}]},
+    {"propertyNames": {"type": "string", "enum": ["ab", "c"]}, "additionalProperties": _LARGE, "required": ["c"]},
+    {"propertyNames": {"enum": ["ab"]}, "properties": {"ab": _SMALL, "b": _LARGE}},
+    {"propertyNames": {"type": "string"}, "properties": {"ab": _SMALL}, "additionalProperties": False},
     {"$ref": "#/$defs/x", "properties": {"ab": _SMALL}, "$defs": {"x": {"patternProperties": {"^ab$": _LARGE}}}},
 ]
 

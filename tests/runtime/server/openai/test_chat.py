@@ -251,7 +251,7 @@ LOOSE: dict[str, Any] = {
     "properties": {
         "a": {"type": "integer", "minimum": 0, "maximum": 9, "title": "A", "default": 1},
         "tags": {"type": "array", "items": {"type": "string", "format": "idn-email"}, "uniqueItems": True},
-        "by": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},
+        "by": {"type": "object", "propertyNames": {"minLength": 2}, "additionalProperties": {"type": "string"}},
         "price": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?!x)[0-9]+$"}]},
         "one": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     },
