@@ -113,6 +113,7 @@ ENGINE_OPTIONS = (
         help="batch: tokens depend on no other request; strict: nor on speculation.  [default: fast]",
     ),
     engine_option("--max-batch", type=click.IntRange(min=1), help="Rows that run at once.  [default: the bundle's]"),
+    engine_option("--tool-format", help="Format of calls in a conversation, as hermes.  [default: the template's]"),
     engine_option(
         "--prefix-cache-folder", type=new_path, metavar="PATH", help="Keep prefixes of prompts here, across runs."
     ),
@@ -156,7 +157,7 @@ def take_precision(options: dict[str, Any]) -> str | None:
     return chosen[0] if chosen else None
 
 
-ENGINE_NAMES = frozenset({"draft", "determinism", "max_batch", "prefix_cache_folder"})
+ENGINE_NAMES = frozenset({"draft", "determinism", "max_batch", "prefix_cache_folder", "tool_format"})
 
 
 def take(options: dict[str, Any], wanted: Iterable[str]) -> dict[str, Any]:

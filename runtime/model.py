@@ -471,7 +471,7 @@ class Model:
             parallel_tool_calls: False for one call at most.
             tool_format: a name of :data:`llmc.runtime.tools.formats.FORMATS`, also where the messages tell the model
                 of the tools and the template does not: earlier calls are then written so, too, as part of the content;
-                default: what the template teaches.
+                default: the one that the model was loaded with, or what the template teaches.
             reasoning_budget: tokens of reasoning at most, after which the answer begins; default: no bound.
             documents: texts to answer from, for templates that show them.
             chat_template_kwargs: whatever else the template reads, such as ``enable_thinking``.
@@ -490,6 +490,7 @@ class Model:
             UsageError: the messages are malformed, or a value is, or the template teaches no format of calls, or does
                 not show to the model what is given.
         """
+        tool_format = self._options.tool_format if tool_format is None else tool_format
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
         prompt, ids, images = self._chat_prompt(
             messages,
@@ -561,7 +562,8 @@ class Model:
         """
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
         begins = add_generation_prompt and not continue_final_message
-        told = {"continue_final_message": continue_final_message, "write": writer(tool_format), **variables}
+        write = writer(self._options.tool_format if tool_format is None else tool_format)
+        told = {"continue_final_message": continue_final_message, "write": write, **variables}
         return self._chat_prompt(messages, parse_special, on_overflow, begins, **told)[1]
 
     def _chat_prompt(

@@ -47,15 +47,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle")
     parser.add_argument("--teach", metavar="FORMAT", help="a name of llmc.runtime.tools.formats.FORMATS")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--show", action="store_true", help="print every raw output")
     args = parser.parse_args()
     written = read = right = wanted = 0
     told = 'You may call these functions, each call as {{"name": ..., "arguments": {{...}}}} and no other text: {}'
     before = [{"role": "system", "content": told.format(json.dumps(TOOLS))}] if args.teach else []
+    options = {"temperature": 0, "max_tokens": 128, "repetition_penalty": args.repetition_penalty}
     with load(args.bundle) as model:
         for text, expected in ASKED:
             messages = [*before, {"role": "user", "content": text}]
-            result = model.chat(messages, tools=TOOLS, tool_format=args.teach, temperature=0, max_tokens=128)
+            result = model.chat(messages, tools=TOOLS, tool_format=args.teach, **options)
             calls = [(call.name, _parse(call.arguments)) for call in result.message.tool_calls]
             written += len(NAMED.findall(result.outputs[0].text))
             read, wanted = read + len(calls), wanted + len(expected)

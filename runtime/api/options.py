@@ -8,6 +8,7 @@ from pathlib import Path
 from llmc.bundle import Invariance, Manifest
 from llmc.errors import UsageError
 from llmc.runtime.sampling.ranges import Range, integer, one_of, optional
+from llmc.runtime.tools.formats import FORMATS
 
 # Decode steps between two chunks of one prompt while others stream. One step in 29 is slow then, so that the 95th
 # percentile of the time between tokens does not see the chunks; a smaller share of larger chunks also feeds the prompt
@@ -46,6 +47,8 @@ class EngineOptions:
         draft: ``"lookup"`` guesses tokens from what was said before, a path names a bundle with the same tokenizer that
             guesses; ``"auto"`` is ``"lookup"`` where it changes no bit of an answer; None and ``"none"`` speculate not.
         default_max_tokens: new tokens of a request that names no number, or what the context has room for.
+        tool_format: the format of calls of chats that name none, as in
+            :meth:`llmc.runtime.model.Model.stream_chat`; None is what the chat template teaches.
 
     Raises:
         UsageError: a value is out of its range.
@@ -60,6 +63,7 @@ class EngineOptions:
     prefix_cache_disk_bytes: int = 4 << 30
     draft: str | Path | None = None
     default_max_tokens: int = 256
+    tool_format: str | None = None
 
     def __post_init__(self) -> None:
         one_of(*(level.value for level in Determinism)).check("determinism", self.determinism)
@@ -94,6 +98,7 @@ _RANGES = {
     "prefix_cache_disk_bytes": integer(0, 1 << 50),
     "draft": _PATH,
     "default_max_tokens": integer(1, 1 << 31),
+    "tool_format": optional(one_of(*FORMATS)),
 }
 
 

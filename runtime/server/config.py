@@ -115,6 +115,12 @@ class ServerConfig:
         "Who guesses tokens ahead: 'lookup', a bundle with the same tokenizer, 'none', or 'auto': 'lookup' where it "
         "changes no answer.",
     )
+    tool_format: tuple[str, ...] = _setting(
+        MODELS,
+        (),
+        "Format in which models write calls, as FORMAT or NAME=FORMAT, where a request names none; "
+        "default: what their chat templates teach.",
+    )
     prefix_cache_bytes: int | None = _setting(
         MODELS,
         None,
@@ -248,6 +254,13 @@ class ServerConfig:
         """
         given = {name: getattr(self, name) for name in _LOADED if getattr(self, name) is not None}
         return {**given, "default_max_tokens": ANY_TOKENS}
+
+    @property
+    def tool_formats(self) -> dict[str, str]:
+        """The formats of calls by the names of models that have one."""
+        given = [setting.rpartition("=") for setting in self.tool_format]
+        common = {name: form for name in self.models for _, sign, form in given if not sign}
+        return common | {name: form for name, sign, form in given if sign}
 
 
 ANY_TOKENS = 1 << 31  # more than any context has
@@ -420,6 +433,7 @@ def _check_together(config: ServerConfig) -> None:
     unknown = [name for name in config.warm if name not in config.models]
     if unknown and config.models:
         raise UsageError(f"warm holds {format_value(unknown[0])}, expected names of models: {', '.join(config.models)}")
+    _check_formats(config)
     if (config.tls_cert is None) != (config.tls_key is None):
         given, other = ("tls_key", "tls_cert") if config.tls_cert is None else ("tls_cert", "tls_key")
         raise UsageError(f"{given} is given without {other}: expected both for HTTPS, or neither")
@@ -438,6 +452,21 @@ def _check_together(config: ServerConfig) -> None:
                 "https://example.com: lower case, no path, no '*'"
             )
     _check_upstream(config)
+
+
+def _check_formats(config: ServerConfig) -> None:
+    if not config.tool_format:
+        return
+    from llmc.runtime.tools.formats import FORMATS  # which are not needed to list the settings
+
+    for given in config.tool_format:
+        name, sign, form = given.rpartition("=")
+        if form not in FORMATS or (sign and config.models and name not in config.models):
+            models, forms = ", ".join(config.models), ", ".join(FORMATS)
+            raise UsageError(
+                f"tool_format holds {format_value(given)}, expected a format or NAME=FORMAT; "
+                f"{f'models are {models}' if form in FORMATS else f'formats are {forms}'}"
+            )
 
 
 def _check_upstream(config: ServerConfig) -> None:

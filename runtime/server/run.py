@@ -45,7 +45,8 @@ def serve(config: ServerConfig) -> None:
         GpuError: the GPU was lost, and only another process can use it again.
     """
     with log_to_stderr(config.log_format):
-        pool = ModelPool(config.models, memory=config.memory, load_options=config.load_options)
+        options, formats = config.load_options, config.tool_formats
+        pool = ModelPool(config.models, memory=config.memory, load_options=options, tool_formats=formats)
         app = make_app(config, pool)
         run(config, pool, Guarded(app, config), app.state.upstream)
 

@@ -4,25 +4,35 @@ https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import GrammarError, format_value
 from llmc.runtime.tools.calls import CallFormat, Spell, Tool
-from llmc.runtime.tools.grammar import check_name, literal, without_annotations
+from llmc.runtime.tools.grammar import check_name, check_shape, literal, text_without, without_annotations
 from llmc.runtime.tools.json_calls import read_name, take_after_blanks
 from llmc.runtime.tools.literals import Literals
 from llmc.runtime.tools.source import Called, Reading, Source
+from llmc.runtime.tools.xml_calls import DEFINITIONS, follow_reference, types_of
 
-_NUMBERS = {
+_WORDS = {
     "integer": "/-?(0|[1-9][0-9]{0,15})/",
     "number": r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?/",
     "boolean": "/true|false/",
     "null": "/null/",
 }
-# Keywords that the grammar below keeps, by type.
-_KEPT = {"object": {"properties", "required", "additionalProperties"}, "array": {"items"}, "string": {"enum", "const"}}
+# Keywords that the grammar keeps, and those that it refuses, by the type that they restrict.
+_KEPT = {"object": {"additionalProperties", "properties", "required"}, "array": {"items"}}
+_OF_NUMBERS = {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
+_REFUSED = {
+    "object": {"maxProperties", "minProperties", "patternProperties", "propertyNames", "unevaluatedProperties"},
+    "array": {"contains", "maxItems", "minItems", "prefixItems", "unevaluatedItems", "uniqueItems"},
+    "string": {"format", "maxLength", "minLength", "pattern"},
+    "number": _OF_NUMBERS,
+    "integer": _OF_NUMBERS,
+}
+_KNOWN = {"type"}.union(*_KEPT.values(), *_REFUSED.values())
 _MOST_DEEP = 32
 
 
@@ -39,16 +49,16 @@ class GemmaCalls(CallFormat):
         return (self.begin, self.end, self.quote)
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """It holds to types, properties, items and choices, and refuses a schema with more."""
-        rules = _Rules(spell(self.quote))
+        """It holds to types, properties, items, choices and alternatives, and refuses a schema with more."""
+        written: list[str] = []
         calls = [
-            f"call_{i}: {literal(f'call:{tool.name}')} {rules.value(without_annotations(tool.schema), tool.name)}"
+            f"call_{i}: {literal(f'call:{tool.name}')} {_Rules(self.quote, spell, tool, written).rule}"
             for i, tool in enumerate(tools)
         ]
         one = f"call {spell(self.end)}"
         more = f" ({spell(self.begin)} {one})*" if parallel else ""
         call = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"
-        return "\n".join([f"calls: {one}{more}", call, *calls, *rules.written, "TEXT_VALUE: /(.|\\n)*/", ""])
+        return "\n".join([f"calls: {one}{more}", call, *calls, *written, *_anything(self.quote, spell), ""])
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         return "".join(f"{self.begin}call:{tool}{self._value(given)}{self.end}" for tool, given in calls)
@@ -77,52 +87,137 @@ class GemmaCalls(CallFormat):
 
 
 class _Rules:
-    """Rules of values, written one by one."""
+    """Rules of a tool's values, added to ``written``; ``rule`` is the name of the arguments' own."""
 
-    def __init__(self, quote: str) -> None:
-        self.written: list[str] = []
-        self._quote = quote
+    def __init__(self, quote: str, spell: Spell, tool: Tool, written: list[str]) -> None:
+        self._quote, self._mark, self._written = quote, spell(quote), written
+        check_shape(tool)
+        self._root = without_annotations(tool.schema)
+        self._references: dict[str, str] = {}
+        self.rule = self._value(self._root, tool.name, 0)
 
-    def value(self, schema: Any, where: str, depth: int = 0) -> str:
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        if not isinstance(kind, str) or depth > _MOST_DEEP:
-            raise GrammarError(f"{where} has no type, which the model's format of calls needs; give it one")
-        unknown = schema.keys() - {"type", *_KEPT.get(kind, ())}
-        if unknown:
-            raise GrammarError(
-                f"{where} has {format_value(sorted(unknown)[0])}, which the model's format of calls cannot hold to; "
-                "leave it out"
-            )
-        return self._rule(self._body(kind, schema, where, depth))
+    def _value(self, schema: Any, where: str, depth: int) -> str:
+        """The name of the rule of a schema's values."""
+        if schema is False or depth > _MOST_DEEP:
+            raise GrammarError(f"{where} {'is nested too deeply' if schema else 'allows no value'}; leave it out")
+        own = {} if schema is True else {k: v for k, v in schema.items() if k not in DEFINITIONS}
+        if not own:
+            return "anything"
+        if "$ref" in own:
+            return self._reference(own, where, depth)
+        union = next((key for key in ("anyOf", "oneOf", "allOf") if key in own), None)
+        if union is not None:
+            return self._union(union, own, where, depth)
+        if "const" in own or "enum" in own:
+            return self._choice(own, where)
+        _refuse_but(own, _KNOWN, where)
+        kinds = own.get("type", [kind for kind in _REFUSED if kind != "integer" and own.keys() & _restricting(kind)])
+        bodies = [self._of_type(kind, own, where, depth) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+        return self._rule(" | ".join(bodies))
 
     def _rule(self, body: str) -> str:
-        name = f"value_{len(self.written)}"
-        self.written.append(f"{name}: {body}")
-        return name
+        self._written.append(f"value_{len(self._written)}: {body}")
+        return f"value_{len(self._written) - 1}"
 
-    def _body(self, kind: str, schema: Mapping[str, Any], where: str, depth: int) -> str:
+    def _reference(self, schema: Mapping[str, Any], where: str, depth: int) -> str:
+        """The rule of a definition, which may refer to itself."""
+        _refuse_but(schema, {"$ref"}, where)
+        name = str(schema["$ref"])
+        if name not in self._references:
+            meant = follow_reference(self._root, name)
+            if not isinstance(meant, Mapping | bool):
+                raise GrammarError(f"{where} refers to {format_value(name)}, which the schema does not define")
+            place = len(self._written)
+            self._references[name] = self._rule("")
+            self._written[place] += self._value(meant, where, depth + 1)
+        return self._references[name]
+
+    def _union(self, union: str, schema: Mapping[str, Any], where: str, depth: int) -> str:
+        """The rule of alternatives; those of ``oneOf`` must exclude each other by their types or be single values."""
+        _refuse_but(schema, {union, "type"}, where)
+        alternatives = [{} if item is True else item for item in schema[union] if item is not False]
+        types = [types_of(item, self._root) for item in alternatives]
+        differ = all("const" in item for item in alternatives) or len(frozenset().union(*types)) == sum(map(len, types))
+        if not alternatives or (union == "allOf" and len(schema[union]) > 1) or (union == "oneOf" and not differ):
+            _refuse_but(schema, {"type"}, where)
+        if "type" in schema:
+            if any(item.get("type", schema["type"]) != schema["type"] for item in alternatives):
+                _refuse_but(schema, {union}, where)
+            alternatives = [{"type": schema["type"], **item} for item in alternatives]
+        return self._rule(" | ".join([self._value(item, where, depth + 1) for item in alternatives]))
+
+    def _choice(self, schema: Mapping[str, Any], where: str) -> str:
+        """The rule of single values: those of the schema's type that the format can write."""
+        _refuse_but(schema, {"const", "enum", "type"}, where)
+        types = types_of(schema)
+        values = [v for v in schema.get("enum", [schema.get("const")]) if "const" not in schema or v == schema["const"]]
+        texts = [v for v in values if isinstance(v, str) and "string" in types and self._quote not in v]
+        others = [v for v in values if v is None or isinstance(v, int | float)]
+        bodies = [f"{self._mark} {literal(text)} {self._mark}" for text in texts]
+        bodies += [literal(json.dumps(value)) for value in others if types_of({"const": value}) & types]
+        if not bodies:
+            raise GrammarError(f"{where} has no choice that the model's format of calls can write; leave it out")
+        return self._rule(" | ".join(bodies))
+
+    def _of_type(self, kind: Any, schema: Mapping[str, Any], where: str, depth: int) -> str:
+        _refuse_but(schema, schema.keys() - _REFUSED.get(kind, set()) if isinstance(kind, str) else (), where)
         if kind == "object":
             return self._object(schema, where, depth)
         if kind == "array":
-            item = self.value(schema.get("items"), f"items of {where}", depth + 1)
-            return f'"[" ({item} ("," {item})*)? "]"'
+            return _list_of(self._value(schema.get("items", True), f"items of {where}", depth + 1))
         if kind == "string":
-            values = [schema["const"]] if "const" in schema else schema.get("enum")
-            inner = "TEXT_VALUE" if values is None else " | ".join(literal(str(value)) for value in values)
-            return f"{self._quote} ({inner}) {self._quote}"
-        if kind not in _NUMBERS:
+            return "text"
+        if kind not in _WORDS:
             raise GrammarError(f"{where} has the type {format_value(kind)}, expected one of JSON's")
-        return _NUMBERS[kind]
+        return _WORDS[kind]
 
     def _object(self, schema: Mapping[str, Any], where: str, depth: int) -> str:
-        """Properties in their order, with commas between those that are there."""
+        """Properties in their order, with commas between those that are there; any, where none are listed."""
+        listed, required = schema.get("properties", {}), schema.get("required", ())
+        if missing := [name for name in required if name not in listed]:
+            raise GrammarError(f"{where} requires {format_value(missing[0])}, which is none of its properties")
+        extra = schema.get("additionalProperties", True)
+        if "properties" not in schema and extra is not False:
+            return _map_of(self._value(extra, f"values of {where}", depth + 1))
         first, more = literal("}"), literal("}")
-        required = schema.get("required", ())
-        for name, own in reversed(schema.get("properties", {}).items()):
+        for name, own in reversed(listed.items()):
             check_name(name, where)
-            item = f"{literal(f'{name}:')} {self.value(own, f'{name} of {where}', depth + 1)}"
+            item = f"{literal(f'{name}:')} {self._value(own, f'{name} of {where}', depth + 1)}"
             rest = self._rule(more)
             skipped = "" if name in required else f" | {self._rule(first)}"
             first = f"{item} {rest}{skipped}"
             more = f'"," {item} {rest}' + ("" if name in required else f" | {rest}")
         return f'"{{" {self._rule(first)}'
+
+
+def _restricting(kind: str) -> set[str]:
+    """Keywords that restrict values of a type alone."""
+    return _REFUSED[kind] | _KEPT.get(kind, set())
+
+
+def _refuse_but(schema: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    unknown = sorted(schema.keys() - set(known))
+    if unknown:
+        raise GrammarError(
+            f"{where} has {format_value(unknown[0])}, which the model's format of calls cannot hold to; leave it out"
+        )
+
+
+def _anything(quote: str, spell: Spell) -> list[str]:
+    """The rules of values of any type. Texts do not hold the mark that ends them."""
+    mark = spell(quote)
+    is_token = mark.startswith("<[")
+    return [
+        f"text: {mark} TEXT_VALUE {mark}" if is_token else f"text: {mark} rest\nrest[lazy]: TEXT_VALUE {mark}",
+        f"TEXT_VALUE: {text_without(quote)}",
+        f"anything: text | {' | '.join(_WORDS.values())} | {_list_of('anything')} | {_map_of('anything')}",
+        "KEY: /[A-Za-z0-9_.-]{1,64}/",
+    ]
+
+
+def _list_of(item: str) -> str:
+    return f'"[" ({item} ("," {item})*)? "]"'
+
+
+def _map_of(value: str) -> str:
+    return f'"{{" (KEY ":" {value} ("," KEY ":" {value})*)? "}}"'

@@ -17,6 +17,12 @@ from llmc.runtime.tools.calls import Spell, Tool
 _ANNOTATIONS = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 _NAMED = {"$defs", "definitions", "patternProperties", "properties"}
 _VALUES = {"const", "enum"}
+_SHAPES: dict[str, Any] = {
+    "parameters": Mapping,
+    "type": str | list | tuple,
+    **dict.fromkeys(_NAMED, Mapping),
+    **dict.fromkeys(("allOf", "anyOf", "enum", "oneOf", "required"), list | tuple),
+}
 # Keywords of a tool's parameters that formats other than JSON can keep.
 _OF_PARAMETERS = {"$defs", "$schema", "additionalProperties", "definitions", "properties", "required", "type"}
 
@@ -41,6 +47,12 @@ def literal(value: str) -> str:
     """A terminal of a text; nothing for none."""
     # Two colons and an equals sign would make llama.cpp's notation of the grammar.
     return json.dumps(value, ensure_ascii=False).replace("::=", ":\\u003a=") if value else ""
+
+
+def text_without(mark: str) -> str:
+    """A terminal of any text that does not hold a mark."""
+    escaped = re.sub(r"[^A-Za-z0-9_ ]", lambda match: f"\\x{ord(match[0]):02x}", mark)
+    return f"/(.|\\n)*/ & ~/(.|\\n)*{escaped}(.|\\n)*/"
 
 
 def spell_run(text: str, spell: Spell) -> str:
@@ -82,8 +94,29 @@ def move(schema: Any, place: str) -> Any:
     return {name: move(value, place) for name, value in schema.items()} | own
 
 
+def check_shape(tool: Tool) -> None:
+    """Refuse parameters that are no JSON schema, for those who read its parts one by one."""
+    waiting: list[Any] = [tool.schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, bool):
+            continue
+        for name, value in node.items() if isinstance(node, Mapping) else [("parameters", node)]:
+            if not isinstance(value, _SHAPES.get(name, object)):
+                raise GrammarError(
+                    f"the parameters of the tool {tool.name} hold {name} {format_value(value)}, expected a JSON schema"
+                )
+            if name in _NAMED:
+                waiting += value.values()
+            elif name in ("additionalProperties", "items"):
+                waiting += value if isinstance(value, list) else [value]
+            elif name in ("allOf", "anyOf", "oneOf"):
+                waiting += value
+
+
 def parameters_of(tool: Tool) -> Iterator[Parameter]:
     """The parameters of a tool one by one, for formats that write them so."""
+    check_shape(tool)
     schema = without_annotations(tool.schema)
     unknown = schema.keys() - _OF_PARAMETERS
     if unknown:
@@ -134,9 +167,8 @@ def answer_grammar(
         return f"start: ({opener}) calls | {before}other {after}\n{other}\n{calls}"
     if special:
         return f"start: TEXT? ({opener}) calls | {before}TEXT {after}\nTEXT: /(.|\\n)*/\n{calls}"
-    escaped = re.sub(r"[^A-Za-z0-9_ ]", lambda match: f"\\x{ord(match[0]):02x}", begin)
     return (
-        f"start: TEXT | head calls\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{escaped}(.|\\n)*/\n"
+        f"start: TEXT | head calls\nTEXT: {text_without(begin)}\n"
         f"head[lazy]: ANY {literal(begin)}\nANY: /(.|\\n)*/\n{calls}"
     )
 

@@ -125,7 +125,7 @@ def _read_calls(source: Source, tools: Collection[str]) -> Reading[list[Call] | 
 
 
 def _read_call(source: Source, tools: Collection[str]) -> Reading[Call | None]:
-    """What an object says of a call; None as soon as it holds something else."""
+    """Read an object with the parts of a call; None as soon as it holds something else."""
     call: Call = {}
     more = yield from source.take("{")
     while more:
@@ -139,7 +139,7 @@ def _read_call(source: Source, tools: Collection[str]) -> Reading[Call | None]:
 
 
 def _read_member(source: Source, tools: Collection[str]) -> Reading[Call | None]:
-    """What one member of an object says of a call, which may be nothing; None if no call has such a member."""
+    """Read one member of an object: the part of a call that it is, if any; None if calls have no such member."""
     key = yield from read_key(source)
     if key == "function" and (yield from source.peek()) == "{":
         return (yield from _read_call(source, tools))

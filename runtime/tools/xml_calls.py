@@ -7,9 +7,9 @@ from typing import Any
 
 from llmc.errors import GrammarError
 from llmc.runtime.tools.calls import CallFormat, Spell, Tool
-from llmc.runtime.tools.grammar import Parameter, literal, parameters_of, value_of
+from llmc.runtime.tools.grammar import Parameter, literal, parameters_of, text_without, value_of
 from llmc.runtime.tools.json_calls import take_after_blanks
-from llmc.runtime.tools.json_values import stream_text
+from llmc.runtime.tools.json_values import read_value, stream_text
 from llmc.runtime.tools.source import Arguments, Called, Reading, Source
 
 _END = "</parameter>"
@@ -23,6 +23,7 @@ _TYPES: dict[type, str] = {
     list: "array",
     dict: "object",
 }
+DEFINITIONS = ("$defs", "definitions")
 _ALL_TYPES = frozenset(_TYPES.values())
 # Templates write values as Python does.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -48,7 +49,7 @@ class XmlCalls(CallFormat):
         call = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"
         one = f"{literal(chr(10))} call {literal(chr(10))} {spell(self.end)}"
         more = f" ({literal(chr(10))} {spell(self.begin)} {one})*" if parallel else ""
-        plain = f"plain[lazy]: PLAIN {literal(self.pad + _END)}\nPLAIN: /(.|\\n)*/ & ~/(.|\\n)*<\\/parameter>(.|\\n)*/"
+        plain = f"plain[lazy]: PLAIN {literal(self.pad + _END)}\nPLAIN: {text_without(_END)}"
         return "\n".join([f"calls: {one}{more}", call, *rules, plain, ""])
 
     def _rules(self, index: int, tool: Tool) -> list[str]:
@@ -114,7 +115,7 @@ class XmlCalls(CallFormat):
 
 def _schema_of(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
     own = schema.get("properties", {}).get(key)
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
     return {**own, **definitions} if isinstance(own, Mapping) else {}
 
 
@@ -124,6 +125,12 @@ def _read_value(source: Source, schema: Mapping[str, Any], pad: str) -> Reading[
     yield from source.take(pad)
     if types == {"string"}:
         return (yield from stream_text(source, pad + _END, _END))
+    start = source.at
+    if "string" not in types and (value := (yield from read_value(source))) is not None:
+        if (yield from take_after_blanks(source, _END)):  # a tag in a text of the value ends nothing
+            yield Arguments(value)
+            return True
+        source.at = start
     value = yield from source.until(_END, len(source.text) + 10**9)
     if value is None:
         source.at = len(source.text)
@@ -159,7 +166,7 @@ def types_of(
     if reference is not None:
         if str(reference) not in known:
             known[str(reference)] = _ALL_TYPES  # of one that refers to itself
-            known[str(reference)] = types_of(_follow_reference(root, reference), root, known)
+            known[str(reference)] = types_of(follow_reference(root, reference), root, known)
         found &= known[str(reference)]
     if "type" in schema:
         kinds = schema["type"] if isinstance(schema["type"], list | tuple) else [schema["type"]]
@@ -177,8 +184,8 @@ def resolve_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema that a reference to a definition means; any other as it is, without the definitions."""
     root = schema
     for _ in range(len(root.get("$defs", ())) + len(root.get("definitions", ())) + 1):
-        schema = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
-        found = _follow_reference(root, schema["$ref"]) if schema.keys() == {"$ref"} else None
+        schema = {key: value for key, value in schema.items() if key not in DEFINITIONS}
+        found = follow_reference(root, schema["$ref"]) if schema.keys() == {"$ref"} else None
         if not isinstance(found, Mapping):
             break
         schema = found
@@ -200,9 +207,11 @@ def _comes_back(value: Any, types: frozenset[str]) -> bool:
     return found == value and type(found) is type(value) and _END not in _format_value(value)
 
 
-def _follow_reference(root: Mapping[str, Any], reference: Any) -> Any:
-    found: Any = root
-    for name in str(reference).removeprefix("#/").split("/"):
+def follow_reference(root: Mapping[str, Any], reference: Any) -> Any:
+    """The part of a schema that a reference names; None if there is none."""
+    whole, *names = str(reference).split("/")
+    found: Any = root if whole == "#" else None
+    for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
 

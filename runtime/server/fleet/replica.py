@@ -47,8 +47,10 @@ class Replica:
         bundles = {name: Path(folder) for name, folder in user_config["models"].items()}
         if self._pool is None:
             options = {**self._config.load_options, "stages": StagesOnRay}
-            self._pool = ModelPool(bundles, memory=self._config.memory, load_options=options)
-            self._app = make_app(replace(self._config, models=bundles), self._pool)
+            config = replace(self._config, models=bundles)
+            formats = config.tool_formats
+            self._pool = ModelPool(bundles, memory=config.memory, load_options=options, tool_formats=formats)
+            self._app = make_app(config, self._pool)
             await self._pool.warm(*self._config.warm)
         else:
             await self._swap(self._pool, bundles)

@@ -58,7 +58,9 @@ class Loader:
         if manifest.geometry.encoder is None:
             row_limit(manifest, EngineOptions(**{k: v for k, v in options.items() if k in _ENGINE_OPTIONS}))
 
-    def load(self, folder: Path, memory: int | None, adapters: Mapping[str, Path]) -> Model:
+    def load(
+        self, folder: Path, memory: int | None, adapters: Mapping[str, Path], tool_format: str | None = None
+    ) -> Model:
         """Load a model with all that it reads of its folder, in which another bundle may be published later.
 
         Raises:
@@ -69,7 +71,10 @@ class Loader:
         if manifest.geometry.diffusion and (given := [name for name in PREFIX_OPTIONS if self.options.get(name)]):
             log.warning("%s fills masks, so it keeps no prefixes: no use of %s", folder, " and ".join(given))
         try:
-            model = load(folder, memory=memory, adapters=adapters, **self.options_of(manifest))
+            options = self.options_of(manifest)
+            if tool_format is not None and not manifest.geometry.encoder:
+                options["tool_format"] = tool_format
+            model = load(folder, memory=memory, adapters=adapters, **options)
         except (UsageError, RequestError) as error:  # the latter of a draft
             raise BundleError(f"{folder} cannot be loaded with the options of this service: {error}") from error
         try:

@@ -132,6 +132,7 @@ class ModelPool:
         memory: bytes that this process may take.
         load_options: further arguments of :func:`llmc.runtime.load`, for all models; those that concern an engine are
             left out for bundles that embed or rank.
+        tool_formats: the format of calls of each model that has one, by name.
         patience_s: seconds that a request waits for memory that others' requests hold.
 
     Raises:
@@ -146,6 +147,7 @@ class ModelPool:
         *,
         memory: int | None,
         load_options: Mapping[str, Any],
+        tool_formats: Mapping[str, str] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         if not bundles:
@@ -153,6 +155,7 @@ class ModelPool:
         self.lost: GpuError | None = None
         self._places = {name: _Place(name, Path(folder)) for name, folder in bundles.items()}
         self._loader = Loader(load_options)
+        self._tool_formats = tool_formats or {}
         self._patience_s = patience_s
         if memory is None and len(bundles) > 1:
             memory = default_memory()
@@ -308,7 +311,8 @@ class ModelPool:
         """Load a model; where the machine, or its GPU, has less memory than was planned, idle models make room."""
         while True:
             try:
-                return await self._in_thread(self._loader.load, folder, memory, adapters)
+                form = self._tool_formats.get(place.name)
+                return await self._in_thread(self._loader.load, folder, memory, adapters, form)
             except ResourceError:
                 if not self._evict(place):
                     raise

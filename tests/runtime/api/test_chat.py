@@ -123,6 +123,47 @@ def test_a_call_that_is_cut_keeps_what_was_written_of_it(model: Model, say: Call
     assert message.finish_reason == "length" and message.tool_calls[0].arguments.startswith('{"size": 7')
 
 
+@pytest.mark.parametrize("stop", [{"stop": ['"open"']}, {"stopping_criteria": [lambda _, text: '"op' in text]}])
+@pytest.mark.parametrize("said", [CALL, f"{NOW}\n{CALL}", f"Well.\n\n{CALL}"])
+def test_a_call_that_a_stop_breaks_off_is_content(
+    model: Model, say: Callable[[str], Any], stop: dict[str, Any], said: str
+):
+    given = {"tools": TOOLS, "temperature": 0, "max_tokens": 200, "logits_processors": say(said)}
+    handle = model.stream_chat(ASKED, **given, **stop)
+    deltas, whole = list(handle.deltas()), said.startswith(NOW)
+    message = handle.result().message
+    assert said.removeprefix(NOW).startswith(message.content) and '"arguments": {"size": 7' in message.content
+    assert [call.name for call in message.tool_calls] == ["now"] * whole
+    assert message.finish_reason == ("tool_calls" if whole else "stop")
+    assert joined(deltas) == Message(message.content, None, message.tool_calls)
+
+
+def test_a_stop_after_the_arguments_breaks_nothing_off(model: Model, say: Callable[[str], Any]):
+    given = {"tools": TOOLS, "temperature": 0, "max_tokens": 200, "logits_processors": say(CALL)}
+    message = model.chat(ASKED, **given, stop="</tool_call>").message
+    assert (message.content, message.finish_reason, message.tool_calls[0].name) == ("", "tool_calls", "look")
+
+
+def test_an_answer_that_is_a_call_in_a_code_block_is_a_call(model: Model, say: Callable[[str], Any]):
+    fenced = '```json\n{"name": "look", "arguments": {"size": 400}}\n```'
+    given = {"tools": TOOLS, "temperature": 0, "max_tokens": 200, "logits_processors": say(fenced)}
+    handle = model.stream_chat(ASKED, **given)
+    assert "".join(handle) == ""
+    message = handle.result().message
+    assert (message.content, message.finish_reason) == ("", "tool_calls")
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("look", '{"size": 400}')]
+    assert model.chat(ASKED, **given, tool_choice="none").message.content == fenced
+
+
+def test_a_model_may_be_loaded_with_a_format_of_calls(tiny_bundle: Path):
+    with load(tiny_bundle, threads=1, self_test=False, tool_format="olmo3") as model:
+        asked = {"tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60}
+        model._chat_template = ChatTemplate({"default": TEMPLATE}, {})
+        assert model.chat(ASKED, **asked).outputs[0].text == "<function_calls>\nnow()\n</function_calls>"
+        own = model.chat(ASKED, **asked, tool_format="pythonic")
+        assert (own.outputs[0].text, own.message.tool_calls[0].name) == ("[now()]", "now")
+
+
 def test_several_outputs_are_several_messages(model: Model):
     handle = model.stream_chat(
         ASKED, tools=TOOLS[1:], tool_choice="required", parallel_tool_calls=False, n=3, temperature=1, max_tokens=200

@@ -22,6 +22,7 @@ from llmc.runtime.api.options import Determinism, EngineOptions, check_level, in
         ({"decode_steps_per_chunk": -1}, r"decode_steps_per_chunk is -1, expected an integer from 0"),
         ({"prefix_cache_bytes": -1}, "prefix_cache_bytes is -1"),
         ({"prefix_cache_disk_bytes": None}, "prefix_cache_disk_bytes is None"),
+        ({"tool_format": "xml"}, "tool_format is 'xml', expected 'hermes' or .*, or null"),
         ({"determinism": "exact"}, "determinism is 'exact', expected 'fast' or 'batch' or 'strict'"),
         ({"draft": 5}, "draft is 5, expected a path, or null"),
         ({"draft": ""}, "draft is '', expected a path, or null"),

@@ -140,6 +140,20 @@ class TestSettings:
             "default_max_tokens": ANY_TOKENS,
         }
 
+    def test_give_each_model_its_format_of_calls(self):
+        models = {"a": Path("a"), "b": Path("b")}
+        assert ServerConfig(models=models).tool_formats == {}
+        assert ServerConfig(models=models, tool_format=["hermes"]).tool_formats == {"a": "hermes", "b": "hermes"}
+        both = ServerConfig(models=models, tool_format=["b=olmo3", "hermes"])
+        assert both.tool_formats == {"a": "hermes", "b": "olmo3"}
+
+    @pytest.mark.parametrize("given", ["xml", "a=xml", "c=hermes", "hermes=a", ""])
+    def test_refuse_a_format_or_a_model_that_is_not_there(self, given: str):
+        with pytest.raises(
+            UsageError, match=f"tool_format holds '{given}', expected a format or NAME=FORMAT; .*s are "
+        ):
+            ServerConfig(models={"a": Path("a")}, tool_format=[given])
+
     def test_are_frozen_and_can_be_sent_to_another_process(self):
         config = ServerConfig(models={"tiny": Path("a")})
         assert pickle.loads(pickle.dumps(config)) == config

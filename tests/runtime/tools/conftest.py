@@ -10,6 +10,7 @@ from doubles.hearing import Heard, merged
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import FORMATS
+from llmc.runtime.tools.gemma_calls import GemmaCalls
 from llmc.runtime.tools.plan import ChatPlan
 from llmc.runtime.tools.thinking import MARKS, ThinkingMarks
 
@@ -32,6 +33,13 @@ TOOLS = [
 @pytest.fixture(scope="session")
 def tools() -> list[dict[str, Any]]:
     return TOOLS
+
+
+@pytest.fixture(scope="session")
+def unwritable() -> dict[str, str]:
+    """Texts that a format cannot write, for it has no quotes."""
+    quotes = {form: each.quote for form, each in FORMATS.items() if isinstance(each, GemmaCalls)}
+    return {"qwen3_coder": "</parameter>", "seed_oss": "</parameter>", **quotes}
 
 
 @pytest.fixture(scope="session")

@@ -65,8 +65,11 @@ class Vocabulary:
 
     def allows(self, plan: ChatPlan, text: str, plain: str = "", **given: Any) -> bool:
         """True if the grammar derives the whole text, and ``plain`` behind it, in which nothing is a special token."""
-        guide, _ = self.guide(plan, **given)
         tokens = [*self.tokenizer.encode(text, False), *self.tokenizer.encode_plain(plain, False)]
+        return self.accepts(plan, tokens, **given)
+
+    def accepts(self, plan: ChatPlan, tokens: Sequence[int], **given: Any) -> bool:
+        guide, _ = self.guide(plan, **given)
         try:
             for token in [*tokens, EOS[0]]:
                 guide.accept(token)
@@ -139,7 +142,8 @@ def test_a_named_tool_is_the_only_one_and_called_once(form: str, vocabulary: Voc
 def test_what_follows_an_opening_mark_is_guided_and_what_precedes_it_is_free(form: str, vocabulary: Vocabulary):
     plan = plan_of(form, few(form), "auto")
     once = plan_of(form, few(form), "auto", parallel=False)
-    free = ["", "Some é text\n{", "{}", '{"nam": 1}', "[1] <tool", "call"]
+    unmarked = '{"name": "now", "arguments": {}}'
+    free = ["", "Some é text\n{", "{}", '{"nam": 1}', "[1] <tool", "call", f"```json\n{unmarked}\n```", f"[{unmarked}]"]
     assert all(vocabulary.allows(plan, text) for text in free)
     call = ONE[form]
     several = call if form in ("llama3", "harmony") else TWO[form]
@@ -339,7 +343,22 @@ def _all_plans(plan: ChatPlan) -> list[tuple[ChatPlan, list[str]]]:
         ("qwen3_coder", {"anyOf": [{}]}, "the parameters of the tool x have 'anyOf' beside their properties"),
         ("pythonic", {"required": ["a"]}, "the tool x requires 'a', which is none of its properties"),
         ("functiongemma", {"properties": {"a": {"type": "integer", "minimum": 1}}}, "a of x has 'minimum'"),
-        ("functiongemma", {"properties": {"a": {}}}, "a of x has no type"),
+        ("functiongemma", {"properties": {"a": False}}, "a of x allows no value"),
+        ("gemma4", {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, "a of x has 'oneOf'"),
+        (
+            "gemma4",
+            {"properties": {"a": {"type": "string", "anyOf": [{"type": "integer"}]}}},
+            "a of x has 'type', which",
+        ),
+        ("gemma4", {"properties": {"a": {"allOf": [{"type": "string"}, {}]}}}, "a of x has 'allOf'"),
+        ("gemma4", {"properties": {"a": {"not": {}, "type": "string"}}}, "a of x has 'not'"),
+        ("gemma4", {"properties": {"a": {"type": ["string", "null"], "pattern": "a"}}}, "a of x has 'pattern'"),
+        ("gemma4", {"properties": {"a": {"$ref": "#/$defs/b"}}}, "a of x refers to '#/.defs/b', which .* not define"),
+        ("gemma4", {"properties": {"a": {"enum": [[1]]}}}, "a of x has no choice that the model's format"),
+        ("gemma4", {"required": ["a"]}, "x requires 'a', which is none of its properties"),
+        ("gemma4", {"properties": 3}, "the parameters of the tool x hold properties 3, expected a JSON schema"),
+        ("qwen3_coder", {"properties": {"a": {"anyOf": 1}}}, "the parameters of the tool x hold anyOf 1"),
+        ("olmo3", {"properties": {"a": 1}}, "the parameters of the tool x hold parameters 1"),
     ],
 )
 def test_schemas_that_cannot_be_enforced_are_refused(form: str, schema: Any, reason: str, vocabulary: Vocabulary):
@@ -363,7 +382,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("form", ["qwen3_coder", "seed_oss", "pythonic", "olmo3"])
+@pytest.mark.parametrize("form", ["qwen3_coder", "seed_oss", "pythonic", "olmo3", "functiongemma", "gemma4"])
 def test_parameters_of_every_type_come_back_as_they_were_meant(form: str, vocabulary: Vocabulary):
     tools = [{"function": {"name": "get_weather", "parameters": TEXTS}}]
     plan, (tool,) = plan_of(form, tools, parallel=False), read_tools(tools)
@@ -374,3 +393,80 @@ def test_parameters_of_every_type_come_back_as_they_were_meant(form: str, vocabu
         _, _, ((name, arguments),) = merged([parser.push(text), parser.finish()])
         jsonschema.validate(json.loads(arguments), tool.schema)
         assert name == "get_weather"
+
+
+UNTYPED: dict[str, Any] = {
+    "properties": {
+        "any": {},
+        "null": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "list": {"type": ["integer", "null"]},
+        "one": {"oneOf": [{"const": "a", "title": "A"}, {"const": "b"}, {"const": 1}]},
+        "types": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "boolean"}}]},
+        "enum": {"enum": [1, "1", None, True, 2.5]},
+        "const": {"const": "x"},
+        "free": {"type": "object"},
+        "map": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "items": {"type": "array"},
+        "all": {"allOf": [{"$ref": "#/$defs/tree"}], "description": "d"},
+        "tree": {"$ref": "#/$defs/tree"},
+        "fields": {"properties": {"x": {"type": "number"}}, "required": ["x"]},
+    },
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"leaf": {"type": "boolean"}, "next": {"$ref": "#/$defs/tree"}},
+            "required": ["leaf"],
+        }
+    },
+}
+VALUES: dict[str, tuple[list[Any], list[Any]]] = {
+    "any": (["a", 1, None, True, [1, "b", []], {"c": {"d": 1.5}}, {}], []),
+    "null": (["a", "", None], [1, True, []]),
+    "list": ([3, None], ["3", 1.5]),
+    "one": (["a", "b", 1], ["c", "1", None]),
+    "types": (["a", [True], []], [True, [1], 1]),
+    "enum": ([1, "1", None, True, 2.5], [2, "x", False]),
+    "const": (["x"], ["y", ""]),
+    "free": ([{}, {"a": 1, "b": {"c": "d"}}], ["a", []]),
+    "map": ([{}, {"a": 1}], [{"a": "1"}]),
+    "items": ([[], [1, "a", None]], [{}]),
+    "all": ([{"leaf": True}], [{}, "a"]),
+    "tree": ([{"leaf": True}, {"leaf": False, "next": {"leaf": True}}], [{}, {"next": {"leaf": True}}]),
+    "fields": ([{"x": 1}], [{}, {"x": "1"}]),
+}
+
+
+@pytest.mark.parametrize("form", ["functiongemma", "gemma4"])
+@pytest.mark.parametrize("name", VALUES)
+def test_gemmas_calls_hold_to_schemas_that_name_no_plain_type(
+    form: str, name: str, vocabulary: Vocabulary, hear: Callable[..., Any]
+):
+    parameters = {**UNTYPED, "properties": {name: UNTYPED["properties"][name]}}
+    tools = [{"function": {"name": "x", "parameters": parameters}}]
+    plan, (tool,) = plan_of(form, tools), read_tools(tools)
+    for allowed, values in zip((True, False), VALUES[name], strict=True):
+        for value in values:
+            text = FORMATS[form].write([("x", {name: value})])
+            assert vocabulary.allows(plan, text) is allowed, text
+            assert not allowed or json.loads(hear(text, form)[2][0][1]) == {name: value}
+    whole = [{"function": {"name": "x", "parameters": UNTYPED}}]
+    text = vocabulary.walk(plan_of(form, tools, parallel=False), 1)
+    if text is not None:
+        jsonschema.validate(json.loads(hear(text, form)[2][0][1]), tool.schema)
+    assert vocabulary.allows(plan_of(form, whole), FORMATS[form].write([("x", {})]))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_text_may_hold_every_mark_but_one_that_would_end_it(
+    form: str, vocabulary: Vocabulary, unwritable: dict[str, str]
+):
+    """Marks in a text are spelled by ordinary tokens."""
+    tools = [{"function": {"name": "x", "parameters": {"properties": {"text": {"type": "string"}}}}}]
+    plan, encode = plan_of(form, tools), vocabulary.tokenizer.encode
+    before, after = FORMATS[form].write([("x", {"text": "PLACE"})]).removesuffix("<|call|>").split("PLACE")
+    ending = unwritable.get(form)
+    for text in filter(None, (*FORMATS[form].marks, *FORMATS[form].begins, ending, "<", "\nx\n", "é")):
+        spelled = text if ending else json.dumps(text, ensure_ascii=False)[1:-1]
+        middle = vocabulary.tokenizer.encode_plain(f"a{spelled}b", False)
+        allowed = vocabulary.accepts(plan, [*encode(before, False), *middle, *encode(after, False)])
+        assert allowed is (text != ending), text

@@ -90,6 +90,32 @@ def test_what_a_format_writes_it_reads(form: str, calls: list[tuple[str, dict[st
     assert (content, [(name, json.loads(arguments)) for name, arguments in heard]) == ("", calls)
 
 
+HOSTILE = [
+    *("'", '"', "\\", "`", "\n", "\r\n", "\t", " ", "", "é", "日本", "\u2028", "\U0001f600", "\\n", '\\"', "\\\\"),
+    *("True", "null", "1", "{", "}}", "[", "]}", "(", ")", ", b=1", "\nx\n", "a:b,c", "<", "```json\n"),
+    *("</parameter>", "</function>", "<parameter=b>", "call:x{"),
+]
+ANY_TEXT = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "deep": {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}}},
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_texts_with_any_formats_marks_come_back(form: str, hear: Callable[..., Any], unwritable: dict[str, str]):
+    write, tools = FORMATS[form].write, [{"function": {"name": "x", "parameters": ANY_TEXT}}]
+    marks = {mark for each in FORMATS.values() for mark in (*each.marks, *each.begins)}
+    for mark in {*HOSTILE, *marks, write([("x", {})])} - {unwritable.get(form)}:
+        for text in (mark, f"a{mark}b"):
+            call = ("x", {"text": text, "deep": {"a": [text, "z"]}})
+            content, _, heard = hear(write([call]), form, tools=tools)
+            assert (content, [(name, json.loads(given)) for name, given in heard]) == ("", [call]), text
+        assert hear(list(write([call])), form, tools=tools) == (content, "", heard)
+
+
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
 LOOK = "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
 
@@ -116,7 +142,30 @@ def test_messages_are_told_apart_by_their_headers_character_by_character(
 
 # ------------------------------------------------------------------------------------------------------------- pieces
 
-MARKS = ["<think>", "</think>", "\n", " ", "{", "}", "[", "]", '"', "\\", ",", ":", "now", "(", ")", "=", "'", "1", "é"]
+MARKS = [
+    "```json\n",
+    "```",
+    f"{NOW}",
+    "<think>",
+    "</think>",
+    "\n",
+    " ",
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    ",",
+    ":",
+    "now",
+    "(",
+    ")",
+    "=",
+    "'",
+    "1",
+    "é",
+]
 SCRAPS = [*MARKS, *(text[at : at + 9] for text in SPOKEN.values() for at in range(0, len(text), 9))]
 
 
@@ -130,7 +179,8 @@ def test_pieces_change_nothing(hear: Callable[..., Any], form: str, thinking: bo
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert hear(pieces, form, thinking) == hear(text, form, thinking) == hear(list(text), form, thinking)
+    given = {"form": form, "thinking": thinking, "whole": data.draw(st.booleans()), "cut": data.draw(st.booleans())}
+    assert hear(pieces, **given) == hear(text, **given) == hear(list(text), **given)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -157,7 +207,7 @@ def test_a_call_that_something_else_than_the_length_ended_is_content(form: str, 
     for end in range(len(SPOKEN[form])):
         text = SPOKEN[form][:end]
         content, _, calls = heard = hear(text, form, whole=True)
-        assert heard == hear(list(text), form, whole=True)
+        assert end % 5 or heard == hear(list(text), form, whole=True)
         assert [(name, json.loads(given)) for name, given in calls] == [
             ("get_weather", {"city": "Paris", "days": 3}),
             ("now", {}),

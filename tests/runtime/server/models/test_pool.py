@@ -145,6 +145,12 @@ class Held:
         await self._task
 
 
+async def test_each_model_gets_its_own_format_of_calls(folders: dict[str, Path], loader: Loader):
+    pool = ModelPool(folders, memory=3 * SIZE, load_options=OPTIONS, tool_formats={"b": "hermes"})
+    await use(pool, "a", "b")
+    assert [model.options.get("tool_format") for model in loader.loaded] == [None, "hermes"]
+
+
 class TestUnloading:
     async def test_lets_requests_finish_and_the_next_one_loads_anew(self, make: Make, loader: Loader):
         pool = make()

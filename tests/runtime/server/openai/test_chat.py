@@ -276,6 +276,28 @@ def test_a_tool_that_need_not_be_called_may_have_rules_that_cannot_be_enforced(a
         assert error["param"] == PLACE and error["message"].startswith(f"{PLACE}: ")
 
 
+def test_a_call_that_a_stop_text_breaks_off_is_text_in_every_dialect(able_http: httpx.Client):
+    tool, asked = TOOL["function"], {**GREEDY, "model": "able", "max_tokens": 100}
+    schema = tool["parameters"]
+    chat = {**asked, "tools": [TOOL], "tool_choice": "required", "stop": ['"a"']}
+    (choice,) = able_http.post("/v1/chat/completions", json=chat).json()["choices"]
+    assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+    said = choice["message"]["content"]
+    assert said.startswith("<tool_call>") and '"add"' in said
+    streamed = able_http.post("/v1/chat/completions", json={**chat, "stream": True}).text
+    assert '"finish_reason": "stop"' in streamed.replace('":"', '": "') and "tool_calls" not in streamed
+    named = {"name": "add", "input_schema": schema}
+    body = {"model": "able", "messages": GREEDY["messages"], "max_tokens": 100, "temperature": 0}
+    body |= {"tools": [named], "tool_choice": {"type": "any"}, "stop_sequences": ['"a"']}
+    message = able_http.post("/v1/messages", json=body, headers={"anthropic-version": "2023-06-01"}).json()
+    assert (message.get("stop_reason"), message.get("stop_sequence")) == ("stop_sequence", '"a"'), message
+    assert [block.get("text") for block in message["content"]] == [said]
+    called = {"model": "able", "input": GREEDY["messages"], "tools": [{"type": "function", **tool}], "stop": ['"a"']}
+    response = able_http.post("/v1/responses", json={**called, "tool_choice": "required", "temperature": 0}).json()
+    assert response["status"] == "completed"
+    assert [part["text"] for item in response["output"] for part in item["content"]] == [said]
+
+
 def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_http: httpx.Client):
     def prompt_tokens(**given: Any) -> int:
         body = {"model": "able", "messages": MESSAGES, "max_tokens": 1, **given}
