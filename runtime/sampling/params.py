@@ -330,7 +330,6 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
     ("stop", "detokenize", lambda p: p.detokenize),
     ("include_stop_str_in_output", "detokenize", lambda p: p.detokenize),
     ("best_of", "n of at most as many", lambda p: p.n <= (p.best_of or p.n)),
-    ("compact_json", "json_schema, grammar or tools", lambda p: p.json_schema is not None or p.grammar is not None),
     ("n", "temperature above 0", lambda p: p.temperature > 0),
     ("best_of", "temperature above 0", lambda p: p.temperature > 0),
     ("diffusion_steps", "no confidence_threshold", lambda p: p.confidence_threshold is None),
