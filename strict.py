@@ -33,6 +33,15 @@ DEEPEST_JSON = 64
 MOST_DIGITS = 40
 
 
+# What Python's str.splitlines takes for a line end and json.dumps leaves as it is.
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+
+
+def escape_line_ends(text: str) -> str:
+    """JSON text without indentation as a single line for every reader: U+0085, U+2028 and U+2029 are escaped."""
+    return text if text.isascii() else _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; a FIFO, a device or a folder in its place neither hangs nor is read.
 

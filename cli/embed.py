@@ -11,6 +11,7 @@ import click
 from llmc.bundle import read_bundle
 from llmc.cli.options import SectionCommand, add_options, bundle_argument, debug_option, memory_option, threads_option
 from llmc.cli.reading import stdin_limit, stdin_lines
+from llmc.strict import escape_line_ends
 
 encoding_options = add_options(
     [
@@ -64,4 +65,4 @@ def rank_command(
         scores = model.rank(query, given, **options)
     for place in sorted(range(len(given)), key=lambda place: -scores[place]):
         line = {"score": float(str(scores[place])), "document": given[place]}
-        click.echo(json.dumps(line, ensure_ascii=False))
+        click.echo(escape_line_ends(json.dumps(line, ensure_ascii=False)))

@@ -480,8 +480,8 @@ class Model:
             parse_special: take special tokens that messages spell, such as ``<|im_end|>``, for special tokens; then
                 whoever writes a message can end it, and speak in any role. By default they are text.
             ignored: is told the name of what is left out, for it changes little: names of messages that the template
-                does not show; and where the model need not call, keywords of schemas of tools that are not ``strict``
-                and cannot be enforced. By default these are refused.
+                does not show; and where the model need not call, the places of what cannot be enforced in the schema of
+                a tool that is not ``strict``. By default these are refused.
             sampling: as for :meth:`generate`.
 
         Raises:
@@ -520,14 +520,13 @@ class Model:
             sampling["images"] = self.tower.compute_rows(images, ids)
         try:
             return self._submit_chat(ids, plan, plan, sampling)
-        except GrammarError:
-            if ignored is None:
-                raise
-            for looser, left_out in plan.loosen_plans():
+        except GrammarError as error:
+            for looser, left_out in plan.loosen_plans(error, sampling, allowed=ignored is not None):
                 with suppress(GrammarError):
                     handle = self._submit_chat(ids, looser, plan, sampling)
-                    for name in left_out:
-                        ignored(name)
+                    if ignored is not None:
+                        for place in left_out:
+                            ignored(place)
                     return handle
             raise
 

@@ -11,7 +11,7 @@ from typing import Any
 from llmc.errors import GrammarError, UsageError, require
 from llmc.runtime.guided.gbnf import is_gbnf, to_lark
 from llmc.runtime.guided.guide import CompiledGrammar
-from llmc.runtime.guided.json_schema import OPTIONS, check_schema, enforceable, schema_text
+from llmc.runtime.guided.json_schema import check_schema, enforceable, options, schema_text
 from llmc.runtime.guided.patterns import LONGEST_REGEX, MOST_REPETITIONS, check_regex, repetitions
 from llmc.runtime.guided.trial import Clock
 from llmc.runtime.guided.vocabulary import Vocabulary, shorten_reason
@@ -43,7 +43,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()
 
     def compile_grammar(self, params: SamplingParams, deadline_s: float | None = None) -> CompiledGrammar | None:
         """The grammar of the output that ``params`` asks for, None if they ask for none.
@@ -57,7 +57,7 @@ class Grammars:
             MissingExtraError: llguidance is not installed.
         """
         clock = Clock(deadline_s)
-        source = _source(params)
+        source = read_source(params)
         if source is None:
             return None
         with self._lock:
@@ -76,44 +76,48 @@ class Grammars:
         return Vocabulary.load(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
-def _source(params: SamplingParams) -> tuple[str, str] | None:
-    """A request's grammar as written: the name of its parameter, and its text."""
+def read_source(params: SamplingParams) -> tuple[str, str, bool] | None:
+    """A request's grammar as written: the name of its parameter, its text, and whether JSON in it is compact."""
     kind = next((kind for kind in _READ if getattr(params, kind) is not None), None)
     if kind is None:
         return None
     text = _READ[kind](getattr(params, kind), kind)
     if len(text) > _LONGEST[kind]:
         raise GrammarError(f"{kind} has {len(text)} characters, expected at most {_LONGEST[kind]}")
-    return kind, text
+    return kind, text, params.compact_json
 
 
-def _library_grammar(kind: str, text: str) -> tuple[str, bool]:
+def _library_grammar(kind: str, text: str, compact: bool) -> tuple[str, bool]:
     """The grammar in the library's own format, and True if compiling that may take long."""
     matcher = require("llguidance", "guided").LLMatcher
     laborious = len(text) > _LONGEST_QUICK[kind]
     try:
         if kind == "choice":
-            return str(matcher.grammar_from_lark(_choice_grammar(json.loads(text)))), laborious
+            return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choice_terminal(text)}\n")), laborious
         if kind == "regex":
             check_regex(text, "regex")
             return str(matcher.grammar_from_regex(text)), laborious
         if kind == "grammar":
-            lark, schemas = (to_lark(text), False) if is_gbnf(text) else _check_lark(text)
+            lark, schemas = (to_lark(text), False) if is_gbnf(text) else _check_lark(text, compact)
             return str(matcher.grammar_from_lark(lark)), laborious or schemas
         schema = json.loads(text)
         laborious |= check_schema(schema)
-        return str(matcher.grammar_from_json_schema(enforceable(schema), overrides=OPTIONS)), laborious
+        return str(matcher.grammar_from_json_schema(enforceable(schema), overrides=options(compact))), laborious
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"{kind} cannot be read: {shorten_reason(str(error))}") from error
 
 
-def _choice_grammar(choices: list[str]) -> str:
-    # One terminal, which the lexer follows in a table, instead of a rule with many.
-    literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return f"start: CHOICE\nCHOICE: {literals}\n"
+def compile_bytes(kind: str, text: str) -> CompiledGrammar:
+    """A grammar over bytes as tokens. Raises GrammarError: it cannot be enforced."""
+    return CompiledGrammar(kind, *_library_grammar(kind, text, False), Vocabulary.of_bytes(), Clock())
 
 
-def _check_lark(grammar: str) -> tuple[str, bool]:
+def choice_terminal(choices: str) -> str:
+    """Texts, a list in JSON, as one terminal, which the lexer follows in a table, instead of a rule with many."""
+    return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(choices))
+
+
+def _check_lark(grammar: str, compact: bool) -> tuple[str, bool]:
     """The grammar in llguidance's dialect of Lark as it is enforced, and whether a schema in it may take long."""
     counts = [int(digits[:20]) for match in _COUNT.finditer(grammar) for digits in match.groups("0")]
     found = max(repetitions(grammar), *counts, 0)
@@ -129,7 +133,7 @@ def _check_lark(grammar: str) -> tuple[str, bool]:
             raise GrammarError(f"grammar: what follows %json is no JSON: {error}") from error
         laborious |= check_schema(schema)
         if isinstance(schema, dict):
-            schema = {**enforceable(schema), "x-guidance": OPTIONS}
+            schema = {**enforceable(schema), "x-guidance": options(compact)}
         parts += [grammar[at : piece.end()], json.dumps(schema)]
         at = end
     return "".join([*parts, grammar[at:]]), laborious

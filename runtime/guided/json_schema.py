@@ -6,13 +6,19 @@ such keywords are refused by name. Some values are spelt anew, for the library w
 
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from llmc.errors import GrammarError, UsageError
-from llmc.runtime.guided.patterns import UNNAMED_CONTROLS, check_regex, library_pattern
+from llmc.runtime.guided.patterns import (
+    ESCAPES,
+    UNNAMED_CONTROLS,
+    check_patterns,
+    check_regex,
+    library_pattern,
+    list_matches,
+)
 
 # Keywords of JSON Schema (https://json-schema.org/draft/2020-12/schema, and draft 7) by what they hold. The library
 # enforces these, in the combinations that it does not refuse itself, and ignores every keyword that it does not know.
@@ -62,22 +68,21 @@ _FORMAT_PATTERNS["date-time"] = f"(?:{_FORMAT_PATTERNS['date']})[tT](?:{_FORMAT_
 _LONGEST_HOSTNAME = 253
 # Those above, and those of which the library knows what they say.
 _FORMATS = {*_FORMAT_PATTERNS, "duration", "email", "ipv4", "ipv6", "unknown", "uri", "uuid"}
-# Beginnings of what looks around, and references to groups: regular expressions have none.
-_UNREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]")
 _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
 _NUMBERS = ("const", "enum", "multipleOf", *_BOUNDS)
 # Keywords beside which another one with subschemas makes the library enforce both at once.
 _MERGING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 
 # How the library reads schemas: strictly. One spelling for each character: with \u0061 for "a", a model could repeat a
-# property under a name that the schema's rules for "a" miss. Blanks are bounded, since models at a loss write them
-# without end; a line break and an indentation of 31 fit.
-OPTIONS = {
-    "lenient": False,
-    "coerce_one_of": False,
-    "json_allowed_escapes": '"\\bfnrt',
-    "whitespace_pattern": r"[ \n\r\t]{1,32}",
-}
+# property under a name that the schema's rules for "a" miss.
+_OPTIONS = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": ESCAPES}
+# Between two tokens of JSON, once: models at a loss write white space without end. Ten levels of four spaces fit.
+_WHITE_SPACE = r" |\r?\n(?: {0,40}|\t{0,10})"
+
+
+def options(compact: bool) -> dict[str, Any]:
+    """The library's options for a schema; ``compact`` allows no white space between the tokens of JSON."""
+    return {**_OPTIONS, **({"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITE_SPACE})}
 
 
 def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
@@ -115,19 +120,68 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
     schema = json.loads(json.dumps(schema))
     for path, node in list(_nodes(schema)):
         _spell_format(path, node)
+        _spell_names(node)
     for path, node in list(_nodes(schema)):
         if isinstance(node.get("pattern"), str):
             node["pattern"] = library_pattern(node["pattern"], path)
         if isinstance(named := node.get("patternProperties"), dict):
             node["patternProperties"] = {library_pattern(name, path): value for name, value in named.items()}
+    _name_matches(list(_nodes(schema)))
     return schema
 
 
+def _listed_names(node: dict[str, Any]) -> list[str] | None:
+    """The names that ``propertyNames`` lists; none where it allows all; None where it cannot be spelt otherwise."""
+    names = node["propertyNames"]
+    if names is True or (isinstance(names, dict) and names.items() <= {"type": "string"}.items()):
+        return []
+    if not isinstance(names, dict) or not {"enum"} <= names.keys() <= {"enum", "type"} or "patternProperties" in node:
+        return None
+    listed = names["enum"]
+    return listed if isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed) else None
+
+
+def _spell_names(node: dict[str, Any]) -> None:
+    """Write ``propertyNames`` as properties that may be there, and no others."""
+    names = _listed_names(node) if "propertyNames" in node else None
+    node.pop("propertyNames", None)
+    if names:
+        own, others = _mapping(node.get("properties")), node.get("additionalProperties", True)
+        kept = {name: schema if name in names else False for name, schema in own.items()}
+        node["properties"] = {**kept, **{name: others for name in names if name not in own}}
+        node["additionalProperties"] = False
+
+
+def _name_matches(nodes: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Replace patterns that only match named properties, for the library would wait for further names after a comma."""
+    names = {name: None for _, node in nodes for key in ("properties", "required") for name in _strings(node.get(key))}
+    for path, node in nodes:
+        patterns = _mapping(node.get("patternProperties"))
+        for pattern, schema in list(patterns.items()):
+            matches = list_matches(pattern, names)
+            if matches is None:
+                continue
+            del patterns[pattern]
+            properties = node.setdefault("properties", {})
+            for name in (name for name in names if name in matches):
+                properties[name] = {"allOf": [properties[name], schema]} if name in properties else schema
+        if len(patterns) > 1:
+            check_patterns(patterns, path)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _strings(value: Any) -> Iterator[str]:
+    return (item for item in (value if isinstance(value, dict | list) else ()) if isinstance(item, str))
+
+
 def without_unenforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A schema without the keywords that cannot be enforced, and their names; of ``oneOf`` the alternatives are left.
-    Raises GrammarError: it is no schema."""
+    """A schema without the keywords that cannot be enforced, and their places, such as ``properties.a.pattern``; of
+    ``oneOf`` the alternatives are left. Raises GrammarError: it is no schema."""
     found = json.loads(json.dumps(schema))
-    names = []
+    places = []
     for path, node in _nodes(found):
         for name in list(node):
             if name == "oneOf" and "anyOf" not in node:
@@ -136,18 +190,18 @@ def without_unenforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], li
                 continue
             else:
                 del node[name]
-            names.append(name)
-    return found, names
+            places.append(f"{path}/{name}".removeprefix("#/").replace("/", "."))
+    return found, places
 
 
 def _is_enforceable(path: str, node: dict[str, Any], name: str) -> bool:
     """True if a keyword of a subschema may be enforced, as far as its value tells."""
     if name == "oneOf" or (name == "format" and node[name] not in _FORMATS):
         return False
-    if any(_UNREGULAR.search(pattern) for pattern in _patterns({name: node[name]})):
-        return False
+    patterns = _patterns({name: node[name]})
     try:
         _check_keywords(path, {key: node[key] for key in ("additionalProperties", name) if key in node})
+        check_patterns([library_pattern(pattern, path) for pattern in patterns], path)
     except GrammarError:
         return False
     return True
@@ -158,7 +212,7 @@ def without_rules(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     named, required = schema.get("properties"), schema.get("required")
     properties: dict[str, Any] = {name: {} for name in named} if isinstance(named, Mapping) else {}
     needed = [name for name in required if name in properties] if isinstance(required, list | tuple) else []
-    return {"type": "object", "properties": properties, "required": needed}, ["parameters"]
+    return {"type": "object", "properties": properties, "required": needed}, [""]
 
 
 def _spell_format(path: str, node: dict[str, Any]) -> None:
@@ -215,6 +269,8 @@ def _nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def _check_keywords(path: str, node: dict[str, Any]) -> None:
     # The vendors' own annotations begin with x-, but x-guidance instructs the library not to enforce.
     for name in node:
+        if name == "propertyNames" and _listed_names(node) is not None:
+            continue
         if name not in _KEYWORDS and (not name.startswith("x-") or name == "x-guidance"):
             raise GrammarError(f"json_schema: keyword {name!r} at {path} cannot be enforced; correct or remove it")
     # The library counts a property again that is written twice, and prevents that only for those it knows by name.

@@ -1,12 +1,19 @@
 """Bounds of regular expressions; JSON Schema's patterns as the grammar library enforces them, in ECMA-262's meaning."""
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
-from llmc.errors import GrammarError
+from llmc.errors import GrammarError, require
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 LONGEST_REGEX = 16 * 1024
 """Characters of a regular expression at most; longer ones cost minutes before a limit of the library stops them."""
+ESCAPES = '"\\bfnrt'
+"""Characters that texts of JSON escape by a backslash; others are never escaped."""
 MOST_REPETITIONS = LONGEST_REGEX
 """Nested repetitions multiply to no more: ``a{20000}`` costs as much as its characters written out would."""
 # A class that nobody closes reaches to the end: looked for again from every bracket, it would cost a square.
@@ -73,6 +80,48 @@ def library_pattern(text: str, where: str) -> str:
         GrammarError: the pattern cannot be read, or names such a character outside of a class.
     """
     return "".join(_Reader(text, where).parts())
+
+
+def _match_bytes(schema: dict[str, Any]) -> "LLMatcher":
+    library = require("llguidance", "guided")
+    grammar = library.LLMatcher.grammar_from_json_schema(schema, overrides={"json_allowed_escapes": ESCAPES})
+    matcher: LLMatcher = library.LLMatcher(library.LLTokenizer("byte"), grammar, log_level=0)
+    return matcher
+
+
+def check_patterns(patterns: Collection[str], where: str) -> None:
+    """Refuse patterns of the schema at ``where`` that the library does not know, or of which two match the same text.
+    Raises GrammarError: naming the place."""
+    error = _match_bytes({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}).get_error()
+    if error:
+        raise GrammarError(f"json_schema: keyword 'patternProperties' at {where} cannot be enforced: {error:.300}")
+
+
+def list_matches(pattern: str, names: Collection[str]) -> list[str] | None:
+    """The names that a pattern of :func:`library_pattern` allows; None if it also allows any that is not among them."""
+    waiting = [(b"", _match_bytes({"type": "string", "pattern": pattern}))]
+    if "Unsatisfiable" in waiting[0][1].get_error():
+        return []
+    written = {json.dumps(name, ensure_ascii=False).encode(): name for name in names}
+    following: dict[bytes, set[int]] = {}
+    for text in written:
+        for end in range(len(text)):
+            following.setdefault(text[:end], set()).add(text[end])
+    found = []
+    while waiting:
+        text, matcher = waiting.pop()
+        if text in written:
+            found.append(written[text])
+            continue
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = {byte for byte in range(256) if bits >> byte & 1}
+        if matcher.is_error() or not allowed <= following.get(text, set()):
+            return None
+        for byte in allowed:
+            after = matcher.deep_copy()
+            after.consume_token(byte)
+            waiting.append((text + bytes([byte]), after))
+    return found
 
 
 class _Reader:

@@ -1,7 +1,10 @@
 """The tokens that a model can write, as the grammar library and its masks see them."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +12,7 @@ import numpy.typing as npt
 
 from llmc.errors import GrammarError, require
 from llmc.runtime.host.machine import return_freed_memory
+from llmc.runtime.text.control_tokens import any_of
 from llmc.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,12 +53,21 @@ class Vocabulary:
                 f"none of the model's end-of-sequence tokens {list(eos_token_ids)} is in its tokenizer; a guided "
                 "output needs one to end with"
             )
-        tokens = library.LLTokenizer(_Spellings(tokenizer, exists.size, known[0]), eos_token=list(known))
+        tokens = library.LLTokenizer(_Spellings(tokenizer, exists.size, known), eos_token=list(known))
         return_freed_memory()
         eos = np.zeros(vocab_size, np.bool_)
         eos[list(known)] = True
         writable = exists[:vocab_size] & ~eos
         return cls(tokens, vocab_size, known, *(np.packbits(flags, bitorder="little") for flags in (eos, writable)))
+
+    @classmethod
+    @cache
+    def of_bytes(cls) -> "Vocabulary":
+        """The bytes, each a token, and one that ends."""
+        tokens = require("llguidance", "guided").LLTokenizer("byte")
+        eos = np.arange(tokens.vocab_size) == tokens.eos_token
+        bits = (np.packbits(flags, bitorder="little") for flags in (eos, ~eos))
+        return cls(tokens, tokens.vocab_size, (tokens.eos_token,), *bits)
 
 
 class _Spellings:
@@ -63,16 +76,23 @@ class _Spellings:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, size: int, eos_token_id: int) -> None:
-        self.eos_token_id = eos_token_id
+    def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int]) -> None:
+        self.eos_token_id = eos_token_ids[0]
         self.tokens = [tokenizer.spell(token_id) for token_id in range(size)]
         self.special_token_ids = [token_id for token_id in range(size) if tokenizer.is_silent(token_id)]
         self._encode = tokenizer.encode
+        controls = {self.tokens[token_id] for token_id in (*self.special_token_ids, *eos_token_ids)} - {b""}
+        self._controls = re.compile(f"(?={any_of(text.decode(errors='ignore') for text in controls)})")
         # Where a text begins with a space of the tokenizer's own, it is encoded behind what merges with nothing.
         begun = b"".join(self.tokens[token_id] for token_id in tokenizer.encode("a", add_special_tokens=False))
         self._before = "" if begun == b"a" else "\x02"
 
     def __call__(self, text: str) -> list[int]:
+        """Token ids of a text; texts of special tokens are made of ordinary tokens."""
+        cuts = [0, *(match.start() + 1 for match in self._controls.finditer(text)), len(text)]
+        return [token for start, end in pairwise(cuts) for token in self._tokens(text[start:end])]
+
+    def _tokens(self, text: str) -> list[int]:
         before = self._encode(self._before, add_special_tokens=False)
         return self._encode(self._before + text, add_special_tokens=False)[len(before) :]
 

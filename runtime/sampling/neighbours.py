@@ -20,6 +20,7 @@ _OTHERS = {
     "n": "num_samples num_generations",
     "seed": "random_seed",
     "json_schema": "guided_json format json_object",
+    "compact_json": "disable_any_whitespace whitespace_flexible",
     "regex": "guided_regex",
     "grammar": "guided_grammar grammar_file",
     "choice": "guided_choice choices",

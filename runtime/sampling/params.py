@@ -205,6 +205,7 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | str | None = _form(
         None, optional(SCHEMA), "the output is JSON of this schema", common=True
     )
+    compact_json: bool = _form(False, FLAG, "JSON of a schema, also a tool's, has no white space between its tokens")
     regex: str | None = _form(None, optional(TEXT), "the output matches this regular expression")
     grammar: str | None = _form(None, optional(TEXT), "the output is derived from this grammar")
     choice: tuple[str, ...] | None = _form(None, optional(drop_empty(TEXTS)), "the output is one of these")

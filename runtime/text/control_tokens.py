@@ -52,8 +52,8 @@ class ControlTokens:
         self.marked = {mark: text for text, mark in self._marks.items()}
         """Control tokens by their marks."""
         plain = [token.content for token in added.values() if not token.special and not token.normalized]
-        self._written = re.compile(f"{_any_of([*self._names, *plain])}|[{STANDS}]")
-        self.spelt = re.compile(_any_of(self._names))
+        self._written = re.compile(f"{any_of([*self._names, *plain])}|[{STANDS}]")
+        self.spelt = re.compile(any_of(self._names))
 
     def mark(self, text: str) -> str:
         """``text`` of a template, with a mark in place of each control token."""
@@ -179,7 +179,8 @@ def _beyond_gaps(
         token_id += 1
 
 
-def _any_of(texts: Iterable[str]) -> str:
+def any_of(texts: Iterable[str]) -> str:
+    """A regular expression of these texts, the longest first; of none if there are none."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

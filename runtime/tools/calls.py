@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,13 @@ class Tool:
         name: of letters, digits, ``_``, ``-`` and ``.``, 64 at most.
         parameters: JSON schema of its arguments, an object; None where the request gives none.
         strict: True if calls must hold to all of that schema.
+        place: of the parameters in the request, for errors.
     """
 
     name: str
     parameters: Mapping[str, Any] | None
     strict: bool = False
+    place: str = ""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -107,7 +109,8 @@ def _tool(tool: Any, where: str) -> Tool:
         raise UsageError(f"{where}: parameters is of type {format_value(parameters['type'])}, expected 'object'")
     if name in CHOICES:
         raise UsageError(f"{where} is called {name}, which is a word of tool_choice ({', '.join(CHOICES)}); rename it")
-    return Tool(name, parameters, function.get("strict") is True)
+    place = f"{where}.parameters" if function is tool else f"{where}.function.parameters"
+    return Tool(name, parameters, function.get("strict") is True, place)
 
 
 def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
@@ -163,6 +166,10 @@ class CallFormat(ABC):
     def bare_grammar(self) -> str:
         """A regular expression for the beginning of a call without an opening mark; no other answer begins so."""
         return ""
+
+    def bare_heads(self, names: Iterable[str]) -> list[str]:
+        """Texts with which calls of these tools begin that have no opening mark."""
+        return []
 
     def may_be_bare(self, text: str) -> bool:
         """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""

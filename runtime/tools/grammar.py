@@ -83,6 +83,17 @@ def without_annotations(schema: Any) -> Any:
     return kept
 
 
+def move(schema: Any, place: str) -> Any:
+    """A schema with its references as they have to be where it stands at ``place`` of another one."""
+    if isinstance(schema, list | tuple):
+        return [move(item, place) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    reference = schema.get("$ref")
+    own = {"$ref": f"#{place}{reference[1:]}"} if isinstance(reference, str) and reference.startswith("#") else {}
+    return {name: move(value, place) for name, value in schema.items()} | own
+
+
 def check_shape(tool: Tool) -> None:
     """Refuse parameters that are no JSON schema, for those who read its parts one by one."""
     waiting: list[Any] = [tool.schema]
@@ -146,14 +157,14 @@ def answer_grammar(
         special: the marks are special tokens, which text does not hold.
         required: the answer is calls and nothing else.
         frame: terminals before and after an answer, if any.
-        other: the rule of an answer without calls; empty for any text.
+        other: the rule ``other`` of an answer without calls, and those that it needs; empty for any text.
     """
     opener = " | ".join(begins)
     if required:
         return f"start: ({opener}) calls\n{calls}"
     before, after = (f"({terminals})? " if terminals else "" for terminals in frame)
     if other:
-        return f"start: ({opener}) calls | {before}other {after}\nother: {other}\n{calls}"
+        return f"start: ({opener}) calls | {before}other {after}\n{other}\n{calls}"
     if special:
         return f"start: TEXT? ({opener}) calls | {before}TEXT {after}\nTEXT: /(.|\\n)*/\n{calls}"
     return (
@@ -162,14 +173,16 @@ def answer_grammar(
     )
 
 
-def bare_grammar(calls: str, begins: Sequence[str], *, start: str, required: bool) -> str:
+def bare_grammar(calls: str, begins: Sequence[str], *, start: str, required: bool, other: str) -> str:
     """The grammar of an answer that is a call if it begins like one, with an opening mark or without.
 
     Args:
-        calls, begins, required: as of :func:`answer_grammar`.
+        calls, begins, required, other: as of :func:`answer_grammar`.
         start: a regular expression of what only calls begin with.
     """
     optional = f"({' | '.join(begins)})? " if begins else ""
     if required:
         return f"start: {optional}calls\n{calls}"
+    if other:
+        return f"start: {optional}calls | other\n{other}\n{calls}"
     return f"start: {optional}calls | TEXT\nTEXT: /(.|\\n)*/ & ~/[ \\n\\t]*{start}(.|\\n)*/\n{calls}"

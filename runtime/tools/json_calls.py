@@ -1,12 +1,12 @@
 """Calls written as JSON: an object for each, alone, in a list, or after a name; most families write one of these."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llmc.runtime.tools.calls import CallFormat, Spell, Tool
-from llmc.runtime.tools.grammar import literal, schema_of
+from llmc.runtime.tools.grammar import literal, move, schema_of, value_of
 from llmc.runtime.tools.json_values import read_string, read_value, stream_value
 from llmc.runtime.tools.source import Arguments, Called, Reading, Source
 
@@ -65,19 +65,39 @@ class JsonCalls(CallFormat):
     def bare_grammar(self) -> str:
         return rf'\{{[ \n\t]*"{self.keys[0]}"'
 
+    def bare_heads(self, names: Iterable[str]) -> list[str]:
+        return [f"{{{self._head(name)}" for name in names] if self.bare else []
+
     def may_be_bare(self, text: str) -> bool:
         head, written = f'{{"{self.keys[0]}"', "".join(text.split())
         return head.startswith(written) or written.startswith(head)
 
     def _object(self, tool: Tool) -> str:
-        name, arguments = self.keys
-        head = f'"{name}": "{tool.name}", "{arguments}": '
+        head = self._head(tool.name)
         # One terminal as far as can be: it competes with any text, of which the longest match wins.
         opening = literal("{" + head)
         if self.numbered:
             number = literal(f'{{"{self.numbered}": "')
             opening = f"{number} /[0-9]{{1,2}}/ {literal(chr(34) + ', ' + head)}"
         return f"{opening} {schema_of(tool)} {literal('}')}"
+
+    def _head(self, tool: str) -> str:
+        name, arguments = self.keys
+        return f'"{name}": "{tool}", "{arguments}": '
+
+    def beside_json(self, tools: Sequence[Tool]) -> str:
+        """The rule ``calls`` of one call without marks, for an answer that may be other JSON, too."""
+        name, arguments = self.keys
+        calls = [
+            {
+                "type": "object",
+                "properties": {name: {"const": tool.name}, arguments: move(tool.schema, f"/properties/{arguments}")},
+                "required": [name, arguments],
+                "additionalProperties": False,
+            }
+            for tool in tools
+        ]
+        return f"calls: {' | '.join(map(value_of, calls))}\n"
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         name, arguments = self.keys

@@ -32,6 +32,7 @@ class ChatParser:
         marks: what encloses reasoning; None reads none.
         thinking: True if the prompt has opened the reasoning already.
         new_id: gives the id of a call, by its index.
+        shaped: an answer is calls from its beginning on or has a form, in which calls are not looked for.
         unmarked: reads an answer that is calls without the format's marks; None takes it for content.
         whole: hand calls on when they are whole; the text of one that breaks off, other than by length, is content.
     """
@@ -44,9 +45,11 @@ class ChatParser:
         thinking: bool,
         new_id: Callable[[int], str],
         *,
+        shaped: bool = False,
         unmarked: UnmarkedCalls | None = None,
         whole: bool = False,
     ) -> None:
+        self._shaped = shaped
         self._unmarked = unmarked
         self._whole = whole
         self._format = calls
@@ -98,7 +101,7 @@ class ChatParser:
         """The order of an output: reasoning, if any, then the answer and its calls."""
         if self._marks is not None:
             yield from self._read_reasoning(self._marks, thinking)
-        if self._format is not None:
+        if self._format is not None and not (self._shaped and (yield from self._is_form(self._format))):
             yield from self._read_answer(self._format)
             return
         self._is_plain = True
@@ -128,6 +131,19 @@ class ChatParser:
     def _skip_line_ends(self) -> Reading[None]:
         while (yield from self._source.peek()) == "\n":
             self._source.at += 1
+
+    def _is_form(self, form: CallFormat) -> Reading[bool]:
+        """True if the answer does not begin like a call, blanks aside."""
+        source, start, written = self._source, self._source.at, ""
+        heads = ["".join(head.split()) for head in (*form.begins, *form.bare_heads(self._tools))]
+        while written not in heads and any(head.startswith(written) for head in heads):
+            character = yield from source.peek()
+            if not character:
+                break
+            written += character.strip()
+            source.at += 1
+        source.at = start
+        return written not in heads
 
     def _read_answer(self, form: CallFormat) -> Reading[None]:
         """Content, and calls in it. Blanks are held until it is known whether they are next to a call."""

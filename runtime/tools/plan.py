@@ -1,20 +1,30 @@
 """A conversation's request: what the template teaches and what the client asks for, as a parser and as parameters."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from llmc.errors import UsageError
-from llmc.runtime.guided.json_schema import schema_text, without_rules, without_unenforceable
+from llmc.errors import GrammarError, UsageError
+from llmc.runtime.guided.grammars import compile_bytes
+from llmc.runtime.guided.json_schema import without_rules, without_unenforceable
 from llmc.runtime.sampling.params import GUIDES
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.calls import CallFormat, Tool, choose_tools
 from llmc.runtime.tools.formats import FORMATS, format_named, format_of
-from llmc.runtime.tools.grammar import answer_grammar, bare_grammar, literal, spell_run, value_of
+from llmc.runtime.tools.forms import Form, read_form
+from llmc.runtime.tools.grammar import answer_grammar, bare_grammar, literal, spell_run
+from llmc.runtime.tools.json_calls import JsonCalls
 from llmc.runtime.tools.parser import ChatParser
 from llmc.runtime.tools.thinking import Thinking, ThinkingMarks, check_budget, marks_of, opens_reasoning
 from llmc.runtime.tools.unmarked import UnmarkedCalls
+
+# What errors about a schema or a grammar begin with.
+_SUBJECT = re.compile(r"^(json_schema|grammar):? ")
+_LONGEST_KEPT = 8 * 1024  # characters of a tool's schema, of which it is remembered whether it can be enforced
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,9 @@ class ChatPlan:
         """
         tools = {tool.name: tool for tool in self.tools}
         unmarked = UnmarkedCalls(tools, self.parallel) if tools and not (self.goes_on or shaped) else None
-        return ChatParser(self._written, tools, self.marks, self.thinking, new_id, unmarked=unmarked, whole=whole)
+        return ChatParser(
+            self._written, tools, self.marks, self.thinking, new_id, shaped=shaped, unmarked=unmarked, whole=whole
+        )
 
     @property
     def _written(self) -> CallFormat | None:
@@ -58,21 +70,34 @@ class ChatPlan:
         form = self.marks.form if self.marks else ""
         return self.calls or (FORMATS[form] if form else None)
 
-    def loosen_plans(self) -> Iterator[tuple["ChatPlan", Iterable[str]]]:
-        """Plans in which calls hold to less of the tools' schemas, ever less, and what each leaves out; none where the
-        answer has to be a call. Strict tools keep theirs."""
-        if self.required or all(tool.strict or not tool.parameters for tool in self.tools):
-            return
-        for loosen in (without_unenforceable, without_rules):
-            left_out: dict[str, None] = {}
-            tools = []
-            for tool in self.tools:
-                if not tool.strict and tool.parameters:
-                    schema, names = loosen(tool.parameters)
-                    tool = replace(tool, parameters=schema)
-                    left_out |= {f"tools.{name}": None for name in names}
-                tools.append(tool)
-            yield replace(self, tools=tuple(tools)), left_out
+    def loosen_plans(
+        self, error: GrammarError, given: Mapping[str, Any], *, allowed: bool
+    ) -> Iterator[tuple["ChatPlan", list[str]]]:
+        """Plans in which calls hold to less of the tools' schemas, with the places of what each leaves out: first of
+        the tools whose schema cannot be enforced, then of all.
+
+        Args:
+            error: what is wrong with the grammar of this plan.
+            given: the parameters of the request.
+            allowed: schemas may be loosened, of tools that are not strict and that the model need not call.
+
+        Raises:
+            GrammarError: the form or a tool's schema cannot be enforced, or all together are too much.
+        """
+        if self.calls is None:
+            raise error
+        form = self._form(self.calls, given)
+        if form is not None:
+            form.check()
+        may_loosen = allowed and not self.required
+        yield self._replace_tools(_loosen_tool(self.calls, tool, may_loosen) for tool in self.tools)
+        if may_loosen:
+            yield self._replace_tools(_drop_rules(tool) for tool in self.tools)
+        raise GrammarError(f"tools: the grammar of their calls {_SUBJECT.sub('', str(error))}") from error
+
+    def _replace_tools(self, loosened: Iterable[tuple[Tool, list[str]]]) -> tuple["ChatPlan", list[str]]:
+        tools, places = zip(*loosened, strict=True)
+        return replace(self, tools=tools), [place for several in places for place in several]
 
     def make_sampling(self, tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of the request: those ``given``, and what the plan adds to them.
@@ -81,7 +106,8 @@ class ChatPlan:
         if self.calls is not None:
             if given.get("detokenize") is False:
                 raise UsageError("detokenize is False, but calls are read from text; leave it out, or the tools")
-            form = self._form(given)
+            form = self._form(self.calls, given)
+            arguments = {name: value for name, value in given.items() if name not in GUIDES}
             arguments["grammar"] = self._grammar(self.calls, tokenizer, form)
         shown = {token for mark in self._texts() for token in special_in(mark, tokenizer)}
         arguments["shown_tokens"] = tuple(sorted(shown))
@@ -92,31 +118,34 @@ class ChatPlan:
             arguments["thinking"] = Thinking(replace(self.marks, end=end), self.thinking, self.budget)
         return arguments
 
-    def _form(self, given: Mapping[str, Any]) -> Any:
-        """The schema of an answer without calls; None for any text.
-        Raises UsageError: the request asks for a form that does not go with calls."""
-        name = next((name for name in GUIDES if given.get(name) is not None), None)
-        if name is None:
+    def _form(self, calls: CallFormat, given: Mapping[str, Any]) -> Form | None:
+        """The form of an answer without calls; None for any text, and where there is no such answer.
+        Raises UsageError: an answer in that form may begin like a call, or its grammar is no part of another one."""
+        form = None if self.required else read_form(given)
+        if form is None:
             return None
-        if self.required:
-            raise UsageError(f"{name} is the form of an answer, but tool_choice wants calls; leave one of them out")
-        if name != "json_schema" or (self.calls is not None and self.calls.bare_starts):
+        heads = [*calls.begins, *calls.bare_heads(tool.name for tool in self.tools)]
+        if form.may_begin(heads):
             raise UsageError(
-                f"{name} and tools cannot be combined here: the two would not be told apart; leave one of them out, or "
-                "set tool_choice='none'"
+                f"{form.name} and tools cannot be combined here, for an answer in that form may begin like a call; "
+                "leave one of them out, or set tool_choice='none'"
             )
-        return given[name]
+        return form
 
-    def _grammar(self, calls: CallFormat, tokenizer: Tokenizer, form: Any) -> str:
+    def _grammar(self, calls: CallFormat, tokenizer: Tokenizer, form: Form | None) -> str:
 
         def spell(mark: str) -> str:
             token = tokenizer.token_to_id(mark) if mark else None
             return literal(mark) if token is None or not tokenizer.is_silent(token) else f"<[{token}]>"
 
-        rules = calls.grammar(self.tools, spell, self.parallel)
+        other = "" if form is None else form.rules()
+        if form is not None and form.name == "json_schema" and isinstance(calls, JsonCalls) and calls.bare:
+            rules = calls.beside_json(self.tools)
+        else:
+            rules = calls.grammar(self.tools, spell, self.parallel)
         special = [spell(mark) for mark in calls.begins if spell(mark).startswith("<[")]
         if calls.bare_starts:
-            return bare_grammar(rules, special, start=calls.bare_grammar(), required=self.required)
+            return bare_grammar(rules, special, start=calls.bare_grammar(), required=self.required, other=other)
         return answer_grammar(
             rules,
             special[:1] or [literal(calls.begins[0])],
@@ -124,12 +153,52 @@ class ChatPlan:
             special=bool(special),
             required=self.required,
             frame=tuple(spell_run(text, spell) if special_in(text, tokenizer) else "" for text in calls.frame),
-            other="" if form is None else value_of(json.loads(schema_text(form, "json_schema"))),
+            other=other,
         )
 
     def _texts(self) -> tuple[str, ...]:
         marks = () if self.marks is None else (self.marks.begin, self.marks.end)
         return (*marks, *(() if self._written is None else self._written.marks))
+
+
+def _loosen_tool(calls: CallFormat, tool: Tool, allowed: bool) -> tuple[Tool, list[str]]:
+    """A tool with as much of its schema as can be enforced, and the places of the rest.
+    Raises GrammarError: all of it has to be enforced and cannot, or it is no schema."""
+    refused = _check_call(calls, tool)
+    if refused is None:
+        return tool, []
+    if allowed and not tool.strict and tool.parameters:
+        for loosen in (without_unenforceable, without_rules):
+            with suppress(GrammarError):
+                schema, places = loosen(tool.parameters)
+                looser = replace(tool, parameters=schema)
+                if _check_call(calls, looser) is None:
+                    return looser, [f"{tool.place}.{place}".rstrip(".") for place in places]
+    raise GrammarError(f"{tool.place}: {refused}")
+
+
+def _check_call(calls: CallFormat, tool: Tool) -> str | None:
+    """The reason why a call of the tool cannot be enforced; None if it can."""
+    text = json.dumps(tool.parameters)
+    return (_refuse_call if len(text) <= _LONGEST_KEPT else _refuse_call.__wrapped__)(calls, tool.name, text)
+
+
+@lru_cache(1024)  # an agent sends the same tools with every turn
+def _refuse_call(calls: CallFormat, name: str, parameters: str) -> str | None:
+    try:
+        compile_bytes(
+            "grammar", f"start: calls\n{calls.grammar((Tool(name, json.loads(parameters)),), literal, False)}"
+        )
+    except GrammarError as error:
+        return _SUBJECT.sub("", str(error))
+    return None
+
+
+def _drop_rules(tool: Tool) -> tuple[Tool, list[str]]:
+    """A tool with the names of its parameters alone, and the place of its schema; a strict one as it is."""
+    if tool.strict or not tool.parameters:
+        return tool, []
+    return replace(tool, parameters=without_rules(tool.parameters)[0]), [tool.place]
 
 
 def special_in(mark: str, tokenizer: Tokenizer) -> list[int]:

@@ -1,7 +1,7 @@
 """Calls written as Python's: ``name(key=value, other="text")``, in a list or on lines between two marks."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,9 @@ class PythonCalls(CallFormat):
 
     def bare_grammar(self) -> str:
         return r"\[[A-Za-z0-9_.-]+\("
+
+    def bare_heads(self, names: Iterable[str]) -> list[str]:
+        return [] if self.begin else [f"[{name}(" for name in names]
 
     def may_be_bare(self, text: str) -> bool:
         """True: what the reader waits for after the bracket is a name."""

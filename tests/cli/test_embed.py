@@ -14,9 +14,10 @@ def test_texts_become_lines_of_vectors(llmc, encoder_bundles):
 
 
 def test_documents_come_back_the_best_first(llmc, encoder_bundles):
-    ran = llmc("rank", encoder_bundles["rank"], "a b", "one", "two", "three")
+    given = ["one", "two\u2028", "three\x85"]
+    ran = llmc("rank", encoder_bundles["rank"], "a b", *given)
     found = [json.loads(line) for line in ran.out.splitlines()]
-    assert {line["document"] for line in found} == {"one", "two", "three"}
+    assert {line["document"] for line in found} == set(given)
     assert [line["score"] for line in found] == sorted((line["score"] for line in found), reverse=True)
 
 

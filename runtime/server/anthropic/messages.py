@@ -18,7 +18,7 @@ from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat
-from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError
+from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, rename_schema
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import decode_base64, make_content
 from llmc.runtime.server.http.logs import note
@@ -32,6 +32,7 @@ NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
     "json_schema": "output_config.format.schema",
+    "parameters": "input_schema",
     "reasoning": "thinking",
     "reasoning_budget": "thinking.budget_tokens",
 }
@@ -306,7 +307,7 @@ class MessageRequest(Sampled, Prompted):
             "tool_format": self.tool_format,
             "parallel_tool_calls": parallel,
             "reasoning_budget": self._budget(),
-            "ignored": ignore,
+            "ignored": lambda place: ignore(rename_schema(place, NAMES)),
         }
 
     def _tool_choice(self) -> str:
@@ -480,7 +481,7 @@ async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Serv
     def make(model: Model) -> "partial[ChatHandle]":
         return partial(_submit, model, messages, **arguments | body.make_arguments(model))
 
-    return await service.submit(held, body.model, NAMES, make)
+    return await service.submit(held, body.model, NAMES | body.form_names, make)
 
 
 @router.post("/v1/messages")

@@ -135,10 +135,12 @@ class StructuredOutputs(Body):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
 
     def form(self) -> dict[str, Any]:
         schema = {"type": "object"} if self.json_object and self.json_schema is None else self.json_schema
-        return {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        forms = {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return {**forms, "compact_json": self.disable_any_whitespace}
 
 
 class Sampled(_Sampling):
@@ -164,6 +166,15 @@ class Sampled(_Sampling):
         if _is(found.get("top_p"), 0):  # nothing but the most probable token
             found = {**found, "top_p": None, "temperature": 0}
         return found
+
+    @property
+    def form_names(self) -> dict[str, str]:
+        """Names of a form's parameters where the request has them in vLLM's words or in llmc's own."""
+        if self.structured_outputs is not None:
+            vllm = {name: f"structured_outputs.{name}" for name in ("regex", "choice", "grammar")}
+            return {**vllm, "json_schema": "structured_outputs.json", "compact_json": "structured_outputs"}
+        given = ("json_schema", "regex", "choice", "grammar")
+        return {name: name for name in given if getattr(self, name) is not None}
 
     def sampling(self, **own: Any) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream`: the parameters given here, and ``own`` before them.

@@ -36,7 +36,8 @@ STATUSES: tuple[tuple[type[LlmcError], int], ...] = (
 )
 # Sentences about a parameter begin with it: "top_p is 2, expected ...", "messages[1] has the role ...".
 _NAMED = re.compile(
-    r"([a-z][a-z0-9_]*)((?:\[\d+\]|\.\w+)*)(?=:|(?:=\S+)? (?:is|are|has|holds|asks|and|cannot|needs|takes)\b)"
+    r"([a-z][a-z0-9_]*)((?:\[\d+\]|\.\w+)*)"
+    r"(?=:|(?:=\S+)? (?:is|are|has|holds|asks|and|cannot|could|needs|takes|repeats|allows)\b)"
 )
 # Those about several begin with what one of them makes of the request: "beam search cannot be combined with n=2".
 _AMONG = re.compile(r"(?<=combined with )([a-z][a-z0-9_]*)(?==)|(?<=, so )([a-z][a-z0-9_]*)(?==)")
@@ -103,11 +104,16 @@ def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingPro
     if about and (among := _AMONG.search(said)):
         param = among[1] or among[2]
     elif about and (named := _NAMED.match(said)):
-        param = names.get(named[1], named[1]) + named[2]
+        param = rename_schema(names.get(named[1], named[1]) + named[2], names)
         said = param + said[named.end(2) :]
     elif said.startswith("the prompt ") and isinstance(error, UsageError | RequestError):
         param = names.get("prompt")
     return ApiError(status, said, param=param, code="queue_full" if status == 429 else None, retry_after_s=retry)
+
+
+def rename_schema(place: str, names: Mapping[str, str]) -> str:
+    """A place in a tool's schema by the dialect's own name of that, ``parameters`` among ``names``."""
+    return place.replace(".function.parameters", f".{names.get('parameters', 'function.parameters')}")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ def ignore(name: str) -> None:
     ``annotations``; characters that a header cannot hold are left out of it.
     """
     names = _NAMES.get()
-    if names is not None and len(names) < MOST and (clean := "".join(filter(_fits, name[:64]))):
+    if names is not None and len(names) < MOST and (clean := "".join(filter(_fits, name[:128]))):
         names[clean] = None
 
 

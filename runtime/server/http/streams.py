@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from llmc.errors import LlmcError
 from llmc.runtime.server.http.aside import SHORT, apart, room_beside
 from llmc.runtime.server.http.errors import ApiError, from_llmc
+from llmc.strict import escape_line_ends
 
 T = TypeVar("T")
 PIECE = 256  # items of a list that are encoded in one call
@@ -27,7 +28,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan
 
 def encode_json(value: Any) -> str:
     """JSON in one line, for events and answers."""
-    return _ENCODER.encode(value)
+    return escape_line_ends(_ENCODER.encode(value))
 
 
 def in_pieces(value: Any) -> str:

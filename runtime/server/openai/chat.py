@@ -328,7 +328,7 @@ class ChatRequest(OpenAIChat):
             found["reasoning_budget"] = "reasoning_effort"
         if self.response_format is not None:
             found |= {"json_schema": "response_format", "grammar": "response_format"}
-        return found
+        return found | self.form_names
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:

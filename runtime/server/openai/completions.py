@@ -177,7 +177,7 @@ async def _submit_prompts(
     model, adapter = await held.enter_async_context(service.generator(body.model)), service.adapter(body.model)
     handles = []
     for prompt in prompts:
-        with name_parameters({"prompt": "prompt"}):
+        with name_parameters({"prompt": "prompt"} | body.form_names):
             handle = await submit_promptly(partial(model.stream, prompt, **arguments, **adapter), service.compilers)
         held.callback(handle.cancel)
         handles.append(handle)

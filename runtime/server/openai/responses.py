@@ -16,7 +16,7 @@ from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
 from llmc.runtime.server.http.accounts import key_name
 from llmc.runtime.server.http.aside import apart, aside
 from llmc.runtime.server.http.bodies import Body, Verbosity
-from llmc.runtime.server.http.errors import ApiError, from_llmc
+from llmc.runtime.server.http.errors import ApiError, from_llmc, rename_schema
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.streams import EventStream, event, make_answer, unless_gone, unless_long
@@ -256,12 +256,17 @@ class ResponseRequest(OpenAIChat, Prompted):
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning_budget": EFFORTS.get(self.effort or ""),
-            "ignored": ignore,
+            "ignored": lambda place: ignore(rename_schema(place, NAMES)),
         }
 
     @property
     def wants_logprobs(self) -> bool:
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+    @property
+    def form_names(self) -> dict[str, str]:
+        is_object = self.text is not None and isinstance(self.text.format, ObjectFormat)
+        return {"json_schema": "text.format"} if is_object else super().form_names
 
     def _schema(self) -> dict[str, Any] | None:
         wanted = self.text.format if self.text else None
@@ -280,6 +285,7 @@ NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "json_schema": "text.format.schema",
+    "parameters": "parameters",
     "reasoning": "reasoning.effort",
     "reasoning_budget": "reasoning.effort",
 }
@@ -391,7 +397,7 @@ class Turn:
         def make(model: Model) -> "partial[ChatHandle]":
             return partial(model.stream_chat, self._messages, **self._arguments, **self._body.make_arguments(model))
 
-        return await self._service.submit(held, self._body.model, NAMES, make)
+        return await self._service.submit(held, self._body.model, NAMES | self._body.form_names, make)
 
     async def events(self, model: Model, handle: ChatHandle) -> AsyncIterator[Event]:
         """The events of the answer; the last of them has the whole response."""

@@ -224,4 +224,4 @@ class TestCache:
             tiny.start(grammars, regex=regex)
         with pytest.raises(GrammarError):
             tiny.start(grammars, regex="(")
-        assert [text for _, text in grammars._compiled] == ["a", "c"]
+        assert [text for _, text, _ in grammars._compiled] == ["a", "c"]

@@ -1,15 +1,22 @@
+import json
+from random import Random
 from typing import Any
 
+import jsonschema
 import pytest
 
 from llmc.errors import GrammarError
+from llmc.runtime.guided.guide import GrammarGuide
 from llmc.runtime.guided.json_schema import check_schema, schema_text
+from llmc.runtime.sampling.params import SamplingParams
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"not": {}}, "keyword 'not' at # cannot be enforced; correct or remove it"),
     ({"maxLenght": 3}, "keyword 'maxLenght' at # cannot be enforced"),
     ({"uniqueItems": True}, "'uniqueItems'"),
     ({"nullable": True}, "'nullable'"),
+    ({"propertyNames": {"pattern": "a"}}, "'propertyNames'"),
+    ({"propertyNames": {"enum": [1]}}, "'propertyNames'"),
     ({"x-guidance": {"lenient": True}}, "'x-guidance'"),
     ({"properties": {"not": {"if": {}}}}, "'if' at #/properties/not "),
     ({"$defs": {"a": {"anyOf": [{}, {"then": {}}]}}}, "'then' at #/\\$defs/a/anyOf/1 "),
@@ -99,6 +106,90 @@ def test_the_number_of_listed_properties_is_enforced(tiny: Any):
     schema["additionalProperties"] = False
     assert tiny.reads(tiny.start(json_schema=schema), '{"a":1,"b":1}')
     assert not tiny.reads(tiny.start(json_schema=schema), '{"a":1}')
+
+
+STYLES = [
+    json.dumps({"a": 1, "b": [1, {}]}),
+    json.dumps({"a": 1, "b": [1, {}]}, indent=2),
+    json.dumps({"a": 1, "b": [[1, 2], {"c": []}]}, indent=4),
+    json.dumps({"a": 1, "b": [1]}, indent="\t").replace("\n", "\r\n"),
+]
+LOOSE = ['{"a":  1}', '{\n\n"a":1}', '{"a":1 \n}', '{"a":1,\n \n"b":[]}', '{"a":1}\n', ' {"a":1}', "{" + "\n" * 2 + "}"]
+
+
+class TestWhiteSpace:
+    @pytest.mark.parametrize("form", [{"type": "object"}, {"properties": {"a": {}, "b": {"type": "array"}}}])
+    def test_is_one_space_or_one_line_end_with_its_indent(self, tiny: Any, form: dict[str, Any]) -> None:
+        for text in (*STYLES, '{"a":1,"b":[1]}'):
+            assert tiny.reads(tiny.start(json_schema=form), text), text
+        for text in (*LOOSE, "{\n" + " " * 41 + "}"):
+            assert not tiny.reads(tiny.start(json_schema=form), text), text
+
+    def test_is_bounded_in_arguments_of_tools_too(self, tiny: Any) -> None:
+        grammar = 'start: "f(" %json {"type": "object"} ")"'
+        assert tiny.reads(tiny.start(grammar=grammar), f"f({STYLES[1]})")
+        assert not any(tiny.reads(tiny.start(grammar=grammar), f"f({text})") for text in LOOSE)
+
+    def test_is_left_out_of_compact_json(self, tiny: Any) -> None:
+        for form in ({"json_schema": {}}, {"grammar": "start: %json {}"}):
+            assert tiny.reads(tiny.start(**form, compact_json=True), '{"a":1,"b":[1," "]}')
+            assert not any(tiny.reads(tiny.start(**form, compact_json=True), text) for text in (*STYLES, "{ }", "[1 ]"))
+            assert tiny.reads(tiny.start(**form), "{ }")  # kept apart among the compiled ones
+
+
+_SMALL, _LARGE = {"type": "integer", "maximum": 4}, {"type": "integer", "minimum": 3}
+# Of a pattern that matches named properties alone, no further name is left after a comma.
+PATTERNS: list[dict[str, Any]] = [
+    {"properties": {"ab": _SMALL}, "patternProperties": {"^ab$": _LARGE}, "additionalProperties": False},
+    {"properties": {"ab": _SMALL}, "patternProperties": {"^(ab|c)$": _LARGE}, "additionalProperties": False},
+    {"properties": {"ab": _SMALL, "c": {}}, "patternProperties": {"^(ab|c)$": _LARGE}, "additionalProperties": False},
+    {"properties": {"ab": _SMALL}, "patternProperties": {"^ab$": _LARGE}, "required": ["ab"], "maxProperties": 1},
+    {"properties": {"ab": _SMALL}, "patternProperties": {"^a": _LARGE}, "additionalProperties": False},
+    {
+        "properties": {"ab": _SMALL, "c": {}},
+        "patternProperties": {"b": _LARGE},
+        "additionalProperties": {"type": "null"},
+    },
+    {"patternProperties": {"^ab$": _LARGE, "^c$": _SMALL}, "required": ["ab"], "additionalProperties": False},
+    {"properties": {"ab": _SMALL, "c": {}}, "patternProperties": {"^ab$": False}, "additionalProperties": False},
+    {"properties": {"ab": False, "c": _SMALL}, "patternProperties": {"^[ac]b?$": {}}, "additionalProperties": False},
+    {"properties": {"ab": {}}, "patternProperties": {"[^\\s\\S]": {}}, "additionalProperties": False},
+    {"properties": {"\n": {}, 'é"': {}}, "patternProperties": {'^(\\n|é")$': _LARGE}, "additionalProperties": False},
+    {"allOf": [{"properties": {"ab": _SMALL}}, {"patternProperties": {"^ab$": _LARGE}, "additionalProperties": False}]},
+    {"propertyNames": {"type": "string", "enum": ["ab", "c"]}, "additionalProperties": _LARGE, "required": ["c"]},
+    {"propertyNames": {"enum": ["ab"]}, "properties": {"ab": _SMALL, "b": _LARGE}},
+    {"propertyNames": {"type": "string"}, "properties": {"ab": _SMALL}, "additionalProperties": False},
+    {"$ref": "#/$defs/x", "properties": {"ab": _SMALL}, "$defs": {"x": {"patternProperties": {"^ab$": _LARGE}}}},
+]
+
+
+class TestPatternsOfProperties:
+    @pytest.mark.parametrize("schema", PATTERNS, ids=range(len(PATTERNS)))
+    def test_hold_for_named_properties_and_never_end_amid_an_answer(self, tiny: Any, schema: dict[str, Any]) -> None:
+        schema = {"type": "object", **schema}
+        compiled, endings = tiny.shared.compile_grammar(SamplingParams(json_schema=schema)), set()
+        for seed in range(8):
+            guide, random, text = GrammarGuide(compiled), Random(seed), b""
+            while not (allowed := tiny.allowed(guide)) & set(tiny.eos):
+                # Names and further members, rather than long texts.
+                likely = [t for t in allowed if (tiny.spellings[t] or b"")[:1] in (b",", b'"', b":", b"a", b"b", b"3")]
+                token = random.choice(sorted(likely if likely and random.random() < 0.8 else allowed))
+                guide.accept(token)
+                text += tiny.spellings[token]
+                if len(text) > 300:
+                    break
+            else:
+                jsonschema.validate(json.loads(text), schema)
+                endings.add(text)
+        assert endings
+
+    @pytest.mark.parametrize("patterns", [("^a", "b$"), ("", "x"), ("^[ab]$", "^[bc]$")])
+    def test_that_match_the_same_name_are_refused_by_their_place(self, tiny: Any, patterns: tuple[str, ...]) -> None:
+        schema = {"properties": {"p": {"type": "object", "patternProperties": dict.fromkeys(patterns, True)}}}
+        with pytest.raises(
+            GrammarError, match=r"'patternProperties' at #/properties/p cannot be enforced.* not disjoint"
+        ):
+            tiny.start(json_schema=schema)
 
 
 class TestText:

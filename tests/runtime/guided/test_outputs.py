@@ -99,6 +99,41 @@ class TestOutputs:
         assert following == {b'"', b"\\", b"b", b"f", b"n", b"r", b"t"}
 
 
+# Literals of each kind, with @ for the text of a special token, which patterns escape.
+CONTROLS: list[tuple[dict[str, Any], str]] = [
+    ({"json_schema": {"const": "@"}}, '"@"'),
+    ({"json_schema": {"enum": ["a@@ b"]}}, '"a@@ b"'),
+    ({"json_schema": {"required": ["@"], "properties": {"@": {"const": 1}}, "maxProperties": 1}}, '{"@":1}'),
+    ({"json_schema": {"type": "string", "pattern": "^ \\@$"}}, '" @"'),
+    ({"choice": ("@", "@x@")}, "@x@"),
+    ({"regex": "a \\@ "}, "a @ "),
+    ({"grammar": 'start: "x" "@" "y"'}, "x@y"),
+    ({"grammar": 'root ::= "x@" (root | "y")'}, "x@x@y"),
+    ({"grammar": 'start: "f" %json {"const": ["@"]}'}, 'f["@"]'),
+]
+
+
+def fill(form: Any, control: str) -> Any:
+    if isinstance(form, dict):
+        return {fill(key, control): fill(value, control) for key, value in form.items()}
+    if isinstance(form, list | tuple):
+        return type(form)(fill(item, control) for item in form)
+    return form.replace("\\@", re.escape(control)).replace("@", control) if isinstance(form, str) else form
+
+
+@pytest.mark.parametrize(("form", "text"), CONTROLS, ids=range(len(CONTROLS)))
+def test_texts_of_special_tokens_are_made_of_ordinary_ones(vocabulary: Any, form: dict[str, Any], text: str):
+    special = (token for token, spelling in enumerate(vocabulary.spellings) if spelling is None)
+    for control in {vocabulary.tokenizer.spell(token).decode() for token in special}:
+        guide, tokens, rest = vocabulary.start(**fill(form, control)), [], fill(text, control).encode()
+        while rest:
+            tokens.append(vocabulary.longest(rest, vocabulary.allowed(guide)))
+            guide.accept(tokens[-1])
+            rest = rest[len(vocabulary.spellings[tokens[-1]]) :]
+        assert vocabulary.allowed(guide) >= set(vocabulary.eos)
+        assert vocabulary.tokenizer.decode(tokens) in (fill(text, control), fill(text, control).removeprefix(" "))
+
+
 def test_the_parser_refuses_what_breaks_the_grammar():
     assert is_arithmetic("(1+22)+333")
     assert not any(is_arithmetic(text) for text in ["", "1+", "(1", "1)", "1234", "1 + 2"])

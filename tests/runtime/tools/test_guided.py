@@ -63,9 +63,10 @@ class Vocabulary:
             tokens.append(token)
         return None
 
-    def allows(self, plan: ChatPlan, text: str, **given: Any) -> bool:
-        """True if the grammar derives the whole text."""
-        return self.accepts(plan, self.tokenizer.encode(text, add_special_tokens=False), **given)
+    def allows(self, plan: ChatPlan, text: str, plain: str = "", **given: Any) -> bool:
+        """True if the grammar derives the whole text, and ``plain`` behind it, in which nothing is a special token."""
+        tokens = [*self.tokenizer.encode(text, False), *self.tokenizer.encode_plain(plain, False)]
+        return self.accepts(plan, tokens, **given)
 
     def accepts(self, plan: ChatPlan, tokens: Sequence[int], **given: Any) -> bool:
         guide, _ = self.guide(plan, **given)
@@ -193,32 +194,129 @@ def test_texts_and_json_stand_behind_harmonys_header(vocabulary: Vocabulary):
     assert not vocabulary.allows(plan, f"{header}Some text", json_schema=SCHEMA)
 
 
-def test_an_answer_may_be_json_or_calls(vocabulary: Vocabulary):
-    plan, form = plan_of("hermes", FEW, "auto"), {"json_schema": SCHEMA}
-    assert vocabulary.allows(plan, '{"open": true}', **form)
-    assert vocabulary.allows(plan, ONE["hermes"].replace("now", "look").replace("{}", '{"open": true}'), **form)
-    assert not vocabulary.allows(plan, "text", **form)
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"enum": ["look", "<tool_call>"]}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+# Forms of an answer, with texts that follow them and one that does not.
+SHAPED: list[tuple[dict[str, Any], list[str], str]] = [
+    ({"json_schema": PERSON}, ['{"name": "look", "age": 3}', '{\n  "name": "<tool_call>", "age": 1\n}'], "text"),
+    ({"regex": "a[/b]+<tool_call>"}, ["a/b<tool_call>"], "b"),
+    ({"choice": ("yes", "{no}", "a ::= b")}, ["yes", "{no}", "a ::= b"], "no"),
+    ({"grammar": 'root ::= "a" x\nx ::= "b" | "(" x ")"'}, ["a((b))"], "b"),
+    ({"grammar": 'start: "a" x\nx: "b" | "(" x ")"'}, ["a((b))"], "b"),
+]
+
+
+def look_call(form: str, arguments: dict[str, Any]) -> str:
+    return FORMATS[form].write([("look", arguments)])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("given", "texts", "other"), SHAPED, ids=[next(iter(given)) for given, _, _ in SHAPED])
+def test_an_answer_is_calls_or_has_the_form(
+    given: dict[str, Any], texts: list[str], other: str, form: str, vocabulary: Vocabulary
+):
+    plan, frame = plan_of(form, [{"function": {"name": "look", "parameters": PLAIN}}], "auto"), ""
+    if vocabulary.tokenizer.token_to_id("<tool_call>") is not None:
+        frame = FORMATS[form].frame[0]
+    call = look_call(form, {"open": True}).removesuffix("<|call|>")
+    for begin, text in ((call, ""), *((frame, text) for text in texts)):
+        assert vocabulary.allows(plan, begin, text, **given), text
+        parser = plan.parser(str, shaped=True)
+        content, _, calls = merged([*map(parser.push, begin + text), parser.finish()])
+        named = [(name, json.loads(arguments)) for name, arguments in calls]
+        assert named == ([] if text else [("look", {"open": True})])
+        assert content.removeprefix(frame) == text  # the tokens of a frame are not shown
+    assert not vocabulary.allows(plan, frame, other, **given)
+    assert not vocabulary.allows(plan, look_call(form, {"open": 3}), **given)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3", "pythonic"])
+@pytest.mark.parametrize("choice", ["required", "look"])
+def test_a_form_binds_nothing_where_the_answer_is_a_call(form: str, choice: str, vocabulary: Vocabulary):
+    plan, given = plan_of(form, FEW, choice), {"json_schema": SCHEMA}
+    assert plan.make_sampling(vocabulary.tokenizer, given).keys().isdisjoint(given)
+    assert vocabulary.allows(plan, look_call(form, {"open": True}), **given)
+    assert not vocabulary.allows(plan, '{"open": true}', **given)
+
+
+def test_references_in_a_tools_schema_hold_beside_a_form(vocabulary: Vocabulary):
+    schema = {"properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "#"}}, "$defs": {"n": {"type": "null"}}}
+    plan = plan_of("llama3", [{"function": {"name": "look", "parameters": schema}}], "auto")
+    call = look_call("llama3", {"a": None, "b": {"a": None}})
+    assert vocabulary.allows(plan, call, json_schema=PERSON)
+    assert not vocabulary.allows(plan, call.replace('{"a": null}}', '{"a": 1}}'), json_schema=PERSON)
 
 
 @pytest.mark.parametrize(
-    ("form", "choice", "given", "reason"),
+    ("form", "given", "reason"),
     [
+        ("hermes", {"regex": ".*"}, "regex and tools cannot be combined here, for an answer .* may begin like a call"),
+        ("hermes", {"choice": ("a", "<tool_call>")}, "choice and tools cannot be combined"),
+        ("llama3", {"json_schema": {}}, "json_schema and tools cannot be combined"),
+        ("llama3", {"grammar": 'root ::= "{" root? "}"'}, "grammar and tools cannot be combined"),
+        ("pythonic", {"json_schema": {"type": "array"}}, "json_schema and tools cannot be combined"),
         (
             "hermes",
-            "required",
-            {"json_schema": SCHEMA},
-            "json_schema is the form of an answer, but tool_choice wants calls",
+            {"grammar": 'start: "a" B\n%ignore / /\nB: "b"'},
+            "grammar and tools .* for the grammar has directives",
         ),
-        ("hermes", "auto", {"regex": "a"}, "regex and tools cannot be combined"),
-        ("llama3", "auto", {"json_schema": SCHEMA}, "json_schema and tools cannot be combined"),
-        ("hermes", "auto", {"detokenize": False}, "detokenize is False, but calls are read from text"),
+        ("hermes", {"grammar": 'start: "a" call\ncall: "b"'}, "a name of the grammar of calls"),
+        ("hermes", {"detokenize": False}, "detokenize is False, but calls are read from text"),
     ],
 )
-def test_forms_that_do_not_go_with_calls_are_refused(
-    form: str, choice: str, given: dict[str, Any], reason: str, vocabulary: Vocabulary
+def test_forms_that_are_not_told_apart_from_calls_are_refused(
+    form: str, given: dict[str, Any], reason: str, vocabulary: Vocabulary
 ):
     with pytest.raises(UsageError, match=reason):
-        plan_of(form, FEW, choice).make_sampling(vocabulary.tokenizer, given)
+        plan_of(form, FEW, "auto").make_sampling(vocabulary.tokenizer, given)
+
+
+_BAD = {"type": "object", "properties": {"q": {"type": "string", "pattern": r"\bx", "maxLength": 3}}}
+TOOLS = [*FEW, {"function": {"name": "find", "parameters": _BAD}}, {"name": "flat", "parameters": _BAD}]
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3", "harmony"])
+def test_only_the_tool_that_cannot_be_enforced_is_loosened_and_only_by_that(form: str):
+    plan = plan_of(form, TOOLS, "auto")
+    looser, places = next(plan.loosen_plans(GrammarError("grammar x"), {}, allowed=True))
+    assert places == [f"tools[{place}.properties.q.pattern" for place in ("1].function.parameters", "2].parameters")]
+    assert looser.tools[0] == plan.tools[0]
+    assert looser.tools[1].schema["properties"] == {"q": {"type": "string", "maxLength": 3}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "allowed", "given", "reason"),
+    [
+        ("required", True, {}, r"^tools\[1\]\.function\.parameters: cannot be enforced: .*"),
+        ("auto", False, {}, r"^tools\[1\]\.function\.parameters: cannot be enforced: .*"),
+        ("auto", True, {"json_schema": {"not": {}}}, "^json_schema: keyword 'not' at # cannot be enforced"),
+        ("auto", True, {"regex": "(?=a)"}, "^regex cannot be "),
+    ],
+)
+def test_what_cannot_be_enforced_is_named_by_the_parameter_that_holds_it(
+    choice: str, allowed: bool, given: dict[str, Any], reason: str
+):
+    plan = plan_of("hermes", TOOLS, choice)
+    with pytest.raises(GrammarError, match=reason):
+        next(plan.loosen_plans(GrammarError("grammar x"), given, allowed=allowed))
+
+
+def test_tools_that_are_too_much_together_keep_the_names_of_their_parameters():
+    *_, (looser, places) = _all_plans(plan_of("hermes", few("hermes"), "auto"))
+    assert places == ["tools[0].function.parameters"]
+    assert looser.tools[0].schema == {
+        "type": "object", "properties": {"size": {}, "open": {}, "kind": {}}, "required": ["open"]
+    }  # fmt: skip
+
+
+def _all_plans(plan: ChatPlan) -> list[tuple[ChatPlan, list[str]]]:
+    found: list[tuple[ChatPlan, list[str]]] = []
+    with pytest.raises(GrammarError, match=r"^tools: the grammar of their calls has 70000 characters"):
+        found.extend(plan.loosen_plans(GrammarError("grammar has 70000 characters"), {}, allowed=True))
+    return found
 
 
 @pytest.mark.parametrize(

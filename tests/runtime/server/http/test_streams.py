@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc.runtime.server.http import streams
-from llmc.runtime.server.http.streams import HEARTBEAT, EventStream, encode_json, in_pieces
+from llmc.runtime.server.http.streams import HEARTBEAT, EventStream, encode_json, event, in_pieces
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # halves of characters cannot be sent at all
 VALUES: Any = st.recursive(
@@ -30,6 +31,14 @@ def test_what_is_encoded_in_pieces_is_the_same(value: Any, piece: int):
         patch.setattr(streams, "SHORT", piece)
         for whole in (value, {5: value}):  # tokens are names of biases
             assert in_pieces(whole) == encode_json(whole)
+
+
+@pytest.mark.parametrize("end", sorted({c for c in map(chr, range(0x10FFFF)) if len(f"a{c}b".splitlines()) > 1}))
+def test_no_reader_of_lines_takes_a_text_for_several(end: str):
+    value = {f"é{end}": [f"{end}x{end}"]}
+    for written in (encode_json(value), in_pieces([value]), event(value).decode().rstrip("\n")):
+        assert len(written.splitlines()) == 1 and "é" in written
+    assert json.loads(encode_json(value)) == value
 
 
 def test_what_json_does_not_know_is_refused():
