@@ -1,5 +1,6 @@
 """Parts of a request that its chat template leaves out are refused: the model would never see them."""
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ def render_messages(
         ignored: is told that names of messages are not shown, which are refused without it.
 
     Raises:
-        UsageError: the template does not read what is given, or shows nothing of names, calls or results in messages.
+        UsageError: the template does not read what is given, or shows nothing of a message, or of names, calls or
+            results in messages.
     """
     known = template.variables(tools is not None)
     tools = tools and [_without_strict(tool) for tool in tools]
@@ -62,7 +64,10 @@ def render_messages(
             **variables,
         )
 
+    if "developer" not in template.source(tools is not None):  # whose role the system's is elsewhere
+        messages = [{**message, "role": "system"} if _is(message, "developer") else message for message in messages]
     prompt = render(messages)
+    _refuse_hidden(render, messages, prompt, continue_final_message)
     for said, less in _LESS:
         fewer = [found for message in messages if (found := less(message)) is not None]
         if fewer != list(messages) and _same(render, fewer, prompt):
@@ -76,6 +81,52 @@ def render_messages(
             format_too = " or name the model's tool_format" if less is _without_calls else ""
             raise UsageError(f"messages holds {said}, {_ADVICE}; write it into the content{format_too}")
     return prompt
+
+
+def _refuse_hidden(render: Callable[[Messages], str], messages: Messages, prompt: str, goes_on: bool) -> None:
+    """Refuse messages whose texts the template leaves out, such as those of a role that it does not know.
+
+    Texts that are not in the prompt as they are, and all of other roles than user and assistant, are rendered once more
+    as random numbers that the prompt must hold. Results of tools are compared below; of a message that is gone on with
+    the end is looked for anyway.
+    """
+    marks: dict[int, str] = {}
+    for index, message in enumerate(messages[: len(messages) - goes_on]):
+        text = _text_of(message).strip()
+        plain = _is(message, "user") or _is(message, "assistant")
+        if text and not (plain and text in prompt) and not _is(message, "tool"):
+            marks[index] = f"{secrets.randbelow(10**18):018}"
+    if not marks:
+        return
+    try:
+        shown = render([_say(message, marks.get(index)) for index, message in enumerate(messages)])
+    except (RequestError, UsageError):  # a template that refuses other texts has looked at them
+        return
+    for index, mark in marks.items():
+        if mark not in shown:
+            role = messages[index].get("role")
+            raise UsageError(
+                f"messages[{index}] has the role {format_value(role)}, {_ADVICE} there; expected system (first), user, "
+                "assistant or tool"
+            )
+
+
+def _text_of(message: object) -> str:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = content if isinstance(content, list | tuple) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _say(message: Any, text: str | None) -> Any:
+    """The message with another text; images stay."""
+    if text is None:
+        return message
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": text}
+    others = [part for part in content if not (isinstance(part, Mapping) and isinstance(part.get("text"), str))]
+    return {**message, "content": [*others, {"type": "text", "text": text}]}
 
 
 def _same(render: Callable[[Messages], str], messages: Messages, prompt: str) -> bool:

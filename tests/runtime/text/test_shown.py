@@ -14,6 +14,9 @@ ABLE = """{% if tools %}{{ tools | tojson }}{% endif %}{% if documents %}{{ docu
 {%- for message in messages %}{{ message.role }} {{ message.name }}: {{ message.content }}
 {%- if message.tool_calls and tools %}{{ message.tool_calls | tojson }}{% endif %}{% endfor %}{{ mood }}"""
 SILENT = "{% for message in messages if message.role != 'tool' %}{{ message }}{% endfor %}"
+KNOWN = """{% for message in messages %}{% if message.role == 'system' and loop.first %}S: {{ message.content }}
+{%- elif message.role in ('user', 'assistant') %}{{ message.role }}: {{ message.content | trim | upper }}{% endif %}
+{%- endfor %}"""
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"x": 1}'}}
 CALLED = {"role": "assistant", "content": "so", "tool_calls": [CALL]}
@@ -36,11 +39,28 @@ def shown(source: str, *messages: dict[str, Any], **given: Any) -> str:
         (PLAIN, [USER, CALLED], {}, "messages holds tool_calls, which .* name the model's tool_format"),
         (ABLE, [USER, CALLED], {}, "messages holds tool_calls, which"),  # which shows them beside tools alone
         (SILENT, [USER, CALLED, RESULT], {}, "messages holds the result of a tool, which"),
+        (KNOWN, [{"role": "bot", "content": "a"}, USER], {}, r"messages\[0\] has the role 'bot', which"),
+        (KNOWN, [USER, {"role": "function", "content": [{"type": "text", "text": "x"}]}], {}, r"messages\[1\] has"),
+        (KNOWN, [USER, {"role": "system", "content": "a"}], {}, r"messages\[1\] has the role 'system'"),  # not first
+        (KNOWN, [USER, {"content": "hello"}], {}, r"messages\[1\] has the role None"),
     ],
 )
 def test_what_a_template_leaves_out_is_refused(source: str, messages: list[Any], given: dict[str, Any], said: str):
     with pytest.raises(UsageError, match=said):
         shown(source, *messages, **given)
+
+
+@pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]], ids=["text", "parts"])
+def test_developers_speak_as_the_system_where_a_template_knows_none(content: Any):
+    given = [{"role": "developer", "content": content}, USER]
+    assert "Be brief." in shown(KNOWN.replace("message.content }}", "message.content | string }}"), *given)
+    own = PLAIN + "{# developer #}"
+    assert shown(own, *given).startswith("developer: ")
+
+
+def test_texts_that_a_template_changes_are_shown():
+    messages = [{"role": "user", "content": " shout "}, {"role": "assistant", "content": ""}]
+    assert shown(KNOWN, *messages) == "user: SHOUTassistant: "
 
 
 def test_what_it_shows_is_taken():
