@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 import pytest
-from fastapi.routing import APIRoute, APIWebSocketRoute
+from fastapi.routing import APIRoute
 
 from llmc.cli.main import cli
 from llmc.optimize.targets import TARGETS
@@ -25,6 +25,7 @@ PIPELINE = {
     "int8 quantization": ("option build --int8", "object llmc.optimize.quantize.rtn:quantize"),
     "int4 quantization": ("option build --int4", "page recipes/int4.toml"),
     "GPTQ": ("module llmc.optimize.quantize.gptq", "object llmc.optimize.recipe:Request.scheme"),
+    "pruning": ("object llmc.optimize.recipe:Request.sparsity", "module llmc.optimize.quantize.pruning"),
     "distillation": ("option distill --student", "module llmc.optimize.distill"),
     "TensorRT": ("target tensorrt", "target tensorrt-rtx", "module llmc.runtime.sessions.tensorrt.session"),
     "ONNX Runtime CUDA": ("target cuda", "module llmc.runtime.sessions.onnxruntime.cuda"),
@@ -68,6 +69,7 @@ RUNTIME = {
     ),
     "continuous batching": ("object llmc.runtime.engine.scheduler:Scheduler", "option serve --max-batch"),
     "streaming by SSE": ("object llmc.runtime.server.http.streams:EventStream", "route POST /v1/chat/completions"),
+    "streaming by WebSocket": ("object llmc.runtime.server.openai.socket:Sockets",),
     "speculative decoding": ("object llmc.runtime.speculation.speculator:verify", "option serve --draft"),
     "fused attention": (
         "object llmc.optimize.lower.onnxruntime.attention:group_query_attention",
@@ -147,13 +149,12 @@ def find_option(root: Path, text: str) -> bool:
 
 
 def find_route(root: Path, text: str) -> bool:
-    """``METHOD path``, or ``WEBSOCKET path``."""
+    """``METHOD path``."""
     from llmc.runtime.server.app import ROUTERS
 
     method, path = text.split()
-    kind = APIWebSocketRoute if method == "WEBSOCKET" else APIRoute
-    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, kind) and route.path == path]
-    return any(method in getattr(route, "methods", {"WEBSOCKET"}) for route in routes)
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    return any(route.path == path and method in route.methods for route in routes)
 
 
 def find_page(root: Path, text: str) -> bool:
@@ -202,7 +203,7 @@ def test_every_row_of_the_mission_is_there(root: Path, row: str, proof: str) -> 
         *("object llmc.runtime.sampling.mirostatt:Mirostat", "object llmc.runtime.sampling.mirostat:Mirostatt"),
         *("object llmc.bundle:Generation.nothing", "parameter miro=2", "parameter mirostat=3", "step miro"),
         *("option run --miro", "option runn --mirostat", "route GET /v1/nothing", "route GET /v1/chat/completions"),
-        *("route WEBSOCKET /v1/chat/completions", "page recipes/jetsam.md", "page recipes/jetson.md#Powder"),
+        *("route PUT /v1/responses", "page recipes/jetsam.md", "page recipes/jetson.md#Powder"),
         *("family llama9", "target npu", "module llmc.export.grap"),
     ],
 )
