@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema
 
 from llmc.runtime import GenerationResult, SamplingParams
@@ -40,7 +40,7 @@ def _fail_fast(schema: Any) -> None:
 
 class Body(BaseModel):
     """A body that clients send, or an object in one: null is absent, nothing else is converted, and a parameter that
-    is not known here is refused by name."""
+    is not known here is refused by name, or with ``extra="ignore"`` named in the header x-llmc-ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     IGNORED: ClassVar[frozenset[str]] = frozenset()
@@ -55,17 +55,47 @@ class Body(BaseModel):
             if given[name] not in (None, [], {}):
                 ignore(name)
         found = {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
-        if len(found) > len(cls.model_fields) and cls.model_config.get("extra") == "forbid":
-            known = {field.alias or name for name, field in cls.model_fields.items()}
+        extra = cls.model_config.get("extra")
+        if extra == "ignore":
+            known = cls._known()
+            for name in found:
+                if name not in known:
+                    ignore(name)
+        elif len(found) > len(cls.model_fields) and extra == "forbid":
+            known = cls._known()
             unknown = next(name for name in found if name not in known)  # of a million names one is enough to tell of
             found = {name: value for name, value in found.items() if name in known or name == unknown}
         return found
+
+    @classmethod
+    def _known(cls) -> set[str]:
+        return {field.alias or name for name, field in cls.model_fields.items()}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         found = handler(source)
         _fail_fast(found)
         return found
+
+
+class Other(Body):
+    """A tool or an item of a type that is not known here: it is left out, and named in the header x-llmc-ignored."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+def kind_among(*known: str) -> Discriminator:
+    """Tell objects of these types from others, which are ``other``, and from texts, which are ``word``; an object
+    without a type is of the first one."""
+
+    def kind(given: Any) -> str:
+        if isinstance(given, str):
+            return "word"
+        found = given.get("type", known[0]) if isinstance(given, Mapping) else getattr(given, "type", known[0])
+        return found if found in known else "other"
+
+    return Discriminator(kind)
 
 
 # What the routes for chats share beside their own words.
