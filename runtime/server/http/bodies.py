@@ -124,8 +124,11 @@ def list_texts(name: str, given: Any, most: int) -> list[Any]:
 
 
 class StreamOptions(Body):
+    IGNORED = frozenset({"include_obfuscation"})
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Annotated[bool | None, Field(description="vLLM's: each chunk tells the usage so far")] = (
+        None
+    )
 
 
 def _collect_sampling() -> dict[str, Any]:
@@ -218,16 +221,40 @@ def _is(value: Any, number: int) -> bool:
 
 
 def usage_of(results: Sequence[GenerationResult]) -> dict[str, Any]:
-    prompt = sum(result.usage.prompt_tokens for result in results)
-    completion = sum(result.usage.completion_tokens for result in results)
+    usages = [result.usage for result in results]
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(result.usage.cached_tokens for result in results)},
+        **_count_tokens(sum(each.prompt_tokens for each in usages), sum(each.completion_tokens for each in usages)),
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in usages)},
     }
 
 
-def make_unknown_usage(options: StreamOptions | None) -> dict[str, Any]:
-    """The member of every chunk before the last where a stream is to end with its usage."""
-    return {"usage": None} if options is not None and options.include_usage else {}
+def _count_tokens(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class StreamUsage:
+    """The usage that a stream tells.
+
+    Args:
+        options: None tells none.
+        prompts: tokens of the prompt of each output.
+
+    Attributes:
+        ends: the stream ends with the whole usage.
+    """
+
+    def __init__(self, options: StreamOptions | None, prompts: Sequence[int]) -> None:
+        self.ends = options is not None and options.include_usage is True
+        self._goes_along = options is not None and options.continuous_usage_stats is True
+        self._prompts = prompts
+        self._counts = [0] * len(prompts)
+
+    def add(self, output: int, tokens: int) -> None:
+        """Count new tokens of an output."""
+        self._counts[output] += tokens
+
+    def member(self, output: int) -> dict[str, Any]:
+        """The member of a chunk of an output: its usage so far, null where the end alone tells it."""
+        if self._goes_along:
+            return {"usage": _count_tokens(self._prompts[output], self._counts[output])}
+        return {"usage": None} if self.ends else {}

@@ -22,17 +22,24 @@ from llmc.runtime.server.http.bodies import (
     Other,
     Sampled,
     StreamOptions,
+    StreamUsage,
     ToolFormat,
     Verbosity,
     kind_among,
-    make_unknown_usage,
     usage_of,
 )
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
+from llmc.runtime.server.http.streams import (
+    EventStream,
+    encode_json,
+    guard_chunks,
+    make_answer,
+    unless_gone,
+    unless_long,
+)
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, plain_id
 from llmc.runtime.server.openai.logprobs import chat_logprobs
@@ -578,7 +585,17 @@ def head_of(kind: str, body: ChatRequest, service: Service, model: Model) -> dic
     return {**service.head("chatcmpl", kind, model, body.model), "service_tier": "default"}
 
 
-def completion(body: ChatRequest, service: Service, model: Model, result: ChatResult) -> dict[str, Any]:
+async def usage_of_chat(model: Model, result: ChatResult) -> dict[str, Any]:
+    thoughts = await unless_long(
+        [message.reasoning for message in result.messages],
+        lambda: sum(count_thoughts(model, message) for message in result.messages),
+    )
+    return {**usage_of([result]), "completion_tokens_details": {"reasoning_tokens": thoughts}}
+
+
+def completion(
+    body: ChatRequest, service: Service, model: Model, result: ChatResult, usage: dict[str, Any]
+) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -589,7 +606,7 @@ def completion(body: ChatRequest, service: Service, model: Model, result: ChatRe
         for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
     ]
     head = head_of("chat.completion", body, service, model)
-    return {**head, "choices": choices, "usage": usage_of([result])}
+    return {**head, "choices": choices, "usage": usage}
 
 
 def piece_of(delta: MessageDelta) -> dict[str, Any]:
@@ -613,22 +630,23 @@ def _call_piece(call: Any) -> dict[str, Any]:
 async def chunks(body: ChatRequest, service: Service, model: Model, handle: ChatHandle) -> AsyncIterator[str]:
     """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage if the client wants it."""
     head = head_of("chat.completion.chunk", body, service, model)
-    usage = make_unknown_usage(body.stream_options)
+    usage = StreamUsage(body.stream_options, [handle.prompt_tokens] * handle.outputs)
 
     def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
-        return encode_json({**head, **usage, "choices": [choice]})
+        return encode_json({**head, **usage.member(index), "choices": [choice]})
 
     for index in range(handle.outputs):
         yield chunk(index, {"role": "assistant", "content": ""})
     async for delta in handle.deltas_async():
+        usage.add(delta.index, len(delta.token_ids))
         if (piece := piece_of(delta)) or delta.logprobs:
             yield chunk(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None))
     result = await handle
     for index, message in enumerate(result.messages):
         yield chunk(index, {}, finish_reason=message.finish_reason)
-    if usage:
-        yield encode_json({**head, "choices": [], "usage": usage_of([result])})
+    if usage.ends:
+        yield encode_json({**head, "choices": [], "usage": await usage_of_chat(model, result)})
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -660,4 +678,5 @@ async def chat_completions(
             events = guard_chunks(chunks(body, service, model, handle))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         result = await unless_gone(request.receive, handle)
-        return await make_answer(partial(completion, body, service, model, result), large=body.logprobs is True)
+        made = partial(completion, body, service, model, result, await usage_of_chat(model, result))
+        return await make_answer(made, large=body.logprobs is True)

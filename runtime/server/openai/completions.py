@@ -19,8 +19,8 @@ from llmc.runtime.server.http.bodies import (
     LogitBias,
     Sampled,
     StreamOptions,
+    StreamUsage,
     list_texts,
-    make_unknown_usage,
     usage_of,
 )
 from llmc.runtime.server.http.errors import ApiError, name_parameters
@@ -139,20 +139,21 @@ async def merge_deltas(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]
 async def chunks(body: CompletionRequest, service: Service, model: Model, handles: list[Handle]) -> AsyncIterator[str]:
     """The pieces of the answer as JSON, reasons of the end, and the usage if the client wants it."""
     head, outputs = service.head("cmpl", "text_completion", model, body.model), handles[0].outputs
-    usage = make_unknown_usage(body.stream_options)
+    usage = StreamUsage(body.stream_options, [handle.prompt_tokens for handle in handles for _ in range(outputs)])
     lengths = [0] * (outputs * len(handles))
     # Log-probabilities of a prompt, which come before the completion's, are known at the end alone.
     whole = body.is_prompt_alone or (body.echo and body.logprobs is not None)
 
     def chunk(index: int, text: str, **rest: Any) -> str:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}
-        return encode_json({**head, **usage, "choices": [choice]})
+        return encode_json({**head, **usage.member(index), "choices": [choice]})
 
     if body.echo and not whole:
         for index in range(len(lengths)):
             yield chunk(index, echo_of(model, body.prompts()[index // outputs]))
     async for number, delta in merge_deltas(handles):
         index = number * outputs + delta.index
+        usage.add(index, 0 if body.is_prompt_alone else len(delta.token_ids))
         if (delta.text or delta.logprobs) and not whole:
             logprobs = completion_logprobs(model, delta.logprobs or None, delta.text, lengths[index])
             yield chunk(index, delta.text, logprobs=logprobs)
@@ -163,7 +164,7 @@ async def chunks(body: CompletionRequest, service: Service, model: Model, handle
     for number, result in enumerate(results):
         for place, output in enumerate(result.outputs):
             yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)
-    if usage:
+    if usage.ends:
         yield encode_json({**head, "choices": [], "usage": usage_of(results)})
 
 

@@ -16,7 +16,7 @@ from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
 from llmc.runtime.server.http.accounts import key_name
 from llmc.runtime.server.http.aside import apart, aside
 from llmc.runtime.server.http.bodies import Body, Other, Verbosity
-from llmc.runtime.server.http.errors import ApiError, from_llmc
+from llmc.runtime.server.http.errors import ApiError, from_llmc, no_route
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.streams import EventStream, event, make_answer, unless_gone, unless_long
@@ -541,6 +541,12 @@ async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], service: 
         body.model, NAMES, lambda model: model.chat_tokens(messages, **body.make_arguments(model))
     )
     return {"object": "response.input_tokens", "input_tokens": count}
+
+
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact(request: Request) -> Response:
+    """Say that there is no such route, for the address is one of a stored response for other methods."""
+    raise no_route(request.scope)
 
 
 @router.get("/v1/responses/{response_id}")

@@ -48,6 +48,35 @@ def test_a_stream_tells_at_its_end_what_was_asked_for_alone(http: httpx.Client, 
     assert all(json.loads(line.removeprefix("data: "))["choices"] for line in lines[:-1])
 
 
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("completions", {"prompt": ["def f(", "a"]}),
+        ("completions", {"prompt": ["def f(", "a"], "echo": True, "logprobs": 1}),
+        ("completions", {"prompt": ["def f(", "a"], "echo": True, "max_tokens": 0}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2, "temperature": 1}),
+    ],
+)
+def test_each_chunk_of_a_stream_tells_the_usage_so_far_where_that_is_asked_for(
+    http: httpx.Client, path: str, said: dict[str, Any], include: bool
+):
+    options = {"include_usage": include, "continuous_usage_stats": True}
+    body = {"max_tokens": 4, "temperature": 0, **said, "stream": True, "stream_options": options}
+    lines = http.post(f"/v1/{path}", json=body).text.replace("data: [DONE]", "").split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    last = {chunk["choices"][0]["index"]: chunk["usage"] for chunk in chunks if chunk["choices"]}
+    assert all(each["total_tokens"] == each["prompt_tokens"] + each["completion_tokens"] for each in last.values())
+    assert [chunk["choices"] for chunk in chunks].count([]) == include
+    if include:
+        whole = chunks[-1]["usage"]
+        assert sum(each["completion_tokens"] for each in last.values()) == whole["completion_tokens"]
+        prompts = [each["prompt_tokens"] for each in last.values()]
+        assert whole["prompt_tokens"] == (sum(prompts) if "prompt" in said else prompts[0])
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"]]
+    assert counts[0] < max(counts) or "echo" in said  # which comes whole
+
+
 def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(client: openai.OpenAI, model: Model):
     prompts = ["def f(", "class A"]
     # One token each: later ones come from steps that the prompts share, whose graph is the one that is faster here.
