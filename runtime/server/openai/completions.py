@@ -40,6 +40,9 @@ DEFAULT_TOKENS = 16  # OpenAI's own, which clients of completions rely on
 class CompletionRequest(Sampled):
     model: str | None = None
     prompt: str | list[str] | list[int] | list[list[int]]
+    suffix: Annotated[
+        str | None, Field(description="text after the gap that the completion fills, for models with marks for it")
+    ] = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
@@ -68,6 +71,9 @@ class CompletionRequest(Sampled):
         Raises ApiError: parameters contradict each other."""
         if self.stream_options is not None and not self.stream:
             ignore("stream_options")
+        if self.suffix and self.echo and self.logprobs is not None:
+            said = "suffix cannot be combined with log-probabilities of the prompt; leave echo, logprobs or suffix out"
+            raise ApiError(400, said, param="suffix")
         most = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(
             max_tokens=1 if self.is_prompt_alone else None if most == ANY else most,
@@ -78,6 +84,7 @@ class CompletionRequest(Sampled):
             prompt_logprobs=self.logprobs if self.echo else None,
             logit_bias=self.logit_bias,
             add_special_tokens=self.add_special_tokens,
+            suffix=self.suffix or None,
         )
 
 
@@ -173,8 +180,7 @@ async def _submit_prompts(
 ) -> tuple[Model, list[Handle]]:
     note(user=body.user)
     prompts = body.prompts()
-    arguments = {"parse_special": service.config.allow_special}
-    arguments |= service.bound_sampling(await aside(body.arguments), len(prompts))
+    arguments = service.bound_sampling(await aside(body.arguments), len(prompts), raw=True)
     model, adapter = await held.enter_async_context(service.generator(body.model)), service.adapter(body.model)
     handles = []
     for prompt in prompts:

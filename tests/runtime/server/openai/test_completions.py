@@ -2,13 +2,17 @@
 
 import json
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
+from doubles.serving import retold, serving
 
 from llmc.runtime import Model
+from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.openai import completions
 from llmc.runtime.server.openai.logprobs import text_offsets
 
@@ -152,7 +156,6 @@ def test_other_servers_spellings_are_read():
         ({"max_tokens": "12"}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias.a"),
-        ({"parse_special": True}, "parse_special"),
         ({"prompt": []}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"guided_regex": "a"}, "guided_regex"),
@@ -164,12 +167,6 @@ def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param and param in error["message"] and error["type"] == "invalid_request_error"
-
-
-def test_a_prompt_does_not_spell_special_tokens(http: httpx.Client, model: Model):
-    spelt = "<|im_end|>"
-    answer = http.post("/v1/completions", json={"prompt": spelt, "max_tokens": 1}).json()
-    assert answer["usage"]["prompt_tokens"] == len(model.tokenizer.encode_plain(spelt)) > 1
 
 
 def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
@@ -195,3 +192,58 @@ def test_the_log_probabilities_of_an_echo_are_written_beside_the_event_loop(clie
     monkeypatch.setattr(completions, "choices_of", choices_of)
     list(client.completions.create(prompt="def add(a, b):", logprobs=2, echo=True, stream=True, **GREEDY))
     assert threads and all("AnyIO worker" in name for name in threads), threads
+
+
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+BEFORE, AFTER = "def f(", "return a"
+GAP = f"<|fim_prefix|>{BEFORE}<|fim_suffix|>{AFTER}<|fim_middle|>"
+
+
+@pytest.fixture(scope="module")
+def gaps(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a service whose model fills gaps."""
+    bundle = retold(tiny_bundle, tmp_path_factory.mktemp("gaps") / "bundle", marks=FIM)
+    with serving(ServerConfig(models={"tiny": bundle}, threads=1)) as url, httpx.Client(base_url=url) as client:
+        yield client
+
+
+def complete(client: httpx.Client, **body: Any) -> Any:
+    answer = client.post("/v1/completions", json={"max_tokens": 6, "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_control_tokens_that_a_raw_prompt_spells_are_tokens_unless_the_request_says_otherwise(gaps: httpx.Client):
+    def count(prompt: str, **given: Any) -> int:
+        return int(complete(gaps, prompt=prompt, **given)["usage"]["prompt_tokens"])
+
+    written = count(GAP)
+    assert written == count(BEFORE) + count(AFTER) + 3 == count(GAP, parse_special=True)
+    assert count(GAP, parse_special=False) > written + 10
+
+
+def test_a_suffix_is_after_the_gap_that_the_completion_fills(gaps: httpx.Client):
+    wanted, filled = complete(gaps, prompt=GAP), complete(gaps, prompt=BEFORE, suffix=AFTER)
+    assert filled["usage"] == wanted["usage"] and filled["choices"] == wanted["choices"]
+    several = complete(gaps, prompt=[BEFORE, BEFORE], suffix=AFTER, echo=True)["choices"]
+    assert [choice["text"] for choice in several] == [BEFORE + wanted["choices"][0]["text"]] * 2
+    body = {"prompt": BEFORE, "suffix": AFTER, "max_tokens": 6, "temperature": 0, "stream": True}
+    lines = gaps.post("/v1/completions", json=body).text.replace("data: [DONE]", "").split("\n\n")
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines if line)
+    assert text == wanted["choices"][0]["text"]
+    plain = complete(gaps, prompt=BEFORE)
+    assert complete(gaps, prompt=BEFORE, suffix="")["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"suffix": AFTER, "echo": True, "logprobs": 1}, "suffix"),
+        ({"suffix": AFTER, "on_overflow": "truncate_left"}, "on_overflow"),
+        ({"suffix": "a " * 20_000}, "prompt"),
+        ({"suffix": ["a"]}, "suffix"),
+    ],
+)
+def test_a_gap_that_cannot_be_filled_is_refused(gaps: httpx.Client, given: dict[str, Any], param: str):
+    answer = gaps.post("/v1/completions", json={"prompt": BEFORE, **given})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
