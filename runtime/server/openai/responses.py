@@ -138,8 +138,9 @@ class ReasoningItem(Body):
 class ToolsItem(Body):
     """Tools that come with the conversation."""
 
-    IGNORED = frozenset({"call_id", "execution", "id", "status"})
+    IGNORED = frozenset({"call_id", "execution", "status"})
     type: Literal["additional_tools", "tool_search_output"]
+    id: str | None = None
     role: Literal["developer"] | None = None
     tools: list[AnyTool]
 
@@ -292,7 +293,7 @@ class ResponseRequest(OpenAIChat, Prompted):
         for name in self.include or ():
             if name != LOGPROBS:
                 ignore(f"include.{name}")
-        if self.parallel_tool_calls is False and not self.tools:
+        if self.parallel_tool_calls is False and not self.toolbox.offered:
             ignore("parallel_tool_calls")
         return {
             **self.sampling(
