@@ -29,48 +29,51 @@ from llmc.runtime.server.openai.completions import CompletionRequest
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
 SPOKEN_VERSION = "0.12.6"
-# Penalties by llmc's names, and the value with which each does nothing.
-PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+PENALTIES = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty"})
+# Ollama's names of llmc's parameters.
+NAMES = {"prompt": "messages", "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty"}
+NAMES |= {"json_schema": "format", "reasoning": "think", "reasoning_budget": "think"}
+THINK = {"enable_thinking": "think", "reasoning_effort": "think"}  # what the request for it becomes
+UNLOADED = re.compile(r"0+(\.0*)?(ms|s|m|h)?")  # of keep_alive
 
 
-class Options(Body):
-    # How Ollama's engine runs a model, and samplers that it has dropped.
-    IGNORED = frozenset(
-        {"num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "low_vram"}
-        | {"f16_kv", "vocab_only", "numa", "logits_all", "embedding_only"}
-        | {"tfs_z", "penalize_newline", "mirostat_tau", "mirostat_eta"}
-    )
+class Options(Sampled):
+    """Sampling parameters by Ollama's names, or llmc's; how Ollama's engine would run a model is ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     num_predict: Annotated[
         int | None, Field(serialization_alias="max_tokens", description="below 0: as many as there is room for")
     ] = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     repeat_penalty: Annotated[float | None, Field(serialization_alias="repetition_penalty")] = None
-    repeat_last_n: Annotated[int | None, Field(description="0 or -1: penalties look at no token, or at all")] = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    mirostat: Annotated[Literal[0] | None, Field(exclude=True)] = None
+    repeat_last_n: Annotated[int | None, Field(description="0: no penalties; else they look at all tokens")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_integers(cls, given: Any) -> Any:
+        """JSON of JavaScript's and Go's clients, which write 64 as 64.0."""
+        if not isinstance(given, Mapping):
+            return given
+        return {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in given.items()
+        }
 
     def plain(self) -> dict[str, Any]:
-        """The parameters by llmc's names. Raises ApiError: a penalty shall look at the last tokens only."""
+        """The parameters by llmc's names."""
         given = self.model_dump(exclude_none=True, by_alias=True)
         last = given.pop("repeat_last_n", -1)
         if last == 0:
             given = {name: value for name, value in given.items() if name not in PENALTIES}
-        elif last > 0 and any(given.get(name, idle) != idle for name, idle in PENALTIES.items()):
-            said = f"options.repeat_last_n is {last}, but penalties look at all tokens; give -1, or leave it out"
-            raise ApiError(400, said, param="options.repeat_last_n")
+        elif last > 0 and PENALTIES & given.keys():
+            ignore("repeat_last_n")
         if given.get("max_tokens", 0) < 0:
             given["max_tokens"] = ANY
         return given
 
 
-class CalledFunction(Body):
+class CalledFunction(Lenient):
     """A function that the model called, with its arguments as an object."""
 
     name: str
@@ -78,15 +81,23 @@ class CalledFunction(Body):
     index: int | None = None
 
 
-class Call(Body):
-    IGNORED = frozenset({"id", "type"})
+class Call(Lenient):
     function: CalledFunction
+
+
+class OllamaFunction(Function):
+    model_config = ConfigDict(extra="ignore")
+
+
+class OllamaTool(Lenient):
+    type: Literal["function"] = "function"
+    function: OllamaFunction
 
 
 Images = Annotated[list[str], Field(default_factory=list, description="PNG, JPEG or WebP in base64")]
 
 
-class OllamaMessage(Body):
+class OllamaMessage(Lenient):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
@@ -97,21 +108,25 @@ class OllamaMessage(Body):
     name: str | None = None
 
 
-class Asked(Body):
+class Asked(Lenient):
     """The common part of chats and prompts."""
 
-    IGNORED = frozenset({"keep_alive"})
-
     model: str
+    keep_alive: Annotated[Any, Field(description="0 without a prompt unloads the model, else it changes nothing")] = None
     stream: bool = True
     format: Annotated[Literal["", "json"] | dict[str, Any], Field(description="json, or a JSON schema")] = ""
     options: Options = Options()
     think: bool | Literal["low", "medium", "high"] | None = None
 
+    @property
+    def unloads(self) -> bool:
+        """True if what is asked without a prompt is that the model leaves."""
+        return self.keep_alive is not None and UNLOADED.fullmatch(str(self.keep_alive)) is not None
+
     def chat(self, service: Service, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
         effort = "none" if self.think is False else self.think
         thinks = {"enable_thinking": True} if self.think is True else None
-        return ChatRequest.model_validate(
+        return OllamaRequest.model_validate(
             {
                 **self.options.plain(),
                 "model": parse_model_name(service, self.model),
@@ -124,9 +139,15 @@ class Asked(Body):
         )
 
 
+class OllamaRequest(ChatRequest):
+    @property
+    def names(self) -> dict[str, str]:
+        return NAMES
+
+
 class OllamaChat(Asked):
     messages: Annotated[list[OllamaMessage], Field(default_factory=list)]
-    tools: list[Tool] | None = None
+    tools: list[OllamaTool] | None = None
 
     def request(self, service: Service) -> ChatRequest:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None
@@ -144,7 +165,7 @@ class OllamaPrompt(Asked):
     prompt: str = ""
     system: str = ""
     raw: Annotated[bool, Field(description="the prompt as it is, without the chat template")] = False
-    suffix: Annotated[Literal[""], Field(description="not supported")] = ""
+    suffix: Annotated[str, Field(description="text after the answer, for models that fill in the middle")] = ""
     template: Annotated[Literal[""], Field(description="a bundle has its own")] = ""
     context: Annotated[list[int] | None, Field(max_length=0, description="not supported: use /api/chat")] = None
     images: Images

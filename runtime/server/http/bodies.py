@@ -55,10 +55,14 @@ class Body(BaseModel):
             if given[name] not in (None, [], {}):
                 ignore(name)
         found = {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
-        if len(found) > len(cls.model_fields) and cls.model_config.get("extra") == "forbid":
+        lenient = cls.model_config.get("extra") == "ignore"
+        if lenient or len(found) > len(cls.model_fields):
             known = {field.alias or name for name, field in cls.model_fields.items()}
-            unknown = next(name for name in found if name not in known)  # of a million names one is enough to tell of
-            found = {name: value for name, value in found.items() if name in known or name == unknown}
+            unknown = [name for name in found if name not in known]
+            for name in unknown if lenient else ():
+                ignore(name)
+            for name in unknown if lenient else unknown[1:]:  # of a million names one is enough to tell of
+                del found[name]
         return found
 
     @classmethod
@@ -66,6 +70,12 @@ class Body(BaseModel):
         found = handler(source)
         _fail_fast(found)
         return found
+
+
+class Lenient(Body):
+    """A body of which members that are not known here are ignored, and told of in the header x-llmc-ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 # What the routes for chats share beside their own words.
