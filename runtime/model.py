@@ -601,6 +601,10 @@ class Model:
             raise UsageError(f"reasoning cannot be turned {'on' if wanted else 'off'}: the model's chat template {has}")
         return {}
 
+    def can_reason(self, tools: bool) -> bool:
+        """True if answers to messages, with tools or without, may begin with reasoning that a budget can bound."""
+        return self.manifest.geometry.diffusion is None and marks_of(self.chat_template.source(tools)) is not None
+
     def request(self, prompt: str | Sequence[int], **arguments: Any) -> Request:
         """A request with the checkpoint's generation defaults for what ``arguments`` leave out.
 

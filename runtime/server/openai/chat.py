@@ -1,14 +1,15 @@
 """OpenAI's chat completions: messages in, messages out, tools and reasoning included."""
 
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, Field
 
-from llmc.errors import format_value
+from llmc.errors import RequestError, UsageError, format_value
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta
 from llmc.runtime.server.http.aside import aside
@@ -36,7 +37,10 @@ from llmc.runtime.server.openai.logprobs import chat_logprobs
 router = APIRouter(tags=["OpenAI"])
 CALL_ID = "call_"  # with which ids of calls begin in OpenAI's dialect
 # Tokens that a model may think, by OpenAI's words for effort; "none" asks the template for no thoughts at all.
-EFFORTS = {"minimal": 128, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None}
+EFFORTS = {"minimal": 128, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None, "max": None}
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# Variables of templates that tell how to answer; a template without one answers as it does.
+HINTS = frozenset({"enable_thinking", "thinking", "reasoning_effort", "verbosity"})
 
 
 # ------------------------------------------------------------------------------------------------------------ request
@@ -273,7 +277,7 @@ class ChatRequest(OpenAIChat):
     stream_options: StreamOptions | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     reasoning_budget: Annotated[int | None, Field(ge=0, description="tokens of thought; extension of llmc")] = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: Annotated[bool | None, Field(description="as in chat_template_kwargs")] = None
@@ -305,14 +309,12 @@ class ChatRequest(OpenAIChat):
             logit_bias=self.logit_bias,
             **form(self.response_format),
         )
-        budget = EFFORTS.get(self.reasoning_effort or "") if self.reasoning_budget is None else self.reasoning_budget
         return {
             **sampling,
             "tools": self._tools(),
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tool_format": self.tool_format,
-            "reasoning_budget": budget,
             "documents": self.documents,
             "continue_final_message": self.continue_final_message is True,
             "ignored": ignore,
@@ -321,11 +323,9 @@ class ChatRequest(OpenAIChat):
     @property
     def names(self) -> dict[str, str]:
         """This dialect's names of llmc's parameters, as the request has them."""
-        found = {"prompt": "messages", "reasoning": "reasoning_effort"}
+        found = {"prompt": "messages"}
         if self.max_completion_tokens is not None:
             found["max_tokens"] = "max_completion_tokens"
-        if self.reasoning_budget is None:
-            found["reasoning_budget"] = "reasoning_effort"
         if self.response_format is not None:
             found |= {"json_schema": "response_format", "grammar": "response_format"}
         return found
@@ -350,17 +350,18 @@ class ChatRequest(OpenAIChat):
         return check_choice(self.tool_choice or "auto", self.tools)
 
     def make_variables(self, model: Model) -> dict[str, Any] | None:
-        """Variables of the chat template.
-        Raises UsageError: the template cannot do as the request says; ApiError: parameters contradict each other."""
+        """Variables of the chat template. Raises ApiError: parameters contradict each other."""
         given = dict(self.chat_template_kwargs or {})
         if self.enable_thinking is not None:
             _agree(given, "enable_thinking", self.enable_thinking, "enable_thinking")
             given["enable_thinking"] = self.enable_thinking
-        if "enable_thinking" in given and "enable_thinking" not in model.chat_template.variables(bool(self.tools)):
-            if given.pop("enable_thinking") is False:
-                model.reasoning_variables(False)
-            ignore("enable_thinking")
         return add_variables(model, given, self.reasoning_effort, self.verbosity, bool(self.tools))
+
+    def make_budget(self, model: Model, arguments: Mapping[str, Any]) -> int | None:
+        """Tokens of reasoning at most: the budget, else what the effort comes to."""
+        if self.reasoning_budget is not None:
+            return self.reasoning_budget
+        return effort_budget(model, self.reasoning_effort, arguments)
 
 
 F = TypeVar("F", bound=Function)
@@ -389,36 +390,72 @@ def add_variables(
     verbosity: Verbosity,
     tools: bool,
     name: str = "verbosity",
+    effort_name: str = "reasoning_effort",
 ) -> dict[str, Any] | None:
-    """Variables of the chat template: those given, what asks it for reasoning or for none, and the length of answers,
-    where the template shows it. What all models do without being told is ``medium``.
+    """Variables of the chat template: those given, and those that tell it the effort and the length of answers.
+    All of these are hints: one that the template cannot follow is left out and named as ignored.
 
     Args:
         effort: in OpenAI's words, of which ``none`` asks for no reasoning.
         tools: whether the request has some, for which a template of its own may be there.
-        name: of the parameter ``verbosity``.
+        name, effort_name: the dialect's names of the parameters ``verbosity`` and ``effort``.
 
     Raises:
-        UsageError: the template has no choice whether to reason.
-        ApiError: the given ones say the contrary, or the template shows no length.
+        ApiError: the given ones say the contrary.
     """
-    found = dict(given)
+    known = model.chat_template.variables(tools)
+    found = {variable: value for variable, value in given.items() if variable in known or variable not in HINTS}
+    for variable in sorted(given.keys() - found.keys()):
+        ignore(variable)
     if effort is not None:
-        found = {**model.reasoning_variables(effort != "none"), **found}
-        _agree(found, "enable_thinking", effort != "none", "reasoning_effort")
-        if "reasoning_effort" in model.chat_template.variables(tools):
-            _agree(found, "reasoning_effort", effort, "reasoning_effort")
-            found["reasoning_effort"] = effort
+        asked = _effort_variables(model, effort, tools)
+        for variable, value in (asked or {}).items():
+            _agree(found, variable, value, effort_name)
+        found |= asked or {}
+        if asked is None:
+            ignore(effort_name)
     if verbosity is not None:
-        _agree(found, "verbosity", verbosity, name)
-        if "verbosity" in model.chat_template.variables(tools):
+        _agree(given, "verbosity", verbosity, name)
+        if "verbosity" in known:
             found["verbosity"] = verbosity
-        elif verbosity != "medium":
-            said = (
-                f"{name} is {verbosity!r}, which the model's chat template does not show to the model; write it into "
-            )
-            raise ApiError(400, f"{said}a message", param=name)
+        elif verbosity != "medium":  # which all models do without being told
+            ignore(name)
     return found or None
+
+
+def _effort_variables(model: Model, effort: str, tools: bool) -> dict[str, Any] | None:
+    """Variables that tell the template the effort; None if it cannot follow it."""
+    found: dict[str, Any] | None = None
+    with suppress(UsageError):
+        found = dict(model.reasoning_variables(effort != "none"))
+    template = model.chat_template
+    if "reasoning_effort" in template.variables(tools) and (effort != "none" or _NONE.search(template.source(tools))):
+        with suppress(RequestError):  # some take two words alone
+            template.render([{"role": "user", "content": "a"}], reasoning_effort=effort)
+            found = {**(found or {}), "reasoning_effort": effort}
+    return found
+
+
+_NONE = re.compile("""(['"])none\\1""")
+
+
+def effort_budget(
+    model: Model, effort: str | None, arguments: Mapping[str, Any], name: str = "reasoning_effort"
+) -> int | None:
+    """Tokens of reasoning that an effort comes to; None, and named as ignored, where the answer has no place for them.
+
+    Args:
+        effort: in OpenAI's words; :func:`add_variables` names it where the model does not reason.
+        arguments: those of :meth:`llmc.runtime.Model.stream_chat`.
+        name: the dialect's name of the effort.
+    """
+    budget = EFFORTS.get(effort or "")
+    if budget is None or not model.can_reason(bool(arguments.get("tools"))):
+        return None
+    if arguments.get("continue_final_message") or arguments.get("num_beams", 1) > 1:
+        ignore(name)
+        return None
+    return budget
 
 
 def _agree(variables: Mapping[str, Any], name: str, value: Any, parameter: str) -> None:
@@ -528,8 +565,11 @@ async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -
     messages, arguments = await aside(lambda: (conversation(body.messages), service.bound_sampling(body.arguments())))
 
     def make(model: Model) -> "partial[ChatHandle]":
-        variables = body.make_variables(model)
-        return partial(model.stream_chat, messages, chat_template_kwargs=variables, **arguments)
+        own: dict[str, Any] = {
+            "chat_template_kwargs": body.make_variables(model),
+            "reasoning_budget": body.make_budget(model, arguments),
+        }
+        return partial(model.stream_chat, messages, **own, **arguments)
 
     return await service.submit(held, body.model, body.names, make)
 

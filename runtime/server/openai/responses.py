@@ -24,7 +24,7 @@ from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.response_store import Item, make_stored, read
 from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
 from llmc.runtime.server.openai.chat import (
-    EFFORTS,
+    Effort,
     Function,
     NamedFunction,
     OpenAIChat,
@@ -33,12 +33,14 @@ from llmc.runtime.server.openai.chat import (
     add_variables,
     check_choice,
     count_thoughts,
+    effort_budget,
     pick_allowed,
 )
 from llmc.runtime.server.openai.logprobs import logprob_entries
 from llmc.runtime.server.openai.response_events import PREFIXES, Event, Output
 
 T = TypeVar("T")
+EFFORT = "reasoning.effort"
 router = APIRouter(tags=["OpenAI"])
 Status = Literal["in_progress", "completed", "incomplete"]
 # Codes of OpenAI's failed responses, by the status that the error would have had before the first event.
@@ -171,8 +173,8 @@ class TextConfig(Body):
 class Reasoning(Body):
     """Thoughts, by OpenAI's words for effort; nobody sums them up, for they are given as they are."""
 
-    IGNORED = frozenset({"summary", "generate_summary"})
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    IGNORED = frozenset({"context", "generate_summary", "mode", "summary"})
+    effort: Effort | None = None
 
 
 class Prompted(Body):
@@ -203,15 +205,15 @@ class Prompted(Body):
         return items, [*system, *plain([*before, *items])]
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
-        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages. Raises UsageError: the chat template
-        cannot do as ``reasoning`` says; ApiError: ``tool_choice`` allows a tool that is not there."""
+        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
+        Raises ApiError: ``tool_choice`` allows a tool that is not there."""
         offered: Sequence[Tool] = self.tools or ()
         if isinstance(self.tool_choice, AllowedTools):
             offered = pick_allowed(offered, self.tool_choice.tools, "tool_choice.tools")
         return {
             "tools": [tool.plain() for tool in offered] or None,
             "chat_template_kwargs": add_variables(
-                model, {}, self.effort, self.verbosity, bool(self.tools), "text.verbosity"
+                model, {}, self.effort, self.verbosity, bool(self.tools), "text.verbosity", EFFORT
             ),
         }
 
@@ -255,7 +257,6 @@ class ResponseRequest(OpenAIChat, Prompted):
             "tool_choice": self._tool_choice(),
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning_budget": EFFORTS.get(self.effort or ""),
             "ignored": ignore,
         }
 
@@ -275,14 +276,7 @@ class ResponseRequest(OpenAIChat, Prompted):
 
 
 # This dialect's names of llmc's parameters.
-NAMES = {
-    "prompt": "input",
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "json_schema": "text.format.schema",
-    "reasoning": "reasoning.effort",
-    "reasoning_budget": "reasoning.effort",
-}
+NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 LOGPROBS = "message.output_text.logprobs"
 # What a response says of its sampling.
 PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
@@ -389,7 +383,9 @@ class Turn:
         """Submit the request; model and request are held until ``held`` is closed."""
 
         def make(model: Model) -> "partial[ChatHandle]":
-            return partial(model.stream_chat, self._messages, **self._arguments, **self._body.make_arguments(model))
+            arguments = {**self._arguments, **self._body.make_arguments(model)}
+            budget = effort_budget(model, self._body.effort, arguments, EFFORT)
+            return partial(model.stream_chat, self._messages, reasoning_budget=budget, **arguments)
 
         return await self._service.submit(held, self._body.model, NAMES, make)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from llmc.runtime import Model
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.guarded import Guarded
-from llmc.runtime.server.openai.chat import add_variables
+from llmc.runtime.server.openai.chat import EFFORTS, add_variables
 from llmc.runtime.text.chat_template import ChatTemplate
 
 MESSAGES: Any = [{"role": "user", "content": "Write a function."}]
@@ -168,7 +169,6 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
             {"tools": [TOOL], "tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto", "tools": [NAMED]}}},
             "tool_choice",
         ),
-        ({"verbosity": "low"}, "verbosity"),
         ({"verbosity": "loud"}, "verbosity"),
         ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
         ({"safety_identifier": "one\ntwo"}, "safety_identifier"),
@@ -180,8 +180,8 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "foo": 1}]}]},
             "messages[0].content[0].foo",
         ),
-        ({"reasoning_effort": "xhigh"}, "reasoning_effort"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "loud"}, "reasoning_effort"),
+        ({"reasoning_budget": 8}, "reasoning_budget"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "a"}}}},
             "response_format",
@@ -203,6 +203,11 @@ def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict
         ({"store": True, "service_tier": "flex"}, "service_tier, store"),
         ({"parallel_tool_calls": False, "tools": []}, "parallel_tool_calls"),
         ({"messages": [{**MESSAGES[0], "name": "Ann"}]}, "messages.name"),
+        *(({"reasoning_effort": effort}, "reasoning_effort") for effort in EFFORTS),
+        ({"reasoning_effort": "none"}, None),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"verbosity": "medium"}, None),
+        ({"chat_template_kwargs": {"thinking": True, "verbosity": "low"}}, "thinking, verbosity"),
         ({"enable_thinking": False}, "enable_thinking"),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
         ({"add_generation_prompt": True, "max_completion_tokens": -1, "max_tokens": 12}, None),
@@ -284,12 +289,59 @@ def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_ht
     assert refused["param"] == "chat_template_kwargs" and "contradicts verbosity" in refused["message"]
 
 
-def test_effort_is_told_to_models_whose_template_shows_it():
-    template = ChatTemplate({"default": "{{ reasoning_effort }}{{ messages }}"}, {})
-    model = SimpleNamespace(chat_template=template, reasoning_variables=lambda wanted: {})
-    assert add_variables(model, {}, "low", None, False) == {"reasoning_effort": "low"}
+ALWAYS = "<think>{{ messages }}</think>"
+NAMED_EFFORT = "{{ reasoning_effort }}" + ALWAYS
+PICKY = NAMED_EFFORT + "{% if reasoning_effort not in ('none', 'high') %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "variables", "ignored"),
+    [
+        ("{{ messages }}", "high", None, True),
+        ("{{ messages }}", "none", None, False),
+        ("{{ reasoning_effort }}{{ messages }}", "low", {"reasoning_effort": "low"}, False),
+        ("{{ enable_thinking }}<think></think>", "max", {"enable_thinking": True}, False),
+        (ALWAYS, "high", None, False),
+        (ALWAYS, "none", None, True),
+        (NAMED_EFFORT, "none", None, True),
+        (NAMED_EFFORT, "minimal", {"reasoning_effort": "minimal"}, False),
+        (PICKY, "none", {"reasoning_effort": "none"}, False),
+        (PICKY, "low", None, False),  # the budget is what it comes to
+    ],
+)
+def test_effort_is_a_hint_that_a_template_follows_or_not(
+    monkeypatch: pytest.MonkeyPatch, template: str, effort: str, variables: dict[str, Any] | None, ignored: bool
+):
+    named: list[str] = []
+    monkeypatch.setattr("llmc.runtime.server.openai.chat.ignore", named.append)
+    model: Any = SimpleNamespace(chat_template=ChatTemplate({"default": template}, {}))
+    model.reasoning_variables = partial(Model.reasoning_variables, model)
+    assert add_variables(model, {}, effort, None, False, effort_name="effort") == variables
+    assert named == ["effort"] * ignored
+
+
+def test_a_given_effort_and_another_one_contradict():
+    model: Any = SimpleNamespace(chat_template=ChatTemplate({"default": NAMED_EFFORT}, {}))
+    model.reasoning_variables = partial(Model.reasoning_variables, model)
     with pytest.raises(ApiError, match="contradicts reasoning_effort"):
         add_variables(model, {"reasoning_effort": "high"}, "low", None, False)
+
+
+@pytest.mark.parametrize("given", [{"num_beams": 2}, {"continue_final_message": True}])
+def test_an_effort_without_room_for_thoughts_is_ignored_and_a_budget_refused(
+    able_http: httpx.Client, given: dict[str, Any]
+):
+    messages = [*MESSAGES, {"role": "assistant", "content": "So"}][: 2 if "continue_final_message" in given else 1]
+    body = {"model": "able", "messages": messages, "max_tokens": 2, "temperature": 0, **given}
+    answer = able_http.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-llmc-ignored"] == "reasoning_effort"
+    assert (
+        able_http.post(
+            "/v1/chat/completions", json={**body, "reasoning_budget": 8, "enable_thinking": True}
+        ).status_code
+        == 400
+    )
 
 
 HARMONY_MARKS = [f"<|{name}|>" for name in ("start", "channel", "message", "end", "call", "constrain")]

@@ -152,7 +152,6 @@ def test_logprobs_are_those_of_the_text(able_openai: openai.OpenAI):
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"conversation": "x"}, "conversation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"truncation": "auto", "on_overflow": "sink"}, "on_overflow"),
         ({"input": []}, "input"),
