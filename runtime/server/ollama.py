@@ -4,27 +4,33 @@ Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 """
 
 import json
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime, timezone
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import JSONResponse
 
 from llmc.runtime import Handle, Model
 from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
-from llmc.runtime.server.http.aside import aside
-from llmc.runtime.server.http.bodies import ANY, Body
+from llmc.runtime.server.http.accounts import check_admin
+from llmc.runtime.server.http.aside import LARGE, aside
+from llmc.runtime.server.http.bodies import ANY, Lenient, Sampled
 from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
-from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, unless_gone
+from llmc.runtime.server.http.ignored import ignore, rename_ignored
+from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service
-from llmc.runtime.server.openai.chat import ChatRequest, Tool, open_chat
+from llmc.runtime.server.openai.chat import ChatRequest, Function, open_chat
 from llmc.runtime.server.openai.completions import CompletionRequest
+from llmc.runtime.server.openai.embeddings import EmbeddingRequest, Rows, compute_vectors
 
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
@@ -34,7 +40,7 @@ PENALTIES = frozenset({"repetition_penalty", "presence_penalty", "frequency_pena
 NAMES = {"prompt": "messages", "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty"}
 NAMES |= {"json_schema": "format", "reasoning": "think", "reasoning_budget": "think"}
 THINK = {"enable_thinking": "think", "reasoning_effort": "think"}  # what the request for it becomes
-UNLOADED = re.compile(r"0+(\.0*)?(ms|s|m|h)?")  # of keep_alive
+ZERO = frozenset("0.hmsuµn")  # characters of a keep_alive of no time: 0, "0s", "0m0s"
 
 
 class Options(Sampled):
@@ -112,16 +118,29 @@ class Asked(Lenient):
     """The common part of chats and prompts."""
 
     model: str
-    keep_alive: Annotated[Any, Field(description="0 without a prompt unloads the model, else it changes nothing")] = None
+    keep_alive: Annotated[Any, Field(description="0 without a prompt unloads the model, else it changes nothing")] = (
+        None
+    )
     stream: bool = True
     format: Annotated[Literal["", "json"] | dict[str, Any], Field(description="json, or a JSON schema")] = ""
     options: Options = Options()
     think: bool | Literal["low", "medium", "high"] | None = None
 
     @property
+    def is_empty(self) -> bool:
+        """True if nothing is to be answered."""
+        raise NotImplementedError
+
+    @property
     def unloads(self) -> bool:
-        """True if what is asked without a prompt is that the model leaves."""
-        return self.keep_alive is not None and UNLOADED.fullmatch(str(self.keep_alive)) is not None
+        """True if all that is asked is that the model is unloaded."""
+        return self.is_empty and "0" in str(self.keep_alive) and set(str(self.keep_alive)) <= ZERO
+
+    @model_validator(mode="after")
+    def _name_keep_alive(self) -> "Asked":
+        if self.keep_alive is not None and not self.unloads:
+            ignore("keep_alive")
+        return self
 
     def chat(self, service: Service, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
         effort = "none" if self.think is False else self.think
@@ -149,6 +168,10 @@ class OllamaChat(Asked):
     messages: Annotated[list[OllamaMessage], Field(default_factory=list)]
     tools: list[OllamaTool] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.messages
+
     def request(self, service: Service) -> ChatRequest:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None
         return self.chat(service, conversation(self.messages), tools=tools)
@@ -169,6 +192,10 @@ class OllamaPrompt(Asked):
     template: Annotated[Literal[""], Field(description="a bundle has its own")] = ""
     context: Annotated[list[int] | None, Field(max_length=0, description="not supported: use /api/chat")] = None
     images: Images
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.prompt or self.suffix or self.images)
 
     def request(self, service: Service) -> ChatRequest:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -286,28 +313,28 @@ def encode_line(value: dict[str, Any]) -> bytes:
 
 @router.post("/api/chat")
 async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Request, service: Served) -> Response:
-    """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded."""
-    return await answer_chat(body, request, service, empty=not body.messages)
+    """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded, or
+    unloaded where ``keep_alive`` is 0."""
+    return await (load_or_unload(body, service) if body.is_empty else answer_chat(body, request, service))
 
 
 @router.post("/api/generate")
 async def generate(
     body: Annotated[OllamaPrompt, take_body(OllamaPrompt)], request: Request, service: Served
 ) -> Response:
-    """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false."""
-    if body.raw and body.prompt:
-        return await complete(body, request, service)
-    return await answer_chat(body, request, service, empty=not body.prompt)
+    """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false. Without
+    a prompt the model is loaded, or unloaded where ``keep_alive`` is 0."""
+    if body.is_empty:
+        return await load_or_unload(body, service)
+    return await (complete if body.raw or body.suffix else answer_chat)(body, request, service)
 
 
-async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service: Service, *, empty: bool) -> Response:
-    """Answer through the chat template; what is empty asks for the model to be loaded, and no more."""
+async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service: Service) -> Response:
+    """Answer through the chat template."""
     async with AsyncExitStack() as held:
-        if empty:
-            await held.enter_async_context(service.model(parse_model_name(service, body.model)))
-            return JSONResponse({**head_of(body), **body.member(), "done": True, "done_reason": "load"})
         asked = await aside(lambda: body.request(service))
         _, handle = await open_chat(asked, held, service)
+        rename_ignored(THINK)
         if body.stream:
             return Lines(make_lines(body, handle), held.pop_all())
         result = await unless_gone(request.receive, handle)
@@ -316,11 +343,27 @@ async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service
         return JSONResponse({**head_of(body), **member, **end_of(result, message.finish_reason)})
 
 
+async def load_or_unload(body: OllamaChat | OllamaPrompt, service: Service) -> Response:
+    """Load the model, or unload it where ``keep_alive`` is 0.
+    Raises ApiError: 403, there are keys, and the client's is no admin's."""
+    name = parse_model_name(service, body.model)
+    if body.unloads:
+        base = service.pool.base(service.name(name))
+        check_admin()
+        await service.pool.unload(base)
+    else:
+        async with service.model(name):
+            pass
+    reason = "unload" if body.unloads else "load"
+    return JSONResponse({**head_of(body), **body.member(), "done": True, "done_reason": reason})
+
+
 async def complete(body: OllamaPrompt, request: Request, service: Service) -> Response:
-    """Answer a raw prompt."""
+    """Answer a raw prompt, or fill in between ``prompt`` and ``suffix``."""
+    why = "raw, which leaves" if body.raw else "suffix, which leaves"
     for name in ("system", "format", "think", "images"):
         if getattr(body, name):
-            raise ApiError(400, f"{name} is given beside raw, which leaves the template out; leave {name} out")
+            raise ApiError(400, f"{name} is given beside {why} the template out; leave {name} out")
     asked = CompletionRequest.model_validate({"prompt": body.prompt, "max_tokens": ANY, **body.options.plain()})
     arguments = {"parse_special": service.config.allow_special, **service.bound_sampling(asked.arguments())}
 
@@ -335,12 +378,73 @@ async def complete(body: OllamaPrompt, request: Request, service: Service) -> Re
         yield {**head_of(body), **body.member(), **end_of(result, result.finish_reason)}
 
     async with AsyncExitStack() as held:
-        names = {"max_tokens": "options.num_predict"}
-        _, handle = await service.submit(held, parse_model_name(service, body.model), names, make)
+        _, handle = await service.submit(held, parse_model_name(service, body.model), NAMES, make)
         if body.stream:
             return Lines(lines(handle), held.pop_all())
         result = await unless_gone(request.receive, handle)
         return JSONResponse({**head_of(body), **body.member(result.text), **end_of(result, result.finish_reason)})
+
+
+class OllamaEmbed(Lenient):
+    """Texts to embed."""
+
+    model: str
+    input: str | list[str]
+    truncate: Annotated[bool, Field(description="leave out the end of a text that is too long")] = True
+    dimensions: int | None = None
+
+
+class OllamaEmbedding(Lenient):
+    """A text to embed, in the older form."""
+
+    model: str
+    prompt: str
+
+
+@router.post("/api/embed")
+async def embed(body: Annotated[OllamaEmbed, take_body(OllamaEmbed)], request: Request, service: Served) -> Response:
+    """Vectors of texts."""
+    began = time.perf_counter_ns()
+    rows, vectors = await _embed(body, request, service)
+    times = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0}
+
+    def made() -> dict[str, Any]:
+        return {"model": body.model, "embeddings": vectors.tolist(), **times, "prompt_eval_count": sum(map(len, rows))}
+
+    return await make_answer(made, large=vectors.size > LARGE)
+
+
+@router.post("/api/embeddings")
+async def embeddings(
+    body: Annotated[OllamaEmbedding, take_body(OllamaEmbedding)], request: Request, service: Served
+) -> Response:
+    """The vector of a text, in the older form."""
+    _, vectors = await _embed(OllamaEmbed(model=body.model, input=body.prompt), request, service)
+    return JSONResponse({"embedding": [value for vector in vectors.tolist() for value in vector]})
+
+
+async def _embed(body: OllamaEmbed, request: Request, service: Service) -> tuple[Rows, NDArray[np.float32]]:
+    """Tokens and vectors of texts; without any the model is loaded."""
+    name = parse_model_name(service, body.model)
+    if not body.input:
+        service.check_work(name, "embeddings")
+        async with service.model(name):
+            return [], np.empty((0, 0), np.float32)
+    asked = EmbeddingRequest(model=name, input=body.input, truncate=body.truncate, dimensions=body.dimensions)
+    return await compute_vectors(asked, request, service)
+
+
+@router.post("/api/pull")
+@router.post("/api/push")
+@router.post("/api/create")
+@router.post("/api/copy")
+@router.delete("/api/delete")
+async def manage() -> Response:
+    """Refuse what would change the models that are here."""
+    said = (
+        "models are not pulled, made, copied or deleted here: make a bundle with 'llmc build', and start 'llmc serve' "
+    )
+    raise ApiError(400, f"{said}with its folder; GET /api/tags lists the models that are here")
 
 
 def card(service: Service, name: str) -> dict[str, Any]:
@@ -382,8 +486,7 @@ async def version() -> dict[str, Any]:
     return {"version": SPOKEN_VERSION}
 
 
-class Named(Body):
-    IGNORED = frozenset({"verbose"})
+class Named(Lenient):
     model: str | None = None
     name: Annotated[str | None, Field(description="the older name of model")] = None
 

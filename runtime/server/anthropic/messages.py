@@ -27,9 +27,8 @@ from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, event, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
-from llmc.runtime.server.openai.chat import EFFORTS, Function, check_choice, count_thoughts
+from llmc.runtime.server.openai.chat import Function, add_variables, check_choice, count_thoughts, effort_budget
 from llmc.runtime.text.chat_template import ChatTemplate
-from llmc.runtime.tools.thinking import marks_of
 
 # This dialect's names of llmc's parameters.
 NAMES = {
@@ -68,8 +67,9 @@ FOREIGN = re.compile(
 )
 FILES = ("base64", "url", "file")  # sources of documents that the service cannot read
 BILLING = "x-anthropic-billing-header:"  # how Claude Code's block begins that is for Anthropic's accounts
-# Effort as chat templates know it.
-TEMPLATE_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+EFFORT = "output_config.effort"
+# As chat templates know it.
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
 def _leave_out_foreign(blocks: Any) -> Any:
@@ -404,19 +404,19 @@ class Prompted(Body):
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages."""
         return {
             "tools": [tool.plain() for tool in self.tools] if self.tools else None,
-            "chat_template_kwargs": self._variables(model) or None,
+            "chat_template_kwargs": self._variables(model),
             "continue_final_message": self.is_prefilled,
         }
 
-    def _variables(self, model: Model) -> dict[str, Any]:
+    def _variables(self, model: Model) -> dict[str, Any] | None:
+        """Variables of the chat template that ask it for thoughts or for none, and for effort, where it reads them."""
         known, found = model.chat_template.variables(bool(self.tools)), {}
-        if self.thinking and self.thinking.type == "between_tools":
-            ignore("thinking.type")
+        thinks = self.thinking is None or self.thinking.type != "disabled"
         if self.thinking and "enable_thinking" in known:
-            found["enable_thinking"] = self.thinking.type != "disabled"
-        if self.effort and "reasoning_effort" in known:
-            found["reasoning_effort"] = TEMPLATE_EFFORTS[self.effort]
-        return found
+            found["enable_thinking"] = thinks
+        if self.effort and thinks and "reasoning_effort" in known:
+            return add_variables(model, found, EFFORTS[self.effort], None, bool(self.tools), effort_name=EFFORT)
+        return found or None
 
     @property
     def omits_thoughts(self) -> bool:
@@ -456,7 +456,7 @@ def merge_turns(messages: Iterable[dict[str, Any]], template: ChatTemplate) -> l
 
 
 def _merge_answers(turn: list[dict[str, Any]]) -> dict[str, Any]:
-    found = {"role": "assistant", "content": "".join(message["content"] for message in turn)}
+    found: dict[str, Any] = {"role": "assistant", "content": "".join(message["content"] for message in turn)}
     if thoughts := "".join(message.get("reasoning_content", "") for message in turn):
         found["reasoning_content"] = thoughts
     if calls := [call for message in turn for call in message.get("tool_calls", ())]:
@@ -506,23 +506,24 @@ class MessageRequest(Sampled, Prompted):
         kind = self.tool_choice.type if self.tool_choice else "auto"
         return check_choice("required" if kind == "any" else kind, self.tools)
 
-    def budget(self, model: Model) -> int | None:
-        """Tokens of thoughts at most; None bounds none.
+    def budget(self, model: Model, arguments: Mapping[str, Any]) -> int | None:
+        """Tokens of thoughts at most; None bounds none. A model without thoughts keeps any bound.
+        ``arguments``: those of :meth:`llmc.runtime.Model.stream_chat`.
         Raises ApiError: they are more than the whole answer, or would come before an answer that has begun."""
-        tools = bool(self.tools)
-        if marks_of(model.chat_template.source(tools)) is None:  # a model without thoughts keeps any bound
-            if self.thinking and self.thinking.type != "disabled":
+        kind, tools = self.thinking.type if self.thinking else None, bool(self.tools)
+        if kind == "between_tools":
+            ignore("thinking.type")
+        if not model.can_reason(tools):
+            if kind not in (None, "disabled"):
                 ignore("thinking")
             if self.effort and "reasoning_effort" not in model.chat_template.variables(tools):
-                ignore("output_config.effort")
+                ignore(EFFORT)
             return None
         if isinstance(self.thinking, ThinkingOn):
             return self._check_budget(self.thinking.budget_tokens)
-        if self.is_prefilled:  # no thoughts precede what has begun
-            return None
-        if self.thinking and self.thinking.type == "disabled":
-            return None if "enable_thinking" in model.chat_template.variables(tools) else 0
-        return EFFORTS.get(self.effort or "")
+        if kind == "disabled":
+            return None if self.is_prefilled or "enable_thinking" in model.chat_template.variables(tools) else 0
+        return effort_budget(model, self.effort, arguments, EFFORT)
 
     def _check_budget(self, budget: int) -> int:
         if budget >= self.max_tokens:
@@ -694,8 +695,8 @@ async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Serv
     messages, arguments = await aside(lambda: (body.plain(), service.bound_sampling(body.arguments())))
 
     def make(model: Model) -> "partial[ChatHandle]":
-        turns, budget = merge_turns(messages, model.chat_template), body.budget(model)
-        return partial(_submit, model, turns, reasoning_budget=budget, **arguments | body.make_arguments(model))
+        turns, given = merge_turns(messages, model.chat_template), arguments | body.make_arguments(model)
+        return partial(_submit, model, turns, reasoning_budget=body.budget(model, given), **given)
 
     return await service.submit(held, body.model, NAMES, make)
 

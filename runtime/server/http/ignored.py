@@ -1,5 +1,6 @@
 """Parameters that a route accepts though they cannot change its answer; the header ``x-llmc-ignored`` names them."""
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 
 from starlette.datastructures import MutableHeaders
@@ -19,6 +20,14 @@ def ignore(name: str) -> None:
     names = _NAMES.get()
     if names is not None and len(names) < MOST and (clean := "".join(filter(_fits, name[:64]))):
         names[clean] = None
+
+
+def rename_ignored(names: Mapping[str, str]) -> None:
+    """Name parameters that were ignored so far by the dialect's own ``names``."""
+    found = _NAMES.get() or {}
+    renamed = {names.get(name, name): None for name in found}
+    found.clear()
+    found.update(renamed)
 
 
 def forget_ignored() -> None:
