@@ -610,14 +610,21 @@ class Model:
 
         Args:
             arguments: fields of :class:`llmc.runtime.SamplingParams` and of :class:`llmc.runtime.api.request.Request`;
-                ``parse_special=False`` takes special tokens that a text spells for text.
+                ``parse_special=False`` takes special tokens that a text spells for text; ``suffix`` is the text after
+                the gap that the answer fills, for tokenizers with marks for it.
 
         Raises:
             RequestError: the prompt is not valid text.
-            UsageError: an argument is unknown or out of range.
+            UsageError: an argument is unknown or out of range, or the tokenizer has no marks of a gap.
         """
-        parse_special = arguments.pop("parse_special", True)
+        parse_special, suffix = arguments.pop("parse_special", True), arguments.pop("suffix", None)
         own = {name: arguments.pop(name) for name in REQUEST_FIELDS & arguments.keys()}
+        if suffix is not None:
+            if arguments.get("on_overflow") not in (None, "refuse"):
+                raise UsageError("on_overflow is given beside suffix, of which nothing may be dropped; leave it out")
+            special = own.pop("add_special_tokens", True)
+            prompt, ends = self.tokenizer.encode_gap(prompt, suffix, self.engine.max_context, special)
+            arguments["stop_token_ids"] = [*(arguments.get("stop_token_ids") or ()), *ends]
         if isinstance(prompt, str):
             encoded = self.tokenizer.encode if parse_special else self.tokenizer.encode_plain
             encode = partial(encoded, add_special_tokens=own.pop("add_special_tokens", True))

@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError
@@ -58,6 +59,7 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
         page.mount(app)
     for kind, answer in HANDLERS.items():
         app.add_exception_handler(kind, answer)
+    app.add_middleware(answer_heads)
     app.add_middleware(name_ignored)
     app.add_middleware(app.state.metrics.middleware)
     document_bodies(app.openapi(), (route for each in ROUTERS for route in each.routes if isinstance(route, APIRoute)))
@@ -65,6 +67,25 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
         for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own, which is never sent: it is 400 here
     return app
+
+
+def answer_heads(app: ASGIApp) -> ASGIApp:
+    """Answer HEAD as GET, without the body."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            return await app(scope, receive, send)
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        asked = {**scope, "method": "GET"}
+        try:
+            await app(asked, receive, send_head)
+        finally:
+            scope["route"] = asked.get("route")  # which logs and metrics name
+
+    return call
 
 
 async def _answer(request: Request, error: Exception) -> Response:

@@ -149,6 +149,9 @@ class ServerConfig:
         SECURITY, (), "Origins whose pages may use the service, as https://example.com; default: its own page alone."
     )
     allow_special: bool = _setting(SECURITY, False, "Let clients ask that text of messages may spell control tokens.")
+    raw_special: bool = _setting(
+        SECURITY, True, "Let raw prompts of completions spell control tokens, unless the client's key says otherwise."
+    )
     page: bool = _setting(SECURITY, True, "Serve the chat page at /.")
 
     max_body_bytes: int = _setting(LIMITS, 8 << 20, "Longest body of a request.", unit="bytes", low=1024, high=1 << 30)

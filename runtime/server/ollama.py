@@ -364,8 +364,9 @@ async def complete(body: OllamaPrompt, request: Request, service: Service) -> Re
     for name in ("system", "format", "think", "images"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is given beside {why} the template out; leave {name} out")
-    asked = CompletionRequest.model_validate({"prompt": body.prompt, "max_tokens": ANY, **body.options.plain()})
-    arguments = {"parse_special": service.config.allow_special, **service.bound_sampling(asked.arguments())}
+    gap = {"prompt": body.prompt, "suffix": body.suffix}
+    asked = CompletionRequest.model_validate({**gap, "max_tokens": ANY, **body.options.plain()})
+    arguments = service.bound_sampling(asked.arguments(), raw=True)
 
     def make(model: Model) -> "partial[Handle]":
         return partial(model.stream, body.prompt, **arguments)

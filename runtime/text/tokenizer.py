@@ -7,7 +7,7 @@ tokens, before a space).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from llmc.bundle import TOKENIZER_FILE
 from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime.host.machine import return_freed_memory
 from llmc.runtime.text.control_tokens import ControlTokens, Disguise
+from llmc.runtime.text.infill import find_ends, find_infill, write_infill
 from llmc.strict import read_json
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -113,9 +114,46 @@ class Tokenizer:
         ids = self.encode_disguised(disguise.hide(text), disguise)
         if not add_special_tokens:
             return ids
+        before, after = self._around
+        return [*before, *ids, *after]
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer puts before and after a prompt."""
         bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
         start = next(place for place in range(len(whole)) if whole[place : place + len(bare)] == bare)
-        return [*whole[:start], *ids, *whole[start + len(bare) :]]
+        return whole[:start], whole[start + len(bare) :]
+
+    def encode_gap(
+        self, before: str | Sequence[int], after: str, most: int, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """The prompt that asks for what is missing between two texts, and the tokens that end the answer.
+
+        What the texts spell stays text. Of texts with more than ``most`` tokens not all are made.
+
+        Raises:
+            UsageError: the tokenizer has the marks of no family that is known (fill in the middle).
+            RequestError: as :meth:`encode_disguised`.
+        """
+        infill = find_infill(self.token_to_id)
+        if infill is None:
+            raise UsageError(
+                "suffix is given, but the tokenizer has no marks of a gap that are known, such as <|fim_prefix|>; "
+                "leave it out"
+            )
+        plain = partial(self.encode_plain, add_special_tokens=False)
+        first = self.encode_within(before, most, plain)[0] if isinstance(before, str) else before
+        ids = write_infill(infill, self.token_to_id, first, self.encode_within(after, most, self._encode_inner)[0])
+        return [*(self._around[0] if add_special_tokens else ()), *ids], find_ends(infill, self.token_to_id)
+
+    def _encode_inner(self, text: str) -> list[int]:
+        """:meth:`encode_plain` of a text that goes on, before which SentencePiece is to put no space."""
+        lead = self.encode("\n", add_special_tokens=False)
+        if len(lead) > 1:  # the space, and the line end
+            ids = self.encode_plain(f"\n{text}", add_special_tokens=False)
+            if ids[: len(lead)] == lead:
+                return ids[len(lead) :]
+        return self.encode_plain(text, add_special_tokens=False)
 
     def encode_within(
         self, text: str, most: int, encode: Callable[[str], list[int]], from_end: bool = False
@@ -268,6 +306,8 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -
     named = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     texts = [*named.values(), *(_content(token) for token in (extra.values() if isinstance(extra, dict) else extra))]
+    infill = find_infill(backend.token_to_id)  # GGUF has such tokens in the vocabulary alone
+    texts += infill.marks if infill else ()
     _add_missing(backend, [tokenizers.AddedToken(text, special=True, normalized=False) for text in texts])
     for token in backend.get_added_tokens_decoder().values():
         if token.content in named.values() and not token.special:

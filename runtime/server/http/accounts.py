@@ -205,6 +205,12 @@ def allows_model(model: str) -> bool:
     return client is None or client.key is None or client.key.allows(model)
 
 
+def lets_write_special() -> bool:
+    """True unless the present client's key says that raw prompts spell no control tokens."""
+    client = CLIENT.get()
+    return client is None or client.key is None or client.key.raw_special
+
+
 def key_name() -> str | None:
     """The name of the present client's key, None where none is asked for."""
     client = CLIENT.get()

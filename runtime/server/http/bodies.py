@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema
 
 from llmc.runtime import GenerationResult, SamplingParams
@@ -40,7 +40,7 @@ def _fail_fast(schema: Any) -> None:
 
 class Body(BaseModel):
     """A body that clients send, or an object in one: null is absent, nothing else is converted, and a parameter that
-    is not known here is refused by name."""
+    is not known here is refused by name, or with ``extra="ignore"`` named in the header x-llmc-ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     IGNORED: ClassVar[frozenset[str]] = frozenset()
@@ -55,15 +55,21 @@ class Body(BaseModel):
             if given[name] not in (None, [], {}):
                 ignore(name)
         found = {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
-        lenient = cls.model_config.get("extra") == "ignore"
-        if lenient or len(found) > len(cls.model_fields):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            unknown = [name for name in found if name not in known]
-            for name in unknown if lenient else ():
-                ignore(name)
-            for name in unknown if lenient else unknown[1:]:  # of a million names one is enough to tell of
-                del found[name]
+        extra = cls.model_config.get("extra")
+        if extra == "ignore":
+            known = cls._known()
+            for name in found:
+                if name not in known:
+                    ignore(name)
+        elif len(found) > len(cls.model_fields) and extra == "forbid":
+            known = cls._known()
+            unknown = next(name for name in found if name not in known)  # of a million names one is enough to tell of
+            found = {name: value for name, value in found.items() if name in known or name == unknown}
         return found
+
+    @classmethod
+    def _known(cls) -> set[str]:
+        return {field.alias or name for name, field in cls.model_fields.items()}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -73,9 +79,29 @@ class Body(BaseModel):
 
 
 class Lenient(Body):
-    """A body of which members that are not known here are ignored, and told of in the header x-llmc-ignored."""
+    """A body of which members that are not known here are ignored, and named in the header x-llmc-ignored."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+class Other(Body):
+    """A tool or an item of a type that is not known here: it is left out, and named in the header x-llmc-ignored."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+def kind_among(*known: str) -> Discriminator:
+    """Tell objects of these types from others, which are ``other``, and from texts, which are ``word``; an object
+    without a type is of the first one."""
+
+    def kind(given: Any) -> str:
+        if isinstance(given, str):
+            return "word"
+        found = given.get("type", known[0]) if isinstance(given, Mapping) else getattr(given, "type", known[0])
+        return found if found in known else "other"
+
+    return Discriminator(kind)
 
 
 # What the routes for chats share beside their own words.
@@ -104,8 +130,11 @@ def list_texts(name: str, given: Any, most: int) -> list[Any]:
 
 
 class StreamOptions(Body):
+    IGNORED = frozenset({"include_obfuscation"})
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Annotated[bool | None, Field(description="vLLM's: each chunk tells the usage so far")] = (
+        None
+    )
 
 
 def _collect_sampling() -> dict[str, Any]:
@@ -198,16 +227,40 @@ def _is(value: Any, number: int) -> bool:
 
 
 def usage_of(results: Sequence[GenerationResult]) -> dict[str, Any]:
-    prompt = sum(result.usage.prompt_tokens for result in results)
-    completion = sum(result.usage.completion_tokens for result in results)
+    usages = [result.usage for result in results]
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(result.usage.cached_tokens for result in results)},
+        **_count_tokens(sum(each.prompt_tokens for each in usages), sum(each.completion_tokens for each in usages)),
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in usages)},
     }
 
 
-def make_unknown_usage(options: StreamOptions | None) -> dict[str, Any]:
-    """The member of every chunk before the last where a stream is to end with its usage."""
-    return {"usage": None} if options is not None and options.include_usage else {}
+def _count_tokens(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class StreamUsage:
+    """The usage that a stream tells.
+
+    Args:
+        options: None tells none.
+        prompts: tokens of the prompt of each output.
+
+    Attributes:
+        ends: the stream ends with the whole usage.
+    """
+
+    def __init__(self, options: StreamOptions | None, prompts: Sequence[int]) -> None:
+        self.ends = options is not None and options.include_usage is True
+        self._goes_along = options is not None and options.continuous_usage_stats is True
+        self._prompts = prompts
+        self._counts = [0] * len(prompts)
+
+    def add(self, output: int, tokens: int) -> None:
+        """Count new tokens of an output."""
+        self._counts[output] += tokens
+
+    def member(self, output: int) -> dict[str, Any]:
+        """The member of a chunk of an output: its usage so far, null where the end alone tells it."""
+        if self._goes_along:
+            return {"usage": _count_tokens(self._prompts[output], self._counts[output])}
+        return {"usage": None} if self.ends else {}

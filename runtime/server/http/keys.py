@@ -37,6 +37,7 @@ _VALUES = {
     "tokens_per_minute": integer(1),
     "admin": FLAG,
     "local_only": FLAG,
+    "raw_special": FLAG,
 }
 
 
@@ -51,6 +52,7 @@ class Key:
         requests_per_minute, tokens_per_minute: None: as the settings say.
         admin: it may load and unload models.
         local_only: nothing of its requests goes to the upstream.
+        raw_special: its prompts of completions may spell control tokens, where the settings let them.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Key:
     tokens_per_minute: int | None = None
     admin: bool = False
     local_only: bool = False
+    raw_special: bool = True
 
     def __repr__(self) -> str:
         return f"Key({self.name!r})"
@@ -158,7 +161,7 @@ def _key(named: str, name: str, table: Any) -> Key:
     if unknown := table.keys() - {"key", "sha256", *_VALUES}:
         raise UsageError(
             f"{where}: unknown entry {min(unknown)!r:.60}, expected key or sha256, and models, requests_per_minute, "
-            "tokens_per_minute, admin or local_only"
+            "tokens_per_minute, admin, local_only or raw_special"
         )
     for entry, values in _VALUES.items():
         if entry in table:

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmc.runtime.server.config import ServerConfig, is_local
@@ -71,10 +72,19 @@ def cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
     """Tell browsers of the origins whose pages may read answers; where there are none, tell them nothing."""
     if not config.cors_origins:
         return app
-    return CORSMiddleware(
+    return _Cors(
         app,
         allow_origins=config.cors_origins,
-        allow_methods=("GET", "POST", "DELETE"),
+        allow_methods=("GET", "HEAD", "POST", "DELETE"),
         allow_headers=("*",),  # the official clients send a dozen of their own
+        allow_private_network=True,  # a page of the web may ask a service at home
         expose_headers=EXPOSED,
     )
+
+
+class _Cors(CORSMiddleware):
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code != 200:  # of another origin
+            del answer.headers["access-control-allow-private-network"]
+        return answer

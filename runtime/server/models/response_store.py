@@ -2,6 +2,7 @@
 
 import json
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -20,11 +21,13 @@ class Stored:
         previous: the id of the response that it goes on from.
         items: what was new in its input, as JSON.
         response: as it was sent.
+        ids: of those items, and of those of its output.
     """
 
     previous: str | None
     items: bytes
     response: bytes
+    ids: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -32,7 +35,8 @@ class Stored:
 
 
 def make_stored(previous: str | None, items: list[Item], response: dict[str, Any]) -> Stored:
-    return Stored(previous, *(in_pieces(part).encode() for part in (items, response)))
+    ids = tuple(item["id"] for item in (*items, *response["output"]))
+    return Stored(previous, in_pieces(items).encode(), in_pieces(response).encode(), ids)
 
 
 def read(kept: bytes) -> Any:
@@ -53,6 +57,7 @@ class ResponseStore:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._kept: OrderedDict[tuple[str | None, str], Stored] = OrderedDict()
+        self._places: dict[tuple[str | None, str], tuple[str | None, str]] = {}  # of items, the latest response
         self._lock = Lock()
         self.bytes = 0
 
@@ -66,10 +71,11 @@ class ResponseStore:
             return
         with self._lock:
             self._kept[owner, name] = stored
+            self._places |= {(owner, item): (owner, name) for item in stored.ids}
             self.bytes += stored.size
             self._use(owner, stored.previous)
             while self.bytes > self._most_bytes:
-                self.bytes -= self._kept.popitem(last=False)[1].size
+                self._forget(next(iter(self._kept)))
 
     def get(self, owner: str | None, name: str) -> Stored:
         """A response of this key. Raises ApiError: 404, it has none of that name, or no more."""
@@ -79,8 +85,15 @@ class ResponseStore:
     def delete(self, owner: str | None, name: str) -> None:
         """Forget a response; conversations that go on from it end with it. Raises ApiError: 404, as :meth:`get`."""
         with self._lock:
-            self.bytes -= self._get(owner, name).size
-            del self._kept[owner, name]
+            self._get(owner, name)
+            self._forget((owner, name))
+
+    def _forget(self, place: tuple[str | None, str]) -> None:
+        stored = self._kept.pop(place)
+        self.bytes -= stored.size
+        for item in stored.ids:
+            if self._places.get((place[0], item)) == place:
+                del self._places[place[0], item]
 
     def conversation(self, owner: str | None, name: str | None) -> list[Item]:
         """All items up to a response and with its output, the oldest first; none before the first response.
@@ -91,6 +104,14 @@ class ResponseStore:
             turns.append([*read(stored.items), *read(stored.response)["output"]])
             name = stored.previous
         return [item for turn in reversed(turns) for item in turn]
+
+    def items(self, owner: str | None, ids: Collection[str]) -> dict[str, Item]:
+        """Items of this key's responses, or of what these answered, by id; those that are not stored are absent."""
+        with self._lock:
+            places = {self._places[owner, item] for item in ids if (owner, item) in self._places}
+            kept = [self._kept[place] for place in places]
+        found = [item for stored in kept for item in (*read(stored.items), *read(stored.response)["output"])]
+        return {item["id"]: item for item in found if item["id"] in ids}
 
     def _get(self, owner: str | None, name: str) -> Stored:
         if (owner, name) not in self._kept:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from llmc.errors import QueueFullError, format_value
 from llmc.runtime import Handle, Model
-from llmc.runtime.server.http.accounts import allows_model, charge, check_model, key_name, spend
+from llmc.runtime.server.http.accounts import allows_model, charge, check_model, key_name, lets_write_special, spend
 from llmc.runtime.server.http.aside import SHORT, aside, room_beside
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.logs import watch
@@ -142,16 +142,23 @@ class Service:
         spend(tokens=count)
         return count
 
-    def bound_sampling(self, sampling: dict[str, Any], prompts: int = 1) -> dict[str, Any]:
+    def bound_sampling(self, sampling: dict[str, Any], prompts: int = 1, *, raw: bool = False) -> dict[str, Any]:
         """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes.
+
+        Args:
+            raw: the prompt goes to the model without a chat template; special tokens that it spells are special tokens
+                unless the request, the settings or the key say otherwise.
 
         Raises:
             ApiError: 400, more new tokens, of all outputs to all prompts, than ``max_request_tokens``, or special
                 tokens that a text spells, where the server does not allow it; 429, each prompt is a request, and the
                 key's rate has no room for them.
         """
-        if sampling.get("parse_special") and not self.config.allow_special:
+        allowed = self.config.allow_special or (raw and self.config.raw_special and lets_write_special())
+        if sampling.get("parse_special") and not allowed:
             raise ApiError(400, "parse_special is true, which this server does not allow", param="parse_special")
+        if raw:
+            sampling = {"parse_special": allowed, **sampling}
         most, longest = self.config.max_request_tokens, self.config.request_deadline_s
         if most is not None:
             outputs = prompts * max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))

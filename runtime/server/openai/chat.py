@@ -1,13 +1,14 @@
 """OpenAI's chat completions: messages in, messages out, tools and reasoning included."""
 
+import json
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field, Tag
 
 from llmc.errors import RequestError, UsageError, format_value
 from llmc.runtime import Model
@@ -18,18 +19,27 @@ from llmc.runtime.server.http.bodies import (
     Body,
     Logged,
     LogitBias,
+    Other,
     Sampled,
     StreamOptions,
+    StreamUsage,
     ToolFormat,
     Verbosity,
-    make_unknown_usage,
+    kind_among,
     usage_of,
 )
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
+from llmc.runtime.server.http.streams import (
+    EventStream,
+    encode_json,
+    guard_chunks,
+    make_answer,
+    unless_gone,
+    unless_long,
+)
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, plain_id
 from llmc.runtime.server.openai.logprobs import chat_logprobs
@@ -97,6 +107,37 @@ class Call(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    def plain(self) -> dict[str, Any]:
+        return self.model_dump()
+
+
+class CustomInput(Body):
+    name: str
+    input: str
+
+
+class CustomCall(Body):
+    """A call of a tool whose input is text, shown to the model as the call of a function."""
+
+    IGNORED = Call.IGNORED
+    id: CallId
+    type: Literal["custom"]
+    custom: CustomInput
+
+    def plain(self) -> dict[str, Any]:
+        function = {"name": self.custom.name, "arguments": write_input(self.custom.input)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def write_input(text: str) -> str:
+    """The arguments of a function whose call is one of a custom tool."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+AnyCall = Annotated[
+    Annotated[Call, Tag("function")] | Annotated[CustomCall, Tag("custom")], kind_among("function", "custom")
+]
+
 
 class ChatMessage(Body):
     # What answers carry that is not shown to models, and what other servers' caches are told.
@@ -105,7 +146,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(min_length=1)] | None = None
     name: Annotated[str | None, Field(description="for templates that show it, and ignored by others")] = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[AnyCall] | None = None
     tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: Annotated[str | None, Field(description="another name of reasoning_content")] = None
@@ -122,11 +163,11 @@ class ChatMessage(Body):
             raise ApiError(400, f"{where}.content is missing, expected text", param=f"{where}.content")
         _one(f"{where}.reasoning_content", self.reasoning_content, f"{where}.reasoning", self.reasoning)
         content = self.content or self.refusal or ""
-        found = self.model_dump(exclude_none=True, exclude={"refusal"})
+        found = self.model_dump(exclude_none=True, exclude={"refusal", "tool_calls"})
         found["content"] = content if isinstance(content, str) else make_content(_pieces(content, f"{where}.content"))
         found["role"] = "system" if self.role == "developer" else self.role
-        if not self.tool_calls:
-            found.pop("tool_calls", None)
+        if self.tool_calls:
+            found["tool_calls"] = [call.plain() for call in self.tool_calls]
         return found
 
 
@@ -150,8 +191,14 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [message.plain(f"messages[{number}]") for number, message in enumerate(messages)]
 
 
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+
+
 class Function(Body):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    """A function; members that are not known here say nothing to the model, as ``input_examples``."""
+
+    model_config = ConfigDict(extra="ignore")
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Annotated[bool | None, Field(description="refuse the schema where a keyword of it cannot be enforced")] = (
@@ -163,12 +210,14 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool: functions are all there are."""
+    """A function that the model may call; tools of other types are left out."""
 
-    IGNORED = frozenset({"cache_control"})
-
+    model_config = ConfigDict(extra="ignore")
     type: Literal["function"]
     function: Function
+
+
+AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[Other, Tag("other")], kind_among("function")]
 
 
 class NamedFunction(Body):
@@ -184,7 +233,10 @@ class AllowedTools(Body):
     """Those of the tools that may be called, and whether one must."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
+    tools: Annotated[
+        list[Annotated[Annotated[NamedTool, Tag("function")] | Annotated[Other, Tag("other")], kind_among("function")]],
+        Field(min_length=1),
+    ]
 
 
 class AllowedChoice(Body):
@@ -192,6 +244,15 @@ class AllowedChoice(Body):
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedChoice, Tag("allowed_tools")]
+    | Annotated[Other, Tag("other")],
+    kind_among("function", "allowed_tools"),
+]
 
 
 class Schema(Body):
@@ -275,8 +336,8 @@ class ChatRequest(OpenAIChat):
     logprobs: bool | None = None
     response_format: Annotated[ResponseFormat | None, Field(discriminator="type")] = None
     stream_options: StreamOptions | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    tools: list[AnyTool] | None = None
+    tool_choice: ToolChoice | None = None
     reasoning_effort: Effort | None = None
     reasoning_budget: Annotated[int | None, Field(ge=0, description="tokens of thought; extension of llmc")] = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -294,7 +355,7 @@ class ChatRequest(OpenAIChat):
         Raises ApiError: parameters contradict each other, or one counts for nothing."""
         if self.stream_options is not None and not self.stream:
             ignore("stream_options")
-        if self.parallel_tool_calls is not None and not self.tools:
+        if self.parallel_tool_calls is not None and not self._functions:
             ignore("parallel_tool_calls")
         if self.add_generation_prompt is (self.continue_final_message is True):
             said = "add_generation_prompt must be the contrary of continue_final_message; leave it out"
@@ -311,7 +372,7 @@ class ChatRequest(OpenAIChat):
         )
         return {
             **sampling,
-            "tools": self._tools(),
+            "tools": [function.plain() for function in self._functions] or None,
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tool_format": self.tool_format,
@@ -335,19 +396,24 @@ class ChatRequest(OpenAIChat):
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def _tools(self) -> list[dict[str, Any]] | None:
-        functions = [tool.function for tool in self.tools or ()]
+    @cached_property
+    def _functions(self) -> list[Function]:
+        """The functions that the model is offered. Raises ApiError: one that is allowed is not there."""
+        found = [tool.function for tool in drop_others("tools", self.tools or ())]
         if isinstance(self.tool_choice, AllowedChoice):
-            allowed = [tool.function for tool in self.tool_choice.allowed_tools.tools]
-            functions = pick_allowed(functions, allowed, "tool_choice")
-        return [function.plain() for function in functions] or None
+            allowed = drop_others("tool_choice.tools", self.tool_choice.allowed_tools.tools)
+            found = pick_allowed(found, [tool.function for tool in allowed], "tool_choice")
+        return found
 
     def _tool_choice(self) -> str:
-        if isinstance(self.tool_choice, NamedTool):
-            return check_choice(self.tool_choice.function.name, self.tools)
-        if isinstance(self.tool_choice, AllowedChoice):
-            return check_choice(self.tool_choice.allowed_tools.mode, self.tools)
-        return check_choice(self.tool_choice or "auto", self.tools)
+        choice = self.tool_choice
+        if isinstance(choice, Other):
+            raise refuse_forced(choice)
+        if isinstance(choice, NamedTool):
+            return check_choice(choice.function.name, self._functions)
+        return check_choice(
+            choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice or "auto", self._functions
+        )
 
     def make_variables(self, model: Model) -> dict[str, Any] | None:
         """Variables of the chat template. Raises ApiError: parameters contradict each other."""
@@ -355,7 +421,7 @@ class ChatRequest(OpenAIChat):
         if self.enable_thinking is not None:
             _agree(given, "enable_thinking", self.enable_thinking, "enable_thinking")
             given["enable_thinking"] = self.enable_thinking
-        return add_variables(model, given, self.reasoning_effort, self.verbosity, bool(self.tools))
+        return add_variables(model, given, self.reasoning_effort, self.verbosity, bool(self._functions))
 
     def make_budget(self, model: Model, arguments: Mapping[str, Any]) -> int | None:
         """Tokens of reasoning at most: the budget, else what the effort comes to."""
@@ -365,6 +431,7 @@ class ChatRequest(OpenAIChat):
 
 
 F = TypeVar("F", bound=Function)
+B = TypeVar("B", bound=Body)
 
 
 def pick_allowed(functions: Sequence[F], allowed: Sequence[NamedFunction], param: str) -> list[F]:
@@ -376,10 +443,25 @@ def pick_allowed(functions: Sequence[F], allowed: Sequence[NamedFunction], param
     return [function for function in functions if function.name in names]
 
 
-def check_choice(choice: str, tools: Sequence[Body] | None) -> str:
+def drop_others(name: str, tools: Iterable[B | Other]) -> list[B]:
+    """The tools of types that can be offered; the others are named as ignored. ``name``: of the list."""
+    for tool in tools:
+        if isinstance(tool, Other):
+            ignore(f"{name}.{tool.type}")
+    return [tool for tool in tools if not isinstance(tool, Other)]
+
+
+def refuse_forced(choice: Other) -> ApiError:
+    """The refusal of a choice that wants a call of a tool that cannot be offered."""
+    said = f"tool_choice forces a tool of the type {choice.type[:64]!r}, which this service cannot run"
+    return ApiError(400, f"{said}; expected a function, or 'auto'", param="tool_choice")
+
+
+def check_choice(choice: str, tools: Sequence[object] | None) -> str:
     """The choice among tools, if there are some where it asks for a call. Raises ApiError: there are none."""
     if choice not in ("none", "auto") and not tools:
-        raise ApiError(400, "tool_choice asks for a call, but tools is empty; give the tools", param="tool_choice")
+        said = "tool_choice asks for a call, but tools holds no function; give the tools"
+        raise ApiError(400, said, param="tool_choice")
     return choice
 
 
@@ -503,7 +585,17 @@ def head_of(kind: str, body: ChatRequest, service: Service, model: Model) -> dic
     return {**service.head("chatcmpl", kind, model, body.model), "service_tier": "default"}
 
 
-def completion(body: ChatRequest, service: Service, model: Model, result: ChatResult) -> dict[str, Any]:
+async def usage_of_chat(model: Model, result: ChatResult) -> dict[str, Any]:
+    thoughts = await unless_long(
+        [message.reasoning for message in result.messages],
+        lambda: sum(count_thoughts(model, message) for message in result.messages),
+    )
+    return {**usage_of([result]), "completion_tokens_details": {"reasoning_tokens": thoughts}}
+
+
+def completion(
+    body: ChatRequest, service: Service, model: Model, result: ChatResult, usage: dict[str, Any]
+) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -514,7 +606,7 @@ def completion(body: ChatRequest, service: Service, model: Model, result: ChatRe
         for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
     ]
     head = head_of("chat.completion", body, service, model)
-    return {**head, "choices": choices, "usage": usage_of([result])}
+    return {**head, "choices": choices, "usage": usage}
 
 
 def piece_of(delta: MessageDelta) -> dict[str, Any]:
@@ -538,22 +630,23 @@ def _call_piece(call: Any) -> dict[str, Any]:
 async def chunks(body: ChatRequest, service: Service, model: Model, handle: ChatHandle) -> AsyncIterator[str]:
     """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage if the client wants it."""
     head = head_of("chat.completion.chunk", body, service, model)
-    usage = make_unknown_usage(body.stream_options)
+    usage = StreamUsage(body.stream_options, [handle.prompt_tokens] * handle.outputs)
 
     def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
-        return encode_json({**head, **usage, "choices": [choice]})
+        return encode_json({**head, **usage.member(index), "choices": [choice]})
 
     for index in range(handle.outputs):
         yield chunk(index, {"role": "assistant", "content": ""})
     async for delta in handle.deltas_async():
+        usage.add(delta.index, len(delta.token_ids))
         if (piece := piece_of(delta)) or delta.logprobs:
             yield chunk(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None))
     result = await handle
     for index, message in enumerate(result.messages):
         yield chunk(index, {}, finish_reason=message.finish_reason)
-    if usage:
-        yield encode_json({**head, "choices": [], "usage": usage_of([result])})
+    if usage.ends:
+        yield encode_json({**head, "choices": [], "usage": await usage_of_chat(model, result)})
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -585,4 +678,5 @@ async def chat_completions(
             events = guard_chunks(chunks(body, service, model, handle))
             return EventStream(events, held.pop_all(), service.config.heartbeat_s)
         result = await unless_gone(request.receive, handle)
-        return await make_answer(partial(completion, body, service, model, result), large=body.logprobs is True)
+        made = partial(completion, body, service, model, result, await usage_of_chat(model, result))
+        return await make_answer(made, large=body.logprobs is True)

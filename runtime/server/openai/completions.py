@@ -19,8 +19,8 @@ from llmc.runtime.server.http.bodies import (
     LogitBias,
     Sampled,
     StreamOptions,
+    StreamUsage,
     list_texts,
-    make_unknown_usage,
     usage_of,
 )
 from llmc.runtime.server.http.errors import ApiError, name_parameters
@@ -40,6 +40,9 @@ DEFAULT_TOKENS = 16  # OpenAI's own, which clients of completions rely on
 class CompletionRequest(Sampled):
     model: str | None = None
     prompt: str | list[str] | list[int] | list[list[int]]
+    suffix: Annotated[
+        str | None, Field(description="text after the gap that the completion fills, for models with marks for it")
+    ] = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
@@ -68,6 +71,9 @@ class CompletionRequest(Sampled):
         Raises ApiError: parameters contradict each other."""
         if self.stream_options is not None and not self.stream:
             ignore("stream_options")
+        if self.suffix and self.echo and self.logprobs is not None:
+            said = "suffix cannot be combined with log-probabilities of the prompt; leave echo, logprobs or suffix out"
+            raise ApiError(400, said, param="suffix")
         most = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(
             max_tokens=1 if self.is_prompt_alone else None if most == ANY else most,
@@ -78,6 +84,7 @@ class CompletionRequest(Sampled):
             prompt_logprobs=self.logprobs if self.echo else None,
             logit_bias=self.logit_bias,
             add_special_tokens=self.add_special_tokens,
+            suffix=self.suffix or None,
         )
 
 
@@ -139,20 +146,21 @@ async def merge_deltas(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]
 async def chunks(body: CompletionRequest, service: Service, model: Model, handles: list[Handle]) -> AsyncIterator[str]:
     """The pieces of the answer as JSON, reasons of the end, and the usage if the client wants it."""
     head, outputs = service.head("cmpl", "text_completion", model, body.model), handles[0].outputs
-    usage = make_unknown_usage(body.stream_options)
+    usage = StreamUsage(body.stream_options, [handle.prompt_tokens for handle in handles for _ in range(outputs)])
     lengths = [0] * (outputs * len(handles))
     # Log-probabilities of a prompt, which come before the completion's, are known at the end alone.
     whole = body.is_prompt_alone or (body.echo and body.logprobs is not None)
 
     def chunk(index: int, text: str, **rest: Any) -> str:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}
-        return encode_json({**head, **usage, "choices": [choice]})
+        return encode_json({**head, **usage.member(index), "choices": [choice]})
 
     if body.echo and not whole:
         for index in range(len(lengths)):
             yield chunk(index, echo_of(model, body.prompts()[index // outputs]))
     async for number, delta in merge_deltas(handles):
         index = number * outputs + delta.index
+        usage.add(index, 0 if body.is_prompt_alone else len(delta.token_ids))
         if (delta.text or delta.logprobs) and not whole:
             logprobs = completion_logprobs(model, delta.logprobs or None, delta.text, lengths[index])
             yield chunk(index, delta.text, logprobs=logprobs)
@@ -163,7 +171,7 @@ async def chunks(body: CompletionRequest, service: Service, model: Model, handle
     for number, result in enumerate(results):
         for place, output in enumerate(result.outputs):
             yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)
-    if usage:
+    if usage.ends:
         yield encode_json({**head, "choices": [], "usage": usage_of(results)})
 
 
@@ -172,8 +180,7 @@ async def _submit_prompts(
 ) -> tuple[Model, list[Handle]]:
     note(user=body.user)
     prompts = body.prompts()
-    arguments = {"parse_special": service.config.allow_special}
-    arguments |= service.bound_sampling(await aside(body.arguments), len(prompts))
+    arguments = service.bound_sampling(await aside(body.arguments), len(prompts), raw=True)
     model, adapter = await held.enter_async_context(service.generator(body.model)), service.adapter(body.model)
     handles = []
     for prompt in prompts:

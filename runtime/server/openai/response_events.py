@@ -5,24 +5,34 @@ from typing import Any
 
 from llmc.runtime.api.chat import MessageDelta, ToolCallDelta
 from llmc.runtime.server.models.service import new_id, plain_id
+from llmc.runtime.server.openai.tools import read_input
 
 Event = dict[str, Any]
 Kind = tuple[str, int]
-PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}  # of ids
+# Of ids, by the kinds of items.
+PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+PREFIXES |= {"custom_tool_call": "ctc_", "custom_tool_call_output": "ctco_"}
 REASONING, MESSAGE = ("reasoning", 0), ("message", 0)
 
 
 class Output:
-    """The items of an answer. Events have no ``sequence_number`` yet. ``entries``: log-probabilities in OpenAI's form;
-    None where they are not asked for.
+    """The items of an answer. Events have no ``sequence_number`` yet.
+
+    Args:
+        entries: log-probabilities in OpenAI's form; None where they are not asked for.
+        begin_call: members of a call's item, by the name that the model wrote.
 
     Attributes:
         items: as they are so far.
     """
 
-    def __init__(self, entries: Callable[[Any], list[dict[str, Any]]] | None) -> None:
+    def __init__(
+        self, entries: Callable[[Any], list[dict[str, Any]]] | None, begin_call: Callable[[str], dict[str, Any]]
+    ) -> None:
         self.items: list[dict[str, Any]] = []
         self._entries = entries
+        self._begin_call = begin_call
+        self._arguments = ""  # of the open call
         self._held: list[Any] = []  # log-probabilities of tokens that have made no text yet
         self._open: Kind | None = None
 
@@ -36,8 +46,9 @@ class Output:
             yield from self._text("output_text", delta.content)
         for call in delta.tool_calls:
             yield from self._turn(("function_call", call.index), call)
-            if call.arguments:
-                self.items[-1]["arguments"] += call.arguments
+            self._arguments += call.arguments
+            if call.arguments and self.items[-1]["type"] == "function_call":
+                self.items[-1]["arguments"] = self._arguments
                 yield self._event("response.function_call_arguments.delta", delta=call.arguments)
         if delta.content or delta.reasoning or delta.tool_calls:
             self._held.clear()
@@ -46,6 +57,12 @@ class Output:
         if self._open is None:
             return
         item, self._open = self.items[-1], None
+        if item["type"] == "custom_tool_call":  # whose text is known once its arguments are whole
+            item["input"] = read_input(self._arguments)
+            yield self._event("response.custom_tool_call_input.delta", delta=item["input"])
+            yield self._event("response.custom_tool_call_input.done", input=item["input"])
+            yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+            return
         item["status"] = status
         if item["type"] == "function_call":
             yield self._event("response.function_call_arguments.done", arguments=item["arguments"])
@@ -64,8 +81,8 @@ class Output:
         if kind == self._open:
             return
         yield from self.close()
-        self._open = kind
-        item = _item(kind[0], call)
+        self._open, self._arguments = kind, ""
+        item = _item(kind[0]) if call is None else self._call_item(call)
         self.items.append(item)
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": item}
         if call is None:
@@ -83,11 +100,15 @@ class Output:
             logprobs = {"logprobs": found}
         yield self._event(f"response.{kind}.delta", content_index=0, delta=text, **logprobs)
 
+    def _call_item(self, call: ToolCallDelta) -> dict[str, Any]:
+        begun = self._begin_call(call.name or "")
+        kind = begun["type"]
+        own = {"input": ""} if kind == "custom_tool_call" else {"arguments": "", "status": "in_progress"}
+        return {"id": new_id(PREFIXES[kind]), **begun, "call_id": f"call_{plain_id(call.id or '')}", **own}
 
-def _item(kind: str, call: ToolCallDelta | None) -> dict[str, Any]:
+
+def _item(kind: str) -> dict[str, Any]:
     item = {"id": new_id(PREFIXES[kind]), "type": kind, "status": "in_progress"}
-    if call is not None:
-        return item | {"call_id": f"call_{plain_id(call.id or '')}", "name": call.name, "arguments": ""}
     own: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
     return {**item, **own, "content": []}
 

@@ -1,9 +1,9 @@
 """OpenAI's responses: items in, items out, and conversations that go on from a stored response."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
@@ -15,8 +15,8 @@ from llmc.runtime import Model, SamplingParams
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
 from llmc.runtime.server.http.accounts import key_name
 from llmc.runtime.server.http.aside import apart, aside
-from llmc.runtime.server.http.bodies import Body, Verbosity
-from llmc.runtime.server.http.errors import ApiError, from_llmc
+from llmc.runtime.server.http.bodies import Body, Other, Verbosity
+from llmc.runtime.server.http.errors import ApiError, from_llmc, no_route
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.streams import EventStream, event, make_answer, unless_gone, unless_long
@@ -25,19 +25,17 @@ from llmc.runtime.server.models.response_store import Item, make_stored, read
 from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
 from llmc.runtime.server.openai.chat import (
     Effort,
-    Function,
-    NamedFunction,
     OpenAIChat,
     Schema,
     TextFormat,
     add_variables,
-    check_choice,
     count_thoughts,
     effort_budget,
-    pick_allowed,
+    write_input,
 )
 from llmc.runtime.server.openai.logprobs import logprob_entries
 from llmc.runtime.server.openai.response_events import PREFIXES, Event, Output
+from llmc.runtime.server.openai.tools import AnyTool, Toolbox, ToolChoice, write_name
 
 T = TypeVar("T")
 EFFORT = "reasoning.effort"
@@ -62,6 +60,11 @@ class OutputText(Body):
     text: str
 
 
+class OutputRefusal(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
 class InputImage(Body):
     """An image, for models that see."""
 
@@ -70,7 +73,8 @@ class InputImage(Body):
     image_url: DataUrl
 
 
-Part = Annotated[InputText | OutputText | InputImage, Field(discriminator="type")]
+Part = Annotated[InputText | OutputText | OutputRefusal | InputImage, Field(discriminator="type")]
+ResultPart = Annotated[InputText | InputImage, Field(discriminator="type")]
 
 
 class MessageItem(Body):
@@ -85,21 +89,34 @@ class MessageItem(Body):
 
 
 class CallItem(Body):
-    IGNORED = frozenset({"caller", "created_by", "parsed_arguments"})
+    IGNORED = frozenset({"async", "caller", "created_by", "parsed_arguments"})
     type: Literal["function_call"]
     id: str | None = None
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     status: Status | None = None
 
 
-class CallOutputItem(Body):
-    IGNORED = frozenset({"caller", "created_by", "name"})
-    type: Literal["function_call_output"]
+class CustomCallItem(Body):
+    """A call of a custom tool, shown to the model as the call of a function."""
+
+    IGNORED = frozenset({"async", "caller", "created_by", "status"})
+    type: Literal["custom_tool_call"]
     id: str | None = None
     call_id: str
-    output: str | list[InputText]
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class CallOutputItem(Body):
+    IGNORED = frozenset({"caller", "created_by", "name", "namespace"})
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    id: str | None = None
+    call_id: str = ""
+    output: str | list[ResultPart]
     status: Status | None = None
 
 
@@ -118,42 +135,48 @@ class ReasoningItem(Body):
     status: Status | None = None
 
 
+class ToolsItem(Body):
+    """Tools that come with the conversation."""
+
+    IGNORED = frozenset({"call_id", "execution", "id", "status"})
+    type: Literal["additional_tools", "tool_search_output"]
+    role: Literal["developer"] | None = None
+    tools: list[AnyTool]
+
+
+class ReferenceItem(Body):
+    """An item of a stored response, or of what it answered."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str
+
+
 def _kind(item: Any) -> str:
-    """The type of an item; messages need not name theirs."""
-    found = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
-    return found if isinstance(found, str) else ""
+    """The type of an item; messages and references need not name theirs."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if kind is None:
+        return "item_reference" if isinstance(item, dict) and item.keys() == {"id"} else "message"
+    return SAME_FORM.get(kind, "other") if isinstance(kind, str) else "other"
 
 
+# Kinds of items by their types.
+SAME_FORM = {
+    **{name: name for name in ("message", "function_call", "custom_tool_call", "reasoning", "item_reference")},
+    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), "function_call_output"),
+    **dict.fromkeys(("additional_tools", "tool_search_output"), "additional_tools"),
+}
+AnyItem = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | ToolsItem | ReferenceItem | Other
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ToolsItem, Tag("additional_tools")]
+    | Annotated[ReferenceItem, Tag("item_reference")]
+    | Annotated[Other, Tag("other")],
     Discriminator(_kind),
 ]
-
-
-class Tool(Function):
-    """A function that the model may call; tools that OpenAI's servers run are refused."""
-
-    IGNORED = frozenset({"allowed_callers", "output_schema"})
-    type: Literal["function"]
-    parameters: dict[str, JsonValue] | None = None
-    defer_loading: Literal[False] | None = None
-
-
-class NamedTool(NamedFunction):
-    """The tool that must be called, or one that may be."""
-
-    type: Literal["function"]
-
-
-class AllowedTools(Body):
-    """The tools that may be called, of which one must be where the mode is ``required``; others are not shown."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
 class ObjectFormat(Body):
@@ -184,8 +207,8 @@ class Prompted(Body):
     input: str | list[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tools: list[AnyTool] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -197,23 +220,49 @@ class Prompted(Body):
         if isinstance(self.input, str):
             items = [_name_item(MessageItem(role="user", content=self.input))]
         else:
-            items = [_name_item(item) for item in self.input]
+            items = list(self._read_items(self.input, service))
         if not items and self.previous_response_id is None:
             raise ApiError(400, "input holds no items, expected one at least", param="input")
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         before = service.responses.conversation(key_name(), self.previous_response_id)
         return items, [*system, *plain([*before, *items])]
 
+    def _read_items(self, given: Sequence[AnyItem], service: Service) -> Iterator[Item]:
+        stored: dict[str, Item] = {}
+        if ids := {item.id for item in given if isinstance(item, ReferenceItem)}:
+            stored = service.responses.items(key_name(), ids)
+        for number, item in enumerate(given):
+            if isinstance(item, Other):
+                ignore(f"input.{item.type}")
+            elif isinstance(item, ReferenceItem):
+                if item.id not in stored:
+                    said = f"no item {item.id[:80]!r} is stored; give the item itself"
+                    raise ApiError(404, said, param=f"input[{number}]", code="item_not_found")
+                yield stored[item.id]
+            elif not isinstance(item, ToolsItem):
+                yield _name_item(item)
+
+    @property
+    def needs_stored(self) -> bool:
+        """True if it goes on from what is stored."""
+        items = () if isinstance(self.input, str) else self.input
+        return self.previous_response_id is not None or any(isinstance(item, ReferenceItem) for item in items)
+
+    @cached_property
+    def toolbox(self) -> Toolbox:
+        """The tools that the model is offered. Raises ApiError: one that is forced or allowed is not there."""
+        items = () if isinstance(self.input, str) else self.input
+        later = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
+        return Toolbox([*(self.tools or ()), *later], self.tool_choice)
+
     def make_arguments(self, model: Model) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
         Raises ApiError: ``tool_choice`` allows a tool that is not there."""
-        offered: Sequence[Tool] = self.tools or ()
-        if isinstance(self.tool_choice, AllowedTools):
-            offered = pick_allowed(offered, self.tool_choice.tools, "tool_choice.tools")
+        tools = self.toolbox.plain()
         return {
-            "tools": [tool.plain() for tool in offered] or None,
+            "tools": tools,
             "chat_template_kwargs": add_variables(
-                model, {}, self.effort, self.verbosity, bool(self.tools), "text.verbosity", EFFORT
+                model, {}, self.effort, self.verbosity, tools is not None, "text.verbosity", EFFORT
             ),
         }
 
@@ -254,7 +303,7 @@ class ResponseRequest(OpenAIChat, Prompted):
                 on_overflow="truncate_left" if self.truncation == "auto" else None,
                 json_schema=self._schema(),
             ),
-            "tool_choice": self._tool_choice(),
+            "tool_choice": self.toolbox.choice,
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "ignored": ignore,
@@ -270,10 +319,6 @@ class ResponseRequest(OpenAIChat, Prompted):
             return wanted.schema_
         return {"type": "object"} if isinstance(wanted, ObjectFormat) else None
 
-    def _tool_choice(self) -> str:
-        choice = self.tool_choice.mode if isinstance(self.tool_choice, AllowedTools) else self.tool_choice or "auto"
-        return check_choice(choice.name if isinstance(choice, NamedTool) else choice, self.tools)
-
 
 # This dialect's names of llmc's parameters.
 NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
@@ -284,9 +329,10 @@ PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 ECHOED = ("instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "safety_identifier", "user")
 
 
-def _name_item(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> Item:
+def _name_item(item: MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem) -> Item:
     """An item as it is kept, with an id, and a message's text as a part."""
-    found = {"id": new_id(PREFIXES[item.type]), "status": "completed", **item.model_dump(exclude_none=True)}
+    status = {} if isinstance(item, CustomCallItem) else {"status": "completed"}
+    found = {"id": new_id(PREFIXES[item.type]), **status, **item.model_dump(exclude_none=True)}
     if isinstance(item, ReasoningItem):
         return {"summary": [], **found}
     if isinstance(item, MessageItem):
@@ -299,8 +345,11 @@ def _name_item(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) ->
 def plain(items: Iterable[Item]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for item in items:
-        if item["type"] == "function_call_output":
-            found.append({"role": "tool", "tool_call_id": plain_id(item["call_id"]), "content": _text(item["output"])})
+        if item["type"] in ("function_call_output", "custom_tool_call_output"):
+            output = (
+                item["output"] if isinstance(item["output"], str) else make_content(map(_read_part, item["output"]))
+            )
+            found.append({"role": "tool", "tool_call_id": plain_id(item["call_id"]), "content": output})
         elif item["type"] == "message" and item["role"] != "assistant":
             role = "system" if item["role"] == "developer" else item["role"]
             found.append({"role": role, "content": make_content(map(_read_part, item["content"]))})
@@ -322,16 +371,19 @@ def _add_answer(found: list[dict[str, Any]], item: Item) -> None:
     elif item["type"] == "reasoning":
         last["reasoning_content"] = last.get("reasoning_content", "") + _text(item.get("content") or "")
     else:
-        call = ToolCall(plain_id(item["call_id"]), item["name"], item["arguments"])
+        arguments = write_input(item["input"]) if item["type"] == "custom_tool_call" else item["arguments"]
+        call = ToolCall(plain_id(item["call_id"]), write_name(item["name"], item.get("namespace")), arguments)
         last.setdefault("tool_calls", []).append(call.to_dict())
 
 
 def _read_part(part: dict[str, Any]) -> str | bytes:
-    return decode_base64(part["image_url"], "input") if part["type"] == "input_image" else part["text"]
+    return decode_base64(part["image_url"], "input") if part["type"] == "input_image" else _text([part])
 
 
 def _text(content: str | Sequence[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part["refusal" if part["type"] == "refusal" else "text"] for part in content)
 
 
 # ------------------------------------------------------------------------------------------------------------- answer
@@ -361,7 +413,7 @@ def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, 
         "store": body.store is not False and service.responses.keeps,
         "text": {"format": given, "verbosity": body.verbosity or "medium"},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.model_dump(exclude={"defer_loading"}) for tool in body.tools or ()],
+        "tools": [tool.model_dump() for tool in body.toolbox.kept],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": body.truncation or "disabled",
     }
@@ -392,7 +444,8 @@ class Turn:
     async def events(self, model: Model, handle: ChatHandle) -> AsyncIterator[Event]:
         """The events of the answer; the last of them has the whole response."""
         head = head_of(self._body, self._service, model)
-        output = Output(partial(logprob_entries, model) if self._body.wants_logprobs else None)
+        entries = partial(logprob_entries, model) if self._body.wants_logprobs else None
+        output = Output(entries, self._body.toolbox.begin_call)
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": head}
         try:
@@ -459,7 +512,7 @@ async def encode_events(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
 
 async def aside_of_stored(body: Prompted, work: Callable[[], T]) -> T:
     """The result of work on a conversation: off the event loop where it goes on with what is stored, or is large."""
-    return await (aside if body.previous_response_id is None else apart)(work)
+    return await (apart if body.needs_stored else aside)(work)
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
@@ -488,6 +541,12 @@ async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], service: 
         body.model, NAMES, lambda model: model.chat_tokens(messages, **body.make_arguments(model))
     )
     return {"object": "response.input_tokens", "input_tokens": count}
+
+
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact(request: Request) -> Response:
+    """Say that there is no such route, for the address is one of a stored response for other methods."""
+    raise no_route(request.scope)
 
 
 @router.get("/v1/responses/{response_id}")

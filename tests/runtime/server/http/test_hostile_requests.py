@@ -140,10 +140,8 @@ class TestSpecialTokens:
         spelt, short = (usage["prompt_tokens"] for usage in usages)
         assert spelt > short + 3
 
-    @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-    def test_are_not_parsed_on_demand_unless_the_server_allows_it(self, alice: httpx.Client, path: str):
-        body = chat() if path == CHAT else {"prompt": "a"}
-        assert "parse_special" in message_of(alice.post(path, json={**body, "parse_special": True}))
+    def test_are_not_parsed_on_demand_unless_the_server_allows_it(self, alice: httpx.Client):
+        assert "parse_special" in message_of(alice.post(CHAT, json={**chat(), "parse_special": True}))
 
 
 class TestAddresses:

@@ -85,3 +85,12 @@ class TestAnswers:
         assert served.status == 200 and "x-request-id" in served.headers["access-control-expose-headers"]
         other = asked("any", "https://evil.example", headers={"x-api-key": KEY}, **settings)
         assert "access-control-allow-origin" not in other.headers
+
+    @pytest.mark.parametrize(("origin", "allowed"), [(PAGE, "true"), ("https://evil.example", None)])
+    def test_reach_this_machine_from_the_web_for_the_origins_of_the_settings(
+        self, keys: Path, origin: str, allowed: str | None
+    ):
+        wanted = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
+        preflight = asked("any", origin, "OPTIONS", wanted, keys_file=keys, cors_origins=(PAGE,))
+        assert preflight.headers.get("access-control-allow-private-network") == allowed
+        assert preflight.status == (200 if allowed else 400)

@@ -233,3 +233,29 @@ def test_a_body_is_json_by_any_of_its_names(http: httpx.Client, kind: str, statu
 def test_parameters_in_the_address_are_refused_everywhere(http: httpx.Client, path: str):
     answer = http.post(f"{path}?invented=1", json={}, headers=VERSION)
     assert answer.status_code == 400 and "invented" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [USER]}),
+        (CHAT, {"messages": [USER], "stream": True}),
+        (COMPLETIONS, {"prompt": "a"}),
+        (RESPONSES, {"input": "a"}),
+        (f"{RESPONSES}/input_tokens", {"input": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/models/other", None),
+    ],
+)
+def test_a_missing_model_is_named_as_openai_does(http: httpx.Client, path: str, body: dict[str, Any] | None):
+    answer = http.get(path) if body is None else http.post(path, json={"model": "other", **body})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"], error["param"]) == (
+        404, "invalid_request_error", "model_not_found", "model")  # fmt: skip
+
+
+@pytest.mark.parametrize("body", [{}, {"model": "tiny", "input": []}])
+def test_responses_are_not_compacted(http: httpx.Client, body: dict[str, Any]):
+    answer = http.post(f"{RESPONSES}/compact", json=body)
+    assert answer.status_code == 404 and answer.json()["error"]["type"] == "invalid_request_error"

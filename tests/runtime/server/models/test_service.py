@@ -133,3 +133,32 @@ def took_at_once(_: Any) -> Any:
 def test_values_take_room_by_their_characters_and_items():
     assert room_beside({"a": "xyz", "b": [1, None]}, 10) == 10 - (2 + 3 + 2 + 2)
     assert room_beside([["x" * 50]] * 1000, 60) < 0  # and the rest is not looked at
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "asked", "wanted"),
+    [
+        ({}, {}, None, True),
+        ({}, {}, False, False),
+        ({}, {"raw_special": False}, None, False),
+        ({}, {"raw_special": False}, True, None),
+        ({"raw_special": False}, {}, None, False),
+        ({"raw_special": False}, {}, True, None),
+        ({"raw_special": False, "allow_special": True}, {}, None, True),
+    ],
+)
+def test_raw_prompts_spell_control_tokens_unless_settings_or_the_key_say_otherwise(
+    settings: dict[str, Any], key: dict[str, Any], asked: bool | None, wanted: bool | None
+):
+    bound = Service(ServerConfig(**settings), POOL).bound_sampling
+    sampling = {} if asked is None else {"parse_special": asked}
+    token = CLIENT.set(Client(Key("ann", b"", **key), lambda _: None))
+    try:
+        if wanted is None:
+            with pytest.raises(ApiError, match="parse_special is true"):
+                bound(sampling, raw=True)
+            return
+        assert bound(sampling, raw=True)["parse_special"] is wanted
+        assert "parse_special" not in bound({})
+    finally:
+        CLIENT.reset(token)

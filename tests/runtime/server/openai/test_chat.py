@@ -289,6 +289,20 @@ def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_ht
     assert refused["param"] == "chat_template_kwargs" and "contradicts verbosity" in refused["message"]
 
 
+def test_the_usage_tells_the_tokens_of_thoughts(able_openai: openai.OpenAI, able_http: httpx.Client):
+    given: dict[str, Any] = {**GREEDY, "model": "able", "max_tokens": 160, "reasoning_effort": "minimal"}
+    usage = able_openai.chat.completions.create(**given).usage
+    responses = {"model": "able", "input": MESSAGES, "max_output_tokens": 160, "reasoning": {"effort": "minimal"}}
+    same = able_http.post("/v1/responses", json={**responses, "temperature": 0}).json()["usage"]
+    assert usage and usage.completion_tokens_details
+    thoughts = usage.completion_tokens_details.reasoning_tokens
+    assert thoughts == same["output_tokens_details"]["reasoning_tokens"] > 0
+    *_, last = able_openai.chat.completions.create(stream=True, stream_options={"include_usage": True}, **given)
+    assert last.usage == usage
+    without = able_openai.chat.completions.create(**{**GREEDY, "model": "able"}).usage
+    assert without and without.completion_tokens_details and without.completion_tokens_details.reasoning_tokens == 0
+
+
 ALWAYS = "<think>{{ messages }}</think>"
 NAMED_EFFORT = "{{ reasoning_effort }}" + ALWAYS
 PICKY = NAMED_EFFORT + "{% if reasoning_effort not in ('none', 'high') %}{{ raise_exception('no') }}{% endif %}"

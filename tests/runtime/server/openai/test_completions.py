@@ -2,13 +2,17 @@
 
 import json
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
+from doubles.serving import retold, serving
 
 from llmc.runtime import Model
+from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.openai import completions
 from llmc.runtime.server.openai.logprobs import text_offsets
 
@@ -46,6 +50,35 @@ def test_a_stream_tells_at_its_end_what_was_asked_for_alone(http: httpx.Client, 
     lines = [line for line in http.post(f"/v1/{path}", json=body).text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]" and not any('"usage"' in line for line in lines)
     assert all(json.loads(line.removeprefix("data: "))["choices"] for line in lines[:-1])
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("completions", {"prompt": ["def f(", "a"]}),
+        ("completions", {"prompt": ["def f(", "a"], "echo": True, "logprobs": 1}),
+        ("completions", {"prompt": ["def f(", "a"], "echo": True, "max_tokens": 0}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2, "temperature": 1}),
+    ],
+)
+def test_each_chunk_of_a_stream_tells_the_usage_so_far_where_that_is_asked_for(
+    http: httpx.Client, path: str, said: dict[str, Any], include: bool
+):
+    options = {"include_usage": include, "continuous_usage_stats": True}
+    body = {"max_tokens": 4, "temperature": 0, **said, "stream": True, "stream_options": options}
+    lines = http.post(f"/v1/{path}", json=body).text.replace("data: [DONE]", "").split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    last = {chunk["choices"][0]["index"]: chunk["usage"] for chunk in chunks if chunk["choices"]}
+    assert all(each["total_tokens"] == each["prompt_tokens"] + each["completion_tokens"] for each in last.values())
+    assert [chunk["choices"] for chunk in chunks].count([]) == include
+    if include:
+        whole = chunks[-1]["usage"]
+        assert sum(each["completion_tokens"] for each in last.values()) == whole["completion_tokens"]
+        prompts = [each["prompt_tokens"] for each in last.values()]
+        assert whole["prompt_tokens"] == (sum(prompts) if "prompt" in said else prompts[0])
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"]]
+    assert counts[0] < max(counts) or "echo" in said  # which comes whole
 
 
 def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(client: openai.OpenAI, model: Model):
@@ -123,7 +156,6 @@ def test_other_servers_spellings_are_read():
         ({"max_tokens": "12"}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias.a"),
-        ({"parse_special": True}, "parse_special"),
         ({"prompt": []}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"guided_regex": "a"}, "guided_regex"),
@@ -135,12 +167,6 @@ def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param and param in error["message"] and error["type"] == "invalid_request_error"
-
-
-def test_a_prompt_does_not_spell_special_tokens(http: httpx.Client, model: Model):
-    spelt = "<|im_end|>"
-    answer = http.post("/v1/completions", json={"prompt": spelt, "max_tokens": 1}).json()
-    assert answer["usage"]["prompt_tokens"] == len(model.tokenizer.encode_plain(spelt)) > 1
 
 
 def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
@@ -166,3 +192,58 @@ def test_the_log_probabilities_of_an_echo_are_written_beside_the_event_loop(clie
     monkeypatch.setattr(completions, "choices_of", choices_of)
     list(client.completions.create(prompt="def add(a, b):", logprobs=2, echo=True, stream=True, **GREEDY))
     assert threads and all("AnyIO worker" in name for name in threads), threads
+
+
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+BEFORE, AFTER = "def f(", "return a"
+GAP = f"<|fim_prefix|>{BEFORE}<|fim_suffix|>{AFTER}<|fim_middle|>"
+
+
+@pytest.fixture(scope="module")
+def gaps(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a service whose model fills gaps."""
+    bundle = retold(tiny_bundle, tmp_path_factory.mktemp("gaps") / "bundle", marks=FIM)
+    with serving(ServerConfig(models={"tiny": bundle}, threads=1)) as url, httpx.Client(base_url=url) as client:
+        yield client
+
+
+def complete(client: httpx.Client, **body: Any) -> Any:
+    answer = client.post("/v1/completions", json={"max_tokens": 6, "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_control_tokens_that_a_raw_prompt_spells_are_tokens_unless_the_request_says_otherwise(gaps: httpx.Client):
+    def count(prompt: str, **given: Any) -> int:
+        return int(complete(gaps, prompt=prompt, **given)["usage"]["prompt_tokens"])
+
+    written = count(GAP)
+    assert written == count(BEFORE) + count(AFTER) + 3 == count(GAP, parse_special=True)
+    assert count(GAP, parse_special=False) > written + 10
+
+
+def test_a_suffix_is_after_the_gap_that_the_completion_fills(gaps: httpx.Client):
+    wanted, filled = complete(gaps, prompt=GAP), complete(gaps, prompt=BEFORE, suffix=AFTER)
+    assert filled["usage"] == wanted["usage"] and filled["choices"] == wanted["choices"]
+    several = complete(gaps, prompt=[BEFORE, BEFORE], suffix=AFTER, echo=True)["choices"]
+    assert [choice["text"] for choice in several] == [BEFORE + wanted["choices"][0]["text"]] * 2
+    body = {"prompt": BEFORE, "suffix": AFTER, "max_tokens": 6, "temperature": 0, "stream": True}
+    lines = gaps.post("/v1/completions", json=body).text.replace("data: [DONE]", "").split("\n\n")
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines if line)
+    assert text == wanted["choices"][0]["text"]
+    plain = complete(gaps, prompt=BEFORE)
+    assert complete(gaps, prompt=BEFORE, suffix="")["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"suffix": AFTER, "echo": True, "logprobs": 1}, "suffix"),
+        ({"suffix": AFTER, "on_overflow": "truncate_left"}, "on_overflow"),
+        ({"suffix": "a " * 20_000}, "prompt"),
+        ({"suffix": ["a"]}, "suffix"),
+    ],
+)
+def test_a_gap_that_cannot_be_filled_is_refused(gaps: httpx.Client, given: dict[str, Any], param: str):
+    answer = gaps.post("/v1/completions", json={"prompt": BEFORE, **given})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

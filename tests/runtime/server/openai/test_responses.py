@@ -151,11 +151,12 @@ def test_logprobs_are_those_of_the_text(able_openai: openai.OpenAI):
         ({"background": True}, "background"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"conversation": "x"}, "conversation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": 5}]}, "tools[0].type"),
+        ({"tools": [{"name": "add"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"truncation": "auto", "on_overflow": "sink"}, "on_overflow"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": 5}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].image_url",
@@ -216,7 +217,8 @@ def test_a_server_that_keeps_nothing_says_so(tiny_bundle: Path):
 
 
 def named(name: str, previous: str | None = None, text: str = "") -> tuple[str, Stored]:
-    return name, make_stored(previous, [{"text": f"{name}?"}], {"id": name, "output": [{"text": f"{name}!{text}"}]})
+    asked, answer = {"id": f"{name}?", "text": f"{name}?"}, {"id": f"{name}!", "text": f"{name}!{text}"}
+    return name, make_stored(previous, [asked], {"id": name, "output": [answer]})
 
 
 def texts(store: ResponseStore, owner: str | None, name: str) -> list[str]:
