@@ -348,7 +348,7 @@ async def load_or_unload(body: OllamaChat | OllamaPrompt, service: Service) -> R
     Raises ApiError: 403, there are keys, and the client's is no admin's."""
     name = parse_model_name(service, body.model)
     if body.unloads:
-        base = service.pool.base(service.name(name))
+        base = service.name(service.pool.base(service.name(name)))
         check_admin()
         await service.pool.unload(base)
     else:

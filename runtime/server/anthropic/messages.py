@@ -63,7 +63,7 @@ BUILT_IN = re.compile(r"\w+_\d{8}|mcp_toolset|tool_search_tool_(bm25|regex)")
 # Blocks that belong to such tools, or that Anthropic's servers alone can read.
 FOREIGN = re.compile(
     r"\w+_tool_result|(server|mcp)_tool_use|mcp_tool_listing|tool_(addition|removal)|browser_state"
-    r"|container_upload|fallback|redacted_thinking"
+    r"|container_upload|fallback|redacted_thinking|connector_text"
 )
 FILES = ("base64", "url", "file")  # sources of documents that the service cannot read
 BILLING = "x-anthropic-billing-header:"  # how Claude Code's block begins that is for Anthropic's accounts
@@ -642,6 +642,8 @@ class Blocks:
 
     def close(self) -> Iterator[dict[str, Any]]:
         if self._open is not None:
+            if self._open[0] == "thinking":  # without it clients do not send the thoughts back
+                yield self._delta({"type": "signature_delta", "signature": ""})
             yield {"type": "content_block_stop", "index": self._index}
         self._open = None
 

@@ -22,14 +22,18 @@ CALLING_TEMPLATE = ABLE_TEMPLATE.replace("<think>\n{% if not enable_thinking %}\
     "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}", ""
 )
 
+# As DeepSeek-R1's: it always thinks.
+THINKING_TEMPLATE = ABLE_TEMPLATE.replace("{% if not enable_thinking %}\n</think>\n\n{% endif %}", "")
+
 
 @pytest.fixture(scope="module")
 def agents(long_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of a service with the models ``calls`` and ``thinks``."""
+    """A client of a service with the models ``calls``, ``thinks`` where it is asked to, and ``always`` thinks."""
     folder = tmp_path_factory.mktemp("agents")
     models = {
         "calls": retold(long_bundle, folder / "calls", CALLING_TEMPLATE),
         "thinks": retold(long_bundle, folder / "thinks"),
+        "always": retold(long_bundle, folder / "always", THINKING_TEMPLATE),
     }
     with serving(ServerConfig(models=models, threads=1), Guarded) as url:
         with httpx.Client(base_url=url, timeout=WAIT_S, headers=RECORD["headers"]) as client:
@@ -45,6 +49,7 @@ def test_claude_codes_requests_are_answered(agents: httpx.Client, name: str, mod
     assert answer.status_code == 200, answer.text
     ended = '"stop_reason":"max_tokens"' in answer.text.replace(" ", "")
     assert ended or "end_turn" in answer.text
+    assert (streams and '"type":"thinking"' in answer.text) == ("signature_delta" in answer.text)
     named = answer.headers.get("x-llmc-ignored", "")
     assert ("output_config.effort" in named) == (model == "calls")
 
@@ -68,3 +73,13 @@ def test_one_that_is_cancelled_ends(agents: httpx.Client):
     while 'running{model_name="thinks"} 0.0' not in agents.get("/metrics").text:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_thoughts_that_the_template_always_begins_end_at_once_where_they_are_unwanted(agents: httpx.Client):
+    body = {**REQUESTS["title"], "model": "always", "max_tokens": 12, "thinking": {"type": "disabled"}}
+    body["output_config"] = {"effort": "high"}
+    whole = agents.post(RECORD["path"], json={**body, "stream": False}).json()
+    assert [block["type"] for block in whole["content"]] == ["text"]
+    assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
+    streamed = agents.post(RECORD["path"], json=body).text
+    assert "text_delta" in streamed and "thinking_delta" not in streamed

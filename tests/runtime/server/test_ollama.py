@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import httpx2 as httpx
 import pytest
-from doubles.serving import serving
+from doubles.serving import retold, serving
 
 from llmc.runtime import SamplingParams
 from llmc.runtime.api.chat import Message, ToolCall
@@ -19,9 +19,15 @@ ANN, ROOT = "sk-ann-0123456789", "sk-root-0123456789"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "def f("}], "options": {"num_predict": 6, "seed": 1}}
 
 
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+BEFORE, AFTER = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
+
+
 @pytest.fixture(scope="module")
-def able(able_bundle):
-    with serving(ServerConfig(models={"tiny": able_bundle}, threads=1), Guarded) as url:
+def able(tiny_bundle, tmp_path_factory):
+    """A client of a service whose model calls tools, thinks and fills gaps."""
+    bundle = retold(tiny_bundle, tmp_path_factory.mktemp("ollama") / "bundle", marks=FIM)
+    with serving(ServerConfig(models={"tiny": bundle}, threads=1), Guarded) as url:
         with httpx.Client(base_url=url, timeout=60) as client:
             yield client
 
@@ -76,6 +82,21 @@ def test_raw_prompts_take_the_values_that_mean_any_as_the_other_routes_do(able):
     for raw in (True, False):
         refused = able.post("/api/generate", json=asked | {"options": {"num_predict": 0}, "raw": raw})
         assert refused.status_code == 400 and "options.num_predict" in refused.json()["error"], refused.text
+
+
+def test_raw_prompts_spell_the_marks_that_suffix_writes(able, http):
+    options = {"num_predict": 6, "temperature": 0}
+    spelt = {"prompt": "<|fim_prefix|>" + BEFORE + "<|fim_suffix|>" + AFTER + "<|fim_middle|>", "raw": True}
+    wanted = able.post("/v1/completions", json={"prompt": BEFORE, "suffix": AFTER, "max_tokens": 6, "temperature": 0})
+    for given in (spelt, {"prompt": BEFORE, "suffix": AFTER}, {"prompt": BEFORE, "suffix": AFTER, "raw": True}):
+        pieces = lines(able.post("/api/generate", json={"model": "tiny", "options": options, **given}))
+        assert "".join(piece["response"] for piece in pieces) == wanted.json()["choices"][0]["text"]
+        assert pieces[-1]["prompt_eval_count"] == wanted.json()["usage"]["prompt_tokens"]
+    asked = {"model": "tiny", "prompt": BEFORE, "suffix": AFTER}
+    refused = http.post("/api/generate", json=asked)
+    assert refused.status_code == 400 and refused.json()["error"].startswith("suffix is given, but")
+    refused = able.post("/api/generate", json={**asked, "system": "Be brief."})
+    assert refused.status_code == 400 and "system is given beside suffix" in refused.json()["error"]
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
