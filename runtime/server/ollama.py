@@ -28,14 +28,14 @@ from llmc.runtime.server.http.ignored import ignore, rename_ignored
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service
-from llmc.runtime.server.openai.chat import ChatRequest, Function, open_chat
+from llmc.runtime.server.openai.chat import ChatRequest, Effort, Function, open_chat
 from llmc.runtime.server.openai.completions import CompletionRequest
 from llmc.runtime.server.openai.embeddings import EmbeddingRequest, Rows, compute_vectors
 
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
 SPOKEN_VERSION = "0.12.6"
-PENALTIES = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty"})
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 # Ollama's names of llmc's parameters.
 NAMES = {"prompt": "messages", "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty"}
 NAMES |= {"json_schema": "format", "reasoning": "think", "reasoning_budget": "think"}
@@ -71,8 +71,8 @@ class Options(Sampled):
         given = self.model_dump(exclude_none=True, by_alias=True)
         last = given.pop("repeat_last_n", -1)
         if last == 0:
-            given = {name: value for name, value in given.items() if name not in PENALTIES}
-        elif last > 0 and PENALTIES & given.keys():
+            given |= NO_PENALTIES
+        elif last > 0:
             ignore("repeat_last_n")
         if given.get("max_tokens", 0) < 0:
             given["max_tokens"] = ANY
@@ -124,12 +124,12 @@ class Asked(Lenient):
     stream: bool = True
     format: Annotated[Literal["", "json"] | dict[str, Any], Field(description="json, or a JSON schema")] = ""
     options: Options = Options()
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Effort | None = None
 
     @property
     def is_empty(self) -> bool:
         """True if nothing is to be answered."""
-        raise NotImplementedError
+        return False
 
     @property
     def unloads(self) -> bool:
@@ -442,10 +442,10 @@ async def _embed(body: OllamaEmbed, request: Request, service: Service) -> tuple
 @router.delete("/api/delete")
 async def manage() -> Response:
     """Refuse what would change the models that are here."""
-    said = (
-        "models are not pulled, made, copied or deleted here: make a bundle with 'llmc build', and start 'llmc serve' "
+    reason = (
+        "models are not pulled, made, copied or deleted here: make a bundle with 'llmc build' and give its folder to "
     )
-    raise ApiError(400, f"{said}with its folder; GET /api/tags lists the models that are here")
+    raise ApiError(400, f"{reason}'llmc serve'; GET /api/tags lists the models that are here")
 
 
 def card(service: Service, name: str) -> dict[str, Any]:

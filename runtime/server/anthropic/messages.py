@@ -58,17 +58,17 @@ router = APIRouter(tags=["Anthropic"], dependencies=[Depends(check_version)], re
 
 # Prefixes are cached without marks of what may be, and leave when memory needs their place.
 CACHED = frozenset({"cache_control"})
-# Tools of Anthropic's own, which its servers or its models' training define: each has a date or is one of these.
+# Types of Anthropic's own tools, which its servers run or its models are trained on: they have a date or are these.
 BUILT_IN = re.compile(r"\w+_\d{8}|mcp_toolset|tool_search_tool_(bm25|regex)")
-# Blocks that belong to such tools, or that Anthropic's servers alone can read.
+# Types of the blocks of such tools, and of blocks that only Anthropic's servers can read.
 FOREIGN = re.compile(
     r"\w+_tool_result|(server|mcp)_tool_use|mcp_tool_listing|tool_(addition|removal)|browser_state"
     r"|container_upload|fallback|redacted_thinking|connector_text"
 )
 FILES = ("base64", "url", "file")  # sources of documents that the service cannot read
-BILLING = "x-anthropic-billing-header:"  # how Claude Code's block begins that is for Anthropic's accounts
+BILLING = "x-anthropic-billing-header:"  # begins a block of Claude Code's that the model is not to read
 EFFORT = "output_config.effort"
-# As chat templates know it.
+# The words of chat templates for it.
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
@@ -76,7 +76,7 @@ def _leave_out_foreign(blocks: Any) -> Any:
     """Leave out and name the blocks that are for Anthropic's servers."""
     if not isinstance(blocks, list):
         return blocks
-    found = []
+    kept = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, Mapping) else None
         source = block.get("source") if kind == "document" else None
@@ -84,11 +84,12 @@ def _leave_out_foreign(blocks: Any) -> Any:
         if is_file or (isinstance(kind, str) and FOREIGN.fullmatch(kind)):
             ignore(f"messages.content.{kind}")
         else:
-            found.append(block)
-    return found
+            kept.append(block)
+    return kept
 
 
 def _refuse_none(blocks: Any) -> Any:
+    """Refuse an empty list, before blocks are left out."""
     if blocks == []:
         raise PydanticCustomError("too_short", "too short", {"min_length": 1, "actual_length": 0})
     return blocks
@@ -262,7 +263,7 @@ class AssistantMessage(Body):
 
 
 class SystemMessage(Body):
-    """Words of the system's, also amid a conversation; ``clear_at`` ends them with the next message of the user."""
+    """A system message, also in the middle of a conversation; ``clear_at`` says how long the model sees it."""
 
     IGNORED = frozenset({"output_config"})
     role: Literal["system"]
@@ -362,43 +363,51 @@ class Prompted(Body):
         if not isinstance(given, Mapping):
             return given
         if given.get("thread") is not None:
-            said = "thread asks the server to keep the conversation, which it does not; send all messages"
+            reason = "thread asks the server to keep the conversation, which it does not; send all messages"
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-            raise ApiError(400, said, param="thread", details=details)
+            raise ApiError(400, reason, param="thread", details=details)
         tools, choice = given.get("tools"), given.get("tool_choice")
         if not isinstance(tools, list):
             return given
-        built_in = [tool for tool in tools if _is_built_in(tool)]
-        forced = choice.get("name") if isinstance(choice, Mapping) else None
-        for tool in built_in:
-            if forced is not None and tool.get("name") == forced:
-                said = (
-                    f"tool_choice forces {str(forced)[:64]!r}, a tool of the kind {tool['type'][:64]!r}, which cannot "
-                )
-                raise ApiError(400, f"{said}be run here; name a tool with an input_schema", param="tool_choice")
+        kept = [tool for tool in tools if not _is_built_in(tool)]
+        choice = choice if isinstance(choice, Mapping) else {}
+        for tool in filter(_is_built_in, tools):
+            if choice.get("name", "") == tool.get("name") or (choice.get("type") == "any" and not kept):
+                reason = f"tool_choice forces a tool of the type {tool['type'][:64]!r}, which this service cannot run"
+                raise ApiError(400, f"{reason}; give a tool with an input_schema", param="tool_choice")
             ignore(f"tools.{tool['type']}")
-        return {**given, "tools": [tool for tool in tools if not _is_built_in(tool)]} if built_in else given
+        return {**given, "tools": kept}
 
     @property
     def is_prefilled(self) -> bool:
         """True if the last message is the assistant's, of which the answer is the rest."""
         return isinstance(self.messages[-1], AssistantMessage)
 
-    def plain(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them, each block of the user's apart.
+    def plain(self, *, late_system: bool = True) -> list[dict[str, Any]]:
+        """The conversation as chat templates read it; messages of a role that follow each other are one turn.
+        ``late_system``: False makes system messages in the middle the user's.
         Raises ApiError: the last message is the assistant's, and cannot be gone on with."""
         last = blocks_in(self.messages[-1].content)[-1:]
         if self.is_prefilled and not any(isinstance(block, TextBlock) for block in last):
             place = f"messages[{len(self.messages) - 1}]"
-            said = f"{place} is the assistant's and ends with no text; expected text for the answer to go on with"
-            raise ApiError(400, said, param=place)
+            reason = f"{place} is the assistant's and ends with no text; expected text for the answer to go on with"
+            raise ApiError(400, reason, param=place)
         system = [block for block in blocks_in(self.system or "") if not block.text.startswith(BILLING)]
-        found = [{"role": "system", "content": text}] if (text := text_of(system)) else []
+        messages = [{"role": "system", "content": text}] if (text := text_of(system)) else []
+        first = next((at for at, each in enumerate(self.messages) if not isinstance(each, SystemMessage)), 0)
         latest = max((at for at, each in enumerate(self.messages) if isinstance(each, UserMessage)), default=0)
         for at, message in enumerate(self.messages):
             if not (isinstance(message, SystemMessage) and message.clear_at == "next_user_message" and at < latest):
-                found += message.plain()
-        return found
+                late = at > first and not late_system and isinstance(message, SystemMessage)
+                messages += ({**each, "role": "user"} if late else each for each in message.plain())
+        return _merge_turns(messages)
+
+    def fit(self, turns: list[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+        """The ``turns`` of :meth:`plain`, without system messages in the middle where the template shows none there."""
+        if all(turn["role"] != "system" for turn in turns[1:]) or shows_late_system(template):
+            return turns
+        ignore("messages.role.system")
+        return self.plain(late_system=False)
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages."""
@@ -409,14 +418,14 @@ class Prompted(Body):
         }
 
     def _variables(self, model: Model) -> dict[str, Any] | None:
-        """Variables of the chat template that ask it for thoughts or for none, and for effort, where it reads them."""
-        known, found = model.chat_template.variables(bool(self.tools)), {}
+        """Variables of the chat template for ``thinking`` and ``effort``, where it reads them."""
+        known, variables = model.chat_template.variables(bool(self.tools)), {}
         thinks = self.thinking is None or self.thinking.type != "disabled"
         if self.thinking and "enable_thinking" in known:
-            found["enable_thinking"] = thinks
+            variables["enable_thinking"] = thinks
         if self.effort and thinks and "reasoning_effort" in known:
-            return add_variables(model, found, EFFORTS[self.effort], None, bool(self.tools), effort_name=EFFORT)
-        return found or None
+            return add_variables(model, variables, EFFORTS[self.effort], None, bool(self.tools), effort_name=EFFORT)
+        return variables or None
 
     @property
     def omits_thoughts(self) -> bool:
@@ -433,39 +442,31 @@ def _is_built_in(tool: Any) -> bool:
     return isinstance(kind, str) and BUILT_IN.fullmatch(kind) is not None
 
 
-def merge_turns(messages: Iterable[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
-    """The messages with each turn as one message. Where the template shows the system's words at the beginning alone,
-    later ones are the user's."""
-    found: list[dict[str, Any]] = []
-    given = list(messages)
-    begins = next((at for at, message in enumerate(given) if message["role"] != "system"), len(given))
-    if any(message["role"] == "system" for message in given[begins:]) and not shows_late_system(template):
-        ignore("messages.role.system")
-        given[begins:] = [
-            {**message, "role": "user"} if message["role"] == "system" else message for message in given[begins:]
-        ]
-    for role, group in groupby(given, itemgetter("role")):
+def _merge_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make the messages of each turn one message; results of tools stay apart."""
+    turns: list[dict[str, Any]] = []
+    for role, group in groupby(messages, itemgetter("role")):
         turn = list(group)
         if role == "assistant":
-            found.append(_merge_answers(turn))
+            turns.append(_merge_answers(turn))
         elif role == "tool":
-            found += turn
+            turns += turn
         else:
-            found.append({"role": role, "content": make_content((message["content"] for message in turn), "\n")})
-    return found
+            turns.append({"role": role, "content": make_content((message["content"] for message in turn), "\n")})
+    return turns
 
 
 def _merge_answers(turn: list[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": "assistant", "content": "".join(message["content"] for message in turn)}
+    merged: dict[str, Any] = {"role": "assistant", "content": "".join(message["content"] for message in turn)}
     if thoughts := "".join(message.get("reasoning_content", "") for message in turn):
-        found["reasoning_content"] = thoughts
+        merged["reasoning_content"] = thoughts
     if calls := [call for message in turn for call in message.get("tool_calls", ())]:
-        found["tool_calls"] = calls
-    return found
+        merged["tool_calls"] = calls
+    return merged
 
 
 def shows_late_system(template: ChatTemplate) -> bool:
-    """True if a message of the system's amid a conversation is shown to the model."""
+    """True if the template shows a system message in the middle of a conversation."""
     turns = [{"role": role, "content": f"{role}'s words"} for role in ("user", "system", "assistant", "user")]
     try:
         return all(turns[1]["content"] in template.render(given) for given in (turns[:2], turns))
@@ -527,12 +528,14 @@ class MessageRequest(Sampled, Prompted):
 
     def _check_budget(self, budget: int) -> int:
         if budget >= self.max_tokens:
-            said = f"thinking.budget_tokens is {budget}, expected less than max_tokens, {self.max_tokens}"
-            raise ApiError(400, said, param="thinking.budget_tokens")
+            reason = f"thinking.budget_tokens is {budget}, expected less than max_tokens, {self.max_tokens}"
+            raise ApiError(400, reason, param="thinking.budget_tokens")
         if self.is_prefilled:
             place = f"messages[{len(self.messages) - 1}]"
-            said = f"{place} is the beginning of the answer, before which thoughts would come; leave out thinking or it"
-            raise ApiError(400, said, param=place)
+            reason = (
+                f"{place} is the beginning of the answer, before which thoughts would come; leave out thinking or it"
+            )
+            raise ApiError(400, reason, param=place)
         return budget
 
 
@@ -697,7 +700,7 @@ async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Serv
     messages, arguments = await aside(lambda: (body.plain(), service.bound_sampling(body.arguments())))
 
     def make(model: Model) -> "partial[ChatHandle]":
-        turns, given = merge_turns(messages, model.chat_template), arguments | body.make_arguments(model)
+        turns, given = body.fit(messages, model.chat_template), arguments | body.make_arguments(model)
         return partial(_submit, model, turns, reasoning_budget=body.budget(model, given), **given)
 
     return await service.submit(held, body.model, NAMES, make)
@@ -733,7 +736,7 @@ async def count_tokens(body: Annotated[Prompted, take_body(Prompted)], service: 
     """The tokens of the prompt that such a conversation becomes."""
 
     def tokenize(model: Model) -> list[int]:
-        return model.chat_tokens(merge_turns(body.plain(), model.chat_template), **body.make_arguments(model))
+        return model.chat_tokens(body.fit(body.plain(), model.chat_template), **body.make_arguments(model))
 
     count = await service.count_tokens(body.model, NAMES, tokenize)
     return {"input_tokens": count}

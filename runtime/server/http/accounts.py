@@ -230,8 +230,8 @@ def check_admin() -> None:
     """Refuse a client whose key is no admin's. Raises ApiError: 403."""
     client = CLIENT.get()
     if client and client.key and not client.key.admin:
-        said = f"the key {client.key.name!r} is no admin's; use one that has admin = true in the file of keys"
-        raise ApiError(403, said)
+        reason = f"the key {client.key.name!r} is no admin's; use one that has admin = true in the file of keys"
+        raise ApiError(403, reason)
 
 
 def spend(*, requests: int = 0, tokens: int = 0) -> None:

@@ -23,11 +23,11 @@ def ignore(name: str) -> None:
 
 
 def rename_ignored(names: Mapping[str, str]) -> None:
-    """Name parameters that were ignored so far by the dialect's own ``names``."""
-    found = _NAMES.get() or {}
-    renamed = {names.get(name, name): None for name in found}
-    found.clear()
-    found.update(renamed)
+    """Call the parameters ignored so far by the dialect's own ``names``."""
+    if ignored := _NAMES.get():
+        renamed = {names.get(name, name): None for name in ignored}
+        ignored.clear()
+        ignored.update(renamed)
 
 
 def forget_ignored() -> None:

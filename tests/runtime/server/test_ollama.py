@@ -116,6 +116,11 @@ def test_what_is_not_known_is_ignored_and_named(able):
     assert {"num_ctx", "repeat_last_n"} <= set(raw.headers["x-llmc-ignored"].split(", "))
 
 
+def test_penalties_of_no_tokens_are_none():
+    options = Options(repeat_last_n=0, repeat_penalty=1.3, presence_penalty=0.5).plain()
+    assert options == {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
 def test_every_sampling_parameter_is_an_option(able):
     names = {field.name for field in fields(SamplingParams)} - SPOKEN
     assert names <= Options.model_fields.keys()
@@ -175,12 +180,12 @@ def test_with_keys_an_admin_alone_unloads(tiny_bundle, tmp_path):
 @pytest.mark.parametrize("given", ["a text", ["a text", "another"]])
 def test_texts_are_embedded(able_http, given):
     answer = able_http.post("/api/embed", json={"model": "embed:latest", "input": given, "options": {"num_ctx": 8}})
-    found = answer.json()
+    vectors = answer.json()
     wanted = able_http.post("/v1/embeddings", json={"model": "embed", "input": given}).json()
-    assert found["embeddings"] == [each["embedding"] for each in wanted["data"]]
-    assert found["prompt_eval_count"] == wanted["usage"]["prompt_tokens"] and found["total_duration"] > 0
+    assert vectors["embeddings"] == [each["embedding"] for each in wanted["data"]]
+    assert vectors["prompt_eval_count"] == wanted["usage"]["prompt_tokens"] and vectors["total_duration"] > 0
     older = able_http.post("/api/embeddings", json={"model": "embed", "prompt": "a text"}).json()
-    assert older["embedding"] == found["embeddings"][0]
+    assert older["embedding"] == vectors["embeddings"][0]
 
 
 def test_texts_that_are_too_long_are_cut_unless_that_is_unwanted(able_http):

@@ -14,7 +14,7 @@ from anthropic.types.beta import (
 )
 from anthropic.types.beta.message_create_params import MessageCreateParamsBase
 
-from llmc.runtime.server.anthropic.messages import BUILT_IN, FOREIGN, MessageRequest, merge_turns
+from llmc.runtime.server.anthropic.messages import BUILT_IN, FOREIGN, MessageRequest
 from llmc.runtime.text.chat_template import ChatTemplate
 
 USER: dict[str, Any] = {"role": "user", "content": "Write a function."}
@@ -87,8 +87,8 @@ def test_a_model_without_thoughts_keeps_any_bound_of_them(
     http: httpx.Client, thinking: dict[str, Any], named: set[str], goes_on: bool
 ):
     messages = [USER, {"role": "assistant", "content": "def"}] if goes_on else [USER]
-    answer, found = ask(http, messages=messages, thinking=thinking, max_tokens=1025, stop_sequences=["e", "a", " "])
-    assert found == named and {block["type"] for block in answer["content"]} <= {"text"}
+    answer, ignored = ask(http, messages=messages, thinking=thinking, max_tokens=1025, stop_sequences=["e", "a", " "])
+    assert ignored == named and {block["type"] for block in answer["content"]} <= {"text"}
 
 
 def test_thoughts_that_are_left_out_are_empty_blocks(able_anthropic: anthropic.Anthropic):
@@ -255,31 +255,33 @@ REFUSES = (
 @pytest.mark.parametrize(
     ("source", "wanted"),
     [
-        (SHOWS_ALL, "<system>s<user>a<system>t<assistant>b<user>c"),
-        (FIRST_ALONE, "<system>s<user>a\nt<assistant>b<user>c"),
-        (REFUSES, "<system>s<user>a\nt<assistant>b<user>c"),
+        (SHOWS_ALL, "<system>r\ns<user>a<system>t<assistant>b<user>c"),
+        (FIRST_ALONE, "<system>r\ns<user>a\nt<assistant>b<user>c"),
+        (REFUSES, "<system>r\ns<user>a\nt<assistant>b<user>c"),
     ],
 )
-def test_the_systems_words_amid_a_conversation_are_shown(source: str, wanted: str):
+def test_a_system_message_in_the_middle_is_shown(source: str, wanted: str):
     template = ChatTemplate({"default": source}, {})
     turns = [("system", "s"), ("user", "a"), ("system", "t"), ("assistant", "b"), ("user", "c")]
-    merged = merge_turns(({"role": role, "content": content} for role, content in turns), template)
-    assert template.render(merged) == wanted
+    body = MessageRequest(
+        **{**BODY, "system": "r", "messages": [{"role": role, "content": content} for role, content in turns]}
+    )
+    assert template.render(body.fit(body.plain(), template)) == wanted
 
 
-def test_the_systems_words_end_where_they_say(able_http: httpx.Client):
+def test_a_system_message_ends_where_clear_at_says(able_http: httpx.Client):
     brief = {"role": "system", "content": [{"type": "text", "text": "Be brief."}], "clear_at": "next_user_message"}
     assert count(able_http, [USER, brief, ANSWER, USER]) == count(able_http, [USER, ANSWER, USER])
     assert count(able_http, [USER, brief]) > count(able_http, [USER])
 
 
-def test_marks_for_accounts_are_no_words_of_the_systems(able_http: httpx.Client):
+def test_the_billing_header_of_claude_code_is_not_shown(able_http: httpx.Client):
     mark = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197; cch=a1b2c;"}
     brief = {"type": "text", "text": "Be brief."}
     assert count(able_http, [USER], system=[mark, brief]) == count(able_http, [USER], system="Be brief.")
 
 
-def test_the_older_place_of_a_form_counts(able_http: httpx.Client):
+def test_output_format_is_a_form_too(able_http: httpx.Client):
     form = {"type": "json_schema", "schema": {"enum": [1, 2]}}
     answer, _ = ask(able_http, model="able", output_format=form, max_tokens=8)
     assert answer["content"][0]["text"] in ("1", "2")
