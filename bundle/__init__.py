@@ -41,6 +41,7 @@ from llmc.bundle.manifest import MOST_ADAPTERS as MOST_ADAPTERS
 from llmc.bundle.manifest import MOST_RANK as MOST_RANK
 from llmc.bundle.manifest import MOST_REPLAYED as MOST_REPLAYED
 from llmc.bundle.manifest import MOST_STAGES as MOST_STAGES
+from llmc.bundle.manifest import MOST_SUPPRESSED as MOST_SUPPRESSED
 from llmc.bundle.manifest import PROMPTS_FILE as PROMPTS_FILE
 from llmc.bundle.manifest import REPLAY as REPLAY
 from llmc.bundle.manifest import SCHEMA_VERSION as SCHEMA_VERSION

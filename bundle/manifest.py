@@ -49,6 +49,7 @@ Version = Annotated[int, range(1, 1 << 16)]
 Tokens = Annotated[int, range(1 << 40)]  # of a text
 Parity = Annotated[int, range(3)]
 TokenIds = Annotated[tuple[Annotated[int, range(1 << 24)], ...], range(1025)]
+MOST_SUPPRESSED = 1 << 18
 Logits = Annotated[tuple[float, ...], range(1025)]
 # That may be loaded at a time, and of how many columns their factors are.
 MOST_ADAPTERS, MOST_RANK = 256, 512
@@ -161,7 +162,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Generation:
-    """Defaults of the checkpoint's generation_config.json; None where it says nothing."""
+    """Defaults of the checkpoint's generation_config.json by the names of requests' parameters; None or none where it
+    says nothing. ``bad_words`` are sequences of tokens."""
 
     eos_token_ids: TokenIds
     bos_token_id: Annotated[int, range(1 << 24)] | None
@@ -170,6 +172,12 @@ class Generation:
     top_k: Annotated[int, range(1 << 31)] | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: Annotated[int, range(1 << 31)] | None = None
+    min_tokens: Annotated[int, range(1 << 31)] | None = None
+    banned_tokens: Annotated[tuple[Annotated[int, range(1 << 24)], ...], range(MOST_SUPPRESSED + 1)] = ()
+    bad_words: Annotated[tuple[TokenIds, ...], range(1025)] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import shlex
 import stat
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,6 +196,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
     g, limits, generation = manifest.geometry, manifest.limits, manifest.generation
     staged = manifest.stage.is_sound(g.layers)
     kinds = {cache.kind for cache in manifest.list_caches()} if staged else set()
+    banned = generation.banned_tokens, *generation.bad_words
     sound = {
         "stage": staged,
         "geometry": g.is_sound,
@@ -203,9 +205,10 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         if g.encoder
         else manifest.graphs.keys() - {LM_HEAD}
         == {"prefill", "decode"} | ({"vision"} if g.vision else set()) | ({REPLAY} if "state" in kinds else set()),
-        "generation": max((*generation.eos_token_ids, generation.bos_token_id or 0)) < g.vocab_size
+        "generation": max(chain(generation.eos_token_ids, [generation.bos_token_id or 0], *banned)) < g.vocab_size
         and (generation.temperature or 0) >= 0
-        and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p)),
+        and (generation.repetition_penalty is None or 0.01 <= generation.repetition_penalty <= 100)
+        and all(0 <= (share or 0) <= 1 for share in (generation.top_p, generation.min_p, generation.typical_p)),
         "adapters": bool(limits.adapters) == bool(limits.rank) == (manifest.adapter_graph is not None),
         "cache": manifest.cache in CACHE_BYTES,
         "hidden": all(0 < border <= g.layers for border in manifest.hidden),

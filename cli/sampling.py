@@ -25,7 +25,7 @@ from llmc.cli.options import (
 )
 from llmc.errors import UsageError, format_value
 from llmc.runtime.sampling.neighbours import neighbour
-from llmc.runtime.sampling.params import PARAMETERS, SAMPLED, SamplingParams
+from llmc.runtime.sampling.params import DEFAULTED, PARAMETERS, SamplingParams
 from llmc.runtime.sampling.ranges import Parameter, Range
 from llmc.strict import read_bytes
 
@@ -104,11 +104,13 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "flag": (bool, ""),
     "text": (str, ""),
     "texts": (str, "may be repeated"),
+    "words": (str, "may be repeated"),
     "tokens": (tokens, "as 2,13"),
     "biases": (biases, "as 13=-5,198=2.5"),
     "choice": (str, ""),
     "schema": (schema, "a file, or the schema itself"),
 }
+SEVERAL = ("texts", "words")
 _NOTES = {
     "max_tokens": "fewer where the context ends",
     "grammar": "a file, or its text",
@@ -146,7 +148,7 @@ def change_parameter(sampling: dict[str, Any], name: str, text: str) -> dict[str
         value = click.types.convert_type(_type(name, values))(text)
     except click.BadParameter as error:
         raise UsageError(f"{name}: {error.message}") from error
-    found = {**rest, name: (value,) if values.kind == "texts" else value}
+    found = {**rest, name: (value,) if values.kind in SEVERAL else value}
     SamplingParams(**found)
     refuse_several(found)
     refuse_unseen(found)
@@ -163,7 +165,7 @@ def _option(name: str, stated: Parameter, section: str) -> Callable[[Any], Any]:
         type=_type(name, values),
         metavar=f"[{'|'.join(map(str, values.choices)).lower()}]" if values.choices else None,
         default=None,
-        multiple=values.kind == "texts",
+        multiple=values.kind in SEVERAL,
         help=_help(name, stated.meaning, values),
     )
 
@@ -174,7 +176,7 @@ def _help(name: str, meaning: str, values: Range) -> str:
     known = SAMPLING_NAMES | ENGINE_NAMES
     text = re.sub("`(.*?)`", lambda quoted: flag(quoted[1]) if quoted[1] in known else quoted[1], text)
     default = SamplingParams.__dataclass_fields__[name].default
-    if name in SAMPLED:
+    if name in DEFAULTED:
         return f"{text}.  [default: the checkpoint's]"
     shown = " ".join(map(ascii, default)) if isinstance(default, tuple) else str(default).lower()
     return f"{text}." + (f"  [default: {shown}]" if default or (values.choices and default is not None) else "")

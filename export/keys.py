@@ -212,6 +212,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, (1 << 31) - 1),
     "top_p": (1e-9, 1),
     "min_p": (0, 1),
+    "typical_p": (1e-9, 1),
+    "repetition_penalty": (0.01, 100),
+    "no_repeat_ngram_size": (0, (1 << 31) - 1),
+    "min_new_tokens": (0, (1 << 31) - 1),
 }
 
 
@@ -303,6 +307,10 @@ class Keys:
         """The value as it stands, None where it is absent: the caller checks it."""
         self._read.add(name)
         return self._values.get(name)
+
+    def unread(self) -> dict[str, Any]:
+        """The values that were not read; null means not set."""
+        return {name: value for name, value in self._values.items() if value is not None and name not in self._read}
 
     def skip(self, *names: str) -> None:
         """Mark keys as read whose value does not matter here."""

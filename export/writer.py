@@ -1,7 +1,6 @@
 """Writes the export folder: graph, hard-linked weights, copies of config and tokenizer, manifest; published whole."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -56,8 +55,11 @@ def write_export(
 
 def _manifest(source: Checkpoint) -> bundle.ExportManifest:
     generation = source.generation
-    if source.geometry.diffusion:  # whose distribution is never cut, though its checkpoint may ask for it
-        generation = replace(generation, top_k=None, top_p=None, min_p=None)
+    if source.geometry.diffusion:  # whose logits nothing changes, though its checkpoint may ask for it
+        generation = bundle.Generation(
+            *(generation.eos_token_ids, generation.bos_token_id, generation.do_sample, generation.temperature),
+            *(None, None, None),
+        )
     return bundle.ExportManifest(
         schema_version=bundle.SCHEMA_VERSION,
         llmc_version=__version__,

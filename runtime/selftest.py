@@ -6,7 +6,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ import llmc
 from llmc.bundle import GoldenPrompt, GoldenVector, Manifest
 from llmc.errors import BundleError
 from llmc.inventory import Vision
+from llmc.runtime.api.request import Request
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import cpu_flags
+from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime.library import SESSION_CONFIG
 from llmc.runtime.vision.patches import make_feeds
@@ -280,9 +282,16 @@ def _ways(model: Any, case: GoldenPrompt) -> Iterator[NDArray[np.float32]]:
         yield runner.prefill_beside(prompt[: len(prompt) // 2], prompt)
 
 
+def answer_greedily(model: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+    """The ``count`` tokens after a prompt that the logits alone choose, whatever the checkpoint's defaults are."""
+    params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+    tokens: tuple[int, ...] = model.submit(Request(prompt, params)).result().token_ids
+    return tokens
+
+
 def _same_tokens(model: Any, case: GoldenPrompt, tokens: tuple[int, ...]) -> int:
     """Count the greedy tokens that equal the recorded ones, up to a near tie that was decided differently."""
-    answer = model.generate(case.prompt, max_tokens=len(tokens), temperature=0, ignore_eos=True).token_ids
+    answer = answer_greedily(model, case.prompt, len(tokens))
     for i, (here, there, margin) in enumerate(zip(answer, tokens, case.margins, strict=False)):
         if here != there and margin > 2 * model.manifest.golden_tolerance:
             raise BundleError(

@@ -207,6 +207,9 @@ IMPOSSIBLE = [
     (put(-1.0, "generation", "temperature"), "generation"),
     (put(1.5, "generation", "top_p"), "generation"),
     (put([512], "generation", "eos_token_ids"), "generation"),
+    (put([512], "generation", "banned_tokens"), "generation"),
+    (put([[3, 512]], "generation", "bad_words"), "generation"),
+    (put(0.0, "generation", "repetition_penalty"), "generation"),
 ]
 
 

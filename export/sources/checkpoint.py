@@ -13,9 +13,9 @@ from llmc.errors import CheckpointError, printable
 from llmc.export.config import DecoderConfig, attentions, parameter_shapes
 from llmc.export.families import drop_vision, read_config
 from llmc.export.keys import Keys
-from llmc.export.reading import token_ids
 from llmc.export.sources.adapters import Adapter, merge_adapters, read_adapter
 from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, flatten_tensors
+from llmc.export.sources.generation import read_generation
 from llmc.export.sources.gguf import SUFFIX, read_gguf
 from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.modules import prefix_names, read_ending, replace_head
@@ -32,8 +32,6 @@ ADAPTER_FILE = bundle.ADAPTER_FILE
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Buffers that some checkpoints store; they are computed from the config.
 _COMPUTED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
-# Generation defaults that llmc does not support, with their neutral values; other values are noted.
-_PLAIN_GENERATION = {"repetition_penalty": 1.0, "num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0}
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     keys = Keys(found.config, str(path))
     config = read_config(keys)
     adapters = [read_adapter(adapter, scale, path, found.config) for adapter, scale in named]
-    generation, left_out = _generation(Keys(found.generation, str(path)), found.generation, config)
+    generation, left_out = _read_generation(found.generation, path, config)
     plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
     tensors = match_tensors(path, config, _merge(path, plain, found.tensors, adapters))  # the converter did all that
     source = describe_source(path.stem, found.texts[CONFIG_FILE].encode(), found.files, tensors, adapters)
@@ -138,7 +136,9 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     config = replace(config, vision=_read_vision(folder, config))
     adapters = [read_adapter(adapter, scale, folder, values) for adapter, scale in named]
     _check_tokenizer(folder, config.vocab_size)
-    generation, left_out = _read_generation(folder, config)
+    path = folder / GENERATION_FILE
+    defaults = read_json(path) if find_own_file(folder, path.name) else {}
+    generation, left_out = _read_generation(defaults, path, config)
     shards = tuple(read_shards(folder))
     stored = unpack_weights(
         folder, {name: item for shard in shards for name, item in shard.tensors.items()}, quantization
@@ -305,29 +305,9 @@ def _pieces(folder: Path, tensor: StoredTensor, size: int = 1 << 22) -> Iterator
             yield file.read(min(size, tensor.length - start))
 
 
-def _read_generation(folder: Path, config: DecoderConfig) -> tuple[bundle.Generation, list[str]]:
+def _read_generation(values: dict[str, Any], path: Path, config: DecoderConfig) -> tuple[bundle.Generation, list[str]]:
     """Defaults from generation_config.json, and notes; without stop tokens there, those of config.json."""
-    path = folder / GENERATION_FILE
-    values = read_json(path) if find_own_file(folder, path.name) else {}
-    return _generation(Keys(values, str(path)), values, config)
-
-
-def _generation(keys: Keys, values: Mapping[str, Any], config: DecoderConfig) -> tuple[bundle.Generation, list[str]]:
-    eos = token_ids(keys, "eos_token_id", config.vocab_size) or config.eos_token_ids
-    bos = next(iter(token_ids(keys, "bos_token_id", config.vocab_size)), config.bos_token_id)
-    generation = bundle.Generation(
-        eos_token_ids=eos,
-        bos_token_id=bos,
-        do_sample=keys.flag("do_sample"),
-        temperature=keys.optional_number("temperature"),
-        top_k=keys.optional_integer("top_k"),
-        top_p=keys.optional_number("top_p"),
-        min_p=keys.optional_number("min_p"),
-    )
-    for name, plain in _PLAIN_GENERATION.items():
-        if values.get(name, plain) not in (plain, None):
-            keys.note(f"{name}={values[name]!r:.80} is not supported and was left out")
-    return generation, keys.notes
+    return read_generation(Keys(values, str(path)), config.vocab_size, config.eos_token_ids, config.bos_token_id)
 
 
 def describe_source(

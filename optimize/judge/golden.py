@@ -19,6 +19,7 @@ from llmc.optimize.judge.quality import Float, Tally
 from llmc.optimize.judge.reference import Ids, Reference
 from llmc.optimize.progress import Progress, silent
 from llmc.runtime import Model
+from llmc.runtime.selftest import answer_greedily
 from llmc.runtime.sessions import Batch, Phase
 
 # Prose, code, another script and figures: enough to notice a wrong weight, and quick to replay.
@@ -96,10 +97,9 @@ def run_golden_prompts(model: Model, export: Path, progress: Progress = silent) 
 def greedy_answers(model: Model) -> list[Answered]:
     """Token ids of the golden prompts, and of the bundle's greedy answers."""
     new_tokens = max(1, min(NEW_TOKENS, model.runner.max_context - PROMPT_TOKENS))
-    options = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     prompts = [hide_half(np.array(ids), model.manifest.geometry.diffusion).tolist() for ids in prompt_ids(model)]
     try:
-        return [(prompt, model.generate(prompt, **options).token_ids) for prompt in prompts]
+        return [(prompt, answer_greedily(model, prompt, new_tokens)) for prompt in prompts]
     except RequestError as error:  # no token can be chosen
         raise _not_finite(model, "bundle") from error
 

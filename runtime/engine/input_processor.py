@@ -194,13 +194,17 @@ class InputProcessor:
         check_tokens("the prompt holds", ids, self._vocab_size)
         for name in ("stop_token_ids", "banned_tokens", "allowed_tokens"):
             check_tokens(f"{name} holds", getattr(request.params, name) or (), self._vocab_size)
+        for word in request.params.bad_words:
+            check_tokens("bad_words holds", () if isinstance(word, str) else word, self._vocab_size)
         check_tokens("logit_bias holds", [token for token, _ in request.params.logit_bias], self._vocab_size)
         return ids
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """The tokens of each of the words, with a space before it and without."""
-        texts = [text for word in params.bad_words for text in (word.lstrip(" "), " " + word.lstrip(" ")) if text]
-        return [ids for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))]
+        """The tokens of each of the words: of a text with a space before it and without."""
+        given = [word.lstrip(" ") for word in params.bad_words if isinstance(word, str)]
+        texts = [text for word in given for text in (word, " " + word) if text]
+        found = [ids for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))]
+        return found + [list(word) for word in params.bad_words if not isinstance(word, str)]
 
 
 def draws(params: SamplingParams) -> bool:

@@ -24,6 +24,7 @@ from llmc.runtime.sampling.ranges import (
     parameter,
     texts,
     tokens,
+    words,
 )
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ MOST_COMPARED = 64
 _MOST_TOKENS = 2**18  # no vocabulary is larger; 0.1 s to check, in the client's thread
 _STOPS = texts(128, 8_192)  # looked for after every token: 0.15 ms; a million took 1 s
 _BREAKERS = texts(64, 1_024)  # looked for in the bytes of the prompt, 0.3 s for half a megabyte at the worst
-_BAD_WORDS = texts(1_024, 8_192)  # 4 us per token for a thousand usual ones
-SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what a checkpoint has defaults for
-_CUTS = ("top_k", "top_p", "min_p", "top_n_sigma", "xtc_probability")
+_BAD_WORDS = words(1_024, 8_192)  # 4 us per token for a thousand usual ones
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # which sample where a request names one
+# What a checkpoint may have defaults for.
+DEFAULTED = (*SAMPLED, "repetition_penalty", "no_repeat_ngram_size", "min_tokens", "banned_tokens", "bad_words")
+_CUTS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
 GUIDES = ("json_schema", "regex", "grammar", "choice")  # parameters that say which form the output has
 
 # The headings of the tables in runtime/README.md, which a test holds against the fields below.
@@ -98,6 +101,12 @@ class SamplingParams:
     min_tokens: int = _end(
         0, integer(0), "new tokens before one that ends the output may come", short="0 to `max_tokens`"
     )
+    typical_p: float = _shape(
+        1.0,
+        above(0, 1),
+        "keep a token if those whose surprise is nearer to the entropy hold less than this mass",
+        source="[Meister et al.](https://arxiv.org/abs/2202.00666)",
+    )
     top_n_sigma: float = _shape(
         0.0,
         number(0, note="0 is off"),
@@ -116,6 +125,15 @@ class SamplingParams:
         "probability that marks a top choice; above 0.5 nothing happens",
         more=". The checkpoint's end-of-sequence tokens are protected, line ends, unlike in the original, are not",
     )
+    mirostat: int = _shape(
+        0,
+        integer(0, 2, note="0 is off"),
+        "version of Mirostat, which steers the surprise of the output in place of the cuts",
+        more=", see [Mirostat](#mirostat)",
+        source="[Basu et al.](https://arxiv.org/abs/2007.14966)",
+    )
+    mirostat_tau: float = _shape(5.0, above(0, 100), "surprise that Mirostat aims at, in bits")
+    mirostat_eta: float = _shape(0.1, above(0, 1), "learning rate of Mirostat")
     repetition_penalty: float = _bias(
         1.0,
         number(0.01, 100),
@@ -208,10 +226,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = _end(
         False, FLAG, "the text keeps the stop text, or the text of the token, that ended the output"
     )
-    bad_words: tuple[str, ...] = _bias(
+    bad_words: tuple[str | tuple[int, ...], ...] = _bias(
         (),
         _BAD_WORDS,
-        "texts that may not come, with or without a space before them",
+        "texts that may not come, with or without a space before them, and sequences of token ids",
         more=", see [Sequences](#sequences)",
     )
     detokenize: bool = _form(True, FLAG, "make text of the tokens; without it every text is empty")
@@ -257,9 +275,9 @@ class SamplingParams:
     def from_defaults(cls, generation: "Generation", **overrides: Any) -> "SamplingParams":
         """Take the checkpoint's defaults for what the caller leaves out or sets to None.
 
-        A checkpoint with ``do_sample`` false is greedy unless the caller names a temperature, top_k, top_p or min_p, or
-        asks for something that only sampling can give. Beams do not sample, whatever the checkpoint says. ``stop`` may
-        be one string, every tuple a list, and ``logit_bias`` a mapping.
+        A checkpoint with ``do_sample`` false is greedy unless the caller names one of :data:`SAMPLED`, or asks for
+        something that only sampling can give. Beams do not sample, whatever the checkpoint says, and Mirostat cuts
+        nothing else. ``stop`` may be one string, every tuple a list, and ``logit_bias`` a mapping.
 
         Raises:
             UsageError: a name is unknown, or a value is out of its range.
@@ -274,11 +292,11 @@ class SamplingParams:
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 PARAMETERS: dict[str, Parameter] = {field.name: field.metadata["parameter"] for field in fields(SamplingParams)}
 _RANGES = {name: stated.range for name, stated in PARAMETERS.items()}
-_TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "tokens", "biases")}
+_TUPLES = {name for name, values in _RANGES.items() if values.kind in ("texts", "words", "tokens", "biases")}
 _OF_DIFFUSION = {name for name, stated in PARAMETERS.items() if stated.section == "Diffusion"}
 _OF_BOTH = {"max_tokens", "temperature", "seed", "stop", "stop_token_ids", "ignore_eos", "on_overflow"}
 _OF_BOTH |= {"include_stop_str_in_output", "detokenize"}
-_NEEDS_CHANCE = {"n", "best_of", "consensus", *_CUTS}
+_NEEDS_CHANCE = {"n", "best_of", "consensus", "mirostat", *_CUTS}
 
 
 def _as_tuple(name: str, value: Any) -> Any:
@@ -286,19 +304,25 @@ def _as_tuple(name: str, value: Any) -> Any:
         return (value,)
     if name == "logit_bias" and isinstance(value, Mapping):
         return tuple(value.items())
+    if name == "bad_words" and isinstance(value, list):
+        return tuple(tuple(word) if isinstance(word, list) else word for word in value)
     if name == "logit_bias" and isinstance(value, list):
         return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
     return tuple(value) if name in _TUPLES and isinstance(value, list) else value
 
 
 def _checkpoint_defaults(generation: "Generation", given: dict[str, Any]) -> dict[str, Any]:
-    if given.get("num_beams", 1) != 1:
-        return {}
+    found = {name: value for name in DEFAULTED if (value := getattr(generation, name)) not in (None, ())}
+    if "allowed_tokens" in given:
+        found.pop("banned_tokens", None)
+    if "min_tokens" in found:
+        found["min_tokens"] = min(found["min_tokens"], given.get("max_tokens", _DEFAULTS["max_tokens"]))
     chance = any(given.get(name, _DEFAULTS[name]) != _DEFAULTS[name] for name in _NEEDS_CHANCE)
-    if not generation.do_sample and not chance and not given.keys() & set(SAMPLED):
-        return {"temperature": 0.0}
-    defaults = {name: getattr(generation, name) for name in SAMPLED}
-    return {name: value for name, value in defaults.items() if value is not None}
+    beams = given.get("num_beams", 1) != 1
+    greedy = not generation.do_sample and not chance and not given.keys() & set(SAMPLED)
+    unused = SAMPLED if beams or greedy else _CUTS if given.get("mirostat") else ()
+    found = {name: value for name, value in found.items() if name not in unused}
+    return {"temperature": 0.0, **found} if greedy and not beams else found
 
 
 def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
@@ -311,11 +335,12 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
 # ------------------------------------------------------------------------------------------------------ combinations
 
 _ONE_OUTPUT = ("n", "best_of", "consensus")
-_NOT_WITH_BEAMS = (*_ONE_OUTPUT, *_CUTS, "stop", *GUIDES, "logprobs", "on_overflow")
+_NOT_WITH_BEAMS = (*_ONE_OUTPUT, *_CUTS, "mirostat", "stop", *GUIDES, "logprobs", "on_overflow")
 # What a request is when a condition holds, and what it cannot be with.
 _MODES: tuple[tuple[str, Callable[[SamplingParams], bool], tuple[str, ...]], ...] = (
     ("beam search", lambda p: p.num_beams > 1, _NOT_WITH_BEAMS),
     ("consensus decoding", lambda p: p.consensus is not None, ("best_of",)),
+    ("Mirostat", lambda p: p.mirostat > 0, _CUTS),
 )
 # A parameter that means nothing without another.
 _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
@@ -331,6 +356,9 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
     ("best_of", "n of at most as many", lambda p: p.n <= (p.best_of or p.n)),
     ("n", "temperature above 0", lambda p: p.temperature > 0),
     ("best_of", "temperature above 0", lambda p: p.temperature > 0),
+    ("mirostat", "temperature above 0", lambda p: p.temperature > 0),
+    ("mirostat_tau", "mirostat of 1 or 2", lambda p: p.mirostat > 0),
+    ("mirostat_eta", "mirostat of 1 or 2", lambda p: p.mirostat > 0),
     ("diffusion_steps", "no confidence_threshold", lambda p: p.confidence_threshold is None),
     (
         "confidence_threshold",

@@ -4,12 +4,12 @@ A step runs only if its parameter asks for something. Biases and bans come first
 servers, so that a penalty sees the logit that counts. Penalties follow, then what the request brings itself. A grammar
 has the last word before the distribution is shaped: nothing after it can bring a forbidden token back. Top-k, which
 temperature does not change, comes first of the cuts, for it leaves little work to the others; these see the
-distribution that is drawn from. XTC comes last, because it cuts the other way.
+distribution that is drawn from. XTC comes last, because it cuts the other way. Mirostat takes the place of the cuts.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.dry import Breakers, Dry
 from llmc.runtime.sampling.logits import Logits, largest
+from llmc.runtime.sampling.mirostat import Mirostat
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.penalties import BadWords, NoRepeatNGram, OutputPenalty, RepetitionPenalty
+from llmc.runtime.sampling.truncation import Candidates
 
 # Edits the logits of one sequence, in place or by returning other ones [V]; -inf forbids a token. Arguments: the tokens
 # so far (prompt and output), and the logits of the token to come.
@@ -29,19 +31,6 @@ Processor = Callable[[Sequence[int], Logits], Logits]
 _XTC_DRAW = 2**63
 
 _Step = TypeVar("_Step")
-
-
-class Candidates(NamedTuple):
-    """Tokens that may be drawn, by id [n], and their logits [n]."""
-
-    tokens: truncation.Tokens
-    logits: Logits
-
-    def take(self, places: truncation.Tokens) -> "Candidates":
-        return Candidates(self.tokens[places], self.logits[places])
-
-    def keep(self, mask: truncation.Mask) -> "Candidates":
-        return self.take(np.flatnonzero(mask))
 
 
 # Shapes the distribution of the token at a position of the sequence.
@@ -268,6 +257,13 @@ def _xtc(context: SamplingContext) -> Cut | None:
     return exclude if probability else None
 
 
+def _mirostat(context: SamplingContext) -> Cut | None:
+    params = context.params
+    if not params.mirostat:
+        return None
+    return Mirostat(params.mirostat, params.mirostat_tau, params.mirostat_eta, context.vocab_size)
+
+
 PROCESSORS: dict[str, Callable[[SamplingContext], Processor | None]] = {
     "logit_bias": _logit_bias,
     "allowed_tokens": _bans,  # and banned ones, and bad words
@@ -285,8 +281,10 @@ CUTS: dict[str, Callable[[SamplingContext], Cut | None]] = {
     "temperature": _temperature,
     "top_p": _cut("top_p", truncation.top_p, neutral=1),
     "min_p": _cut("min_p", truncation.min_p, neutral=0),
+    "typical_p": _cut("typical_p", truncation.typical_p, neutral=1),
     "top_n_sigma": _cut("top_n_sigma", truncation.top_n_sigma, neutral=0),
     "xtc": _xtc,
+    "mirostat": _mirostat,
 }
 
 

@@ -12,8 +12,8 @@ from llmc.errors import UsageError, format_value
 class Range:
     """A set of values, as errors (``expected``) and documentation (``short``) name it; ``holds`` tests a value.
 
-    ``kind`` is integer, number, flag, choice, text, texts, tokens, biases or schema, ``note`` says which value switches
-    off, and ``choices`` are the values themselves, where they are few and named.
+    ``kind`` is integer, number, flag, choice, text, texts, words, tokens, biases or schema, ``note`` says which value
+    switches off, and ``choices`` are the values themselves, where they are few and named.
     """
 
     kind: str
@@ -145,6 +145,20 @@ def texts(most: int, longest: int) -> Range:
 
     bounds = f"{most:,} texts of {longest:,} characters in all"
     return Range("texts", f"a list of non-empty strings, at most {bounds}", holds, f"up to {bounds}")
+
+
+def words(most: int, longest: int) -> Range:
+    """Tuples of at most ``most`` texts and tuples of token ids, with ``longest`` characters and ids in all."""
+
+    def is_word(value: Any) -> bool:
+        return _is_text(value) or (_is_tuple(value, _is_token) and len(value) > 0)
+
+    def holds(value: Any) -> bool:
+        return _is_tuple(value, is_word, most) and sum(map(len, value)) <= longest
+
+    items, bounds = "non-empty strings and lists of token ids", f"of {longest:,} characters and ids in all"
+    expected = f"a list of {items}, at most {most:,} of them {bounds}"
+    return Range("words", expected, holds, f"up to {most:,} texts or lists of token ids {bounds}")
 
 
 def tokens(most: int) -> Range:

@@ -13,8 +13,9 @@ from llmc.errors import RequestError
 from llmc.runtime.sampling.draws import pick, uniform
 from llmc.runtime.sampling.logits import Logits, check_peak, weigh
 from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
-from llmc.runtime.sampling.processors import CUTS, PROCESSORS, Candidates, Cut, Guide, Processor, SamplingContext, build
-from llmc.runtime.sampling.truncation import Tokens
+from llmc.runtime.sampling.mirostat import Mirostat
+from llmc.runtime.sampling.processors import CUTS, PROCESSORS, Cut, Guide, Processor, SamplingContext, build
+from llmc.runtime.sampling.truncation import Candidates, Tokens
 
 
 class Choice(NamedTuple):
@@ -54,6 +55,7 @@ class Sampler:
         top: int | None,
     ) -> None:
         self._processors, self._cuts = processors, cuts
+        self._mirostat = next((cut for cut in cuts.values() if isinstance(cut, Mirostat)), None)
         self._guide, self._top = guide, top
         self.seed = seed
 
@@ -74,7 +76,10 @@ class Sampler:
             found = Candidates(_every_token(logits.size), processed)
             for cut in self._cuts.values():
                 found = cut(found, len(tokens))
-            token = int(found.tokens[pick(weigh(found.logits), uniform(self.seed, len(tokens), 0))])
+            place = pick(weigh(found.logits), uniform(self.seed, len(tokens), 0))
+            token = int(found.tokens[place])
+            if self._mirostat is not None:
+                self._mirostat.observe(place)
         if self._guide is not None:
             self._guide.accept(token)
         return Choice(token, None if self._top is None else token_logprobs(logits, token, self._top))

@@ -1,13 +1,14 @@
 """Cuts of a distribution: which tokens of some logits stay.
 
 All take finite or -inf float32 logits [n] of which one is finite, leave them as they are, and return a mask of what
-stays. The most probable token does, but for :func:`xtc`. Arithmetic is float32, with sums in float64: only
-a token within about 1e-6 of an edge (of probability or of mass) may fall on the other side of it. Tokens equally
-probable stay or go together.
+stays. The most probable token does, but for :func:`typical_p` and :func:`xtc`. Arithmetic is float32, with sums in
+float64: only a token within about 1e-6 of an edge (of probability, of mass or of surprise) may fall on the other side
+of it. Tokens equally probable stay or go together.
 """
 
 import math
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,22 @@ Tokens = npt.NDArray[np.intp]
 
 # Up to this many weights are sorted.
 _SORTED = 2048
+_FARTHEST = np.float32(1e4)  # nats; a token this far below another has no weight beside it
 # Quotients beyond this, or of smaller temperatures, may leave float32.
 _LARGEST, _COLDEST, _HOTTEST = 1e37, 1e-30, 1e30
+
+
+class Candidates(NamedTuple):
+    """Tokens that may be drawn, by id [n], and their logits [n]."""
+
+    tokens: Tokens
+    logits: Logits
+
+    def take(self, places: Tokens) -> "Candidates":
+        return Candidates(self.tokens[places], self.logits[places])
+
+    def keep(self, mask: Mask) -> "Candidates":
+        return self.take(np.flatnonzero(mask))
 
 
 def scale(logits: Logits, temperature: float) -> Logits:
@@ -41,30 +56,47 @@ def top_p(logits: Logits, p: float) -> Mask:
     """
     weights = weigh(logits)
     mass = float(weights.sum(dtype=np.float64))
-    kept: Mask = weights >= _find_edge(weights, mass, (1 - p) * mass)
+    missing = (1 - p) * mass
+    # Weights up to the pivot cannot exceed what is missing; it rules nearly all of them out, as a rule.
+    kept: Mask = weights >= _find_edge(weights, weights, mass, missing, pivot=missing / weights.size)
     return kept
 
 
-def _find_edge(weights: Logits, mass: float, missing: float) -> np.float32:
-    """The least of ``weights``, which add up to ``mass``, that with those no larger exceeds the mass ``missing``.
+def typical_p(logits: Logits, p: float) -> Mask:
+    """Keep a token if those whose surprise is strictly nearer to the entropy hold less than the mass ``p``.
 
-    Parts of the weights are ruled out until few enough to sort remain; the first part is nearly all, as a rule.
+    ``p`` is above 0 and below 1. Meister et al., Locally Typical Sampling, https://arxiv.org/abs/2202.00666
     """
-    pivot = missing / weights.size  # weights up to it cannot exceed what is missing
-    while weights.size > _SORTED:
-        is_large = weights > np.float32(pivot)
+    weights = weigh(logits)
+    mass = float(weights.sum(dtype=np.float64))
+    with np.errstate(over="ignore"):
+        distances = np.minimum(logits.max() - logits, _FARTHEST)
+    mean = float((weights * distances).sum(dtype=np.float64)) / mass  # here the surprise is the entropy
+    deviations = np.abs(distances - np.float32(mean))
+    missing = math.nextafter(p * mass, 0)  # a mass of exactly p suffices
+    kept: Mask = deviations <= _find_edge(deviations, weights, mass, missing, pivot=float(deviations.mean()))
+    return kept
+
+
+def _find_edge(keys: Logits, weights: Logits, mass: float, missing: float, pivot: float) -> np.float32:
+    """The smallest key such that the weights of all keys up to it, of ``mass`` in all, sum to more than ``missing``.
+
+    Keys on one side of the pivot, then of the mean, are ruled out until few enough to sort remain.
+    """
+    while keys.size > _SORTED:
+        is_large = keys > np.float32(pivot)
         large = weights.compress(is_large)
-        if large.size in (0, weights.size):
+        if large.size in (0, keys.size):
             break
         small_mass = mass - float(large.sum(dtype=np.float64))
         if small_mass > missing:
-            weights, mass = weights.compress(~is_large), small_mass
+            keys, weights, mass = keys.compress(~is_large), weights.compress(~is_large), small_mass
         else:
-            weights, mass, missing = large, mass - small_mass, missing - small_mass
-        pivot = mass / weights.size
-    ordered = np.sort(weights)
-    place = int(ordered.cumsum(dtype=np.float64).searchsorted(missing, side="right"))
-    edge: np.float32 = ordered[min(place, ordered.size - 1)]
+            keys, weights, mass, missing = keys.compress(is_large), large, mass - small_mass, missing - small_mass
+        pivot = float(keys.mean())
+    order = np.argsort(keys)
+    place = int(weights[order].cumsum(dtype=np.float64).searchsorted(missing, side="right"))
+    edge: np.float32 = keys[order[min(place, order.size - 1)]]
     return edge
 
 

@@ -36,6 +36,7 @@ router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
 SPOKEN_VERSION = "0.12.6"
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+MIROSTAT, CUTS = ("mirostat", "mirostat_tau", "mirostat_eta"), ("top_k", "top_p", "min_p", "typical_p")
 # Ollama's names of llmc's parameters.
 NAMES = {"prompt": "messages", "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty"}
 NAMES |= {"json_schema": "format", "reasoning": "think", "reasoning_budget": "think"}
@@ -76,6 +77,11 @@ class Options(Sampled):
             ignore("repeat_last_n")
         if given.get("max_tokens", 0) < 0:
             given["max_tokens"] = ANY
+        # As llama.cpp does it: Mirostat replaces the cuts, and temperature 0 leaves it nothing to choose.
+        steers = given.get("mirostat") and given.get("temperature") != 0
+        for name in CUTS if steers else MIROSTAT:
+            if given.pop(name, None):
+                ignore(name)
         return given
 
 

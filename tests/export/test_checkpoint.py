@@ -225,13 +225,6 @@ def test_config_fills_in_what_generation_config_does_not_say(checkpoint):
     assert (generation.eos_token_ids, generation.bos_token_id, generation.top_p) == ((2,), 1, None)
 
 
-def test_a_default_that_is_not_supported_is_noted(checkpoint):
-    write_generation(checkpoint, repetition_penalty=1.1, num_beams=1)
-    assert read_checkpoint(checkpoint.folder).notes == (
-        "generation_config.json: repetition_penalty=1.1 is not supported and was left out",
-    )
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -240,6 +233,11 @@ def test_a_default_that_is_not_supported_is_noted(checkpoint):
         ({"top_p": 0}, ["top_p=0", "from 1e-09 to 1"]),
         ({"top_k": 1.5}, ["top_k=1.5", "whole number"]),
         ({"do_sample": "yes"}, ["do_sample='yes'", "true or false"]),
+        ({"repetition_penalty": 0}, ["repetition_penalty=0", "a number from 0.01 to 100"]),
+        ({"typical_p": "high"}, ["typical_p='high'", "a number from"]),
+        ({"suppress_tokens": [-1]}, ["suppress_tokens=[-1]", "a list of at most 262144 token ids"]),
+        ({"bad_words_ids": [3]}, ["bad_words_ids=[3]", "a list of lists of token ids"]),
+        ({"bad_words_ids": [[]]}, ["bad_words_ids=[[]]", "a list of lists of token ids"]),
     ],
 )
 def test_a_wrong_generation_default_is_named(checkpoint, values, words):

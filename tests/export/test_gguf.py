@@ -169,6 +169,15 @@ def test_defaults_of_sampling_are_taken_over(random_checkpoint, tmp_path):
     assert (found.bos_token_id, found.eos_token_ids) == (0, (1,))
 
 
+def test_a_penalty_is_taken_over_and_other_samplers_are_noted(random_checkpoint, tmp_path):
+    advised = {"general.sampling.penalty_repeat": 1.25, "general.sampling.mirostat": 2, "general.sampling.xtc_x": 0.5}
+    path = write_gguf(random_checkpoint("llama-biases"), tmp_path / "model.gguf", metadata=advised)
+    found = read_checkpoint(path)
+    assert (found.generation.do_sample, found.generation.repetition_penalty) == (False, 1.25)
+    left_out = ("mirostat=2", "xtc_x=0.5")
+    assert found.notes == tuple(f"model.gguf: {name} is not supported and was left out" for name in left_out)
+
+
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_plain_weights_stay_in_the_file(kind, random_checkpoint, tmp_path):
     """All but the rows of q and k, whose order is another one."""

@@ -142,6 +142,14 @@ def test_the_checkpoint_and_the_caller_fill_the_sampling_parameters(scripted: Ca
     assert result.params == SamplingParams(max_tokens=3, temperature=0.7, top_k=7, stop=("x",), seed=1)
 
 
+def test_penalties_and_bans_of_the_checkpoint_count_for_greedy_requests_and_chats_alike(scripted: Callable[..., Model]):
+    defaults = {"repetition_penalty": 1.05, "banned_tokens": (7,), "bad_words": ((8, 9),), "min_tokens": 5}
+    model = scripted(**defaults)
+    params = SamplingParams(max_tokens=3, temperature=0, **{**defaults, "min_tokens": 3})
+    assert model.generate(PROMPT, max_tokens=3).params == params
+    assert model.generate(PROMPT, max_tokens=3, repetition_penalty=1.0).params.repetition_penalty == 1.0
+
+
 def test_the_default_for_new_tokens_fits_the_context(tiny_bundle: Path):
     with load(tiny_bundle, threads=1, max_context=64) as short:
         assert len(short.generate(list(range(10, 20)), temperature=0, ignore_eos=True).token_ids) == 54

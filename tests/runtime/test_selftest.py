@@ -113,6 +113,15 @@ def test_another_token_where_the_first_choice_led_clearly_fails(model: Model):
         replay(model)
 
 
+def test_defaults_of_the_checkpoint_change_no_golden_prompt(model: Model):
+    first = model.manifest.golden[0].tokens
+    defaults = {"repetition_penalty": 100.0, "banned_tokens": first, "do_sample": True}
+    model.manifest = replace(model.manifest, generation=replace(model.manifest.generation, **defaults))
+    report = replay(model)
+    assert report.equal_tokens == report.tokens
+    assert model.generate(model.manifest.golden[0].prompt, max_tokens=1, temperature=0).token_ids[0] not in first
+
+
 def test_another_token_at_a_near_tie_passes_and_what_follows_is_not_judged(model: Model):
     margins = list((9.0,) * len(model.manifest.golden[0].margins))
     margins[3] = 1.9 * LOGIT_TOLERANCE  # both choices may be off by the tolerance, one up and one down

@@ -24,8 +24,9 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 # Most files of one model, more than any published one has.
 MOST_FILES = 1024
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-# Defaults of generation by Hugging Face's names.
-_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+# Defaults of generation whose names in generation_config.json are others.
+_SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,11 @@ def _headers(path: Path) -> list[Header]:
 
 
 def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    advised = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-    found = {name: value for name, value in advised.items() if value is not None}
-    return {"do_sample": found.get("temperature", 1.0) != 0, **found} if found else {}
+    prefix = "general.sampling."
+    advised = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    found = {_SAMPLING.get(key, key): value for key, value in advised.items()}
+    samples = any(name in found for name in _SAMPLED) and found.get("temperature", 1.0) != 0
+    return {"do_sample": samples, **found} if found else {}
 
 
 def _notes(path: Path, kinds: Mapping[str, int]) -> tuple[str, ...]:

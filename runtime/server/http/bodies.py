@@ -21,6 +21,7 @@ KINDS: dict[str, Any] = {
     "flag": bool,
     "text": str,
     "texts": list[str],
+    "words": list[str | list[int]],
     "tokens": list[int],
     "schema": dict[str, Any] | str,
 }

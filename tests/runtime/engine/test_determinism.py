@@ -31,6 +31,9 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "dry_multiplier": 0.8},
     {"temperature": 1.0, "n": 3},
     {"temperature": 1.0, "xtc_probability": 0.5},
+    {"temperature": 0.8, "mirostat": 1, "mirostat_tau": 3.0},
+    {"mirostat": 2, "mirostat_eta": 0.5, "n": 2},
+    {"typical_p": 0.5},
 ]
 
 Alone = Callable[..., list[int]]

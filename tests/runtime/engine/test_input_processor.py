@@ -80,3 +80,10 @@ def test_bad_words_are_forbidden_with_and_without_a_space_before_them(inputs: In
     made = inputs._bad_words(SamplingParams(bad_words=(" return", "x y", "  ")))
     wanted = ["return", " return", "x y", " x y", " "]
     assert made == [tiny_tokenizer.encode(text, add_special_tokens=False) for text in wanted]
+
+
+def test_bad_words_may_be_token_ids_of_the_vocabulary(inputs: InputProcessor, tiny_tokenizer: Any):
+    made = inputs._bad_words(SamplingParams(bad_words=((7, 8), "x", (5,))))
+    assert made == [*(tiny_tokenizer.encode(text, add_special_tokens=False) for text in ("x", " x")), [7, 8], [5]]
+    with pytest.raises(UsageError, match="bad_words holds token id 4096, which is out of range"):
+        state(inputs, bad_words=((7, 4096),))

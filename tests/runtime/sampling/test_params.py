@@ -1,5 +1,5 @@
 import math
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ from llmc.runtime.sampling.params import PARAMETERS, SamplingParams
 
 GREEDY_CHECKPOINT = Generation((2,), 1, False, None, None, None, None)
 SAMPLING_CHECKPOINT = Generation((2,), 1, True, 0.7, 20, 0.8, 0.05)
+PENALTIES = {"repetition_penalty": 1.05, "no_repeat_ngram_size": 4, "banned_tokens": (7, 8), "bad_words": ((3, 4),)}
+PENALIZING_CHECKPOINT = replace(SAMPLING_CHECKPOINT, typical_p=0.9, min_tokens=9, **PENALTIES)
 
 
 STOPS = "a list of non-empty strings, at most 128 texts of 8,192 characters in all"
 BREAKERS = "a list of non-empty strings, at most 64 texts of 1,024 characters in all"
-WORDS = "a list of non-empty strings, at most 1,024 texts of 8,192 characters in all"
+WORDS = "a list of non-empty strings and lists of token ids, at most 1,024 of them of 8,192 characters and ids in all"
 TOKENS = "a list of token ids, at most 262,144 of them"
 BIASES = "a list of (token id, number from -100 to 100) with different ids, at most 262,144 of them"
 
@@ -70,6 +72,11 @@ class TestRanges:
             ("stop_token_ids", (-1,), TOKENS),
             ("ignore_eos", 1, "true or false"),
             ("min_tokens", -1, "an integer of at least 0"),
+            ("typical_p", 0, "a number above 0 and at most 1"),
+            ("mirostat", 3, "an integer from 0 to 2 (0 is off)"),
+            ("mirostat", True, "an integer from 0 to 2 (0 is off)"),
+            ("mirostat_tau", 0, "a number above 0 and at most 100"),
+            ("mirostat_eta", 1.5, "a number above 0 and at most 1"),
             ("top_n_sigma", math.inf, "a number of at least 0 (0 is off)"),
             ("xtc_threshold", -0.1, "a number from 0 to 1"),
             ("repetition_penalty", 0, "a number from 0.01 to 100"),
@@ -82,6 +89,10 @@ class TestRanges:
             ("stop", ("x" * 8193,), STOPS),
             ("bad_words", ("x",) * 1025, WORDS),
             ("bad_words", "x", WORDS),
+            ("bad_words", ("x", ()), WORDS),
+            ("bad_words", ((1, -1),), WORDS),
+            ("bad_words", ([1],), WORDS),
+            ("bad_words", ((1,) * 8193,), WORDS),
             ("include_stop_str_in_output", 1, "true or false"),
             ("detokenize", None, "true or false"),
             ("no_repeat_ngram_size", -1, "an integer of at least 0 (0 is off)"),
@@ -148,6 +159,13 @@ class TestCombinations:
             ({"num_beams": 2, "on_overflow": "sink"}, "beam search cannot be combined with on_overflow='sink'"),
             ({"num_beams": 2, "temperature": 0.7}, "beam search draws nothing, so temperature=0.7 cannot be used"),
             ({"num_beams": 2, "speculate": True}, "beam search cannot be combined with speculate=True"),
+            ({"num_beams": 2, "typical_p": 0.9}, "beam search cannot be combined with typical_p=0.9"),
+            ({"num_beams": 2, "mirostat": 2}, "beam search cannot be combined with mirostat=2"),
+            ({"mirostat": 1, "top_k": 40}, "Mirostat cannot be combined with top_k=40; leave one of them out"),
+            ({"mirostat": 2, "typical_p": 0.9}, "Mirostat cannot be combined with typical_p=0.9"),
+            ({"mirostat": 2, "temperature": 0}, "mirostat=2 needs temperature above 0"),
+            ({"mirostat_tau": 3.0}, "mirostat_tau=3.0 needs mirostat of 1 or 2"),
+            ({"mirostat_eta": 0.2}, "mirostat_eta=0.2 needs mirostat of 1 or 2"),
             ({"regex": "a", "choice": ("a",)}, "regex and choice are given, expected at most one of json_schema"),
             ({"n": 3, "best_of": 2}, "best_of=2 needs n of at most as many"),
             ({"n": 2, "temperature": 0}, "n=2 needs temperature above 0"),
@@ -185,6 +203,7 @@ class TestCombinations:
             {"temperature": 0.7, "repetition_penalty": 1.2, "n": 2, "regex": "a+"},
             {"n": 4, "consensus": "chrf", "top_p": 0.9, "json_schema": {"type": "object"}},
             {"n": 2, "best_of": 4, "logprobs": 5, "speculate": True},
+            {"n": 2, "mirostat": 2, "mirostat_tau": 3.0, "temperature": 0.7, "regex": "a+", "speculate": True},
             {"temperature": 0, "top_p": 0.5, "grammar": "start: 'a'"},
             {"num_beams": 2, "bad_words": ("x",), "detokenize": False},
             {"num_beams": 2, "include_stop_str_in_output": True, "stop_token_ids": (3,)},
@@ -208,6 +227,37 @@ class TestDefaults:
     def test_to_sample_are_left_out_of_searches(self, asked: dict[str, Any]) -> None:
         assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT, **asked) == SamplingParams(**asked)
 
+    @pytest.mark.parametrize(
+        ("asked", "expected"),
+        [
+            ({"max_tokens": 20}, {"min_tokens": 9, "temperature": 0.7, "top_k": 20, "typical_p": 0.9}),
+            ({"max_tokens": 5}, {"min_tokens": 5, "temperature": 0.7, "top_k": 20, "typical_p": 0.9}),
+            ({"max_tokens": 20, "num_beams": 2}, {"min_tokens": 9, "temperature": 1.0, "top_k": 0, "typical_p": 1.0}),
+            ({"max_tokens": 20, "mirostat": 2}, {"min_tokens": 9, "temperature": 0.7, "top_k": 0, "typical_p": 1.0}),
+            ({"max_tokens": 20, "repetition_penalty": 1.0, "banned_tokens": [], "min_tokens": 0}, {"min_tokens": 0}),
+            ({"max_tokens": 20, "allowed_tokens": [7]}, {"banned_tokens": (), "allowed_tokens": (7,)}),
+        ],
+        ids=str,
+    )
+    def test_of_penalties_and_bans_count_beside_what_is_asked_for(
+        self, asked: dict[str, Any], expected: dict[str, Any]
+    ) -> None:
+        found = SamplingParams.from_defaults(PENALIZING_CHECKPOINT, **asked)
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
+        expected = {**PENALTIES, **given, **expected}
+        assert {name: getattr(found, name) for name in expected} == expected
+
+    def test_of_penalties_count_for_greedy_requests(self) -> None:
+        for found in (
+            SamplingParams.from_defaults(replace(GREEDY_CHECKPOINT, **PENALTIES)),
+            SamplingParams.from_defaults(PENALIZING_CHECKPOINT, temperature=0, max_tokens=20),
+        ):
+            assert (found.temperature, found.repetition_penalty, found.bad_words) == (0, 1.05, ((3, 4),))
+
+    @pytest.mark.parametrize("name", ["typical_p", "top_p"])
+    def test_of_a_greedy_checkpoint_give_way_to_a_cut_that_is_named(self, name: str) -> None:
+        assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, **{name: 1.0}).temperature == 1
+
     def test_take_lists_and_mappings_for_tuples(self) -> None:
         found = SamplingParams.from_defaults(
             GREEDY_CHECKPOINT,
@@ -216,7 +266,9 @@ class TestDefaults:
             allowed_tokens=[2, 3],
             choice=["a", "b"],
             dry_sequence_breakers=["."],
+            bad_words=["x", [1, 2]],
         )
+        assert found.bad_words == ("x", (1, 2))
         assert found.logit_bias == ((5, -100), (7, 1.5))
         assert (found.banned_tokens, found.allowed_tokens, found.choice) == ((1,), (2, 3), ("a", "b"))
         assert found.dry_sequence_breakers == (".",)

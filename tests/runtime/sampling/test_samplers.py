@@ -34,6 +34,7 @@ EVERYTHING: dict[str, Any] = {
     "top_k": 50,
     "top_p": 0.9,
     "min_p": 0.01,
+    "typical_p": 0.95,
     "top_n_sigma": 2.0,
     "xtc_probability": 0.5,
 }
@@ -42,6 +43,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.7, "top_p": 0.9},
     {"temperature": 0.6, "min_p": 0.1},
     {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.1},
+    {"temperature": 1.2, "top_k": 90, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.6},
 ]
 PENALIZED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4, "temperature": 0.8},
@@ -57,6 +59,7 @@ WARPERS = {
     "top_k": "TopKLogitsWarper",
     "top_p": "TopPLogitsWarper",
     "min_p": "MinPLogitsWarper",
+    "typical_p": "TypicalLogitsWarper",
 }
 
 
@@ -136,7 +139,9 @@ class TestSteps:
     def test_run_in_the_documented_order_if_they_are_asked_for(self) -> None:
         own = [lambda tokens, logits: logits]
         context = SamplingContext(SamplingParams(**EVERYTHING), SIZE, 0, (2,), own, Anything())
-        assert [*build(PROCESSORS, context)] == [*PROCESSORS] and [*build(CUTS, context)] == [*CUTS]
+        assert [*build(PROCESSORS, context)] == [*PROCESSORS] and [*build(CUTS, context), "mirostat"] == [*CUTS]
+        instead = SamplingContext(SamplingParams(temperature=0.8, mirostat=2), SIZE, 0)
+        assert [*build(CUTS, instead)] == ["temperature", "mirostat"]
         nothing = SamplingContext(SamplingParams(), SIZE, 0, (2,))
         assert not build(PROCESSORS, nothing) and not build(CUTS, nothing)
 

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.runtime.sampling.logits import largest
-from llmc.runtime.sampling.truncation import min_p, top_n_sigma, top_p, xtc
+from llmc.runtime.sampling.truncation import min_p, top_n_sigma, top_p, typical_p, xtc
 
 # Relative distance from an edge (of mass, probability or logit) within which float32 may decide either way.
 EDGE_TOLERANCE = 1e-5
+# Nats by which float32 may misplace the entropy that deviations are measured from, and each of them.
+CENTRE_TOLERANCE = 5e-6
 
 # What a large vocabulary does (block maxima, parts of the weights) starts above 2048 tokens.
 SIZES = [1, 2, 50, 2049, 5000]
@@ -46,6 +48,14 @@ def kept_min_p(logits: np.ndarray, ratio: float) -> np.ndarray:
     return p >= min(ratio, 1.0) * p.max()
 
 
+def kept_typical_p(logits: np.ndarray, mass: float, shift: float = 0.0) -> np.ndarray:
+    p = probabilities64(logits)
+    with np.errstate(divide="ignore"):
+        surprises = -np.log(p)
+    entropy = (p[p > 0] * surprises[p > 0]).sum()
+    return mass_before(np.abs(surprises - entropy + shift), p) < mass
+
+
 def kept_top_n_sigma(logits: np.ndarray, n: float) -> np.ndarray:
     values = logits[np.isfinite(logits)].astype(np.float64)
     sigma = math.sqrt(float(((values - values.mean()) ** 2).mean()))
@@ -65,6 +75,7 @@ RULES: dict[str, tuple[Truncation, Truncation, list[float], str | None]] = {
     "top_k": (largest, kept_top_k, [1, 7, 50, 700, 4000], "TopKLogitsWarper"),
     "top_p": (top_p, kept_top_p, PROBABILITIES, "TopPLogitsWarper"),
     "min_p": (min_p, kept_min_p, [1e-3, 0.05, 0.3, 1.0], "MinPLogitsWarper"),
+    "typical_p": (typical_p, kept_typical_p, PROBABILITIES, "TypicalLogitsWarper"),
     "top_n_sigma": (top_n_sigma, kept_top_n_sigma, [0.3, 1.0, 2.5], None),
 }
 
@@ -76,6 +87,8 @@ def bounds(name: str, logits: np.ndarray, value: float) -> tuple[np.ndarray, np.
         kept = reference(logits, value) & (logits > -np.inf)
         return kept, kept
     near = [reference(logits, value * (1 + sign * EDGE_TOLERANCE)) for sign in (-1, 1)]
+    if name == "typical_p":
+        near += [kept_typical_p(logits, value, shift) for shift in (-CENTRE_TOLERANCE, CENTRE_TOLERANCE)]
     possible = logits > -np.inf
     return np.logical_and.reduce(near) & possible, np.logical_or.reduce(near) & possible
 
@@ -91,7 +104,7 @@ def truncate(rule: Truncation, logits: np.ndarray, value: float) -> np.ndarray:
     before = logits.copy()
     kept = np.zeros(logits.size, np.bool_)
     kept[rule(logits, int(value) if rule is largest else value)] = True
-    assert np.array_equal(logits, before) and kept[logits.argmax()]
+    assert np.array_equal(logits, before) and (kept[logits.argmax()] or rule is typical_p)
     return kept & (logits > -np.inf)
 
 
@@ -178,18 +191,27 @@ class TestEveryTruncation:
             assert truncate(rule, logits, value).any()
 
 
+@pytest.mark.parametrize("rule", [top_p, typical_p])
 @pytest.mark.parametrize("size", [10, 20_000])
 @pytest.mark.parametrize("deviation", [0.0, 1.0, 40.0])
 @pytest.mark.parametrize("missing", [2.0**-53, 1e-8])
-def test_a_mass_just_below_1_keeps_all_that_holds_it(size: int, deviation: float, missing: float) -> None:
+def test_a_mass_just_below_1_keeps_all_that_holds_it(
+    rule: Truncation, size: int, deviation: float, missing: float
+) -> None:
     logits = make_logits(size, deviation, 2)
     p = probabilities64(logits)
-    assert p[~truncate(top_p, logits, 1 - missing)].sum() <= missing + EDGE_TOLERANCE * missing + 2.0**-50
+    assert p[~truncate(rule, logits, 1 - missing)].sum() <= missing + EDGE_TOLERANCE * missing + 2.0**-50
 
 
+@pytest.mark.parametrize("rule", [top_p, typical_p])
 @pytest.mark.parametrize("size", [10, 20_000])
-def test_a_mass_just_above_0_keeps_one(size: int) -> None:
-    assert truncate(top_p, make_logits(size, 1.0, 2), 1e-300).sum() == 1
+def test_a_mass_just_above_0_keeps_one(rule: Truncation, size: int) -> None:
+    assert truncate(rule, make_logits(size, 1.0, 2), 1e-300).sum() == 1
+
+
+def test_typical_p_cuts_a_peak_that_is_too_predictable() -> None:
+    p = np.array([0.3] + [0.07] * 10)  # entropy 2.22, surprises 1.20 and 2.66
+    assert truncate(typical_p, np.log(p).astype(np.float32), 0.5).tolist() == [False] + [True] * 10
 
 
 def test_top_n_sigma_is_of_the_whole_population() -> None:

@@ -66,6 +66,36 @@ def test_a_schema_is_kept(able):
     assert json.loads(answer["message"]["content"])["a"] in (1, 2)
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [{"mirostat": 2, "mirostat_tau": 9.0, "mirostat_eta": 0.9}, {"mirostat": 1}, {"typical_p": 0.2}],
+    ids=str,
+)
+def test_samplers_of_its_options_are_those_of_the_other_dialects(able, sampling):
+    def ask(**options) -> str:
+        asked = CHAT | {"stream": False, "options": {"num_predict": 12, "seed": 3, "temperature": 1.5, **options}}
+        return able.post("/api/chat", json=asked).json()["message"]["content"]
+
+    asked = {"messages": CHAT["messages"], "max_tokens": 12, "seed": 3, "temperature": 1.5, **sampling}
+    openai = able.post("/v1/chat/completions", json=asked).json()
+    assert ask(**sampling) == openai["choices"][0]["message"]["content"] != ask()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"mirostat": 2, "top_k": 40, "top_p": 0.9, "temperature": 0.8}, {"top_k", "top_p"}),
+        ({"mirostat": 1, "mirostat_tau": 5.0, "top_k": 40, "temperature": 0}, {"mirostat", "mirostat_tau"}),
+        ({"mirostat": 0, "mirostat_eta": 0.1, "top_k": 40}, {"mirostat_eta"}),
+    ],
+    ids=str,
+)
+def test_options_that_llamacpp_lets_count_for_nothing_beside_mirostat_are_named(able, options, named):
+    answer = able.post("/api/chat", json={**CHAT, "options": {"num_predict": 2, **options}, "stream": False})
+    assert answer.status_code == 200, answer.text
+    assert set(answer.headers["x-llmc-ignored"].split(", ")) == named
+
+
 @pytest.mark.parametrize("raw", [True, False])
 def test_prompts_are_answered_raw_or_through_the_template(able, raw):
     asked = {"model": "tiny:latest", "prompt": "import ", "raw": raw, "options": {"num_predict": 5, "temperature": 0}}
@@ -218,6 +248,7 @@ def test_changes_of_the_models_say_how_models_get_here(able, name):
         ({**CHAT, "options": {"top_p": 7}}, 400, "top_p"),
         ({**CHAT, "options": {"num_predict": 0}}, 400, "options.num_predict is 0"),
         ({**CHAT, "options": {"repeat_penalty": -1}}, 400, "options.repeat_penalty is -1"),
+        ({**CHAT, "options": {"mirostat": 3}}, 400, "mirostat is 3, expected an integer from 0 to 2"),
     ],
 )
 def test_errors_have_ollamas_form(able, body, status, said):

@@ -33,7 +33,7 @@ CORPUS = [
         "stream", "stream_options", "tools", "tool_choice", "tool_format", "reasoning_effort", "reasoning_budget",
         "chat_template_kwargs", "documents", "user", "temperature", "top_p", "seed", "regex", "grammar", "choice",
         "json_schema", "bad_words", "stop_token_ids", "priority", "deadline_s", "structured_outputs", "unknown",
-        "num_beams", "consensus", "speculate", "on_overflow",
+        "num_beams", "consensus", "speculate", "on_overflow", "typical_p", "mirostat", "mirostat_tau",
     ) for value in ODD),
     *((CHAT, {"messages": value}) for value in ODD),
     *((CHAT, {"messages": [{**USER, name: value}]})
