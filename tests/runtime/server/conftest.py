@@ -2,8 +2,6 @@
 
 import asyncio
 import inspect
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +10,11 @@ import httpx2 as httpx
 import openai
 import pytest
 from doubles.serving import retold, serving
-from doubles.shared import shared
 
 from llmc.runtime import Model, load
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded
 
-POSITIONS = 131_072
 WAIT_S = 60.0  # for what happens at once, on a machine that does much else
 
 
@@ -64,21 +60,6 @@ def model(tiny_bundle: Path) -> Iterator[Model]:
 def able_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model with a chat template that teaches calls and thoughts."""
     return retold(tiny_bundle, tmp_path_factory.mktemp("able") / "bundle")
-
-
-@pytest.fixture(scope="session")
-def long_bundle(one_layer: Path, one_trace: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first layer of the small model, with as many positions as models for agents have."""
-    from llmc.export import export
-    from llmc.optimize.build import build
-
-    def make(folder: Path) -> None:
-        checkpoint = shutil.copytree(one_layer, folder / "checkpoint")
-        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-        (checkpoint / "config.json").write_text(json.dumps({**config, "max_position_embeddings": POSITIONS}))
-        build(export(checkpoint, folder / "export").output, folder / "bundle", max_context=POSITIONS)
-
-    return shared(tmp_path_factory, "long", make) / "bundle"
 
 
 @pytest.fixture(scope="session")
