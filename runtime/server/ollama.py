@@ -4,72 +4,77 @@ Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 """
 
 import json
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime, timezone
 from functools import partial
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import JSONResponse
 
 from llmc.runtime import Handle, Model
 from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
-from llmc.runtime.server.http.aside import aside
-from llmc.runtime.server.http.bodies import ANY, Body
+from llmc.runtime.server.http.accounts import check_admin
+from llmc.runtime.server.http.aside import LARGE, aside
+from llmc.runtime.server.http.bodies import ANY, Lenient, Sampled
 from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
-from llmc.runtime.server.http.ignored import ignore
-from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, unless_gone
+from llmc.runtime.server.http.ignored import ignore, rename_ignored
+from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service
-from llmc.runtime.server.openai.chat import ChatRequest, Tool, open_chat
+from llmc.runtime.server.openai.chat import ChatRequest, Effort, Function, open_chat
 from llmc.runtime.server.openai.completions import CompletionRequest
+from llmc.runtime.server.openai.embeddings import EmbeddingRequest, Rows, compute_vectors
 
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
 SPOKEN_VERSION = "0.12.6"
-# Penalties by llmc's names, and the value with which each does nothing.
-PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 MIROSTAT, CUTS = ("mirostat", "mirostat_tau", "mirostat_eta"), ("top_k", "top_p", "min_p", "typical_p")
+# Ollama's names of llmc's parameters.
+NAMES = {"prompt": "messages", "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty"}
+NAMES |= {"json_schema": "format", "reasoning": "think", "reasoning_budget": "think"}
+THINK = {"enable_thinking": "think", "reasoning_effort": "think"}  # what the request for it becomes
+ZERO = frozenset("0.hmsuµn")  # characters of a keep_alive of no time: 0, "0s", "0m0s"
 
 
-class Options(Body):
-    # How Ollama's engine runs a model, and samplers that it has dropped.
-    IGNORED = frozenset(
-        {"num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap", "use_mlock", "low_vram"}
-        | {"f16_kv", "vocab_only", "numa", "logits_all", "embedding_only"}
-        | {"tfs_z", "penalize_newline"}
-    )
+class Options(Sampled):
+    """Sampling parameters by Ollama's names, or llmc's; how Ollama's engine would run a model is ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     num_predict: Annotated[
         int | None, Field(serialization_alias="max_tokens", description="below 0: as many as there is room for")
     ] = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     repeat_penalty: Annotated[float | None, Field(serialization_alias="repetition_penalty")] = None
-    repeat_last_n: Annotated[int | None, Field(description="0 or -1: penalties look at no token, or at all")] = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    typical_p: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
+    repeat_last_n: Annotated[int | None, Field(description="0: no penalties; else they look at all tokens")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_integers(cls, given: Any) -> Any:
+        """JSON of JavaScript's and Go's clients, which write 64 as 64.0."""
+        if not isinstance(given, Mapping):
+            return given
+        return {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in given.items()
+        }
 
     def plain(self) -> dict[str, Any]:
-        """The parameters by llmc's names. Raises ApiError: a penalty shall look at the last tokens only."""
+        """The parameters by llmc's names."""
         given = self.model_dump(exclude_none=True, by_alias=True)
         last = given.pop("repeat_last_n", -1)
         if last == 0:
-            given |= PENALTIES
-        elif last > 0 and any(given.get(name, idle) != idle for name, idle in PENALTIES.items()):
-            said = f"options.repeat_last_n is {last}, but penalties look at all tokens; give -1, or leave it out"
-            raise ApiError(400, said, param="options.repeat_last_n")
+            given |= NO_PENALTIES
+        elif last > 0:
+            ignore("repeat_last_n")
         if given.get("max_tokens", 0) < 0:
             given["max_tokens"] = ANY
         # As llama.cpp does it: Mirostat replaces the cuts, and temperature 0 leaves it nothing to choose.
@@ -80,7 +85,7 @@ class Options(Body):
         return given
 
 
-class CalledFunction(Body):
+class CalledFunction(Lenient):
     """A function that the model called, with its arguments as an object."""
 
     name: str
@@ -88,15 +93,23 @@ class CalledFunction(Body):
     index: int | None = None
 
 
-class Call(Body):
-    IGNORED = frozenset({"id", "type"})
+class Call(Lenient):
     function: CalledFunction
+
+
+class OllamaFunction(Function):
+    model_config = ConfigDict(extra="ignore")
+
+
+class OllamaTool(Lenient):
+    type: Literal["function"] = "function"
+    function: OllamaFunction
 
 
 Images = Annotated[list[str], Field(default_factory=list, description="PNG, JPEG or WebP in base64")]
 
 
-class OllamaMessage(Body):
+class OllamaMessage(Lenient):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
@@ -107,21 +120,38 @@ class OllamaMessage(Body):
     name: str | None = None
 
 
-class Asked(Body):
+class Asked(Lenient):
     """The common part of chats and prompts."""
 
-    IGNORED = frozenset({"keep_alive"})
-
     model: str
+    keep_alive: Annotated[Any, Field(description="0 without a prompt unloads the model, else it changes nothing")] = (
+        None
+    )
     stream: bool = True
     format: Annotated[Literal["", "json"] | dict[str, Any], Field(description="json, or a JSON schema")] = ""
     options: Options = Options()
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Effort | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is to be answered."""
+        return False
+
+    @property
+    def unloads(self) -> bool:
+        """True if all that is asked is that the model is unloaded."""
+        return self.is_empty and "0" in str(self.keep_alive) and set(str(self.keep_alive)) <= ZERO
+
+    @model_validator(mode="after")
+    def _name_keep_alive(self) -> "Asked":
+        if self.keep_alive is not None and not self.unloads:
+            ignore("keep_alive")
+        return self
 
     def chat(self, service: Service, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
         effort = "none" if self.think is False else self.think
         thinks = {"enable_thinking": True} if self.think is True else None
-        return ChatRequest.model_validate(
+        return OllamaRequest.model_validate(
             {
                 **self.options.plain(),
                 "model": parse_model_name(service, self.model),
@@ -134,9 +164,19 @@ class Asked(Body):
         )
 
 
+class OllamaRequest(ChatRequest):
+    @property
+    def names(self) -> dict[str, str]:
+        return NAMES
+
+
 class OllamaChat(Asked):
     messages: Annotated[list[OllamaMessage], Field(default_factory=list)]
-    tools: list[Tool] | None = None
+    tools: list[OllamaTool] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.messages
 
     def request(self, service: Service) -> ChatRequest:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None
@@ -154,10 +194,14 @@ class OllamaPrompt(Asked):
     prompt: str = ""
     system: str = ""
     raw: Annotated[bool, Field(description="the prompt as it is, without the chat template")] = False
-    suffix: Annotated[Literal[""], Field(description="not supported")] = ""
+    suffix: Annotated[str, Field(description="text after the answer, for models that fill in the middle")] = ""
     template: Annotated[Literal[""], Field(description="a bundle has its own")] = ""
     context: Annotated[list[int] | None, Field(max_length=0, description="not supported: use /api/chat")] = None
     images: Images
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.prompt or self.suffix or self.images)
 
     def request(self, service: Service) -> ChatRequest:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -275,28 +319,28 @@ def encode_line(value: dict[str, Any]) -> bytes:
 
 @router.post("/api/chat")
 async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Request, service: Served) -> Response:
-    """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded."""
-    return await answer_chat(body, request, service, empty=not body.messages)
+    """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded, or
+    unloaded where ``keep_alive`` is 0."""
+    return await (load_or_unload(body, service) if body.is_empty else answer_chat(body, request, service))
 
 
 @router.post("/api/generate")
 async def generate(
     body: Annotated[OllamaPrompt, take_body(OllamaPrompt)], request: Request, service: Served
 ) -> Response:
-    """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false."""
-    if body.raw and body.prompt:
-        return await complete(body, request, service)
-    return await answer_chat(body, request, service, empty=not body.prompt)
+    """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false. Without
+    a prompt the model is loaded, or unloaded where ``keep_alive`` is 0."""
+    if body.is_empty:
+        return await load_or_unload(body, service)
+    return await (complete if body.raw or body.suffix else answer_chat)(body, request, service)
 
 
-async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service: Service, *, empty: bool) -> Response:
-    """Answer through the chat template; what is empty asks for the model to be loaded, and no more."""
+async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service: Service) -> Response:
+    """Answer through the chat template."""
     async with AsyncExitStack() as held:
-        if empty:
-            await held.enter_async_context(service.model(parse_model_name(service, body.model)))
-            return JSONResponse({**head_of(body), **body.member(), "done": True, "done_reason": "load"})
         asked = await aside(lambda: body.request(service))
         _, handle = await open_chat(asked, held, service)
+        rename_ignored(THINK)
         if body.stream:
             return Lines(make_lines(body, handle), held.pop_all())
         result = await unless_gone(request.receive, handle)
@@ -305,13 +349,30 @@ async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service
         return JSONResponse({**head_of(body), **member, **end_of(result, message.finish_reason)})
 
 
+async def load_or_unload(body: OllamaChat | OllamaPrompt, service: Service) -> Response:
+    """Load the model, or unload it where ``keep_alive`` is 0.
+    Raises ApiError: 403, there are keys, and the client's is no admin's."""
+    name = parse_model_name(service, body.model)
+    if body.unloads:
+        base = service.name(service.pool.base(service.name(name)))
+        check_admin()
+        await service.pool.unload(base)
+    else:
+        async with service.model(name):
+            pass
+    reason = "unload" if body.unloads else "load"
+    return JSONResponse({**head_of(body), **body.member(), "done": True, "done_reason": reason})
+
+
 async def complete(body: OllamaPrompt, request: Request, service: Service) -> Response:
-    """Answer a raw prompt."""
+    """Answer a raw prompt, or fill in between ``prompt`` and ``suffix``."""
+    why = "raw, which leaves" if body.raw else "suffix, which leaves"
     for name in ("system", "format", "think", "images"):
         if getattr(body, name):
-            raise ApiError(400, f"{name} is given beside raw, which leaves the template out; leave {name} out")
-    asked = CompletionRequest.model_validate({"prompt": body.prompt, "max_tokens": ANY, **body.options.plain()})
-    arguments = {"parse_special": service.config.allow_special, **service.bound_sampling(asked.arguments())}
+            raise ApiError(400, f"{name} is given beside {why} the template out; leave {name} out")
+    gap = {"prompt": body.prompt, "suffix": body.suffix}
+    asked = CompletionRequest.model_validate({**gap, "max_tokens": ANY, **body.options.plain()})
+    arguments = service.bound_sampling(asked.arguments(), raw=True)
 
     def make(model: Model) -> "partial[Handle]":
         return partial(model.stream, body.prompt, **arguments)
@@ -324,12 +385,73 @@ async def complete(body: OllamaPrompt, request: Request, service: Service) -> Re
         yield {**head_of(body), **body.member(), **end_of(result, result.finish_reason)}
 
     async with AsyncExitStack() as held:
-        names = {"max_tokens": "options.num_predict"}
-        _, handle = await service.submit(held, parse_model_name(service, body.model), names, make)
+        _, handle = await service.submit(held, parse_model_name(service, body.model), NAMES, make)
         if body.stream:
             return Lines(lines(handle), held.pop_all())
         result = await unless_gone(request.receive, handle)
         return JSONResponse({**head_of(body), **body.member(result.text), **end_of(result, result.finish_reason)})
+
+
+class OllamaEmbed(Lenient):
+    """Texts to embed."""
+
+    model: str
+    input: str | list[str]
+    truncate: Annotated[bool, Field(description="leave out the end of a text that is too long")] = True
+    dimensions: int | None = None
+
+
+class OllamaEmbedding(Lenient):
+    """A text to embed, in the older form."""
+
+    model: str
+    prompt: str
+
+
+@router.post("/api/embed")
+async def embed(body: Annotated[OllamaEmbed, take_body(OllamaEmbed)], request: Request, service: Served) -> Response:
+    """Vectors of texts."""
+    began = time.perf_counter_ns()
+    rows, vectors = await _embed(body, request, service)
+    times = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0}
+
+    def made() -> dict[str, Any]:
+        return {"model": body.model, "embeddings": vectors.tolist(), **times, "prompt_eval_count": sum(map(len, rows))}
+
+    return await make_answer(made, large=vectors.size > LARGE)
+
+
+@router.post("/api/embeddings")
+async def embeddings(
+    body: Annotated[OllamaEmbedding, take_body(OllamaEmbedding)], request: Request, service: Served
+) -> Response:
+    """The vector of a text, in the older form."""
+    _, vectors = await _embed(OllamaEmbed(model=body.model, input=body.prompt), request, service)
+    return JSONResponse({"embedding": [value for vector in vectors.tolist() for value in vector]})
+
+
+async def _embed(body: OllamaEmbed, request: Request, service: Service) -> tuple[Rows, NDArray[np.float32]]:
+    """Tokens and vectors of texts; without any the model is loaded."""
+    name = parse_model_name(service, body.model)
+    if not body.input:
+        service.check_work(name, "embeddings")
+        async with service.model(name):
+            return [], np.empty((0, 0), np.float32)
+    asked = EmbeddingRequest(model=name, input=body.input, truncate=body.truncate, dimensions=body.dimensions)
+    return await compute_vectors(asked, request, service)
+
+
+@router.post("/api/pull")
+@router.post("/api/push")
+@router.post("/api/create")
+@router.post("/api/copy")
+@router.delete("/api/delete")
+async def manage() -> Response:
+    """Refuse what would change the models that are here."""
+    reason = (
+        "models are not pulled, made, copied or deleted here: make a bundle with 'llmc build' and give its folder to "
+    )
+    raise ApiError(400, f"{reason}'llmc serve'; GET /api/tags lists the models that are here")
 
 
 def card(service: Service, name: str) -> dict[str, Any]:
@@ -371,8 +493,7 @@ async def version() -> dict[str, Any]:
     return {"version": SPOKEN_VERSION}
 
 
-class Named(Body):
-    IGNORED = frozenset({"verbose"})
+class Named(Lenient):
     model: str | None = None
     name: Annotated[str | None, Field(description="the older name of model")] = None
 

@@ -1,7 +1,8 @@
 """Anthropic's messages: blocks of text, thoughts and tools in and out, and a count of their tokens."""
 
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import groupby
@@ -9,15 +10,16 @@ from operator import itemgetter
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Request, Response
-from pydantic import Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
-from llmc.errors import ContextError
+from llmc.errors import ContextError, RequestError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.http.aside import aside
-from llmc.runtime.server.http.bodies import Body, Logged, Sampled, ToolFormat
+from llmc.runtime.server.http.bodies import Body, Lenient, Logged, Sampled, ToolFormat
 from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, rename_schema
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import decode_base64, make_content
@@ -25,7 +27,8 @@ from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, event, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
-from llmc.runtime.server.openai.chat import EFFORTS, Function, add_variables, check_choice, count_thoughts
+from llmc.runtime.server.openai.chat import Function, add_variables, check_choice, count_thoughts, effort_budget
+from llmc.runtime.text.chat_template import ChatTemplate
 
 # This dialect's names of llmc's parameters.
 NAMES = {
@@ -56,12 +59,55 @@ router = APIRouter(tags=["Anthropic"], dependencies=[Depends(check_version)], re
 
 # Prefixes are cached without marks of what may be, and leave when memory needs their place.
 CACHED = frozenset({"cache_control"})
+# Types of Anthropic's own tools, which its servers run or its models are trained on: they have a date or are these.
+BUILT_IN = re.compile(r"\w+_\d{8}|mcp_toolset|tool_search_tool_(bm25|regex)")
+# Types of the blocks of such tools, and of blocks that only Anthropic's servers can read.
+FOREIGN = re.compile(
+    r"\w+_tool_result|(server|mcp)_tool_use|mcp_tool_listing|tool_(addition|removal)|browser_state"
+    r"|container_upload|fallback|redacted_thinking|connector_text"
+)
+FILES = ("base64", "url", "file")  # sources of documents that the service cannot read
+BILLING = "x-anthropic-billing-header:"  # begins a block of Claude Code's that the model is not to read
+EFFORT = "output_config.effort"
+# The words of chat templates for it.
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+
+
+def _leave_out_foreign(blocks: Any) -> Any:
+    """Leave out and name the blocks that are for Anthropic's servers."""
+    if not isinstance(blocks, list):
+        return blocks
+    kept = []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        source = block.get("source") if kind == "document" else None
+        is_file = isinstance(source, Mapping) and source.get("type") in FILES
+        if is_file or (isinstance(kind, str) and FOREIGN.fullmatch(kind)):
+            ignore(f"messages.content.{kind}")
+        else:
+            kept.append(block)
+    return kept
+
+
+def _refuse_none(blocks: Any) -> Any:
+    """Refuse an empty list, before blocks are left out."""
+    if blocks == []:
+        raise PydanticCustomError("too_short", "too short", {"min_length": 1, "actual_length": 0})
+    return blocks
+
+
+KnownBlocks = BeforeValidator(_leave_out_foreign)
+SomeBlocks = BeforeValidator(_refuse_none)
 
 
 class TextBlock(Body):
     IGNORED = CACHED | {"citations"}
     type: Literal["text"]
     text: str
+
+    def pieces(self) -> Iterator[str | bytes]:
+        """The texts and images that the model reads."""
+        yield self.text
 
 
 class ImageData(Body):
@@ -75,12 +121,65 @@ class ImageData(Body):
 class ImageBlock(Body):
     """An image, for models that see."""
 
-    IGNORED = CACHED
+    IGNORED = CACHED | {"transformations"}
     type: Literal["image"]
     source: ImageData
 
-    def decode(self) -> bytes:
-        return decode_base64(self.source.data, "messages.content.source.data")
+    def pieces(self) -> Iterator[str | bytes]:
+        yield decode_base64(self.source.data, "messages.content.source.data")
+
+
+class PlainSource(Body):
+    type: Literal["text"]
+    media_type: Literal["text/plain"] | None = None
+    data: str
+
+    def pieces(self) -> Iterator[str | bytes]:
+        yield self.data
+
+
+class BlockSource(Body):
+    type: Literal["content"]
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]
+
+    def pieces(self) -> Iterator[str | bytes]:
+        return pieces_of(self.content)
+
+
+class DocumentBlock(Body):
+    """A document whose text is in the request; PDFs and files are left out."""
+
+    IGNORED = CACHED | {"citations"}
+    type: Literal["document"]
+    title: str | None = None
+    context: str | None = None
+    source: Annotated[PlainSource | BlockSource, Field(discriminator="type")]
+
+    def pieces(self) -> Iterator[str | bytes]:
+        yield from filter(None, (self.title, self.context))
+        yield from self.source.pieces()
+
+
+class SearchResultBlock(Body):
+    IGNORED = CACHED | {"citations"}
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: list[TextBlock]
+
+    def pieces(self) -> Iterator[str | bytes]:
+        yield from (self.title, self.source, *(block.text for block in self.content))
+
+
+class ToolReferenceBlock(Body):
+    """A tool that a search of the client's found; all tools are shown to the model from the start."""
+
+    IGNORED = CACHED
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    def pieces(self) -> Iterator[str | bytes]:
+        yield self.tool_name
 
 
 class ThinkingBlock(Body):
@@ -91,85 +190,101 @@ class ThinkingBlock(Body):
     signature: str = ""
 
 
+class CompactionBlock(Body):
+    """The summary that stands for earlier messages."""
+
+    IGNORED = CACHED | {"encrypted_content", "signature", "tool_changes"}
+    type: Literal["compaction"]
+    content: str = ""
+
+
 class ToolUseBlock(Body):
-    IGNORED = CACHED
+    IGNORED = CACHED | {"toolset_name"}
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, JsonValue]
-    caller: dict[Literal["type"], Literal["direct"]] | None = None
+    caller: dict[str, JsonValue] | None = None
 
     def plain(self) -> dict[str, Any]:
         return ToolCall(plain_id(self.id), self.name, json.dumps(self.input, ensure_ascii=False)).to_dict()
 
 
+Shown = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
+ResultBlock = Annotated[Shown | ToolReferenceBlock, Field(discriminator="type")]
+
+
 class ToolResultBlock(Body):
-    IGNORED = CACHED
+    IGNORED = CACHED | {"toolset_name"}
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
+    content: str | Annotated[list[ResultBlock], KnownBlocks] | None = None
     is_error: bool | None = None
 
     def plain(self) -> dict[str, Any]:
-        found = [each.decode() if isinstance(each, ImageBlock) else each.text for each in blocks_in(self.content or "")]
-        content = make_content(found, "\n")
+        content = make_content(pieces_of(self.content or ""), "\n")
         if self.is_error:
             content = FAILED + content if isinstance(content, str) else [{"type": "text", "text": FAILED}, *content]
         return {"role": "tool", "tool_call_id": plain_id(self.tool_use_id), "content": content}
 
 
 B = TypeVar("B", bound=Body)
-UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
-AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+UserBlock = Annotated[Shown | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | CompactionBlock | ToolUseBlock, Field(discriminator="type")]
 
 
 class UserMessage(Body):
     role: Literal["user"]
-    content: str | Annotated[list[UserBlock], Field(min_length=1)]
+    content: str | Annotated[list[UserBlock], KnownBlocks, SomeBlocks]
 
     def plain(self) -> Iterator[dict[str, Any]]:
         for block in blocks_in(self.content):
             if isinstance(block, ToolResultBlock):
                 yield block.plain()
-            elif isinstance(block, ImageBlock):
-                yield {"role": "user", "content": block.decode()}
             else:
-                yield {"role": "user", "content": block.text}
+                yield from ({"role": "user", "content": piece} for piece in block.pieces())
 
 
 class AssistantMessage(Body):
     role: Literal["assistant"]
-    content: str | list[AssistantBlock]
+    content: str | Annotated[list[AssistantBlock], KnownBlocks]
 
     def plain(self) -> Iterator[dict[str, Any]]:
         blocks = blocks_in(self.content)
+        if not blocks:
+            return
         texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+        texts = [block.content for block in blocks if isinstance(block, CompactionBlock)] + texts
         found: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-        if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
-            found["reasoning_content"] = "".join(thoughts)
+        if thoughts := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
+            found["reasoning_content"] = thoughts
         if calls := [block.plain() for block in blocks if isinstance(block, ToolUseBlock)]:
             found["tool_calls"] = calls
         yield found
 
 
 class SystemMessage(Body):
+    """A system message, also in the middle of a conversation; ``clear_at`` says how long the model sees it."""
+
+    IGNORED = frozenset({"output_config"})
     role: Literal["system"]
-    content: str | Annotated[list[TextBlock], Field(min_length=1)]
+    content: str | Annotated[list[TextBlock], KnownBlocks, SomeBlocks] = ""
+    clear_at: Literal["next_user_message", "never"] | None = None
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        yield {"role": "system", "content": text_of(self.content)}
+        if text := text_of(self.content):
+            yield {"role": "system", "content": text}
 
 
 AnyMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
 class Tool(Function):
-    """A tool of the client; those that Anthropic's servers run are refused."""
+    """A tool of the client. All are shown to the model at once, also those that it is to find first."""
 
-    IGNORED = CACHED | {"allowed_callers", "eager_input_streaming"}
+    IGNORED = CACHED | {"allowed_callers", "defer_loading", "eager_input_streaming", "input_examples"}
     type: Literal["custom"] | None = None
     parameters: Annotated[dict[str, JsonValue], Field(alias="input_schema")]
-    defer_loading: Literal[False] | None = None
 
 
 class AutoChoice(Body):
@@ -185,21 +300,26 @@ class NamedChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-Display = Annotated[Literal["summarized"] | None, Field(description="thoughts are given whole, not summed up")]
+Display = Annotated[
+    Literal["summarized", "omitted", "updates"] | None,
+    Field(description="omitted leaves thoughts empty; else they are given whole, not summed up"),
+]
 
 
 class ThinkingOn(Body):
     """Thoughts, of so many tokens at most."""
 
+    IGNORED = frozenset({"block_binding"})
     type: Literal["enabled"]
     budget_tokens: Annotated[int, Field(ge=0)]
     display: Display = None
 
 
 class ThinkingOther(Body):
-    """Thoughts as the model likes, or none where its template can leave them out."""
+    """Thoughts as the model likes, or none."""
 
-    type: Literal["adaptive", "disabled"]
+    IGNORED = frozenset({"block_binding"})
+    type: Literal["adaptive", "between_tools", "disabled"]
     display: Display = None
 
 
@@ -209,27 +329,24 @@ class JsonFormat(Body):
 
 
 class OutputConfig(Body):
+    IGNORED = frozenset({"task_budget"})
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
 
-class KeptThinking(Body):
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
-
-
-class ContextManagement(Body):
-    edits: list[KeptThinking] | None = None
-
-
-class Metadata(Body):
+class Metadata(Lenient):
     user_id: Logged = None
 
 
 class Prompted(Body):
     """The members that make the prompt."""
 
-    IGNORED = CACHED | {"diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id"}
+    IGNORED = (
+        CACHED
+        | {"anthropic_beta", "anthropic_version", "betas", "billing_policy", "container", "context_management"}
+        | {"diagnostics", "fallback_credit_token", "fallbacks", "inference_geo", "mcp_servers", "service_tier", "speed"}
+        | {"user_profile_id", "workspace_id"}
+    )
     model: str
     messages: Annotated[list[AnyMessage], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
@@ -237,49 +354,125 @@ class Prompted(Body):
     tool_choice: Annotated[AutoChoice | NamedChoice | None, Field(discriminator="type")] = None
     thinking: Annotated[ThinkingOn | ThinkingOther | None, Field(discriminator="type")] = None
     output_config: OutputConfig | None = None
-    context_management: ContextManagement | None = None
+    output_format: Annotated[JsonFormat | None, Field(description="older place of output_config.format")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_to_anthropic(cls, given: Any) -> Any:
+        """Leave out and name the tools of Anthropic's own.
+        Raises ApiError: ``tool_choice`` forces one of them, or a thread is asked for."""
+        if not isinstance(given, Mapping):
+            return given
+        if given.get("thread") is not None:
+            reason = "thread asks the server to keep the conversation, which it does not; send all messages"
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise ApiError(400, reason, param="thread", details=details)
+        tools, choice = given.get("tools"), given.get("tool_choice")
+        if not isinstance(tools, list):
+            return given
+        kept = [tool for tool in tools if not _is_built_in(tool)]
+        choice = choice if isinstance(choice, Mapping) else {}
+        for tool in filter(_is_built_in, tools):
+            if choice.get("name", "") == tool.get("name") or (choice.get("type") == "any" and not kept):
+                reason = f"tool_choice forces a tool of the type {tool['type'][:64]!r}, which this service cannot run"
+                raise ApiError(400, f"{reason}; give a tool with an input_schema", param="tool_choice")
+            ignore(f"tools.{tool['type']}")
+        return {**given, "tools": kept}
 
     @property
     def is_prefilled(self) -> bool:
         """True if the last message is the assistant's, of which the answer is the rest."""
         return isinstance(self.messages[-1], AssistantMessage)
 
-    def plain(self) -> list[dict[str, Any]]:
-        """The conversation as chat templates read it; turns of the user that follow each other are one.
+    def plain(self, *, late_system: bool = True) -> list[dict[str, Any]]:
+        """The conversation as chat templates read it; messages of a role that follow each other are one turn.
+        ``late_system``: False makes system messages in the middle the user's.
         Raises ApiError: the last message is the assistant's, and cannot be gone on with."""
-        if self.is_prefilled:
-            self._check_prefill(f"messages[{len(self.messages) - 1}]")
-        system = [{"role": "system", "content": text_of(self.system)}] if self.system else []
-        found: list[dict[str, Any]] = []
-        for role, turn in groupby(
-            [*system, *(plain for each in self.messages for plain in each.plain())], itemgetter("role")
-        ):
-            if role == "user":
-                found.append({"role": role, "content": make_content((message["content"] for message in turn), "\n")})
-            else:
-                found.extend(turn)
-        return found
+        last = blocks_in(self.messages[-1].content)[-1:]
+        if self.is_prefilled and not any(isinstance(block, TextBlock) for block in last):
+            place = f"messages[{len(self.messages) - 1}]"
+            reason = f"{place} is the assistant's and ends with no text; expected text for the answer to go on with"
+            raise ApiError(400, reason, param=place)
+        system = [block for block in blocks_in(self.system or "") if not block.text.startswith(BILLING)]
+        messages = [{"role": "system", "content": text}] if (text := text_of(system)) else []
+        first = next((at for at, each in enumerate(self.messages) if not isinstance(each, SystemMessage)), 0)
+        latest = max((at for at, each in enumerate(self.messages) if isinstance(each, UserMessage)), default=0)
+        for at, message in enumerate(self.messages):
+            if not (isinstance(message, SystemMessage) and message.clear_at == "next_user_message" and at < latest):
+                late = at > first and not late_system and isinstance(message, SystemMessage)
+                messages += ({**each, "role": "user"} if late else each for each in message.plain())
+        return _merge_turns(messages)
 
-    def _check_prefill(self, place: str) -> None:
-        if not any(isinstance(block, TextBlock) for block in blocks_in(self.messages[-1].content)[-1:]):
-            said = f"{place} is the assistant's and ends with no text; expected text for the answer to go on with"
-            raise ApiError(400, said, param=place)
-        if isinstance(self.thinking, ThinkingOn):
-            said = f"{place} is the beginning of the answer, before which thoughts would come; leave out thinking or it"
-            raise ApiError(400, said, param=place)
+    def fit(self, turns: list[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+        """The ``turns`` of :meth:`plain`, without system messages in the middle where the template shows none there."""
+        if all(turn["role"] != "system" for turn in turns[1:]) or shows_late_system(template):
+            return turns
+        ignore("messages.role.system")
+        return self.plain(late_system=False)
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
-        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
-        Raises UsageError: the chat template cannot do as ``thinking`` says."""
-        kind = self.thinking.type if self.thinking else None
-        if kind == "adaptive" and "enable_thinking" not in model.chat_template.variables(False):
-            kind = None
-        effort = "none" if kind == "disabled" else kind
+        """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages."""
         return {
             "tools": [tool.plain() for tool in self.tools] if self.tools else None,
-            "chat_template_kwargs": add_variables(model, {}, effort, None, bool(self.tools)),
+            "chat_template_kwargs": self._variables(model),
             "continue_final_message": self.is_prefilled,
         }
+
+    def _variables(self, model: Model) -> dict[str, Any] | None:
+        """Variables of the chat template for ``thinking`` and ``effort``, where it reads them."""
+        known, variables = model.chat_template.variables(bool(self.tools)), {}
+        thinks = self.thinking is None or self.thinking.type != "disabled"
+        if self.thinking and "enable_thinking" in known:
+            variables["enable_thinking"] = thinks
+        if self.effort and thinks and "reasoning_effort" in known:
+            return add_variables(model, variables, EFFORTS[self.effort], None, bool(self.tools), effort_name=EFFORT)
+        return variables or None
+
+    @property
+    def omits_thoughts(self) -> bool:
+        """True if blocks of thoughts are to be empty."""
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    @property
+    def effort(self) -> str | None:
+        return self.output_config.effort if self.output_config else None
+
+
+def _is_built_in(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return isinstance(kind, str) and BUILT_IN.fullmatch(kind) is not None
+
+
+def _merge_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make the messages of each turn one message; results of tools stay apart."""
+    turns: list[dict[str, Any]] = []
+    for role, group in groupby(messages, itemgetter("role")):
+        turn = list(group)
+        if role == "assistant":
+            turns.append(_merge_answers(turn))
+        elif role == "tool":
+            turns += turn
+        else:
+            turns.append({"role": role, "content": make_content((message["content"] for message in turn), "\n")})
+    return turns
+
+
+def _merge_answers(turn: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"role": "assistant", "content": "".join(message["content"] for message in turn)}
+    if thoughts := "".join(message.get("reasoning_content", "") for message in turn):
+        merged["reasoning_content"] = thoughts
+    if calls := [call for message in turn for call in message.get("tool_calls", ())]:
+        merged["tool_calls"] = calls
+    return merged
+
+
+def shows_late_system(template: ChatTemplate) -> bool:
+    """True if the template shows a system message in the middle of a conversation."""
+    turns = [{"role": role, "content": f"{role}'s words"} for role in ("user", "system", "assistant", "user")]
+    try:
+        return all(turns[1]["content"] in template.render(given) for given in (turns[:2], turns))
+    except RequestError:
+        return False
 
 
 class MessageRequest(Sampled, Prompted):
@@ -292,7 +485,7 @@ class MessageRequest(Sampled, Prompted):
     def arguments(self) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
         Raises ApiError: parameters contradict each other."""
-        wanted = self.output_config.format if self.output_config else None
+        wanted = (self.output_config and self.output_config.format) or self.output_format
         choice = self.tool_choice
         parallel = choice is None or not choice.disable_parallel_tool_use
         if not parallel and not self.tools:
@@ -306,7 +499,6 @@ class MessageRequest(Sampled, Prompted):
             "tool_choice": self._tool_choice(),
             "tool_format": self.tool_format,
             "parallel_tool_calls": parallel,
-            "reasoning_budget": self._budget(),
             "ignored": lambda place: ignore(rename_schema(place, NAMES)),
         }
 
@@ -316,21 +508,47 @@ class MessageRequest(Sampled, Prompted):
         kind = self.tool_choice.type if self.tool_choice else "auto"
         return check_choice("required" if kind == "any" else kind, self.tools)
 
-    def _budget(self) -> int | None:
-        if isinstance(self.thinking, ThinkingOn):
-            budget = self.thinking.budget_tokens
-            if budget >= self.max_tokens:
-                said = f"thinking.budget_tokens is {budget}, expected less than max_tokens, {self.max_tokens}"
-                raise ApiError(400, said, param="thinking.budget_tokens")
-            return budget
-        if self.is_prefilled or self.output_config is None:  # no thoughts precede what has begun
+    def budget(self, model: Model, arguments: Mapping[str, Any]) -> int | None:
+        """Tokens of thoughts at most; None bounds none. A model without thoughts keeps any bound.
+        ``arguments``: those of :meth:`llmc.runtime.Model.stream_chat`.
+        Raises ApiError: they are more than the whole answer, or would come before an answer that has begun."""
+        kind, tools = self.thinking.type if self.thinking else None, bool(self.tools)
+        if kind == "between_tools":
+            ignore("thinking.type")
+        if not model.can_reason(tools):
+            if kind not in (None, "disabled"):
+                ignore("thinking")
+            if self.effort and "reasoning_effort" not in model.chat_template.variables(tools):
+                ignore(EFFORT)
             return None
-        return EFFORTS.get(self.output_config.effort or "")
+        if isinstance(self.thinking, ThinkingOn):
+            return self._check_budget(self.thinking.budget_tokens)
+        if kind == "disabled":
+            return None if self.is_prefilled or "enable_thinking" in model.chat_template.variables(tools) else 0
+        return effort_budget(model, self.effort, arguments, EFFORT)
+
+    def _check_budget(self, budget: int) -> int:
+        if budget >= self.max_tokens:
+            reason = f"thinking.budget_tokens is {budget}, expected less than max_tokens, {self.max_tokens}"
+            raise ApiError(400, reason, param="thinking.budget_tokens")
+        if self.is_prefilled:
+            place = f"messages[{len(self.messages) - 1}]"
+            reason = (
+                f"{place} is the beginning of the answer, before which thoughts would come; leave out thinking or it"
+            )
+            raise ApiError(400, reason, param=place)
+        return budget
 
 
 def blocks_in(content: str | Sequence[B]) -> Sequence[B | TextBlock]:
     """The blocks of a message; a plain text is one."""
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+
+
+def pieces_of(content: str | Sequence[Any]) -> Iterator[str | bytes]:
+    """The texts and images of blocks."""
+    for block in blocks_in(content):
+        yield from block.pieces()
 
 
 def text_of(content: str | Sequence[TextBlock]) -> str:
@@ -367,11 +585,11 @@ def find_ending(body: MessageRequest, result: ChatResult) -> dict[str, Any]:
     return {**NO_ENDING, "stop_reason": reason, "stop_sequence": stopped}
 
 
-def blocks_of(message: Message) -> list[dict[str, Any]]:
+def blocks_of(message: Message, *, omits_thoughts: bool = False) -> list[dict[str, Any]]:
     """The blocks of an answer; a call that was cut off by the limit is left out, for its input is none."""
     found: list[dict[str, Any]] = []
     if message.reasoning:
-        found.append(make_thinking_block(message.reasoning))
+        found.append(make_thinking_block("" if omits_thoughts else message.reasoning))
     if message.content:
         found.append(text_block(message.content))
     for call in message.tool_calls:
@@ -385,7 +603,7 @@ def make_thinking_block(text: str = "") -> dict[str, Any]:
 
 
 def text_block(text: str = "") -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
+    return {"type": "text", "text": text}
 
 
 def call_block(call: str | None, name: str | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -408,14 +626,16 @@ def head_of(body: MessageRequest, service: Service, usage: dict[str, Any]) -> di
 class Blocks:
     """The blocks of a streamed answer: which is open, and the events that open, fill and close them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, omits_thoughts: bool) -> None:
+        self._omits_thoughts = omits_thoughts
         self._index = -1
         self._open: tuple[str, int] | None = None
 
     def events(self, delta: MessageDelta) -> Iterator[dict[str, Any]]:
         if delta.reasoning:
             yield from self._turn(("thinking", 0), make_thinking_block())
-            yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+            if not self._omits_thoughts:
+                yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
         if delta.content:
             yield from self._turn(("text", 0), text_block())
             yield self._delta({"type": "text_delta", "text": delta.content})
@@ -426,6 +646,8 @@ class Blocks:
 
     def close(self) -> Iterator[dict[str, Any]]:
         if self._open is not None:
+            if self._open[0] == "thinking":  # without it clients do not send the thoughts back
+                yield self._delta({"type": "signature_delta", "signature": ""})
             yield {"type": "content_block_stop", "index": self._index}
         self._open = None
 
@@ -447,7 +669,7 @@ async def events_of(
     before = {**counts, "output_tokens_details": None, "server_tool_use": None}
     head = head_of(body, service, {"input_tokens": handle.prompt_tokens, **before})
     yield {"type": "message_start", "message": head}
-    blocks = Blocks()
+    blocks = Blocks(omits_thoughts=body.omits_thoughts)
     async for delta in handle.deltas_async():
         for found in blocks.events(delta):
             yield found
@@ -479,7 +701,8 @@ async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Serv
     messages, arguments = await aside(lambda: (body.plain(), service.bound_sampling(body.arguments())))
 
     def make(model: Model) -> "partial[ChatHandle]":
-        return partial(_submit, model, messages, **arguments | body.make_arguments(model))
+        turns, given = body.fit(messages, model.chat_template), arguments | body.make_arguments(model)
+        return partial(_submit, model, turns, reasoning_budget=body.budget(model, given), **given)
 
     return await service.submit(held, body.model, NAMES | body.form_names, make)
 
@@ -503,7 +726,7 @@ async def messages(
         usage = await run_in_threadpool(usage_of, model, result)
         answer = {
             **head_of(body, service, {**usage}),
-            "content": blocks_of(result.message),
+            "content": blocks_of(result.message, omits_thoughts=body.omits_thoughts),
             **find_ending(body, result),
         }
         return JSONResponse(answer)
@@ -512,7 +735,9 @@ async def messages(
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a conversation becomes."""
-    count = await service.count_tokens(
-        body.model, NAMES, lambda model: model.chat_tokens(body.plain(), **body.make_arguments(model))
-    )
+
+    def tokenize(model: Model) -> list[int]:
+        return model.chat_tokens(body.fit(body.plain(), model.chat_template), **body.make_arguments(model))
+
+    count = await service.count_tokens(body.model, NAMES, tokenize)
     return {"input_tokens": count}

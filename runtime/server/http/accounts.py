@@ -226,6 +226,14 @@ def check_model(name: str) -> None:
         raise ApiError(403, message, param="model", code="model_not_allowed")
 
 
+def check_admin() -> None:
+    """Refuse a client whose key is no admin's. Raises ApiError: 403."""
+    client = CLIENT.get()
+    if client and client.key and not client.key.admin:
+        reason = f"the key {client.key.name!r} is no admin's; use one that has admin = true in the file of keys"
+        raise ApiError(403, reason)
+
+
 def spend(*, requests: int = 0, tokens: int = 0) -> None:
     """Take requests beyond the present client's one, and tokens, that are used for certain.
     Raises ApiError: 429, its rates have no room for them."""

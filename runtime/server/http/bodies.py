@@ -79,6 +79,12 @@ class Body(BaseModel):
         return found
 
 
+class Lenient(Body):
+    """A body of which members that are not known here are ignored, and named in the header x-llmc-ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class Other(Body):
     """A tool or an item of a type that is not known here: it is left out, and named in the header x-llmc-ignored."""
 

@@ -64,6 +64,7 @@ class ApiError(Exception):
         param: the parameter that is at fault, as ``messages[0].content``.
         code: a word that programs compare, as OpenAI's ``model_not_found``.
         retry_after_s: seconds after which another try may succeed, sent as Retry-After; rounded up.
+        details: what Anthropic's clients compare, as ``{"error_code": ...}``.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.details = details
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
@@ -92,7 +95,8 @@ class ApiError(Exception):
 
     def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+        details = {} if self.details is None else {"details": self.details}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}, "request_id": request_id}
 
 
 def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:

@@ -1,5 +1,6 @@
 """Parameters that a route accepts though they cannot change its answer; the header ``x-llmc-ignored`` names them."""
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 
 from starlette.datastructures import MutableHeaders
@@ -19,6 +20,14 @@ def ignore(name: str) -> None:
     names = _NAMES.get()
     if names is not None and len(names) < MOST and (clean := "".join(filter(_fits, name[:128]))):
         names[clean] = None
+
+
+def rename_ignored(names: Mapping[str, str]) -> None:
+    """Call the parameters ignored so far by the dialect's own ``names``."""
+    if ignored := _NAMES.get():
+        renamed = {names.get(name, name): None for name in ignored}
+        ignored.clear()
+        ignored.update(renamed)
 
 
 def forget_ignored() -> None:

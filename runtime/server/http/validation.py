@@ -164,6 +164,10 @@ def take_body(kind: type[BaseModel]) -> Any:
 
 
 def declares_json(request: Request) -> bool:
+    """True if the body is JSON. To Ollama's routes it is whatever its type says, as clients of theirs send none or a
+    form's, unless a browser sent it: a page may send those types to any address without asking."""
+    if request.url.path.startswith("/api/") and not {"origin", "sec-fetch-site"} & set(request.headers):
+        return True
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return re.fullmatch(r"application/(.+\+)?json", declared) is not None
 

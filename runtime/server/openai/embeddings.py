@@ -104,11 +104,10 @@ async def encode_texts(
     return rows, np.concatenate(found)
 
 
-@router.post("/v1/embeddings")
-async def embeddings(
-    body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)], request: Request, service: Served
-) -> Response:
-    """Vectors of texts, of length one where the checkpoint normalises."""
+async def compute_vectors(
+    body: EmbeddingRequest, request: Request, service: Service
+) -> tuple[Rows, NDArray[np.float32]]:
+    """Tokens and vectors of the texts. Raises what :func:`encode_texts` does; ApiError: the model does not embed."""
     texts = body.texts()
     service.check_work(body.model, "embeddings")
     async with service.model(body.model) as model:
@@ -120,18 +119,25 @@ async def embeddings(
             tokenize = partial(encoder.check_token_ids, texts, truncate=body.truncate)
         with name_parameters({"prompt": "input"}):
             rows, vectors = await encode_texts(service, request, model, tokenize)
+    return rows, encoder.cut(vectors, width)
+
+
+@router.post("/v1/embeddings")
+async def embeddings(
+    body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)], request: Request, service: Served
+) -> Response:
+    """Vectors of texts, of length one where the checkpoint normalises."""
+    rows, vectors = await compute_vectors(body, request, service)
     name = service.name(body.model)
 
     def made() -> dict[str, Any]:
-        found: Any = encoder.cut(vectors, width)
+        found: Any = vectors.tolist()
         if body.encoding_format == "base64":  # of little-endian float32
-            found = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in found]
-        else:
-            found = found.tolist()
+            found = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
         data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(found)]
         return {"object": "list", "data": data, "model": name, "usage": usage_of(rows)}
 
-    return await make_answer(made, large=len(rows) * width > LARGE)
+    return await make_answer(made, large=vectors.size > LARGE)
 
 
 @router.post("/v1/rerank")

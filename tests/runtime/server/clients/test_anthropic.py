@@ -77,4 +77,4 @@ def test_what_the_command_line_client_sends_is_accepted(client: Any):
         "temperature": 0,
     }
     asked = client.messages.with_raw_response.create(model="able", max_tokens=4, messages=[USER], extra_body=given)
-    assert asked.headers["x-llmc-ignored"] == "cache_control, service_tier, speed"
+    assert asked.headers["x-llmc-ignored"] == "cache_control, context_management, service_tier, speed"

@@ -37,3 +37,19 @@ def test_forms_streams_and_completions(service_url: str):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(service_url, ASK, stream=True, max_tokens=4))
     given = {"model": "text-completion-openai/able", "api_base": f"{service_url}/v1", "api_key": "none"}
     assert litellm.text_completion(prompt="a", max_tokens=4, **given).choices[0].text
+
+
+@pytest.mark.parametrize("kind", ["ollama", "ollama_chat"])
+def test_ollamas_dialect(service_url: str, kind: str):
+    given: Any = {"model": f"{kind}/able", "api_base": service_url, "messages": [{"role": "user", "content": "a"}]}
+    options = {"max_tokens": 4, "temperature": 0, "num_ctx": 4096, "repeat_last_n": 64, "mirostat": 0}
+    whole = litellm.completion(**given, **options).choices[0].message.content
+    pieces = litellm.completion(**given, **options, stream=True)
+    assert whole and "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole
+    assert litellm.text_completion(model=f"{kind}/able", prompt="a", api_base=service_url, max_tokens=4).choices[0].text
+
+
+def test_ollamas_vectors(service_url: str):
+    for given in ("a", ["a", "b"]):
+        found = litellm.embedding(model="ollama/embed", api_base=service_url, input=given).data
+        assert len(found) == (2 if isinstance(given, list) else 1)

@@ -50,3 +50,21 @@ def test_it_gets_what_its_schema_asks_for(client):
 def test_errors_are_its_own(client):
     with pytest.raises(ollama.ResponseError, match="other"):
         client.chat("other", ASK)
+
+
+def test_it_embeds_loads_and_unloads(client):
+    several = client.embed("embed", ["a", "b"]).embeddings
+    assert len(several) == 2 and client.embeddings("embed", "a").embedding == several[0]
+    assert client.generate(MODEL, keep_alive=0).done_reason == "unload"
+    assert MODEL not in [each.model for each in client.ps().models]
+    assert client.generate(MODEL).done_reason == "load"
+
+
+def test_it_is_told_how_models_get_here(client):
+    for change in (
+        lambda: client.pull("other"),
+        lambda: list(client.pull("other", stream=True)),
+        lambda: client.delete("a"),
+    ):
+        with pytest.raises(ollama.ResponseError, match="llmc build"):
+            change()
