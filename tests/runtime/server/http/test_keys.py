@@ -65,7 +65,7 @@ class TestFile:
             (f'[a]\nkey = "{ALICE}"\nmodels = "tiny"', "models is 'tiny', expected a list"),
             (
                 f'[a]\nkey = "{ALICE}"\ntokens_per_minute = 0',
-                "tokens_per_minute is 0, expected an integer of at least 1",
+                "tokens_per_minute is 0, expected an integer from 1 to 1000000000000",
             ),
             (f'[a]\nkey = "{ALICE}"\nrequests_per_minute = 1{"0" * 400}', "requests_per_minute is"),
             (f'[a]\nkey = "{ALICE}"\ntokens_per_minute = 1{"0" * 13}', "tokens_per_minute is"),

@@ -164,8 +164,14 @@ async def test_images_hold_up_no_grammars():
 
 @pytest.mark.parametrize(
     ("key", "asked", "granted"),
-    [(None, -1000, 0), (Key("ann", b""), -1, 0), (Key("ann", b"", lowest_priority=-10), -1000, -10)]
-    + [(Key("ann", b"", lowest_priority=5), 0, 5), (None, 7, 7), (None, -1001, -1001)],
+    [
+        (None, -1000, 0),
+        (Key("ann", b""), -1, 0),
+        (Key("ann", b"", lowest_priority=-10), -1000, -10),
+        (Key("ann", b"", lowest_priority=5), 0, 5),
+        (None, 7, 7),
+        (None, -1001, -1001),
+    ],
 )
 async def test_a_priority_is_at_least_the_keys(key: Key | None, asked: int, granted: int):
     """Beyond any range it stays as it is, for the engine to refuse by name."""
