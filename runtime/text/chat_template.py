@@ -192,16 +192,14 @@ def _read_templates(folder: Path) -> dict[str, str]:
             raise BundleError(f"{file} cannot be read ({error}); {REMEDY}") from error
     found = read_tokenizer_config(folder).get("chat_template")
     if found is None:
-        raise RequestError(f"{folder}: the model has no chat template; pass a prompt instead of messages")
+        raise RequestError("the model has no chat template; pass a prompt instead of messages")
     try:
         templates = {"default": found} if isinstance(found, str) else {each["name"]: each["template"] for each in found}
     except (TypeError, KeyError) as error:
         raise BundleError(f"{folder / CONFIG_FILE}: chat_template is neither text nor a list of named texts") from error
     if "default" not in templates:
         names = ", ".join(templates)
-        raise RequestError(
-            f"{folder}: none of the model's chat templates ({names}) is the default; pass a prompt instead"
-        )
+        raise RequestError(f"none of the model's chat templates ({names}) is the default; pass a prompt instead")
     return templates
 
 
