@@ -18,7 +18,8 @@ from llmc.runtime import load
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded
 
-KEYS = {
+KEYS = {"admin": "admin = true", "base": 'models = ["tiny"]', "own": 'models = ["sql"]'}
+KEYS["some"] = 'admin = true\nmodels = ["tiny", "mine"]'
     "admin": "admin = true",
     "some": 'admin = true\nmodels = ["tiny", "mine"]',
     "base": 'models = ["tiny"]',
