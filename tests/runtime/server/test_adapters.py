@@ -20,11 +20,6 @@ from llmc.runtime.server.http.guarded import Guarded
 
 KEYS = {"admin": "admin = true", "base": 'models = ["tiny"]', "own": 'models = ["sql"]'}
 KEYS["some"] = 'admin = true\nmodels = ["tiny", "mine"]'
-    "admin": "admin = true",
-    "some": 'admin = true\nmodels = ["tiny", "mine"]',
-    "base": 'models = ["tiny"]',
-    "own": 'models = ["sql"]',
-}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
 TURNS: Any = [{"role": "user", "content": "def f("}]
 PROMPT = "def f("

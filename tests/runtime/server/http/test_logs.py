@@ -126,14 +126,6 @@ def test_people_get_lines_of_their_own():
 
 FORGED = ["a\n12:00:00 INFO    request status=200", "a status=200", 'a" status=200', "\x1b[2J", "a\rb"]
 FORGED += ["\u202eb", "\x85c", "\u2028d"]
-    "a\n12:00:00 INFO    request status=200",
-    "a status=200",
-    'a" status=200',
-    "\x1b[2J",
-    "a\rb",
-    "\u202eb",
-    "\x85c",
-]
 
 
 @pytest.mark.parametrize("text", FORGED)
