@@ -20,6 +20,7 @@ from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import ANY, Body
 from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
+from llmc.runtime.server.http.images import MOST_IMAGES
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service
@@ -83,7 +84,9 @@ class Call(Body):
     function: CalledFunction
 
 
-Images = Annotated[list[str], Field(default_factory=list, description="PNG, JPEG or WebP in base64")]
+Images = Annotated[
+    list[str], Field(default_factory=list, max_length=MOST_IMAGES, description="PNG, JPEG or WebP in base64")
+]
 
 
 class OllamaMessage(Body):

@@ -4,7 +4,6 @@ Templates run in a sandbox (:mod:`llmc.runtime.text.sandbox`) and are given plai
 """
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -16,7 +15,7 @@ import jinja2.meta
 import jinja2.nodes
 
 from llmc.errors import BundleError, RequestError, UsageError, format_value
-from llmc.runtime.text.control_tokens import FIRST_STAND, LAST_STAND, ControlTokens, Disguise
+from llmc.runtime.text.control_tokens import FIRST_STAND, LAST_STAND, ControlTokens, Disguise, Finder
 from llmc.runtime.text.sandbox import Sandbox
 from llmc.runtime.text.tokenizer import CONFIG_FILE, REMEDY, Tokenizer, read_tokenizer_config
 
@@ -335,8 +334,11 @@ class _Copies:
         return copied, self.plain(item, f"{where}.{key if isinstance(key, str) else format_value(key):.40}", depth + 1)
 
 
+_WORDS = Finder(r"\S{1,256}", 256)
+
+
 def _hide_all(text: str) -> str:
-    return re.sub(r"\S", chr(LAST_STAND), text)
+    return _WORDS.sub(lambda match: chr(LAST_STAND) * len(match[0]), text)
 
 
 def _line(message: object) -> str:
