@@ -1,6 +1,8 @@
 """No text of a request becomes a control token, whatever the template writes around it or makes of it."""
 
 import json
+import random
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.errors import RequestError
+from llmc.runtime.text import control_tokens
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer

@@ -100,6 +100,20 @@ def test_hostile_text_stays_text(page):
 
 
 # Each would take minutes, or all of the stack, if a step took more than linear time.
+UNITS = (
+    "|-",
+    "|-\n",
+    "a\n=\n",
+    "a\n-\n",
+    "a\n#\n",
+    "|a|\n|-|\n",
+    "a|b\n-|-\n",
+    "```\n",
+    "-\n",
+    "a\n",
+    "a  \n",
+    "[a]\n",
+)
 LONG = [
     "*a " * 50_000,
     "[" * 100_000,
@@ -116,14 +130,8 @@ LONG = [
     "***a **b *c " * 10_000,
     "`a`" * 60_000,
     "\n" * 100_000 + " " * 100_000,
-    *(
-        unit * (96_000 // len(unit))
-        for unit in ("|-", "a\n=\n", "a\n-\n", "a\n#\n", "|a|\n|-|\n", "```\n", "-\n", "+\n")
-    ),
-    *(
-        "- " + unit * (96_000 // len(unit))
-        for unit in ("a\n", " a\n", "a  \n", "a\n=\n", "[a]\n", "a|b\n-|-\n", "|-\n")
-    ),
+    *(unit * (96_000 // len(unit)) for unit in UNITS),
+    *("- " + unit * (96_000 // len(unit)) for unit in UNITS),
     ("`a`" * 600 + "\n\n") * 50,
     "> " + "*\nxa>" * 20_000,  # on which marked 18 fails
 ]
