@@ -1,11 +1,12 @@
 """Images from files, bytes, arrays and Pillow's own objects: upright RGB pixels, within bounds."""
 
+import ctypes
 import io
 import os
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ def decoding(name: str) -> Iterator[None]:
     try:
         with _ONE:
             yield
+            with suppress(AttributeError):  # glibc keeps what a thread freed, for each thread of its own
+                ctypes.CDLL(None).malloc_trim(0)
     except MemoryError as error:
         raise ResourceError(f"{name} needs more memory than there is; try again later, or shrink it") from error
 
