@@ -5,14 +5,18 @@ import re
 from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 import pytest
 from doubles.asgi import Echo, ask
 from pydantic import ValidationError
 
+from llmc.errors import NonFiniteError
+from llmc.runtime.sampling.logits import weigh
 from llmc.runtime.server.anthropic.messages import MessageRequest
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.arrival import Bodies
 from llmc.runtime.server.http.bodies import Body
+from llmc.runtime.server.http.errors import from_llmc
 from llmc.runtime.server.openai.chat import ChatRequest
 from llmc.runtime.server.openai.completions import CompletionRequest
 from llmc.runtime.server.openai.responses import ResponseRequest
@@ -233,3 +237,10 @@ def test_a_body_is_json_by_any_of_its_names(http: httpx.Client, kind: str, statu
 def test_parameters_in_the_address_are_refused_everywhere(http: httpx.Client, path: str):
     answer = http.post(f"{path}?invented=1", json={}, headers=VERSION)
     assert answer.status_code == 400 and "invented" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_no_numbers_are_the_servers_fault(value: float):
+    with pytest.raises(NonFiniteError) as caught:
+        weigh(np.full(9, value, np.float32))
+    assert from_llmc(caught.value).status == 500
